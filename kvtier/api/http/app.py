@@ -1,0 +1,70 @@
+"""The OpenAI-compatible application over an engine and a model."""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtier.api.http.body import ChatBody, CompletionBody
+from kvtier.api.http.call import read_chat, read_completion
+from kvtier.api.http.error import error_responses
+from kvtier.api.http.exchange import Exchange
+from kvtier.api.http.gate import Gate
+from kvtier.api.http.generation import Backend
+from kvtier.api.http.limits import ServerLimits
+from kvtier.api.http.probe import probe_routes
+from kvtier.api.http.reply import CHAT, COMPLETION
+from kvtier.api.http.service import ChatModel, EngineService, NoObserver, Observer
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    service: EngineService,
+    model: ChatModel,
+    *,
+    registry: CollectorRegistry,
+    observer: Observer | None = None,
+    limits: ServerLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Starlette:
+    """Return the application. It holds no thread and needs no closing."""
+    limits = limits or ServerLimits()
+    backend = Backend(service, model, observer or NoObserver(), clock, limits.silence_seconds)
+    gate = Gate(limits.open_prompts, limits.prompts_per_call)
+    complete = Exchange(CompletionBody, read_completion, COMPLETION, backend, gate, limits)
+    chat = Exchange(ChatBody, read_chat, CHAT, backend, gate, limits)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", _models(model)),
+            *probe_routes(
+                is_alive=lambda: not service.is_stuck,
+                is_ready=lambda: service.is_ready,
+                registry=registry,
+            ),
+        ],
+        exception_handlers=error_responses(),
+    )
+    app.router.redirect_slashes = False  # clients do not resend a body after a redirect
+    return app
+
+
+def _models(model: ChatModel) -> Callable[[Request], Response]:
+    card = {
+        "id": model.model_id,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "kvtier",
+        "max_model_len": model.context_limit,  # vLLM's name; load generators look for it
+    }
+
+    def models(_request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    return models

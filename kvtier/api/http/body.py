@@ -1,0 +1,215 @@
+"""What clients send: the bodies of the two calls, checked field by field."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError, from_json
+from starlette.requests import Request
+
+from kvtier.api.http.error import ApiError
+from kvtier.api.http.limits import ServerLimits
+from kvtier.api.http.parameter import refuse_unsupported
+
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "Message",
+    "Prompt",
+    "StreamOptions",
+    "TransferParams",
+    "parse_body",
+    "read_body",
+]
+
+Prompt = str | list[int]
+"""One prompt as it came: text, or token ids that have yet to be checked against a vocabulary."""
+
+_STOP_CHARACTERS_MAX = 1024
+"""What is held back could grow to this; no real stop string comes near."""
+
+_SALT_CHARACTERS_MAX = 1024
+"""A salt is a name or a secret, not a document."""
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+def _stop_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+def _prompt_list(value: object) -> list[Prompt]:
+    """Return one or several prompts as a list; which of OpenAI's four forms it is shows."""
+    if isinstance(value, str) or (_is_token_ids(value) and value):
+        value = [value]
+    if not isinstance(value, list):
+        raise _wrong("must be a string, a list of token ids, or a list of one of these")
+    if not value or any(prompt in ("", []) for prompt in value):
+        raise _wrong("must not be empty")
+    if not (all(isinstance(p, str) for p in value) or all(_is_token_ids(p) for p in value)):
+        raise _wrong("must be all strings or all lists of token ids")
+    return value
+
+
+def _content_text(value: object) -> str:
+    """Return the text of a message; the parts of a list become lines, as vLLM joins them."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong("must be a string or a list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _wrong('a part must look like {"type": "text", "text": "..."}')
+        if part["type"] != "text":
+            raise _wrong(f"parts of type {part['type']!r} are not supported, only text")
+        if not isinstance(part.get("text"), str):
+            raise _wrong("the text of a text part must be a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class TransferParams(_Strict):
+    """How far the tiers below may be used for one request; named and meant as in vLLM."""
+
+    max_offload_tokens: int | None = Field(None, ge=0)
+    max_load_tokens: int | None = Field(None, ge=0)
+
+
+class StreamOptions(_Strict):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Padding against eavesdroppers, which changes no answer: accepted, not done."""
+
+
+class Message(BaseModel):
+    """One message of a conversation, its content as text."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    role: str = Field(min_length=1)
+    content: Annotated[str, PlainValidator(_content_text)]
+    name: str | None = None
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """Return what a chat template gets to see."""
+        message = {"role": self.role, "content": self.content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=_STOP_CHARACTERS_MAX)]
+_Stops = Annotated[list[_Stop], Field(max_length=4)]
+
+
+class _Body(_Strict):
+    """What both calls take."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[_Stops | None, BeforeValidator(_stop_list)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=_SALT_CHARACTERS_MAX)
+    kv_transfer_params: TransferParams | None = None
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Tell whether a stream ends with its account."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(_Body):
+    """The body of ``/v1/completions``."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompt_list)]
+
+
+class ChatBody(_Body):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
+
+
+async def read_body(request: Request, limits: ServerLimits) -> bytes:
+    """Read a whole body, or stop as soon as it is too large or comes too slowly."""
+    too_large = ApiError(f"the body is over {limits.body_bytes} bytes", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError("the body did not arrive in time", status=408) from None
+    return bytes(body)
+
+
+def parse_body(raw: bytes, shape: type[BodyT]) -> BodyT:
+    """Return the checked body; raises ``ApiError`` that names the first field at fault."""
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    refuse_unsupported(body, shape.model_fields)
+    _refuse_message_extras(body)
+    try:
+        checked = shape.model_validate(
+            {name: value for name, value in body.items() if name in shape.model_fields}
+        )
+    except ValidationError as error:
+        raise _field_error(error) from None
+    if checked.stream_options is not None and not checked.stream:
+        raise ApiError("only a stream has stream_options; set stream", param="stream_options")
+    return checked
+
+
+def _refuse_message_extras(body: Mapping[str, object]) -> None:
+    """Refuse parts of a message that no template sees; clients send many of them as null."""
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        for name, value in message.items() if isinstance(message, dict) else ():
+            if name not in Message.model_fields and value not in (None, []):
+                param = f"messages[{index}].{name}"
+                raise ApiError(f"{param} is not supported; leave it out", param=param)
+
+
+def _field_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    param = param.removeprefix(".")
+    if first["type"] == "missing":
+        message = "is missing"
+    elif first["type"] == "extra_forbidden":
+        message = "is not a known parameter"
+    else:
+        message = first["msg"]
+    return ApiError(f"{param}: {message}", param=param)

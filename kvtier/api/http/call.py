@@ -1,0 +1,123 @@
+"""One call as the engine will get it: prompts in tokens, within the model's limits."""
+
+from dataclasses import dataclass
+from uuid import uuid4
+
+from kvtier.api.http.body import ChatBody, CompletionBody, Prompt
+from kvtier.api.http.error import ApiError
+from kvtier.api.http.service import ChatModel
+from kvtier.engine.request import Request, Sampling
+
+__all__ = ["Call", "read_chat", "read_completion"]
+
+_COMPLETION_TOKENS_DEFAULT = 16
+"""OpenAI's default for completions; a chat goes on to the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The engine's requests of one call, one for each prompt, and how to answer."""
+
+    call_id: str
+    requests: tuple[Request, ...]
+    stops: tuple[str, ...]
+    is_stream: bool
+    has_usage_chunk: bool
+
+
+def read_completion(body: CompletionBody, model: ChatModel) -> Call:
+    """Turn a completions body into a call. Slow for long texts: tokenizes."""
+    _check_model(body, model)
+    prompts = [_tokens(prompt, model) for prompt in body.prompt]
+    asked = body.max_tokens
+    return _call(body, model, "cmpl", prompts, asked=asked, default=_COMPLETION_TOKENS_DEFAULT)
+
+
+def read_chat(body: ChatBody, model: ChatModel) -> Call:
+    """Turn a chat body into a call. Slow for long texts: tokenizes."""
+    _check_model(body, model)
+    try:
+        prompt = model.apply_chat_template([message.for_template for message in body.messages])
+    except ValueError as error:
+        # What a template says when it refuses is meant for the client, but one line is enough.
+        reason = (str(error).splitlines() or ["refused"])[0][:200]
+        raise ApiError(f"messages: {reason}", param="messages") from error
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _call(body, model, "chatcmpl", [prompt], asked=asked, default=model.context_limit)
+
+
+def _check_model(body: CompletionBody | ChatBody, model: ChatModel) -> None:
+    if body.model != model.model_id:
+        raise ApiError(
+            f"there is no model {body.model!r} here, only {model.model_id!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _tokens(prompt: Prompt, model: ChatModel) -> list[int]:
+    if isinstance(prompt, str):
+        return model.encode(prompt)
+    for token_id in prompt:
+        if not 0 <= token_id < model.vocab_size:
+            raise ApiError(
+                f"prompt: token id {token_id} is outside the vocabulary, "
+                f"which ends at {model.vocab_size - 1}",
+                param="prompt",
+            )
+    return prompt
+
+
+def _call(
+    body: CompletionBody | ChatBody,
+    model: ChatModel,
+    prefix: str,
+    prompts: list[list[int]],
+    *,
+    asked: int | None,
+    default: int,
+) -> Call:
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    call_id = f"{prefix}-{uuid4().hex}"
+    sampling = Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        seed=body.seed,
+        ignore_eos=bool(body.ignore_eos),
+    )
+    transfer = body.kv_transfer_params
+    requests = []
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ApiError(f"{param}: must not be empty", param=param)
+        room = model.context_limit - len(prompt)
+        if room < (asked or 1):
+            raise _too_long(model.context_limit, len(prompt), asked, param)
+        request = Request(
+            request_id=f"{call_id}-{index}",
+            prompt=tuple(prompt),
+            max_tokens=asked or min(default, room),
+            sampling=sampling,
+            cache_salt=body.cache_salt,
+            max_offload_tokens=transfer.max_offload_tokens if transfer else None,
+            max_load_tokens=transfer.max_load_tokens if transfer else None,
+        )
+        requests.append(request)
+    return Call(
+        call_id, tuple(requests), tuple(body.stop or ()), bool(body.stream), body.has_usage_chunk
+    )
+
+
+def _too_long(context_limit: int, num_prompt: int, asked: int | None, param: str) -> ApiError:
+    """Say both numbers; what was asked for is kept or refused, never cut in silence."""
+    wanted = f"{num_prompt} in the prompt"
+    if asked is not None:
+        wanted += f" and {asked} to generate"
+    return ApiError(
+        f"this model's maximum context length is {context_limit} tokens, "
+        f"but this call needs more: {wanted}",
+        param=param,
+        code="context_length_exceeded",
+    )

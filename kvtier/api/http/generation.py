@@ -1,0 +1,216 @@
+"""The running of one call on the engine: outputs in, text out.
+
+Outputs come on the engine's thread and are handed to the server's loop through one queue for the
+whole call. Whatever ends the call early (a client that left, an error, a shutdown) goes through
+``close``, which aborts what still runs.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+
+from kvtier.api.http.call import Call
+from kvtier.api.http.detokenizer import Detokenizer
+from kvtier.api.http.error import ApiError, engine_failed, engine_silent, not_ready, overloaded
+from kvtier.api.http.service import ChatModel, EngineService, Observer, Outcome
+from kvtier.api.http.stop import StopFinder
+from kvtier.engine.request import (
+    Deliver,
+    FinishReason,
+    Output,
+    QueueFull,
+    Request,
+    RequestRefused,
+    Usage,
+)
+
+__all__ = ["Backend", "Generation", "Piece"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What every generation runs on."""
+
+    engine: EngineService
+    model: ChatModel
+    observer: Observer
+    clock: Callable[[], float]
+    """Seconds that only go forward."""
+    silence_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of one choice's text; its last piece has a finish reason and the usage."""
+
+    index: int
+    text: str
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """An output on its way to the loop, stamped by the engine's thread."""
+
+    index: int
+    output: Output
+    seconds: float
+
+
+class Generation:
+    """One call: submit its prompts with ``start``, read ``pieces``, and always ``close``."""
+
+    def __init__(self, call: Call, backend: Backend, began_seconds: float) -> None:
+        self.call = call
+        self._backend = backend
+        self._choices = [
+            _Choice(index, request, call.stops, backend, began_seconds)
+            for index, request in enumerate(call.requests)
+        ]
+        # A slow reader cannot make this grow without end: an output brings at least one token or
+        # is the last, so a request never has more of them than max_tokens and one. The engine
+        # does not wait for readers, since that would stall everybody else's batch.
+        self._arrivals = asyncio.Queue[_Arrival](sum(r.max_tokens + 1 for r in call.requests))
+
+    def start(self) -> None:
+        """Submit every prompt; raises ``ApiError`` if the engine takes one of them not."""
+        for choice in self._choices:
+            try:
+                self._backend.engine.submit(choice.request, self._deliver_to(choice.index))
+            except QueueFull:
+                raise overloaded() if self._backend.engine.is_ready else not_ready() from None
+            except RequestRefused as error:
+                raise ApiError(str(error)) from None
+            choice.is_open = True
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yield the text of all choices as it comes; raises ``ApiError`` if one of them fails."""
+        num_open = len(self._choices)
+        while num_open:
+            arrival = await self._next()
+            choice = self._choices[arrival.index]
+            piece = choice.take(arrival.output, arrival.seconds)
+            if piece.finish is not None:
+                num_open -= 1
+            if piece.text or piece.finish is not None:
+                yield piece
+
+    def close(self, outcome: Outcome = Outcome.ABORT) -> None:
+        """Abort what still runs and count it so; what has ended is left alone."""
+        for choice in self._choices:
+            choice.close(outcome)
+
+    def _deliver_to(self, index: int) -> Deliver:
+        loop = asyncio.get_running_loop()
+        clock = self._backend.clock
+
+        def deliver(output: Output) -> None:
+            arrival = _Arrival(index, output, clock())
+            try:
+                loop.call_soon_threadsafe(self._arrivals.put_nowait, arrival)
+            except RuntimeError:
+                # The loop is closed: the server is gone and nobody reads this any more. It must
+                # not hurt the engine's thread, which has other things to do.
+                return
+
+        return deliver
+
+    async def _next(self) -> _Arrival:
+        while True:
+            try:
+                async with asyncio.timeout(self._backend.silence_seconds):
+                    return await self._arrivals.get()
+            except TimeoutError:
+                # A long queue is no fault. A stuck engine is, and so is one that does not end
+                # what was aborted.
+                if self._backend.engine.is_stuck or any(c.is_stopped for c in self._choices):
+                    self.close(Outcome.ERROR)
+                    raise engine_silent() from None
+
+
+class _Choice:
+    """One prompt and its completion so far."""
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        stops: tuple[str, ...],
+        backend: Backend,
+        began_seconds: float,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.is_open = False
+        """Submitted, and its last output has not come."""
+        self._backend = backend
+        self._text = Detokenizer(backend.model.decode)
+        self._stop = StopFinder(stops)
+        self._num_tokens = 0
+        self._began_seconds = began_seconds
+        self._last_seconds: float | None = None
+        self._first_token_seconds: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether a stop string was found and the engine has yet to acknowledge it."""
+        return self.is_open and self._stop.is_found
+
+    def take(self, output: Output, seconds: float) -> Piece:
+        """Turn an output into text, and end the request when a stop string is complete."""
+        self.is_open = self.is_open and output.finish is None
+        text = ""
+        if not self._stop.is_found:
+            self._note_time(output, seconds)
+            self._num_tokens += len(output.token_ids)
+            text = self._stop.push(self._text.push(output.token_ids))
+            if output.finish is not None and not self._stop.is_found:
+                text += self._stop.push(self._text.flush())
+            if output.finish is not None and not self._stop.is_found:
+                text += self._stop.flush()
+            if self.is_stopped:
+                self._backend.engine.abort(self.request.request_id)
+        if output.finish is None:
+            return Piece(self.index, text)
+        return self._last_piece(text, output)
+
+    def close(self, outcome: Outcome) -> None:
+        """Abort if still open."""
+        if self.is_open:
+            self.is_open = False
+            self._backend.engine.abort(self.request.request_id)
+            self._backend.observer.finished(outcome)
+
+    def _note_time(self, output: Output, seconds: float) -> None:
+        if not output.token_ids:
+            return
+        if self._last_seconds is None:
+            self._first_token_seconds = seconds - self._began_seconds
+        else:
+            self._backend.observer.token_gap(seconds - self._last_seconds)
+        self._last_seconds = seconds
+
+    def _last_piece(self, text: str, output: Output) -> Piece:
+        finish = output.finish
+        assert finish is not None
+        if self._stop.is_found and finish is not FinishReason.ERROR:
+            finish = FinishReason.STOP
+        if finish in {FinishReason.ERROR, FinishReason.ABORT}:
+            _log.error("request %s ended in %s: %s", output.request_id, finish, output.error)
+            self._backend.observer.finished(Outcome.ERROR)
+            # Nobody here asked for an abort: it means that the engine is stopping.
+            is_failure = finish is FinishReason.ERROR and self._backend.engine.is_ready
+            raise engine_failed() if is_failure else not_ready()
+        usage = output.usage
+        assert usage is not None, "the engine's contract: the last output carries the usage"
+        if self._stop.is_found:
+            # Tokens that the engine made before it heard of the abort are in no answer.
+            usage = replace(usage, completion_tokens=self._num_tokens)
+        if self._first_token_seconds is not None:
+            self._backend.observer.first_token(self._first_token_seconds, usage)
+        self._backend.observer.finished(Outcome(finish.value))
+        return Piece(self.index, text, finish, usage)

@@ -1,0 +1,144 @@
+"""Answers in the shape that OpenAI clients parse."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from kvtier.api.http.generation import Piece
+from kvtier.engine.request import FinishReason, TierTokens, Usage
+
+__all__ = ["CHAT", "COMPLETION", "DONE_EVENT", "Json", "Reply", "Shape", "event"]
+
+Json = dict[str, object]
+
+DONE_EVENT = b"data: [DONE]\n\n"
+"""What ends every stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where the answers of OpenAI's two calls differ."""
+
+    whole_kind: str
+    chunk_kind: str
+    whole_choice: Callable[[str], Json]
+    """The part of a choice that holds all its text."""
+    chunk_choice: Callable[[str, bool], Json]
+    """The part of a choice that holds its next text; true for the choice's first chunk."""
+
+
+def _completion_choice(text: str) -> Json:
+    return {"text": text}
+
+
+def _completion_chunk_choice(text: str, _is_first: bool) -> Json:
+    return {"text": text}
+
+
+def _chat_choice(text: str) -> Json:
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def _chat_chunk_choice(text: str, is_first: bool) -> Json:
+    if is_first:
+        return {"delta": {"role": "assistant", "content": text}}
+    return {"delta": {"content": text} if text else {}}
+
+
+COMPLETION = Shape(
+    "text_completion", "text_completion", _completion_choice, _completion_chunk_choice
+)
+"""What ``/v1/completions`` answers."""
+
+CHAT = Shape("chat.completion", "chat.completion.chunk", _chat_choice, _chat_chunk_choice)
+"""What ``/v1/chat/completions`` answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, whole or in chunks."""
+
+    shape: Shape
+    call_id: str
+    model_id: str
+    created_seconds: int
+
+    def whole(self, texts: Sequence[str], last: Sequence[Piece]) -> Json:
+        """Return a whole answer: the text and the last piece of each choice."""
+        choices = [
+            {
+                "index": piece.index,
+                **self.shape.whole_choice(text),
+                "logprobs": None,
+                "finish_reason": piece.finish,
+            }
+            for text, piece in zip(texts, last, strict=True)
+        ]
+        return {**self._envelope(self.shape.whole_kind), "choices": choices, **_account(last)}
+
+    def chunk(
+        self, index: int, text: str, finish: FinishReason | None = None, *, is_first: bool = False
+    ) -> Json:
+        """Return a chunk of one choice."""
+        choice = {
+            "index": index,
+            **self.shape.chunk_choice(text, is_first),
+            "logprobs": None,
+            "finish_reason": finish,
+        }
+        return {**self._envelope(self.shape.chunk_kind), "choices": [choice]}
+
+    def usage_chunk(self, last: Sequence[Piece]) -> Json:
+        """Return the chunk that ends a stream: its account and no choices."""
+        return {**self._envelope(self.shape.chunk_kind), "choices": [], **_account(last)}
+
+    def _envelope(self, kind: str) -> Json:
+        return {
+            "id": self.call_id,
+            "object": kind,
+            "created": self.created_seconds,
+            "model": self.model_id,
+        }
+
+
+def event(body: Json) -> bytes:
+    """Return one event of a stream."""
+    return (
+        b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+def _account(last: Sequence[Piece]) -> Json:
+    usages = [piece.usage for piece in last if piece.usage is not None]
+    assert len(usages) == len(last), "a last piece carries the usage"
+    total = _sum(usages)
+    return {
+        "usage": {
+            "prompt_tokens": total.prompt_tokens,
+            "completion_tokens": total.completion_tokens,
+            "total_tokens": total.prompt_tokens + total.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": total.tier_tokens.total},
+        },
+        "kvtier": {
+            "tier_tokens": asdict(total.tier_tokens),
+            "computed_tokens": total.computed_tokens,
+            "decision": total.decision,
+        },
+    }
+
+
+def _sum(usages: Sequence[Usage]) -> Usage:
+    """Return one account for all prompts; several different decisions are listed in order."""
+    tiers = [usage.tier_tokens for usage in usages]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        tier_tokens=TierTokens(
+            gpu=sum(tier.gpu for tier in tiers),
+            cpu=sum(tier.cpu for tier in tiers),
+            ssd=sum(tier.ssd for tier in tiers),
+            remote=sum(tier.remote for tier in tiers),
+        ),
+        computed_tokens=sum(usage.computed_tokens for usage in usages),
+        decision=",".join(dict.fromkeys(usage.decision for usage in usages)),
+    )

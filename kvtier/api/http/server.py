@@ -1,0 +1,135 @@
+"""An application on a TCP port, in a thread of its own."""
+
+import logging
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvtier.errors import StartError
+
+__all__ = ["HttpServer", "serve"]
+
+_log = logging.getLogger(__name__)
+
+_START_SECONDS = 10.0
+"""Starting takes milliseconds; past this the machine is in trouble, and it is better said."""
+
+_CANCEL_SECONDS = 5.0
+"""What cancelled calls get to abort their requests, after the graceful part of a stop."""
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
+
+
+class HttpServer:
+    """A server that has begun to listen; ``stop`` ends it within its deadline."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, grace_seconds: float) -> None:
+        self.host, self.port = listener.getsockname()[:2]
+        self._grace_seconds = grace_seconds
+        self._listener = listener
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                ws="none",
+                lifespan="off",
+                log_config=None,  # the process has its own logging
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=max(1, round(grace_seconds)),
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Return where it is reached."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Begin to answer; returns when the first connection would be accepted."""
+        self._thread.start()
+        if not self._server.has_begun.wait(_START_SECONDS):
+            raise StartError("listen", "the HTTP server did not start in time", "look at the log")
+
+    def stop(self) -> None:
+        """Take no more connections, let answers end until the deadline, then cut. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(self._grace_seconds + _CANCEL_SECONDS)
+        if self._thread.is_alive():
+            _log.error("the HTTP server did not stop in time and is left behind")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            self._listener.close()
+
+
+def serve(
+    app: ASGIApp, host: str, port: int, *, field: str = "listen", grace_seconds: float = 10.0
+) -> HttpServer:
+    """Bind, start and return a server; port 0 takes any free one.
+
+    Raises ``StartError`` about ``field``, the configuration key that the address came from.
+    """
+    server = HttpServer(app, _bind(host, port, field), grace_seconds=grace_seconds)
+    server.start()
+    return server
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that says when it has started, so that nobody has to poll."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_begun = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_begun.set()
+
+
+def _bind(host: str, port: int, field: str) -> socket.socket:
+    address = f"{host}:{port}"
+    if not 0 <= port < 1 << 16:
+        raise StartError(field, f"{port} is no port", "give one from 1 to 65535, or 0 for any")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise StartError(
+            field, f"{address} is no address: {error}", "give HOST:PORT, for example 127.0.0.1:8000"
+        ) from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # Connections of a server that was just stopped linger for minutes; they are no conflict.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            field,
+            f"cannot listen on {address}: {error.strerror}",
+            "choose a free port of this machine, or 0 for any",
+        ) from error
+    return listener

@@ -1,0 +1,106 @@
+"""What the HTTP server needs from the rest: an engine, a model, and someone who counts."""
+
+from enum import StrEnum
+from typing import Protocol
+
+from kvtier.engine.request import Deliver, Request, Usage
+
+__all__ = [
+    "ChatModel",
+    "EngineService",
+    "NoObserver",
+    "Observer",
+    "Outcome",
+]
+
+
+class EngineService(Protocol):
+    """The engine, from another thread.
+
+    Contract
+    --------
+    * ``submit`` and ``abort`` return at once and may be called from any thread.
+    * After ``submit``, ``deliver`` is called in order, on the engine's thread. Each output brings
+      at least one token or is the last; the last one, and only it, has a finish reason.
+    * The last output carries the usage unless its finish reason is ``error``.
+    * ``abort`` ends an open request with ``FinishReason.ABORT``; any other is ignored. A stop ends
+      all of them, with ``abort`` or ``error``, once ``is_ready`` is false.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether requests are taken: false while loading and while stopping."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Tell whether work is queued and nothing has moved for too long."""
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Queue a request. Raises ``QueueFull`` (when stopping, too) or ``RequestRefused``."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request early and free what it holds."""
+
+
+class ChatModel(Protocol):
+    """The text side of a model. Every method may be called from any thread."""
+
+    @property
+    def model_id(self) -> str:
+        """Return the name that clients ask for."""
+
+    @property
+    def context_limit(self) -> int:
+        """Return the most tokens of a prompt and its completion together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids; valid ids are below it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, with the special ones that the model starts with."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens; special ones are left out, broken UTF-8 is U+FFFD."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the prompt for a conversation; raises ``ValueError`` if refused."""
+
+
+class Outcome(StrEnum):
+    """How a prompt ended, seen from outside; a closed set, each one a metric label."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    """The client went away."""
+    ERROR = "error"
+    """The engine failed."""
+    REFUSED = "refused"
+    """The prompt never reached the engine."""
+
+
+class Observer(Protocol):
+    """Someone who counts. Called on the server's loop: must neither block nor raise."""
+
+    def first_token(self, seconds: float, usage: Usage) -> None:
+        """Note the time to first token; told at the end, when the tiers that served are known."""
+
+    def token_gap(self, seconds: float) -> None:
+        """Note the time between two deliveries of tokens."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Note the end of one prompt."""
+
+
+class NoObserver:
+    """An observer who counts nothing."""
+
+    def first_token(self, seconds: float, usage: Usage) -> None:
+        """Ignore it."""
+
+    def token_gap(self, seconds: float) -> None:
+        """Ignore it."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Ignore it."""

@@ -1,0 +1,223 @@
+"""What engines call. Each method turns a message into an event and an answer into a message."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+
+from kvtier.client.wire import PROTOCOL, tier_to_wire
+from kvtier.core.identity import HASH_BYTES
+from kvtier.core.layout import KVLayout
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.driver import Driver
+from kvtier.observe.table import LOOKUP_SECONDS
+from kvtier.tiers.base import Removed
+from kvtier.transfer.shm import ArenaServer
+from kvtier.v1 import engine_pb2 as pb
+from kvtier.v1 import engine_pb2_grpc
+
+__all__ = ["EngineService"]
+
+_STATUS: Mapping[str, grpc.StatusCode] = {
+    "registration": grpc.StatusCode.FAILED_PRECONDITION,
+    "session": grpc.StatusCode.UNAUTHENTICATED,
+    "chain": grpc.StatusCode.INVALID_ARGUMENT,
+    "too_many_leases": grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+_DEADLINE_MS_MAX = 600_000
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """Serves ``kvtier.v1.Engine`` from a node's driver."""
+
+    def __init__(self, driver: Driver, arena: ArenaServer) -> None:
+        self._driver = driver
+        self._arena = arena
+
+    async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterReply:
+        """Check protocol and proof, then open a session."""
+        if request.protocol != PROTOCOL:
+            await _refuse(
+                context,
+                "registration",
+                f"the client speaks protocol {request.protocol} and the daemon {PROTOCOL}; "
+                "use the same kvtier version on both sides",
+            )
+        if not self._arena.proves(request.ticket.decode("ascii", "replace"), request.proof):
+            await _refuse(
+                context,
+                "registration",
+                "the client does not see the daemon's arena: its proof does not match; "
+                "share the daemon's socket directory with the engine's container",
+            )
+        layout = request.layout
+        try:
+            known = KVLayout(
+                layout.name,
+                layout.version,
+                layout.block_tokens,
+                layout.block_bytes,
+                layout.dtype,
+                layout.detail,
+            )
+        except ValueError as error:
+            await _refuse(context, "registration", str(error))
+        ticket = request.ticket.decode("ascii")
+        answer = await self._ask(
+            context,
+            lambda call: ev.Register(
+                call=call,
+                ticket=ticket,
+                key_space=request.key_space,
+                layout=known,
+                engine=request.engine[:200],
+                transport="shm",
+                pid=self._arena.pid_of(ticket),
+            ),
+        )
+        assert isinstance(answer, ac.Registered)
+        return pb.RegisterReply(
+            session=answer.session, boot=answer.boot, lease_ms=answer.lease_ns // 1_000_000
+        )
+
+    async def Attend(self, request: pb.AttendRequest, context: _Context) -> AsyncIterator[pb.Order]:
+        """Pass on orders until the client is gone."""
+        if request.session not in self._driver.node.sessions:
+            await _refuse(context, "session", "register first")
+        async for order in self._driver.orders(request.session):
+            yield pb.Order(order=order, drop=pb.Order.Drop())
+
+    async def Report(self, request: pb.ReportRequest, context: _Context) -> pb.ReportReply:
+        """Note what the engine's own tier holds."""
+        await self._ask(
+            context,
+            lambda call: ev.Report(
+                call=call,
+                session=request.session,
+                capacity_bytes=request.capacity_bytes,
+                used_bytes=request.used_bytes,
+                used_tokens=request.used_tokens,
+                hit_tokens=request.hit_tokens,
+                order=request.order,
+                removed=Removed(request.removed_blocks, request.removed_bytes),
+            ),
+        )
+        return pb.ReportReply()
+
+    async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupReply:
+        """Tell which blocks could be loaded."""
+        start_ns = time.monotonic_ns()
+        answer = await self._ask(
+            context,
+            lambda call: ev.Lookup(
+                call=call,
+                session=request.session,
+                tenant=request.chain.tenant,
+                hashes=request.chain.hashes,
+                first=request.first,
+                deadline_ns=_deadline_ns(request.deadline_ms),
+            ),
+        )
+        assert isinstance(answer, ac.Found)
+        seconds = (time.monotonic_ns() - start_ns) / 1e9
+        self._driver.node.metrics.observe(LOOKUP_SECONDS, seconds)
+        return pb.LookupReply(tiers=map(tier_to_wire, answer.tiers), reason=answer.reason)
+
+    async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
+        """Announce leased blocks as they become ready; a call that ends early ends the lease."""
+        messages = self._driver.stream(
+            lambda call: ev.Load(
+                call=call,
+                session=request.session,
+                tenant=request.chain.tenant,
+                hashes=request.chain.hashes,
+                first=request.first,
+                deadline_ns=_deadline_ns(request.deadline_ms),
+            )
+        )
+        lease, is_ended = 0, False
+        try:
+            async for message in messages:
+                if isinstance(message, ac.Reply):
+                    assert isinstance(message.answer, ac.Refused)
+                    await _refuse(context, message.answer.kind, message.answer.message)
+                lease, is_ended = message.lease, bool(message.end)
+                yield pb.LoadReply(
+                    lease=lease,
+                    offsets=message.offsets,
+                    checksums=b"".join(message.checksums),
+                    tiers=map(tier_to_wire, message.tiers),
+                    end=message.end,
+                )
+        finally:
+            if not is_ended:
+                await messages.aclose()
+                self._driver.post(ev.Release(None, request.session, lease))
+
+    async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseReply:
+        """End a load's lease."""
+        answer = await self._ask(
+            context,
+            lambda call: ev.Release(call, request.session, request.lease, tuple(request.corrupt)),
+        )
+        assert isinstance(answer, ac.Released)
+        return pb.ReleaseReply(held=answer.held)
+
+    async def PrepareStore(
+        self, request: pb.PrepareStoreRequest, context: _Context
+    ) -> pb.PrepareStoreReply:
+        """Lease slots for new blocks."""
+        answer = await self._ask(
+            context,
+            lambda call: ev.PrepareStore(
+                call=call,
+                session=request.session,
+                tenant=request.chain.tenant,
+                hashes=request.chain.hashes,
+                first=request.first,
+            ),
+        )
+        assert isinstance(answer, ac.Granted)
+        return pb.PrepareStoreReply(
+            lease=answer.lease,
+            indexes=answer.indexes,
+            offsets=answer.offsets,
+            present_blocks=answer.present_blocks,
+            rejected_blocks=answer.rejected_blocks,
+            reason=answer.reason,
+        )
+
+    async def CompleteStore(
+        self, request: pb.CompleteStoreRequest, context: _Context
+    ) -> pb.CompleteStoreReply:
+        """Publish what was copied."""
+        joined = request.checksums
+        checksums = tuple(joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES))
+        if checksums and len(checksums[-1]) != HASH_BYTES:
+            await _refuse(context, "chain", "checksums come in pieces of 16 bytes")
+        answer = await self._ask(
+            context,
+            lambda call: ev.CompleteStore(call, request.session, request.lease, checksums),
+        )
+        assert isinstance(answer, ac.Stored)
+        return pb.CompleteStoreReply(stored_blocks=answer.num_blocks)
+
+    async def _ask(self, context: _Context, make: Callable[[int], ev.Event]) -> ac.Answer:
+        answer = await self._driver.ask(make)
+        if isinstance(answer, ac.Refused):
+            await _refuse(context, answer.kind, answer.message)
+        return answer
+
+
+async def _refuse(context: _Context, kind: str, message: str) -> NoReturn:
+    await context.abort(_STATUS[kind], message)
+    raise AssertionError("abort raises")
+
+
+def _deadline_ns(deadline_ms: int) -> int:
+    return time.monotonic_ns() + min(deadline_ms, _DEADLINE_MS_MAX) * 1_000_000

@@ -1,0 +1,201 @@
+"""``kvtier engine``: one engine with its OpenAI-compatible server, attached to a daemon."""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.options import add_config_options, config_of
+from kvtier.config import Address, Config
+from kvtier.errors import StartError
+from kvtier.lock import hold_lock
+from kvtier.observe.log import Log, start_log
+
+if TYPE_CHECKING:
+    from kvtier.engine.engine import Engine
+    from kvtier.engine.model import LoadedModel
+    from kvtier.engine.pool import BlockPool
+    from kvtier.engine.runner import EngineRunner
+    from kvtier.engine.settings import EngineSettings
+
+__all__ = ["add_parser", "run"]
+
+_log = Log("kvtier.engine")
+
+_METER_PERIOD_S = 1.0
+_GRACE_S = 5.0
+"""What running answers get when the engine is told to stop."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("engine", help="run an engine, attached to a running daemon")
+    add_config_options(
+        parser,
+        ("--model", "engine.model", "model folder or GGUF file to serve"),
+        ("--listen", "engine.listen", "host:port of the OpenAI-compatible server"),
+        ("--connect", "daemon.socket", "Unix socket of the daemon"),
+    )
+    parser.add_argument("--alone", action="store_true", help="run without any daemon")
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    config = config_of(options)
+    start_log(config.daemon.log_level)
+    if config.engine.model is None:
+        raise StartError("engine.model", "is not set", "give --model FOLDER or FILE.gguf")
+    if options.supervised:
+        from kvtier.daemon.supervisor import engine_lock
+
+        hold_lock(engine_lock(config.daemon.socket), "daemon.socket", "the daemon's engine")
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopping.set())
+    _check_free(config.engine.listen)
+    _serve(config, config.engine.model, stopping, is_alone=options.alone)
+    return 0
+
+
+def _check_free(address: Address) -> None:
+    """Refuse an address in use now, rather than after the model is loaded."""
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise StartError(
+                "engine.listen", f"cannot listen on {address}: {error.strerror}", "use a free port"
+            ) from error
+
+
+def _serve(config: Config, path: Path, stopping: threading.Event, *, is_alone: bool) -> None:
+    """Load the model, then serve until told to stop."""
+    from prometheus_client import CollectorRegistry
+
+    from kvtier.api.http.app import create_app
+    from kvtier.api.http.server import serve
+    from kvtier.engine.engine import Engine, create_pool
+    from kvtier.engine.meter import EngineMeter
+    from kvtier.engine.model import load_model
+    from kvtier.engine.runner import EngineRunner
+
+    loaded = load_model(
+        path,
+        device=config.engine.device,
+        dtype=config.engine.dtype,
+        context_limit=config.engine.context_limit,
+    )
+    settings = _settings(config)
+    pool = create_pool(loaded, settings)
+    attached = None if is_alone else _Attached(config, loaded, settings, pool)
+    engine = Engine(loaded, settings, attached.port if attached else _no_port(settings), pool=pool)
+    runner = EngineRunner(engine)
+    runner.start()
+    if attached:
+        attached.start(runner)
+    served = replace(
+        loaded,
+        model_id=config.engine.served_model_name or loaded.model_id,
+        context_limit=min(loaded.context_limit, pool.num_blocks * settings.engine_block_tokens),
+    )
+    meter = EngineMeter(CollectorRegistry())
+    app = create_app(runner, served, registry=meter.metrics.registry, observer=meter)
+    listen = config.engine.listen
+    with serve(
+        app, listen.host, listen.port, field="engine.listen", grace_seconds=_GRACE_S
+    ) as server:
+        _log.info("serving", url=server.url, model=served.model_id, pid=os.getpid())
+        print(f"kvtier: {served.model_id} at {server.url}/v1", file=sys.stderr, flush=True)
+        while not stopping.wait(_METER_PERIOD_S):
+            meter.update(engine.snapshot(), engine.take_reports(), is_ready=runner.is_ready)
+    if not runner.stop(_GRACE_S):
+        _log.error("the engine did not stop in time")
+
+
+def _settings(config: Config) -> "EngineSettings":
+    from kvtier.engine.settings import EngineSettings
+
+    return EngineSettings(
+        pool_bytes=config.engine.pool_bytes,
+        engine_block_tokens=config.engine.engine_block_tokens,
+        block_tokens=config.engine.block_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens,
+        max_num_sequences=config.engine.max_sequences,
+    )
+
+
+def _no_port(settings: "EngineSettings") -> Any:
+    from kvtier.engine.port import NoPort
+
+    return NoPort(settings.block_tokens)
+
+
+class _Attached:
+    """The engine's port to a daemon, and what it tells the daemon of its own tier."""
+
+    def __init__(
+        self, config: Config, loaded: "LoadedModel", settings: "EngineSettings", pool: "BlockPool"
+    ) -> None:
+        from kvtier.client import Client, ClientDeadlines
+        from kvtier.connectors.integrated import DaemonPort
+        from kvtier.engine.engine import block_layout
+        from kvtier.engine.fingerprint import key_space
+
+        self._block_tokens = settings.engine_block_tokens
+        self._runner: EngineRunner | None = None
+        timeouts = config.client
+        self.client: Client = Client(
+            config.daemon.socket,
+            key_space(loaded, block_layout(loaded, settings)),
+            f"kvtier {config.engine.served_model_name or loaded.model_id}",
+            deadlines=ClientDeadlines(
+                lookup_s=timeouts.lookup_deadline_ns / 1e9,
+                load_s=timeouts.load_deadline_ns / 1e9,
+                store_s=timeouts.store_deadline_ns / 1e9,
+                reconnect_s=timeouts.reconnect_ns / 1e9,
+            ),
+            drop=self._drop,
+            own_tier=self._own_tier,
+        )
+        self.port = DaemonPort(
+            self.client,
+            pool,
+            block_tokens=settings.block_tokens,
+            engine_block_bytes=pool.shape.block_bytes,
+        )
+
+    def start(self, runner: "EngineRunner") -> None:
+        """Look for the daemon; the engine serves meanwhile."""
+        self._runner = runner
+        self.client.start()
+
+    def _drop(self) -> Any:
+        from kvtier.tiers.base import Removed
+
+        assert self._runner is not None
+        dropped = self._runner.call(lambda engine: engine.drop_cache())
+        return Removed(dropped.num_blocks, dropped.num_bytes)
+
+    def _own_tier(self) -> Any:
+        from kvtier.client.client import OwnTier
+        from kvtier.core.residency import TierName
+
+        assert self._runner is not None
+        engine: Engine = self._runner.engine
+        snapshot = engine.snapshot()
+        counts = snapshot.pool_blocks
+        num_held = counts.used + counts.cached
+        return OwnTier(
+            capacity_bytes=(num_held + counts.free) * snapshot.block_bytes,
+            used_bytes=num_held * snapshot.block_bytes,
+            used_tokens=num_held * self._block_tokens,
+            hit_tokens=snapshot.prompt_tokens_by_tier.get(TierName.GPU, 0),
+        )

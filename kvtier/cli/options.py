@@ -1,0 +1,43 @@
+"""Options that several commands share, and the configuration that comes out of them."""
+
+import argparse
+from pathlib import Path
+
+from kvtier.config import Config, load_config
+from kvtier.errors import ConfigError
+
+__all__ = ["add_config_options", "config_of"]
+
+
+def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:
+    """Add ``--config``, ``--set`` and ``shortcuts``: (option, key, help)."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (TOML)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one key of the configuration, such as cpu.capacity=8GiB; may be repeated",
+    )
+    for option, key, text in shortcuts:
+        name = option.removeprefix("--")
+        parser.add_argument(
+            option,
+            dest=f"key:{key}",
+            metavar=name.upper().replace("-", "_"),
+            help=f"{text} ({key})",
+        )
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    """Return the configuration of a command line. Raises ConfigError."""
+    overrides: dict[str, str] = {}
+    for item in options.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError("--set", f"{item!r} has no '='", "write --set section.key=value")
+        overrides[key.strip()] = value.strip()
+    for name, value in vars(options).items():
+        if name.startswith("key:") and value is not None:
+            overrides[name.removeprefix("key:")] = value
+    return load_config(options.config, overrides)

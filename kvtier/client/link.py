@@ -1,0 +1,276 @@
+"""One registered session with one daemon: its channel, its arena, and what can be asked of it.
+
+A link is good until something goes wrong with it; then it is closed and another one is made. Every
+call has a timeout, and every fault comes out as ``DaemonUnavailable``.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from kvtier.client.wire import PROTOCOL, tier_from_wire
+from kvtier.core.identity import (
+    HASH_BYTES,
+    BlockHash,
+    BlockHeader,
+    KeySpace,
+    chain_root,
+    payload_checksum,
+)
+from kvtier.core.residency import TierName
+from kvtier.errors import DaemonUnavailable, RegistrationRefused
+from kvtier.transfer.shm import Attachment, attach
+from kvtier.v1 import engine_pb2 as pb
+from kvtier.v1 import engine_pb2_grpc
+
+__all__ = ["Copy", "Link", "LoadedBlock", "open_link"]
+
+_CONNECT_TIMEOUT_S = 2.0
+"""Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
+
+_LEASE_MARGIN_S = 0.5
+"""Copying stops this long before a lease ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """A verified block in the arena: copy it before asking for the next."""
+
+    index: int
+    """Of its chain."""
+    tier: TierName
+    payload: memoryview
+
+
+Copy = Callable[[int, memoryview], None]
+"""Fills a slot of the arena with block ``index`` of a chain."""
+
+
+class Link:
+    """See the module. Calls may come from several threads."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        channel: grpc.Channel,
+        reply: pb.RegisterReply,
+        space: KeySpace,
+    ) -> None:
+        self.attachment = attachment
+        self.session = reply.session
+        self.boot = reply.boot
+        self._lease_s = reply.lease_ms / 1000 - _LEASE_MARGIN_S
+        self._channel = channel
+        self._stub = engine_pb2_grpc.EngineStub(channel)
+        self._space = space
+        self._block_bytes = space.layout.block_bytes
+
+    def lookup(
+        self, tenant: bytes, hashes: Sequence[BlockHash], first: int, timeout_s: float
+    ) -> tuple[tuple[TierName, ...], str]:
+        """Return the tiers of the blocks from ``first`` on that can be loaded, and why no more."""
+        request = pb.LookupRequest(
+            session=self.session,
+            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            first=first,
+            deadline_ms=int(timeout_s * 1000),
+        )
+        with _faults():
+            reply = self._stub.Lookup(request, timeout=timeout_s)
+        return tuple(map(tier_from_wire, reply.tiers)), reply.reason
+
+    def load(
+        self, tenant: bytes, hashes: Sequence[BlockHash], first: int, timeout_s: float
+    ) -> Iterator[LoadedBlock | str]:
+        """Yield verified blocks from ``first`` on, each as soon as it is there, then why no more.
+
+        A block is only good once the next item was asked for and came, or the end did: what was
+        copied after its lease had run out must not be used, and raises here instead.
+        """
+        asked_s = time.monotonic()
+        request = pb.LoadRequest(
+            session=self.session,
+            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            first=first,
+            deadline_ms=int(timeout_s * 1000),
+        )
+        parents = [chain_root(self._space.digest, tenant), *hashes]
+        lease = _Lease()
+        with _faults():
+            replies = self._stub.Load(request, timeout=timeout_s + _CONNECT_TIMEOUT_S)
+            try:
+                for index, slot in enumerate(_announced(replies, lease), first):
+                    header = self._header(tenant, hashes, parents, index, slot.checksum)
+                    payload = self.attachment.view(slot.offset, self._block_bytes)
+                    if not header.matches(payload):
+                        lease.corrupt.append(index - first)
+                        lease.end = "corrupt"
+                        break
+                    yield LoadedBlock(index, slot.tier, payload)
+                    if time.monotonic() - asked_s > self._lease_s:
+                        raise DaemonUnavailable("the lease ran out while copying")
+            finally:
+                replies.cancel()  # type: ignore[no-untyped-call]  # gRPC's stubs leave it out
+                self._release(lease)
+        yield lease.end or "daemon_away"
+
+    def store(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        copy: Copy,
+        timeout_s: float,
+    ) -> int:
+        """Offer the blocks from ``first`` on; ``copy`` is called for those the daemon takes.
+
+        Returns how many leading ones the daemon has now, stored or there before. If ``copy``
+        raises, nothing of this store is kept.
+        """
+        request = pb.PrepareStoreRequest(
+            session=self.session,
+            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            first=first,
+        )
+        with _faults():
+            granted = self._stub.PrepareStore(request, timeout=timeout_s)
+        num_taken = len(hashes) - first
+        if granted.rejected_blocks:
+            num_taken = granted.indexes[-1] + 1 - first if granted.indexes else 0
+        if not granted.indexes:
+            return num_taken
+        parents = [chain_root(self._space.digest, tenant), *hashes]
+        checksums: list[bytes] = []
+        try:
+            for index, offset in zip(granted.indexes, granted.offsets, strict=True):
+                payload = self.attachment.view(offset, self._block_bytes)
+                copy(index, payload)
+                header = self._header(tenant, hashes, parents, index)
+                checksums.append(payload_checksum(header, payload))
+        except BaseException:
+            checksums.clear()
+            raise
+        finally:
+            complete = pb.CompleteStoreRequest(
+                session=self.session, lease=granted.lease, checksums=b"".join(checksums)
+            )
+            with _faults():
+                stored = self._stub.CompleteStore(complete, timeout=timeout_s).stored_blocks
+        return num_taken if stored == len(granted.indexes) else 0
+
+    def report(self, report: pb.ReportRequest, timeout_s: float) -> None:
+        """Tell the daemon about the engine's own tier."""
+        report.session = self.session
+        with _faults():
+            self._stub.Report(report, timeout=timeout_s)
+
+    def orders(self) -> Iterator[int]:
+        """Yield orders until the link breaks; raises DaemonUnavailable then."""
+        with _faults():
+            for order in self._stub.Attend(pb.AttendRequest(session=self.session)):
+                yield order.order
+        raise DaemonUnavailable("the daemon ended the session")
+
+    def close(self) -> None:
+        """Let go of the session. No copy may be under way."""
+        self._channel.close()
+        self.attachment.close()
+
+    def _header(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash],
+        index: int,
+        checksum: bytes = b"",
+    ) -> BlockHeader:
+        return BlockHeader(
+            key_space=self._space.digest,
+            tenant=tenant,
+            block_hash=hashes[index],
+            parent_hash=parents[index],
+            position=index,
+            payload_bytes=self._block_bytes,
+            checksum=checksum,
+        )
+
+    def _release(self, lease: "_Lease") -> None:
+        if not lease.number:
+            return
+        request = pb.ReleaseRequest(session=self.session, lease=lease.number, corrupt=lease.corrupt)
+        with contextlib.suppress(DaemonUnavailable), _faults():  # else it expires by itself
+            self._stub.Release(request, timeout=_CONNECT_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class _Lease:
+    number: int = 0
+    end: str = ""
+    corrupt: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    offset: int
+    checksum: bytes
+    tier: TierName
+
+
+def _announced(replies: Iterable[pb.LoadReply], lease: _Lease) -> Iterator[_Slot]:
+    """Yield the slots of a load as they are announced, noting what is said of its lease."""
+    for reply in replies:
+        lease.number = reply.lease
+        for place, offset in enumerate(reply.offsets):
+            checksum = reply.checksums[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+            yield _Slot(offset, checksum, tier_from_wire(reply.tiers[place]))
+        lease.end = reply.end
+
+
+def open_link(socket_path: Path, space: KeySpace, engine: str) -> Link:
+    """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
+    attachment = attach(socket_path, _CONNECT_TIMEOUT_S)
+    channel = grpc.insecure_channel(f"unix:{socket_path}")
+    layout = space.layout
+    request = pb.RegisterRequest(
+        protocol=PROTOCOL,
+        ticket=attachment.ticket.encode(),
+        proof=attachment.proof,
+        key_space=space.digest,
+        layout=pb.Layout(
+            name=layout.name,
+            version=layout.version,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            dtype=layout.dtype,
+            detail=layout.detail,
+        ),
+        engine=engine,
+    )
+    try:
+        with _faults():
+            stub = engine_pb2_grpc.EngineStub(channel)
+            reply = stub.Register(request, timeout=_CONNECT_TIMEOUT_S)
+    except BaseException:
+        channel.close()
+        attachment.close()
+        raise
+    return Link(attachment, channel, reply, space)
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    """Turn what gRPC raises into our own terms."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        call = cast("grpc.Call", error)  # what a channel raises is both
+        if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise RegistrationRefused(call.details()) from error
+        raise DaemonUnavailable(f"{call.code().name}: {call.details()}") from error
+    except ValueError as error:  # a call on a channel that another thread has closed
+        raise DaemonUnavailable(str(error)) from error

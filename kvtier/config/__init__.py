@@ -1,0 +1,27 @@
+"""One TOML file, turned into frozen models before anything is allocated."""
+
+from kvtier.config.load import load_config
+from kvtier.config.model import (
+    Address,
+    ClientConfig,
+    Config,
+    CpuConfig,
+    DaemonConfig,
+    EngineConfig,
+    HttpConfig,
+    RemoteConfig,
+    SsdConfig,
+)
+
+__all__ = [
+    "Address",
+    "ClientConfig",
+    "Config",
+    "CpuConfig",
+    "DaemonConfig",
+    "EngineConfig",
+    "HttpConfig",
+    "RemoteConfig",
+    "SsdConfig",
+    "load_config",
+]

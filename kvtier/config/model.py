@@ -1,0 +1,395 @@
+"""The configuration as frozen models: one class a section, one field a key.
+
+Rules
+-----
+* A field's name ends in its unit (``capacity_bytes``, ``lease_ns``); its key in the file does not
+  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps one to other.
+* Every field has a default, and its description says what it is for and why that default.
+* Checks that need two fields are here; checks that need the machine are in ``cli.preflight``.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from kvtier.config.units import format_size
+from kvtier.errors import ConfigError
+
+__all__ = [
+    "Address",
+    "ClientConfig",
+    "Config",
+    "CpuConfig",
+    "DaemonConfig",
+    "EngineConfig",
+    "HttpConfig",
+    "RemoteConfig",
+    "Section",
+    "SsdConfig",
+    "default_cache_directory",
+    "default_socket",
+    "key_of",
+    "section_models",
+]
+
+_MS = 10**6
+_SECOND = 10**9
+_HOUR = 3600 * _SECOND
+_PAGE = 4096
+_MIB = 2**20
+_GIB = 2**30
+
+
+def default_socket(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where the daemon listens: the user's run-time directory, or one of its own."""
+    if run_time := environment.get("XDG_RUNTIME_DIR"):
+        return Path(run_time) / "kvtier" / "kvtier.sock"
+    return Path(f"/tmp/kvtier-{os.getuid()}/kvtier.sock")  # noqa: S108 - short, and mode 0700
+
+
+def default_cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where the SSD tier keeps its blocks: the user's cache directory."""
+    home = environment.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "kvtier"
+
+
+def key_of(field_name: str) -> str:
+    """Return the key that a field has in the file: its name without the unit."""
+    return field_name.removesuffix("_bytes").removesuffix("_ns")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a TCP port to listen on; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def _shown(text: str, **more: str | bool) -> dict[str, Any]:
+    """Describe a default that depends on the machine, or that has no value, for the documents."""
+    return {"shown_default": text, **more}
+
+
+class Section(BaseModel):
+    """What the sections share: nothing unknown, nothing coerced, nothing changed afterwards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class DaemonConfig(Section):
+    """The daemon process: one per node."""
+
+    socket: Path = Field(
+        default_factory=default_socket,
+        json_schema_extra=_shown(
+            "$XDG_RUNTIME_DIR/kvtier/kvtier.sock", example="/run/kvtier/kvtier.sock"
+        ),
+        description="Unix socket on which the daemon serves its clients; without "
+        "XDG_RUNTIME_DIR it is /tmp/kvtier-UID/kvtier.sock. At most 101 bytes: Linux takes 107, "
+        "and the arena has a socket beside it, with .arena at the end.",
+    )
+    lease_ns: int = Field(
+        default=30 * _SECOND,
+        ge=100 * _MS,
+        le=_HOUR,
+        description="How long a client may hold blocks pinned without renewing. Long enough for "
+        "the slowest load, short enough that a client that hangs does not fill the CPU tier.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least serious lines that are written to standard error."
+    )
+
+
+class CpuConfig(Section):
+    """The CPU tier: the arena that engines map."""
+
+    capacity_bytes: int = Field(
+        default=2 * _GIB,
+        ge=_MIB,
+        description="Memory of the arena, taken at start. The default suits a workstation; a GPU "
+        "node gives it most of its free memory.",
+    )
+    slab_bytes: int = Field(
+        default=64 * _MIB,
+        ge=64 * 1024,
+        le=16 * _GIB,
+        multiple_of=_PAGE,
+        description="Unit in which the arena is given to block sizes. Large against any block so "
+        "that little is wasted at its end; small against the capacity so that sizes can change.",
+    )
+
+    @model_validator(mode="after")
+    def _slab_fits(self) -> Self:
+        _at_most("cpu.slab", self.slab_bytes, "cpu.capacity", self.capacity_bytes)
+        return self
+
+
+class SsdConfig(Section):
+    """The SSD tier: segment files in one directory."""
+
+    enabled: bool = Field(default=True, description="Whether there is an SSD tier.")
+    directory: Path = Field(
+        default_factory=default_cache_directory,
+        json_schema_extra=_shown("$XDG_CACHE_HOME/kvtier", example="/var/cache/kvtier"),
+        description="Where the segment files are; made if missing (mode 0700), used by one daemon "
+        "at a time. Without XDG_CACHE_HOME it is ~/.cache/kvtier.",
+    )
+    capacity_bytes: int = Field(
+        default=20 * _GIB,
+        ge=4 * _MIB,
+        description="Bytes that all files together may take, metadata included; a hard limit.",
+    )
+    segment_bytes: int = Field(
+        default=256 * _MIB,
+        ge=_MIB,
+        le=16 * _GIB,
+        multiple_of=_PAGE,
+        description="Size of one segment file, which is also the unit that is reclaimed. Large "
+        "files keep the drive's own clean-up cheap; small ones evict fewer blocks at a time.",
+    )
+    free_space_floor_bytes: int = Field(
+        default=_GIB,
+        ge=0,
+        description="Free space of the volume that is left to others; below it nothing is written.",
+    )
+    direct_io: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether to go around the page cache. auto: where the file system can, so that "
+        "blocks are not kept in memory twice.",
+    )
+    io_threads: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Reads and writes in flight. A drive needs a few for its full bandwidth; more "
+        "only lengthen the queue.",
+    )
+    deadline_ns: int = Field(
+        default=2 * _SECOND,
+        ge=10 * _MS,
+        le=10 * 60 * _SECOND,
+        description="After this a read or write counts as failed. Recomputing a few thousand "
+        "tokens takes about as long.",
+    )
+
+    @model_validator(mode="after")
+    def _two_segments_fit(self) -> Self:
+        # One is written while another is reclaimed: with fewer than two the tier stands still.
+        _at_most(
+            "ssd.segment", self.segment_bytes, "half of ssd.capacity", self.capacity_bytes // 2
+        )
+        return self
+
+
+class RemoteConfig(Section):
+    """The remote tier: a Redis or Valkey server that nodes share."""
+
+    url: str = Field(
+        default="",
+        pattern=r"^$|^(redis|rediss|unix)://.",
+        repr=False,
+        json_schema_extra=_shown("off", secret=True, example="redis://user:password@host:6379/0"),
+        description="redis://, rediss:// or unix:// URL of the server, with user and password "
+        "where it wants them; empty: no remote tier. It is never logged.",
+    )
+    key_prefix: str = Field(
+        default="kvtier:",
+        min_length=1,
+        max_length=64,
+        description="Prefix of all keys, so that the server can be shared and an ACL can name it.",
+    )
+    ttl_ns: int = Field(
+        default=24 * _HOUR,
+        ge=_SECOND,
+        le=365 * 24 * _HOUR,
+        description="Every key expires after this, so that a server whose nodes are gone empties "
+        "itself.",
+    )
+    deadline_ns: int = Field(
+        default=250 * _MS,
+        ge=_MS,
+        le=60 * _SECOND,
+        description="After this a call counts as failed. A server that needs longer is slower than "
+        "recomputing a few hundred tokens.",
+    )
+    io_threads: int = Field(
+        default=4, ge=1, le=64, description="Connections, each with one call at a time."
+    )
+    in_flight_bytes: int = Field(
+        default=64 * _MIB,
+        ge=_MIB,
+        description="Bytes that may wait to be written; beyond it offers are throttled, because a "
+        "slow server must not fill the node's memory.",
+    )
+
+
+class HttpConfig(Section):
+    """The daemon's own HTTP server: health and metrics, nothing else."""
+
+    listen: Address | None = Field(
+        default=Address("127.0.0.1", 9464),
+        description="Host and port for /healthz, /readyz and /metrics; empty: no such server. "
+        "Loopback, because the metrics are not protected.",
+    )
+
+
+class EngineConfig(Section):
+    """The integrated engine with its OpenAI-compatible server."""
+
+    model: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/models/SmolLM2-135M-Instruct"),
+        description="Folder with config.json, safetensors and tokenizer, or a GGUF file. Without "
+        "one no engine is started.",
+    )
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda|cuda:\d{1,2})$",
+        description="cpu, cuda, or one device as cuda:N.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Number format of weights and KV. auto: float32 on cpu, where results are "
+        "exact, and bfloat16 on cuda.",
+    )
+    pool_bytes: int = Field(
+        default=_GIB,
+        ge=_MIB,
+        description="Memory of the engine's KV pool, the GPU tier, taken at start on its device.",
+    )
+    block_tokens: int = Field(
+        default=64,
+        ge=1,
+        le=4096,
+        description="Tokens of a block, the unit that tiers keep. Larger blocks move faster; "
+        "smaller ones find more of a shared prefix. Clients that share blocks need the same.",
+    )
+    engine_block_tokens: int = Field(
+        default=16,
+        ge=1,
+        le=4096,
+        description="Tokens of one block of the engine's own pool; a divisor of block_tokens.",
+    )
+    max_batch_tokens: int = Field(
+        default=512,
+        ge=1,
+        le=2**20,
+        description="Tokens of one step. Bounds how long a long prompt holds up those that are "
+        "being answered.",
+    )
+    max_sequences: int = Field(
+        default=64,
+        ge=1,
+        le=4096,
+        description="Requests that are computed at once; others wait.",
+    )
+    listen: Address = Field(
+        default=Address("127.0.0.1", 8000),
+        description="Host and port of the OpenAI-compatible server. Loopback, because it asks "
+        "nobody for a key.",
+    )
+    served_model_name: str = Field(
+        default="",
+        json_schema_extra=_shown("the model's own", example="smollm2"),
+        description="Name under which the model is served; empty: the name of its folder or file.",
+    )
+    context_limit: int = Field(
+        default=0,
+        ge=0,
+        le=2**27,
+        description="Most tokens of a prompt with its answer; 0: what the model was trained for.",
+    )
+
+    @model_validator(mode="after")
+    def _blocks_divide(self) -> Self:
+        if self.block_tokens % self.engine_block_tokens:
+            raise ConfigError(
+                "engine.block_tokens",
+                f"{self.block_tokens} is no multiple of engine.engine_block_tokens, "
+                f"{self.engine_block_tokens}",
+                "make a block a whole number of engine blocks",
+            )
+        return self
+
+
+class ClientConfig(Section):
+    """How long an engine waits for the daemon before it recomputes."""
+
+    lookup_deadline_ns: int = Field(
+        default=250 * _MS,
+        ge=_MS,
+        le=60 * _SECOND,
+        description="A lookup takes about a millisecond; after this the daemon counts as away.",
+    )
+    load_deadline_ns: int = Field(
+        default=5 * _SECOND,
+        ge=_MS,
+        le=10 * 60 * _SECOND,
+        description="After this the blocks that have come are used and the rest is recomputed.",
+    )
+    store_deadline_ns: int = Field(
+        default=5 * _SECOND,
+        ge=_MS,
+        le=10 * 60 * _SECOND,
+        description="After this a store is given up and its engine blocks are free again.",
+    )
+    reconnect_ns: int = Field(
+        default=_SECOND,
+        ge=10 * _MS,
+        le=10 * 60 * _SECOND,
+        description="Pause between attempts to reach a daemon that is away.",
+    )
+
+
+class Config(Section):
+    """The whole configuration of a node, and where each value came from."""
+
+    daemon: DaemonConfig = Field(default_factory=DaemonConfig)
+    cpu: CpuConfig = Field(default_factory=CpuConfig)
+    ssd: SsdConfig = Field(default_factory=SsdConfig)
+    remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    client: ClientConfig = Field(default_factory=ClientConfig)
+
+    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_sections(cls, sections: Mapping[str, Section], sources: Mapping[str, str]) -> Self:
+        """Put checked sections together; ``sources`` maps ``section.key`` to where it was set."""
+        config = cls.model_validate(dict(sections))
+        config._sources = dict(sources)
+        return config
+
+    def source_of(self, key: str) -> str:
+        """Tell where ``section.key`` was set: a file, a variable, an option, or ``default``."""
+        return self._sources.get(key, "default")
+
+
+def section_models() -> dict[str, type[Section]]:
+    """Return the class of each section by its name, in the order of the documents."""
+    models: dict[str, type[Section]] = {}
+    for name, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type), f"section {name} has no class"
+        assert issubclass(model, Section), f"section {name} is no Section"
+        models[name] = model
+    return models
+
+
+def _at_most(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> None:
+    if size_bytes > limit_bytes:
+        raise ConfigError(
+            field,
+            f"{format_size(size_bytes)} is more than {limit_name}, {format_size(limit_bytes)}",
+            f"lower {field} or raise {limit_name.removeprefix('half of ')}",
+        )

@@ -1,0 +1,91 @@
+"""Sizes and durations as people write them: ``64GiB``, ``500MB``, ``250ms``, ``1h``.
+
+Units are spelled exactly, for a slip costs a factor: ``Gb`` is gigabits to some and gigabytes to
+others, and ``64G`` may mean either of two sizes, so both are refused with the right spellings.
+"""
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+__all__ = [
+    "DURATION_UNITS",
+    "SIZE_UNITS",
+    "format_duration",
+    "format_size",
+    "parse_duration",
+    "parse_size",
+]
+
+SIZE_UNITS: Mapping[str, int] = {
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+"""Units of a size, in bytes."""
+
+DURATION_UNITS: Mapping[str, int] = {
+    "ns": 1,
+    "us": 10**3,
+    "ms": 10**6,
+    "s": 10**9,
+    "min": 60 * 10**9,
+    "h": 3600 * 10**9,
+    "d": 86400 * 10**9,
+}
+"""Units of a duration, in nanoseconds."""
+
+_QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+def parse_size(value: object) -> int:
+    """Return bytes from ``"64GiB"`` or from a whole number of bytes; raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = str(value).strip()
+    if text.isdecimal():
+        return int(text)
+    return _parse(text, SIZE_UNITS, "size", "B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+
+
+def parse_duration(value: object) -> int:
+    """Return nanoseconds from ``"250ms"``; a number without a unit raises ValueError."""
+    return _parse(str(value).strip(), DURATION_UNITS, "duration", ", ".join(DURATION_UNITS))
+
+
+def _parse(text: str, units: Mapping[str, int], noun: str, spelled: str) -> int:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no {noun}")
+    number, unit = match.groups()
+    if unit not in units:
+        named = f"unit {unit!r} in {text!r} is unknown" if unit else f"{text!r} has no unit"
+        raise ValueError(f"{named}; a {noun} has one of {spelled}")
+    amount = Fraction(number) * units[unit]
+    if amount.denominator != 1:
+        raise ValueError(f"{text!r} is no whole number of {next(iter(units))}")
+    return int(amount)
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a size in the largest binary unit that divides it: exact, and parsed back equal."""
+    return _format(size_bytes, ("TiB", "GiB", "MiB", "KiB"), SIZE_UNITS, "B")
+
+
+def format_duration(duration_ns: int) -> str:
+    """Write a duration in the largest unit that divides it: exact, and parsed back equal."""
+    return _format(duration_ns, ("h", "min", "s", "ms", "us"), DURATION_UNITS, "ns")
+
+
+def _format(amount: int, names: tuple[str, ...], units: Mapping[str, int], least: str) -> str:
+    for name in names:
+        if amount and amount % units[name] == 0:
+            return f"{amount // units[name]}{name}"
+    return f"{amount}{least}"

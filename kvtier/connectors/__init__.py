@@ -1,0 +1,1 @@
+"""What attaches engines: thin layers over the client."""

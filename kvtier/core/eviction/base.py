@@ -1,0 +1,30 @@
+"""The seam between the CPU tier and the policy that empties it."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvtier.core.index import Index
+from kvtier.core.table import Rows
+
+__all__ = ["Eviction"]
+
+
+class Eviction(Protocol):
+    """Orders the blocks of the CPU tier by how little is lost without them.
+
+    A policy proposes and never removes: its user skips what is pinned or not ready, and a block
+    named in a ``touch`` is not proposed to make room for that very chain.
+    """
+
+    def touch(self, index: Index, rows: Rows) -> int:
+        """Note one use of a chain's leading blocks, given from the root on.
+
+        Returns the mark of this use: ``victims(…, before=mark)`` spares these blocks. Changes the
+        ``stamp`` column only.
+        """
+
+    def victims(self, index: Index, before: int) -> Iterator[int]:
+        """Yield rows that are ready and unpinned in the CPU tier, the least worth first.
+
+        Proposes no block of a use whose mark is ``before`` or later.
+        """

@@ -1,0 +1,57 @@
+"""Every bound in kvtier that is not a setting, each with its reason."""
+
+__all__ = [
+    "CHAIN_BLOCKS_MAX",
+    "DROP_GRACE_NS",
+    "INDEX_ROWS_MAX",
+    "LEASES_PER_SESSION_MAX",
+    "PAGE_BYTES",
+    "PROBE_BLOCKS_MAX",
+    "PROBE_GRACE_NS",
+    "SESSIONS_MAX",
+    "STORE_ARENA_SHARE",
+    "TRANSFER_BLOCKS_MAX",
+    "VICTIMS_SCANNED_AT_ONCE",
+    "WRITE_ARENA_SHARE",
+]
+
+PAGE_BYTES = 4096
+"""Alignment of slots and records: what direct I/O asks for on every disk met so far."""
+
+CHAIN_BLOCKS_MAX = 16_384
+"""Blocks of one chain: a million tokens in blocks of 64, and a message of 256 KiB where gRPC takes
+4 MiB."""
+
+INDEX_ROWS_MAX = 4_194_304
+"""Index entries: at about 75 bytes each, 300 MB. More blocks than that are not admitted."""
+
+SESSIONS_MAX = 64
+"""Engines on one node: eight GPUs with a rank each, several times over."""
+
+LEASES_PER_SESSION_MAX = 256
+"""Open leases of one engine: more than the sequences an engine runs at once."""
+
+STORE_ARENA_SHARE = 0.25
+"""Share of the arena one engine may hold in stores that it has not completed: a stuck engine must
+not take the tier from the others."""
+
+WRITE_ARENA_SHARE = 0.25
+"""Share of the arena that may wait to be written to a slower tier. What comes beyond is not
+written there (counted as throttled), because a waiting block is pinned and cannot be evicted."""
+
+TRANSFER_BLOCKS_MAX = 8
+"""Blocks of one transfer: large enough for few large operations (24 MB at 3 MB a block), small
+enough that the first blocks of a load are handed out while the next are still being read."""
+
+PROBE_BLOCKS_MAX = 1024
+"""Blocks asked of a shared tier in one lookup: 65,536 tokens in blocks of 64."""
+
+PROBE_GRACE_NS = 20_000_000
+"""Kept back from a lookup's deadline to answer with what is known when a probe is late."""
+
+DROP_GRACE_NS = 250_000_000
+"""Kept back from a drop's deadline to report what could not be removed."""
+
+VICTIMS_SCANNED_AT_ONCE = 4096
+"""Eviction candidates sorted out in one pass over the index: 10 ms a pass at a million rows is then
+under 3 us an eviction."""

@@ -1,0 +1,27 @@
+"""Where a block is, and in which state it is there."""
+
+from enum import IntEnum, StrEnum
+
+__all__ = ["LOWER_TIERS", "Residency", "TierName"]
+
+
+class TierName(StrEnum):
+    """The four tiers, fastest first."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    SSD = "ssd"
+    REMOTE = "remote"
+
+
+LOWER_TIERS = (TierName.CPU, TierName.SSD, TierName.REMOTE)
+"""The tiers that the daemon owns, in the order in which a load prefers them."""
+
+
+class Residency(IntEnum):
+    """A block's state in one tier; only ``READY`` blocks are ever served."""
+
+    ABSENT = 0
+    WRITING = 1
+    READY = 2
+    EVICTING = 3

@@ -1,0 +1,123 @@
+"""The engine as a child of the daemon: started, watched, started again, and stopped with it.
+
+An engine outlives a daemon that dies, and serves by recompute meanwhile. The next daemon finds it
+by the lock it holds, and adopts it instead of starting a second one: the old engine joins by
+itself, and its prefix cache and its clients are kept.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.errors import StartError
+from kvtier.lock import hold_lock, let_go
+from kvtier.observe.log import Log
+
+__all__ = ["Supervisor", "engine_lock"]
+
+_log = Log("kvtier.supervisor")
+
+_STOP_TIMEOUT_S = 15.0
+"""What an engine gets to end its requests, before it is killed."""
+
+_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Between restarts, longer each time, so that a broken engine does not keep the machine busy."""
+
+_HEALTHY_S = 60.0
+"""An engine that lived this long starts over with the shortest pause."""
+
+_START_ERROR = 2
+"""Exit code of an engine that cannot start until somebody puts something right."""
+
+
+def engine_lock(socket_path: Path) -> Path:
+    """Return the lock that a daemon's own engine holds for as long as it lives."""
+    return socket_path.with_name(socket_path.name + ".engine")
+
+
+class Supervisor:
+    """Keeps one engine running beside the daemon at ``socket_path``."""
+
+    def __init__(self, socket_path: Path, arguments: Sequence[str]) -> None:
+        self._socket_path = socket_path
+        self._command = [sys.executable, "-m", "kvtier", "engine", "--supervised", *arguments]
+
+    async def run(self, stopping: asyncio.Event) -> int:
+        """Keep the engine running until ``stopping`` is set; returns the exit code to end with."""
+        num_failures = 0
+        while not stopping.is_set():
+            adopted = self._running_pid()
+            if adopted:
+                _log.info("adopted the engine of an earlier daemon", pid=adopted)
+                await self._watch(adopted, stopping)
+                continue
+            loop = asyncio.get_running_loop()
+            started_s = loop.time()
+            child = await asyncio.create_subprocess_exec(*self._command)
+            _log.info("engine started", pid=child.pid)
+            code = await self._attend(child, stopping)
+            if stopping.is_set():
+                return 0
+            if code == _START_ERROR:
+                return _START_ERROR  # it has said why on standard error
+            num_failures = 0 if loop.time() - started_s > _HEALTHY_S else num_failures + 1
+            pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
+            _log.error("engine ended", pid=child.pid, code=code, restart_in_s=pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), pause_s)
+        return 0
+
+    async def _attend(
+        self, child: asyncio.subprocess.Process, stopping: asyncio.Event
+    ) -> int | None:
+        """Wait for the child's end, or stop it."""
+        ended = asyncio.create_task(child.wait())
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not ended.done():
+            child.terminate()
+            try:
+                await asyncio.wait_for(asyncio.shield(ended), _STOP_TIMEOUT_S)
+            except TimeoutError:
+                _log.error("engine did not stop in time and is killed", pid=child.pid)
+                child.kill()
+        return await ended
+
+    async def _watch(self, pid: int, stopping: asyncio.Event) -> None:
+        """Wait for the end of an engine that is not our child, or stop it."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            tasks = [asyncio.create_task(event.wait()) for event in (ended, stopping)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            if not ended.is_set():
+                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+                try:
+                    await asyncio.wait_for(ended.wait(), _STOP_TIMEOUT_S)
+                except TimeoutError:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def _running_pid(self) -> int:
+        """Return the process that holds the engine's lock, or 0."""
+        try:
+            let_go(hold_lock(engine_lock(self._socket_path), "daemon.socket", "the engine"))
+        except StartError as held:
+            match = re.search(r"held by pid (\d+)", held.problem)
+            return int(match.group(1)) if match else 0
+        return 0

@@ -1,0 +1,338 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+Synchronous and without a thread of its own (``runner`` has that): every call but ``check`` belongs
+to one thread, and the time comes in as an argument.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.core.identity import KeySpace, chain_root, tenant_digest
+from kvtier.core.layout import KVLayout, paged_layout
+from kvtier.core.residency import TierName
+from kvtier.engine.attention import AttentionBatch, Span
+from kvtier.engine.fingerprint import key_space
+from kvtier.engine.model import LoadedModel
+from kvtier.engine.pool import BlockPool, Dropped, PoolCounts, PoolShape
+from kvtier.engine.port import KVPort
+from kvtier.engine.request import (
+    Deliver,
+    FinishReason,
+    Output,
+    QueueFull,
+    Request,
+    RequestRefused,
+)
+from kvtier.engine.sampler import make_generator, sample
+from kvtier.engine.scheduler import Chunk, Scheduler
+from kvtier.engine.sequence import BlockChain, Phase, Sequence, TokenAccount
+from kvtier.engine.settings import EngineSettings
+
+__all__ = ["Engine", "EngineSnapshot", "StepReport", "block_layout", "create_pool"]
+
+_log = logging.getLogger(__name__)
+
+_REPORTS_MAX = 1024
+"""Steps kept for whoever fits a cost model to them; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step computed and how long it took."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_past_tokens: int
+    """Tokens before the new ones, over all sequences of the step."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine's counters, which only grow, and its gauges."""
+
+    prompt_tokens_by_tier: dict[TierName, int]
+    computed_prompt_tokens: int
+    num_prefill_tokens: int
+    """Tokens computed in chunks of prompts; with those computed again after a preemption."""
+    num_decode_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+    num_preemptions: int
+    num_stores_skipped: int
+    num_waiting: int
+    num_loading: int
+    num_running: int
+    pool_blocks: PoolCounts
+    block_bytes: int
+    last_step_seconds: float
+
+
+def block_layout(loaded: LoadedModel, settings: EngineSettings) -> KVLayout:
+    """Return how this engine arranges a block outside the GPU."""
+    return paged_layout(
+        block_tokens=settings.block_tokens,
+        engine_block_tokens=settings.engine_block_tokens,
+        num_layers=loaded.num_layers,
+        num_kv_heads=loaded.num_kv_heads,
+        head_dim=loaded.head_dim,
+        dtype=loaded.dtype_name,
+        dtype_bytes=loaded.dtype.itemsize,
+    )
+
+
+def create_pool(loaded: LoadedModel, settings: EngineSettings) -> BlockPool:
+    """Allocate the pool for a model, for the engine and its port to share."""
+    shape = PoolShape(
+        loaded.num_layers,
+        settings.engine_block_tokens,
+        loaded.num_kv_heads,
+        loaded.head_dim,
+        loaded.dtype,
+    )
+    num_blocks = settings.num_blocks(shape.block_bytes)
+    device = str(loaded.model.device)
+    return BlockPool(shape, num_blocks, device=device, is_poisoned=settings.is_poisoned)
+
+
+class Engine:
+    """Continuous batching of requests over one model and one pool."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: EngineSettings,
+        port: KVPort,
+        *,
+        pool: BlockPool | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Join the parts. ``clock_ns`` only measures steps; it decides nothing."""
+        assert port.block_tokens == settings.block_tokens, "engine and port share a block size"
+        self.loaded = loaded
+        self.settings = settings
+        self.port = port
+        self.pool = pool or create_pool(loaded, settings)
+        self.key_space: KeySpace = key_space(loaded, block_layout(loaded, settings))
+        self._scheduler = Scheduler(settings, self.pool, port)
+        self._clock_ns = clock_ns
+        self._num_tickets = 0
+        self._by_tier = dict.fromkeys(TierName, 0)
+        self._computed = self._num_generated = self._num_steps = 0
+        self._num_prefill = self._num_decode = 0
+        self._last_step_seconds = 0.0
+        self._reports: deque[StepReport] = deque(maxlen=_REPORTS_MAX)
+
+    # Requests
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestRefused for a request that can never be served; from any thread."""
+        limit = self.loaded.context_limit
+        if not request.prompt:
+            raise RequestRefused("the prompt is empty")
+        if len(request.prompt) >= limit:
+            raise RequestRefused(
+                f"the prompt has {len(request.prompt)} tokens, and the model takes {limit} with "
+                "the answer; shorten it"
+            )
+        if request.max_tokens < 1:
+            raise RequestRefused(f"max_tokens is {request.max_tokens}; ask for 1 or more")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.loaded.vocab_size:
+            raise RequestRefused(f"token ids go from 0 to {self.loaded.vocab_size - 1}")
+        longest = min(len(request.prompt) + request.max_tokens, limit)
+        capacity = self.pool.num_blocks * self.pool.shape.block_tokens
+        if longest > capacity:
+            raise RequestRefused(
+                f"prompt and answer take up to {longest} tokens, and the pool holds {capacity}; "
+                "lower max_tokens, or raise engine.pool"
+            )
+
+    def submit(self, request: Request, deliver: Deliver, now_ns: int) -> None:
+        """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing."""
+        self.check_request(request)
+        scheduler = self._scheduler
+        is_taken = request.request_id in scheduler.sequences
+        if is_taken or scheduler.loader.has(request.request_id):
+            raise RequestRefused(f"request id {request.request_id!r} is in use")
+        if scheduler.num_waiting >= self.settings.max_num_waiting:
+            raise QueueFull(f"{scheduler.num_waiting} requests wait already")
+        tenant = tenant_digest(request.cache_salt)
+        root = chain_root(self.key_space.digest, tenant)
+        tokens = list(request.prompt)
+        sequence = Sequence(
+            request=request,
+            deliver=deliver,
+            arrival_ns=now_ns,
+            ticket=self._num_tickets,
+            tenant=tenant,
+            chain=BlockChain(root, self.settings.engine_block_tokens),
+            port_chain=BlockChain(root, self.settings.block_tokens),
+            generator=make_generator(request.sampling),
+            tokens=tokens,
+            account=TokenAccount(len(tokens)),
+        )
+        sequence.chain.extend(tokens)
+        sequence.port_chain.extend(tokens)
+        self._num_tickets += 1
+        scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at once; False if it is not there (any more)."""
+        sequence = self._scheduler.sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence, FinishReason.ABORT)
+        return True
+
+    def fail_all(self, problem: str) -> None:
+        """End every request with an error: what is left when a step broke in an unknown place."""
+        for sequence in list(self._scheduler.sequences.values()):
+            self._end(sequence, FinishReason.ERROR, error=problem)
+
+    # Steps
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the requests that wait to be admitted; from any thread."""
+        return self._scheduler.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether nothing is to do and nothing is in flight below."""
+        return self._scheduler.is_idle
+
+    def step(self, now_ns: int) -> bool:
+        """Do what can be done now; False: nothing, until a request or a port event comes."""
+        moved = self._scheduler.poll()
+        moved |= self._scheduler.admit(now_ns)
+        chunks = self._scheduler.plan()
+        if not chunks:
+            return moved
+        start_ns = self._clock_ns()
+        try:
+            tokens = self._compute(chunks)
+        except Exception as error:  # the model's code may raise anything: its batch ends, not we
+            _log.exception("a step of %d sequences failed", len(chunks))
+            for chunk in chunks:
+                self._end(chunk.sequence, FinishReason.ERROR, error=f"the step failed: {error}")
+            return True
+        self._report(chunks, (self._clock_ns() - start_ns) / 1e9)
+        through = [chunk.sequence for chunk in chunks if chunk.is_last]
+        for chunk in chunks:
+            self._scheduler.complete(chunk)
+        for sequence, token in zip(through, tokens, strict=True):
+            if sequence.phase is Phase.RUNNING:  # else a receiver ended it meanwhile
+                self._advance(sequence, token)
+        return True
+
+    @torch.inference_mode()
+    def _compute(self, chunks: list[Chunk]) -> list[int]:
+        """Run the model over a batch; returns a token for each sequence that is through."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        ends: list[int] = []
+        spans: list[Span] = []
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.num_computed
+            token_ids += sequence.tokens[start : start + chunk.num_tokens]
+            positions += range(start, start + chunk.num_tokens)
+            spans.append(Span(start, chunk.num_tokens, sequence.blocks))
+            if chunk.is_last:
+                ends.append(len(token_ids) - 1)
+        device = self.pool.tensor.device
+        output = self.loaded.model(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            # Scores of the whole vocabulary only where a token is chosen; of one row at the least.
+            logits_to_keep=torch.tensor(ends or [0], device=device),
+            batch=AttentionBatch(self.pool, spans),
+        )
+        through = [chunk.sequence for chunk in chunks if chunk.is_last]
+        if not through:
+            return []
+        samplings = [sequence.request.sampling for sequence in through]
+        return sample(output.logits[0], samplings, [sequence.generator for sequence in through])
+
+    def _advance(self, sequence: Sequence, token: int) -> None:
+        """Add a token to a sequence, and end it where it ends."""
+        sequence.append(token)
+        self._num_generated += 1
+        request = sequence.request
+        if token in self.loaded.eos_ids and not request.sampling.ignore_eos:
+            self._end(sequence, FinishReason.STOP, token)
+        elif (
+            sequence.num_generated >= request.max_tokens
+            or len(sequence.tokens) >= self.loaded.context_limit
+        ):
+            self._end(sequence, FinishReason.LENGTH, token)
+        else:
+            self._deliver(sequence, Output(request.request_id, (token,)))
+
+    def _end(self, sequence: Sequence, finish: FinishReason, *tokens: int, error: str = "") -> None:
+        self._scheduler.remove(sequence)
+        for tier, count in sequence.account.by_tier.items():
+            self._by_tier[tier] += count
+        self._computed += sequence.account.computed
+        usage = sequence.usage()
+        output = Output(sequence.request_id, tokens, finish, usage, error)
+        self._deliver(sequence, output)
+
+    def _deliver(self, sequence: Sequence, output: Output) -> None:
+        try:
+            sequence.deliver(output)
+        except Exception:  # a client's fault must not stop the others
+            _log.exception("the receiver of request %s failed", sequence.request_id)
+            if output.finish is None:
+                self._scheduler.remove(sequence)
+
+    # Looking in
+
+    def _report(self, chunks: list[Chunk], seconds: float) -> None:
+        num_decode = sum(chunk.is_decode for chunk in chunks)
+        num_prefill = sum(chunk.num_tokens for chunk in chunks) - num_decode
+        num_past = sum(chunk.sequence.num_computed for chunk in chunks)
+        self._num_steps += 1
+        self._num_prefill += num_prefill
+        self._num_decode += num_decode
+        self._last_step_seconds = seconds
+        self._reports.append(StepReport(num_prefill, num_decode, num_past, seconds))
+
+    def take_reports(self) -> list[StepReport]:
+        """Return the steps since the last call, at most the latest thousand."""
+        reports = list(self._reports)
+        self._reports.clear()
+        return reports
+
+    def drop_cache(self) -> Dropped:
+        """Empty the prefix cache; what requests and stores still use stays with them, unfound."""
+        return self.pool.drop()
+
+    def check(self) -> None:
+        """Verify every invariant; raises AssertionError."""
+        self._scheduler.check()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the counters and gauges as they are now."""
+        scheduler = self._scheduler
+        return EngineSnapshot(
+            prompt_tokens_by_tier=dict(self._by_tier),
+            computed_prompt_tokens=self._computed,
+            num_prefill_tokens=self._num_prefill,
+            num_decode_tokens=self._num_decode,
+            num_generated_tokens=self._num_generated,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_stores_skipped=scheduler.offload.num_skipped,
+            num_waiting=scheduler.num_waiting,
+            num_loading=scheduler.count(Phase.LOOKING, Phase.LOADING),
+            num_running=scheduler.count(Phase.RUNNING),
+            pool_blocks=self.pool.counts(),
+            block_bytes=self.pool.shape.block_bytes,
+            last_step_seconds=self._last_step_seconds,
+        )

@@ -1,0 +1,86 @@
+"""What a loaded model is, by content: the parts of the key space that come from it.
+
+Two models whose numbers could differ must never share a block, whatever they are called; two
+copies of one model always may. So the weights are hashed as they were loaded, byte by byte, and the
+whole configuration counts except for what is known to leave the numbers alone.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvtier.engine.model import LoadedModel
+
+__all__ = ["canonical_config", "key_space", "weights_fingerprint"]
+
+_CHUNK_BYTES = 32 << 20
+"""32 MiB: enough chunks to keep every core busy, few enough that their number costs nothing."""
+
+_IGNORED_CONFIG = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "attn_implementation",
+        "name_or_path",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Names, paths and settings of the loading; everything else of a configuration counts."""
+
+
+def weights_fingerprint(model: torch.nn.Module, num_threads: int | None = None) -> bytes:
+    """Return the SHA-256 of every parameter and buffer: names, dtypes, shapes and bytes."""
+    tensors = sorted(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers()],
+        key=lambda named: named[0],
+    )
+    with ThreadPoolExecutor(num_threads or torch.get_num_threads()) as threads:
+        chunks = {  # tied tensors are hashed once
+            _storage_of(tensor): threads.map(_hash_chunk, _chunks(tensor)) for _, tensor in tensors
+        }
+        contents = {storage: b"".join(digests) for storage, digests in chunks.items()}
+    total = hashlib.sha256(b"kvtier.weights\0")
+    for name, tensor in tensors:
+        described = json.dumps([name, str(tensor.dtype), list(tensor.shape)])
+        content = hashlib.sha256(contents[_storage_of(tensor)]).digest()
+        total.update(described.encode() + b"\0" + content)
+    return total.digest()
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)
+
+
+def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return [flat[start : start + _CHUNK_BYTES] for start in range(0, len(flat), _CHUNK_BYTES)]
+
+
+def _hash_chunk(chunk: torch.Tensor) -> bytes:
+    return hashlib.sha256(memoryview(chunk.cpu().numpy())).digest()  # hashlib releases the GIL
+
+
+def canonical_config(fields: dict[str, object]) -> str:
+    """Return a configuration as JSON that is the same for the same model, anywhere."""
+    kept = {name: value for name, value in fields.items() if name not in _IGNORED_CONFIG}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def key_space(loaded: "LoadedModel", layout: KVLayout) -> KeySpace:
+    """Return the key space of blocks that ``loaded`` computes, kept in ``layout``."""
+    return KeySpace(
+        weights=loaded.weights,
+        model_config=canonical_config(loaded.config.to_dict()),
+        layout=layout,
+        compute_dtype=loaded.dtype_name,
+        # The same bytes in, not quite the same bytes out, on another kind of device.
+        engine=f"integrated/1/{loaded.device_type}",
+    )

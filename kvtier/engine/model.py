@@ -1,0 +1,325 @@
+"""A decoder-only model from local files, or a clear refusal.
+
+Rules
+-----
+* Nothing is fetched: what is not in the folder is missing.
+* A closed list of architectures, each verified against its own ``generate`` (tests/engine). A model
+  that would want another attention than ours, or K and V that depend on more than the tokens
+  before them, is refused by name before anything is allocated.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.engine.attention import ATTENTION_NAME, register_attention
+from kvtier.engine.fingerprint import weights_fingerprint
+from kvtier.errors import StartError
+
+__all__ = ["ARCHITECTURES", "ROPE_TYPES", "LoadedModel", "load_model"]
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Model types the engine is known to be right for, with the class of transformers each one has."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings by position alone. ``dynamic`` and ``longrope`` change with the longest
+sequence of a batch, so that a block would depend on what was computed beside it."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_FIELD = "engine.model"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to compute, with its tokenizer; safe to encode and decode from any thread."""
+
+    model: Any
+    """transformers' own module, in evaluation mode, with our attention."""
+    tokenizer: Any
+    config: Any
+    model_id: str
+    context_limit: int
+    """The most tokens, prompt and answer together, that a sequence may have."""
+    eos_ids: frozenset[int]
+    _tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids the model has an embedding for."""
+        return int(self.config.vocab_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of attention layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the number of heads of K and of V in each layer."""
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Return the length of one head's K or V."""
+        head_dim = getattr(self.config, "head_dim", None)
+        return int(head_dim or self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights, of K and of V."""
+        dtype = self.model.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """Return the dtype as the configuration names it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def device_type(self) -> str:
+        """Return ``cpu`` or ``cuda``."""
+        return str(self.model.device.type)
+
+    @cached_property
+    def weights(self) -> bytes:
+        """Return the content fingerprint of the weights as loaded; computed once."""
+        return weights_fingerprint(self.model)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens the model begins with."""
+        with self._tokenizer_lock:  # tokenizers keep settings of a call in themselves
+            return list(self.tokenizer.encode(text))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        with self._tokenizer_lock:
+            text = self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        assert isinstance(text, str)
+        return text
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the prompt that asks the model for the next message of a conversation.
+
+        Raises ValueError where the model has no template or its template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        with self._tokenizer_lock:
+            try:
+                return list(
+                    self.tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
+            except TemplateError as error:
+                raise ValueError(f"the chat template refused the messages: {error}") from error
+
+
+def load_model(
+    path: str | Path, *, device: str = "cpu", dtype: str = "auto", context_limit: int = 0
+) -> LoadedModel:
+    """Load a folder with config.json, safetensors and a tokenizer, or a GGUF file.
+
+    ``dtype`` auto is float32 on cpu and bfloat16 elsewhere; ``context_limit`` 0 is the model's own.
+    Raises StartError, before anything is allocated, for all that cannot be served right.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, here or below
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    path = Path(path).expanduser().resolve()
+    _check_files(path)
+    torch_dtype = _choose_dtype(device, dtype)
+    config = _read_config(path)
+    limit = _check_config(config, context_limit)
+    tokenizer = _load_tokenizer(path)
+    register_attention()
+    model = _load_weights(path, config, torch_dtype).to(device).requires_grad_(requires_grad=False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=model.config,
+        model_id=path.stem if path.is_file() else path.name,
+        context_limit=limit,
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+
+
+def _refuse(problem: str, remedy: str) -> StartError:
+    return StartError(_FIELD, problem, remedy)
+
+
+def _check_files(path: Path) -> None:
+    if not path.exists():
+        raise _refuse(f"{path} does not exist", "give a model folder or a GGUF file")
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise _refuse(f"{path} is no GGUF file", "give a model folder or a GGUF file")
+        return
+    if not (path / "config.json").is_file():
+        raise _refuse(f"{path} has no config.json", "give a Hugging Face model folder")
+    if not any(path.glob("*.safetensors")):
+        raise _refuse(f"{path} has no *.safetensors", "fetch the weights, or convert them")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise _refuse(f"{path} has no tokenizer.json", "fetch the tokenizer's files too")
+
+
+def _choose_dtype(device: str, dtype: str) -> torch.dtype:
+    device_type = device.partition(":")[0]
+    if device_type not in {"cpu", "cuda"}:
+        raise StartError("engine.device", f"{device!r} is unknown", "use cpu, cuda or cuda:N")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise StartError("engine.device", "PyTorch sees no CUDA device", "use cpu")
+    if dtype == "auto":
+        return torch.float32 if device_type == "cpu" else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise StartError("engine.dtype", f"{dtype!r} is unknown", f"use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _source(path: Path) -> tuple[str, dict[str, str]]:
+    """Return what transformers' loaders take for a folder or a file."""
+    if path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    return str(path), {}
+
+
+def _read_config(path: Path) -> Any:
+    """Read the configuration; one that transformers does not know is refused by its own name."""
+    from transformers import AutoConfig
+
+    if path.is_dir():
+        try:
+            raw = json.loads((path / "config.json").read_text())
+        except ValueError as error:
+            raise _refuse(f"config.json is not valid: {error}", "fetch it again") from error
+        _check_model_type(raw)
+    folder, options = _source(path)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+    except (KeyError, OSError, ValueError) as error:
+        raise _refuse(f"its configuration is not understood: {error}", _supported()) from error
+
+
+def _supported() -> str:
+    return f"use a model of type {', '.join(sorted(ARCHITECTURES))}"
+
+
+def _check_model_type(fields: dict[str, Any]) -> None:
+    model_type = fields.get("model_type")
+    if fields.get("is_encoder_decoder"):
+        raise _refuse(f"{model_type!r} is an encoder-decoder model", _supported())
+    if fields.get("kv_lora_rank"):
+        raise _refuse(f"{model_type!r} has latent attention (MLA)", _supported())
+    other_layers = set(fields.get("layer_types") or ()) - {"full_attention"}
+    if other_layers:
+        raise _refuse(f"{model_type!r} has layers of type {sorted(other_layers)}", _supported())
+    if model_type not in ARCHITECTURES:
+        raise _refuse(f"models of type {model_type!r} were not verified", _supported())
+    named = fields.get("architectures")
+    if named and ARCHITECTURES[model_type] not in named:
+        raise _refuse(f"{named} generates no text", f"use a {ARCHITECTURES[model_type]}")
+    if fields.get("quantization_config"):
+        raise _refuse("its weights are quantised", "use float weights, or a GGUF file")
+
+
+def _check_config(config: Any, context_limit: int) -> int:
+    """Refuse what the engine does not compute right; return the context limit to keep."""
+    _check_model_type(config.to_dict())
+    longest = int(config.max_position_embeddings)
+    if not 0 <= context_limit <= longest:
+        problem = f"{context_limit} is not within the model's {longest} tokens"
+        raise StartError("engine.context_limit", problem, "lower it, or 0 for the model's own")
+    limit = context_limit or longest
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < limit:
+        raise _refuse(
+            f"its attention slides over a window of {window} tokens",
+            f"set engine.context_limit to at most {window}",
+        )
+    if window is not None:
+        config.sliding_window = None  # never reached: attention over everything is the same
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        supported = ", ".join(sorted(ROPE_TYPES))
+        raise _refuse(f"its RoPE is of type {rope_type!r}", f"use a model with {supported}")
+    return limit
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    folder, options = _source(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+    except (KeyError, OSError, ValueError) as error:
+        raise _refuse(f"its tokenizer cannot be read: {error}", "fetch its files again") from error
+
+
+def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Load the weights into transformers' model; a tensor too few or too many is refused."""
+    import transformers
+
+    model_class = getattr(transformers, ARCHITECTURES[config.model_type])
+    options = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": ATTENTION_NAME,
+        "output_loading_info": True,
+    }
+    try:
+        if path.is_file():
+            tensors = _read_gguf(path, config, dtype, model_class)
+            model, outcome = model_class.from_pretrained(None, state_dict=tensors, **options)
+        else:
+            model, outcome = model_class.from_pretrained(
+                str(path), local_files_only=True, use_safetensors=True, **options
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _refuse(f"its weights cannot be read: {error}", "fetch them again") from error
+    wrong = sorted([*outcome["missing_keys"], *outcome["mismatched_keys"]], key=str)
+    if wrong:  # transformers would fill them with random numbers
+        raise _refuse(f"its weights lack {len(wrong)} tensors, as {wrong[0]}", "fetch them again")
+    return model.eval()
+
+
+def _read_gguf(
+    path: Path, config: Any, dtype: torch.dtype, model_class: Any
+) -> dict[str, torch.Tensor]:
+    """Return a GGUF file's tensors, as plain numbers, under transformers' names and RoPE order."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    with torch.device("meta"):
+        skeleton = model_class(config)
+    load: Callable[..., dict[str, Any]] = gguf.load_gguf_checkpoint
+    checkpoint = load(str(path), return_tensors=True, model_to_load=skeleton, torch_dtype=dtype)
+    tensors = checkpoint["tensors"]
+    assert isinstance(tensors, dict)
+    return tensors
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every token that ends an answer, as the model, its defaults or its tokenizer say."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)

@@ -1,0 +1,86 @@
+"""Stores in flight: what the pool offers to the tiers below.
+
+Every full block that was computed is offered once while the GPU holds it: a mark on its last
+engine block says so. Where too many stores are open a block is skipped, never waited for; a later
+request that hits it offers it again.
+"""
+
+from collections.abc import Iterator
+
+from kvtier.engine.pool import BlockPool
+from kvtier.engine.port import Chain, KVPort, Stored
+from kvtier.engine.sequence import Sequence
+
+__all__ = ["OPEN_STORES_MAX", "Offload"]
+
+OPEN_STORES_MAX = 64
+"""A store is a step's part of a prompt, 8 blocks of 64 tokens: enough to hide any tier's delay."""
+
+_POOL_SHARE_MAX = 0.5
+"""Of the pool's blocks under open stores: the other half stays for computing."""
+
+
+class Offload:
+    """Offers computed blocks, holding a reference to each until the port is done with it."""
+
+    def __init__(self, pool: BlockPool, port: KVPort) -> None:
+        self._pool = pool
+        self._port = port
+        self._ratio = port.block_tokens // pool.shape.block_tokens
+        self._open: dict[int, list[list[int]]] = {}
+        self._num_held = 0
+        self.num_skipped = 0
+        """Blocks of the port that were not offered, since too much was in flight."""
+
+    @property
+    def num_open(self) -> int:
+        """Return the stores in flight."""
+        return len(self._open)
+
+    def offer(self, sequence: Sequence) -> None:
+        """Offer every complete block of a sequence that was not yet considered."""
+        end = sequence.num_computed // self._port.block_tokens
+        most = sequence.request.max_offload_tokens
+        if most is not None:
+            end = min(end, most // self._port.block_tokens)
+        for first, last in self._unmarked_runs(sequence, sequence.num_offered, end):
+            self._store(sequence, first, last)
+        sequence.num_offered = max(sequence.num_offered, end)
+
+    def stored(self, event: Stored) -> None:
+        """Let go of a store's blocks; those that were not taken may be offered again."""
+        blocks = self._open.pop(event.store_id)
+        self._num_held -= len(blocks) * self._ratio
+        for group in blocks[event.num_blocks :]:
+            self._pool.unmark(group[-1])
+        self._pool.release([block for group in blocks for block in group])
+
+    def _unmarked_runs(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the half-open runs of blocks that were not offered before."""
+        start = first
+        for index in range(first, end):
+            last = (index + 1) * self._ratio - 1
+            if self._pool.is_marked(sequence.blocks[last], sequence.chain.hashes[last]):
+                if start < index:
+                    yield start, index
+                start = index + 1
+        if start < end:
+            yield start, end
+
+    def _store(self, sequence: Sequence, first: int, end: int) -> None:
+        num_blocks = (end - first) * self._ratio
+        is_full = self._num_held + num_blocks > self._pool.num_blocks * _POOL_SHARE_MAX
+        if is_full or len(self._open) >= OPEN_STORES_MAX:
+            self.num_skipped += end - first
+            return
+        blocks = [
+            sequence.blocks[index * self._ratio : (index + 1) * self._ratio]
+            for index in range(first, end)
+        ]
+        for group in blocks:
+            self._pool.retain(group)
+            self._pool.mark(group[-1])
+        self._num_held += num_blocks
+        hashes = tuple(sequence.port_chain.hashes[:end])
+        chain = Chain(sequence.tenant, sequence.port_chain.root, hashes)
+        self._open[self._port.store(chain, first, blocks)] = blocks

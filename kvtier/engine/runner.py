@@ -1,0 +1,174 @@
+"""The engine's thread: it steps while there is work and sleeps otherwise.
+
+Everything that touches the engine happens on this thread; other threads leave orders for it. No
+wait is without a deadline, and no fault leaves a request without its last output.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvtier.engine.engine import Engine
+from kvtier.engine.request import Deliver, FinishReason, Output, QueueFull, Request, RequestRefused
+
+__all__ = ["EngineRunner"]
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_SLEEP_MAX_S = 0.25
+"""A missed wake costs this much, not a hang."""
+
+_STUCK_AFTER_NS = 60_000_000_000
+"""A step of 512 tokens takes seconds on a slow CPU, and a port's deadlines are as long: this is
+several of them."""
+
+_ORDERS_MAX = 4096
+"""Far more than the engine takes in between two steps; beyond it, clients are turned away."""
+
+
+class EngineRunner:
+    """Runs an engine on a thread of its own, for callers on any thread."""
+
+    def __init__(self, engine: Engine, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.engine = engine
+        self._clock_ns = clock_ns
+        self._orders: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_woken = False
+        self._is_stopping = False
+        self._is_busy = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
+        self.last_progress_ns = clock_ns()
+        engine.port.bind(self.wake)
+
+    # From any thread
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether requests are taken."""
+        return self._thread.is_alive() and not self._is_stopping
+
+    @property
+    def is_stuck(self) -> bool:
+        """Tell whether there is work and nothing has moved for a minute."""
+        is_late = self._clock_ns() - self.last_progress_ns > _STUCK_AFTER_NS
+        return self._is_busy and is_late
+
+    def start(self) -> None:
+        """Begin to take requests."""
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing.
+
+        ``deliver`` is called on the engine's thread, the last time with a finish reason.
+        """
+        self.engine.check_request(request)
+
+        def order() -> None:
+            try:
+                self.engine.submit(request, deliver, self._clock_ns())
+            except (QueueFull, RequestRefused) as refusal:
+                error = Output(request.request_id, (), FinishReason.ERROR, error=str(refusal))
+                deliver(error)
+
+        with self._changed:
+            if not self.is_ready:
+                raise QueueFull("the engine is stopping")
+            waiting = self.engine.num_waiting + len(self._orders)
+            if waiting >= min(_ORDERS_MAX, self.engine.settings.max_num_waiting):
+                raise QueueFull(f"{waiting} requests wait already")
+            self._push(order)
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon, if it is still there; it gets its last output."""
+        with self._changed:
+            self._push(lambda: self._abort(request_id))
+
+    def call(self, function: Callable[[Engine], _Result], deadline_s: float = 10.0) -> _Result:
+        """Run ``function`` between two steps and return its result; raises TimeoutError."""
+        future: Future[_Result] = Future()
+
+        def order() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:  # it is the caller's, on the caller's thread
+                future.set_exception(error)
+
+        with self._changed:
+            self._push(order)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def wake(self) -> None:
+        """Have the engine look at its port: something has happened below."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
+
+    def stop(self, deadline_s: float = 10.0) -> bool:
+        """End all requests and the thread; False if it is still in a step at the deadline."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    # On the engine's thread
+
+    def _push(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        self._is_busy = True
+        self._changed.notify()
+
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            has_moved = self._follow_orders()
+            try:
+                has_moved |= self.engine.step(self._clock_ns())
+            except Exception as error:  # a bug of ours: no request may hang because of it
+                _log.exception("the engine failed between steps")
+                self.engine.fail_all(f"the engine failed: {error}")
+            if has_moved:
+                self.last_progress_ns = self._clock_ns()
+                continue
+            self._sleep()
+        self._follow_orders()
+        self.engine.fail_all("the engine is stopping")
+        self.engine.port.close()
+
+    def _follow_orders(self) -> bool:
+        """Carry out the orders so far; returns whether there were any."""
+        with self._changed:
+            orders = list(self._orders)
+            self._orders.clear()
+            self._is_woken = False
+        for order in orders:
+            try:
+                order()
+            except Exception:  # each order answers its caller itself; what is left is a bug of ours
+                _log.exception("an order to the engine failed")
+        return bool(orders)
+
+    def _sleep(self) -> None:
+        with self._changed:
+            self._is_busy = not self.engine.is_idle or bool(self._orders)
+            if not self._is_busy:
+                self.last_progress_ns = self._clock_ns()
+            if not (self._is_woken or self._orders or self._is_stopping):
+                self._changed.wait(_SLEEP_MAX_S)

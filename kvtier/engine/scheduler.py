@@ -1,0 +1,335 @@
+"""Who computes next, and on which blocks.
+
+Theory
+------
+Each step, every sequence that decodes gets one token, then prompts get what is left of the step's
+budget, in the order of arrival. A request that waits is admitted when the pool has room for all
+its tokens, longest cached prefix first, so that shared prefixes are used while they are there; one
+that waits longer than the age cap goes before all that do not.
+
+Single flight: a request announces the blocks it will compute or load. Another one whose next
+missing block is announced waits for it, and then hits it. No two can wait for each other, since
+what a request waits for comes earlier in the chain than all it announced itself.
+
+When the pool is full, the latest arrival gives its blocks back and waits again. The earliest one
+is never taken from, so it ends, and so does each after it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtier.core.identity import BlockHash
+from kvtier.core.residency import TierName
+from kvtier.engine.loader import Loader
+from kvtier.engine.offload import Offload
+from kvtier.engine.pool import BlockPool
+from kvtier.engine.port import Found, KVPort, Loaded, LoadEnded, PortEvent, Stored
+from kvtier.engine.request import DecisionReason
+from kvtier.engine.sequence import Phase, Sequence
+from kvtier.engine.settings import EngineSettings
+
+__all__ = ["Chunk", "Scheduler"]
+
+_ORDERED_MAX = 256
+"""Waiting requests that are put in order each step: the oldest. More would cost milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one sequence computes in a step: its next ``num_tokens`` tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Tell whether this is the token generated last, and no part of a prompt."""
+        return self.num_tokens == 1 and self.sequence.num_generated > 0
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether all tokens known are then computed, and the next one can be chosen."""
+        return self.num_tokens == self.sequence.num_missing
+
+
+class Scheduler:
+    """The requests in the engine, their blocks, and what goes on below for them."""
+
+    def __init__(self, settings: EngineSettings, pool: BlockPool, port: KVPort) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._port = port
+        self.loader = Loader(pool, port)
+        self.offload = Offload(pool, port)
+        self.sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._announced: dict[BlockHash, Sequence] = {}
+        self.num_preemptions = 0
+
+    # Coming and going
+
+    def add(self, sequence: Sequence) -> None:
+        """Take in a request; it waits."""
+        assert sequence.request_id not in self.sequences, "request ids are unique"
+        self.sequences[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request and free its blocks, except those that a load or store still holds."""
+        if sequence.phase in {Phase.LOOKING, Phase.LOADING}:
+            self.loader.cancel(sequence)
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._let_go(sequence)
+        sequence.phase = Phase.ENDED
+        del self.sequences[sequence.request_id]
+
+    def count(self, *phases: Phase) -> int:
+        """Return the requests in these phases."""
+        return sum(sequence.phase in phases for sequence in self.sequences.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the requests that were not admitted yet, or not again."""
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether nothing is to do and nothing is in flight."""
+        return not (self.sequences or self.loader.num_open or self.offload.num_open)
+
+    # Each step: poll, admit, plan; then complete what was computed
+
+    def poll(self) -> bool:
+        """Take in what happened below; returns whether anything did."""
+        events = self._port.poll()
+        for event in events:
+            self._take(event)
+        return bool(events)
+
+    def _take(self, event: PortEvent) -> None:
+        match event:
+            case Found():
+                sequence = self.loader.found(event)
+                if sequence is not None:
+                    sequence.phase = Phase.WAITING
+                    self._waiting.append(sequence)
+            case Loaded():
+                self.loader.loaded(event)
+            case LoadEnded():
+                sequence = self.loader.ended(event)
+                if sequence is not None:
+                    sequence.phase = Phase.RUNNING
+                    self._running.append(sequence)
+            case Stored():
+                self.offload.stored(event)
+
+    def admit(self, now_ns: int) -> bool:
+        """Start waiting requests while there is room; returns whether any was started."""
+        num_started = 0
+        if not self._waiting or self._num_active >= self._settings.max_num_sequences:
+            return False
+        for sequence in self._in_order(now_ns):
+            if self._num_active >= self._settings.max_num_sequences:
+                break
+            if self._is_in_flight(sequence):
+                continue
+            if not self._start(sequence):
+                break  # nobody overtakes: the pool would never have room for a long prompt
+            num_started += 1
+        return num_started > 0
+
+    def plan(self) -> list[Chunk]:
+        """Return what to compute now, each sequence with blocks for it; preempts if it must."""
+        budget = self._settings.max_batch_tokens
+        chunks: list[Chunk] = []
+        running = sorted(self._running, key=lambda sequence: sequence.ticket)
+        for sequence in running:
+            # One that lost its blocks to an earlier one in this loop is not running any more.
+            is_next = sequence.num_missing == 1 and sequence.phase is Phase.RUNNING and budget
+            if is_next and self._grow(sequence):
+                chunks.append(Chunk(sequence, 1))
+                budget -= 1
+        for sequence in running:
+            if sequence.num_missing > 1 and sequence.phase is Phase.RUNNING and budget:
+                chunk = Chunk(sequence, min(budget, sequence.num_missing))
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+        return chunks
+
+    def complete(self, chunk: Chunk) -> None:
+        """Note that a chunk is computed: its full blocks are found and offered from now on."""
+        sequence = chunk.sequence
+        sequence.num_computed += chunk.num_tokens
+        sequence.account.count(None, sequence.num_computed)
+        num_full = sequence.num_computed // self._pool.shape.block_tokens
+        for index in range(sequence.num_published, num_full):
+            chain = sequence.chain
+            self._pool.publish(sequence.blocks[index], chain.hashes[index], chain.parent(index))
+        sequence.num_published = max(sequence.num_published, num_full)
+        self.offload.offer(sequence)
+        if not sequence.num_missing:
+            self._retract(sequence)
+
+    # Admission
+
+    @property
+    def _num_active(self) -> int:
+        return len(self.sequences) - len(self._waiting)
+
+    def _in_order(self, now_ns: int) -> list[Sequence]:
+        oldest = sorted(self._waiting, key=lambda sequence: sequence.ticket)[:_ORDERED_MAX]
+
+        def rank(sequence: Sequence) -> tuple[bool, int, int]:
+            is_aged = now_ns - sequence.arrival_ns >= self._settings.age_cap_ns
+            length = 0 if is_aged else self._estimate_match(sequence)
+            return not is_aged, -length, sequence.ticket
+
+        return sorted(oldest, key=rank)
+
+    def _estimate_match(self, sequence: Sequence) -> int:
+        """Return about how many leading blocks are cached, from the last estimate if it holds."""
+        if sequence.match_generation != self._pool.generation:
+            known = sequence.matched
+            hashes = sequence.chain.hashes
+            if known and not self._pool.match(hashes[known - 1 : known], 1):
+                known = 0
+            limit = self._hit_limit(sequence) - known
+            sequence.matched = known + self._pool.match(hashes[known:], limit)
+            sequence.match_generation = self._pool.generation
+        return sequence.matched
+
+    def _hit_limit(self, sequence: Sequence) -> int:
+        """Return the most blocks to take as they are: the last token is always computed."""
+        return (len(sequence.tokens) - 1) // self._pool.shape.block_tokens
+
+    def _match(self, sequence: Sequence) -> int:
+        return self._pool.match(sequence.chain.hashes, self._hit_limit(sequence))
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        """Tell whether another request is about to supply the next block this one lacks."""
+        num_hit = self._match(sequence)
+        if num_hit >= self._hit_limit(sequence):
+            return False
+        owner = self._announced.get(sequence.chain.hashes[num_hit])
+        return owner is not None and owner is not sequence
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Look up, load or run a waiting request; False: the pool has no room for it now."""
+        num_hit = self._match(sequence)
+        hit = self._pool.acquire(sequence.chain.hashes[:num_hit])
+        num_new = sequence.num_blocks_needed - num_hit
+        if not self._has_room(num_new):
+            self._pool.release(hit)
+            return False
+        if self.loader.look_up(sequence, num_hit):
+            self._pool.release(hit)
+            self._waiting.remove(sequence)
+            self._announce(sequence, num_hit)
+            return True
+        num_load = self.loader.num_loadable(sequence, num_hit)
+        num_spare = self.loader.num_spare(num_hit) if num_load else 0
+        if num_load and not self._has_room(num_new + num_spare):
+            if self._num_active:
+                self._pool.release(hit)
+                return False
+            num_load = num_spare = 0
+            self.loader.decide_computed(sequence, DecisionReason.POOL_FULL)
+        self._waiting.remove(sequence)
+        self._seat(sequence, hit, num_new)
+        if num_load:
+            spare = self._allocate(num_spare)
+            self.loader.load(sequence, num_hit, num_load, spare)
+        else:
+            self.loader.decide_computed(sequence)
+            sequence.phase = Phase.RUNNING
+            self._running.append(sequence)
+        return True
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Tell whether there are blocks to start with, and one more for each that runs already."""
+        headroom = len(self._running) if self._num_active else 0
+        return num_blocks + headroom <= self._pool.num_available
+
+    def _allocate(self, num_blocks: int) -> list[int]:
+        blocks = self._pool.allocate(num_blocks)
+        assert blocks is not None, "there was room for them"
+        return blocks
+
+    def _seat(self, sequence: Sequence, hit: list[int], num_new: int) -> None:
+        """Give a sequence its blocks: those it hit, and new ones for all else it knows."""
+        sequence.blocks = hit + self._allocate(num_new)
+        sequence.num_published = len(hit)
+        sequence.num_computed = len(hit) * self._pool.shape.block_tokens
+        sequence.account.count(TierName.GPU, sequence.num_computed)
+        self._announce(sequence, len(hit))
+
+    # Single flight
+
+    def _announce(self, sequence: Sequence, num_hit: int) -> None:
+        for block_hash in sequence.chain.hashes[num_hit:]:
+            if self._announced.setdefault(block_hash, sequence) is sequence:
+                sequence.announced.append(block_hash)
+
+    def _retract(self, sequence: Sequence) -> None:
+        for block_hash in sequence.announced:
+            if self._announced.get(block_hash) is sequence:
+                del self._announced[block_hash]
+        sequence.announced.clear()
+
+    # Preemption
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a sequence a block for its newest token; False: it cannot run in this step."""
+        while len(sequence.blocks) < sequence.num_blocks_needed:
+            blocks = self._pool.allocate(1)
+            if blocks is not None:
+                sequence.blocks += blocks
+                continue
+            latest = max(self._running, key=lambda running: running.ticket)
+            if latest is sequence and len(self._running) == 1:
+                return False  # stores or loads hold the rest of the pool, and will end
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self._running.remove(sequence)
+        self._let_go(sequence)
+        sequence.phase = Phase.WAITING
+        self._waiting.append(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self._retract(sequence)
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_published = 0
+        sequence.found = None
+
+    # Verifying
+
+    def check(self) -> None:
+        """Verify the pool and that each phase has what belongs to it; raises AssertionError."""
+        self._pool.check()
+        _check_queue(self._waiting, Phase.WAITING)
+        _check_queue(self._running, Phase.RUNNING)
+        for sequence in self.sequences.values():
+            has_blocks = sequence.phase in {Phase.LOADING, Phase.RUNNING}
+            assert has_blocks or not sequence.blocks, "only who computes or loads has blocks"
+            if has_blocks:
+                capacity = len(sequence.blocks) * self._pool.shape.block_tokens
+                assert sequence.num_computed <= capacity, "what is computed is somewhere"
+            assert sequence.account.num_counted >= min(sequence.num_computed, sequence.num_prompt)
+        for owner in self._announced.values():
+            assert owner.request_id in self.sequences, "who left announces nothing"
+        if self.is_idle:
+            assert self._pool.counts().used == 0, "an idle engine holds no block"
+
+
+def _check_queue(queue: Iterable[Sequence], phase: Phase) -> None:
+    for sequence in queue:
+        assert sequence.phase is phase, f"{sequence.request_id} is {sequence.phase}, not {phase}"

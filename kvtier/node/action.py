@@ -1,0 +1,175 @@
+"""What a node wants done: answers to calls, and work for tiers and sessions."""
+
+from dataclasses import dataclass
+
+from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.residency import TierName
+from kvtier.core.slots import slot_bytes
+
+__all__ = [
+    "Action",
+    "Answer",
+    "Clear",
+    "Dropped",
+    "Found",
+    "Granted",
+    "Order",
+    "Probe",
+    "Progress",
+    "Read",
+    "Refused",
+    "Registered",
+    "Released",
+    "Reply",
+    "Stored",
+    "TransferBlock",
+    "Write",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBlock:
+    """One block on its way: who it is, and its slot's offset in the arena."""
+
+    header: BlockHeader
+    offset: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the size of the slot: the payload in whole pages."""
+        return slot_bytes(self.header.payload_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Fill arena slots from a tier; ends in ``ReadDone``."""
+
+    transfer: int
+    tier: TierName
+    blocks: tuple[TransferBlock, ...]
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy arena slots to a tier; ends in ``WriteDone``."""
+
+    transfer: int
+    tier: TierName
+    blocks: tuple[TransferBlock, ...]
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask a shared tier what it may have; ends in ``ProbeDone``."""
+
+    probe: int
+    tier: TierName
+    hashes: tuple[BlockHash, ...]
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Empty a tier; ends in ``ClearDone``."""
+
+    tier: TierName
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Have a session's engine empty its own tier; it answers with a ``Report``."""
+
+    session: str
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call that cannot be served: ``kind`` is a closed set, ``message`` is for people."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A new session."""
+
+    session: str
+    boot: str
+    lease_ns: int
+    """How long a load's blocks stay in place after it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the leading blocks are, and why the run ends."""
+
+    tiers: tuple[TierName, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Whether the lease held until now."""
+
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Slots to copy blocks into: ``indexes`` of the chain and ``offsets`` in the arena."""
+
+    lease: int
+    indexes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    present_blocks: int
+    rejected_blocks: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How many blocks were published."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What one tier lost, and what it kept because it was in use until the deadline."""
+
+    tier: TierName
+    num_blocks: int
+    num_bytes: int
+    kept_blocks: int = 0
+    error: str = ""
+
+
+Answer = Refused | Registered | Found | Released | Granted | Stored | tuple[Dropped, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The one answer to a call."""
+
+    call: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The next blocks of a load that are in place; the last message has an ``end``."""
+
+    call: int
+    lease: int
+    offsets: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+    tiers: tuple[TierName, ...]
+    end: str = ""
+
+
+Action = Reply | Progress | Read | Write | Probe | Clear | Order

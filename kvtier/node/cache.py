@@ -1,0 +1,156 @@
+"""The CPU tier as the node sees it: index, slots and eviction, kept consistent with each other.
+
+Rules
+-----
+* A row has a slot exactly when it is not absent from the CPU tier, and a checksum exactly when it
+  is ready there.
+* ``claim``, then bytes are copied by somebody, then ``publish`` or ``abandon``; in between nobody
+  reads the slot.
+* A block that is pinned, or named in the call that makes room, is not evicted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.core.eviction import Eviction
+from kvtier.core.identity import BlockHeader
+from kvtier.core.index import NO_SLOT, Index
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.core.table import Rows
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import EVICTED_BLOCKS
+
+__all__ = ["Cache"]
+
+
+class Cache:
+    """Which blocks are where, and which arena slots they have."""
+
+    def __init__(self, slots: SlabAllocator, eviction: Eviction, metrics: Metrics) -> None:
+        self.index = Index()
+        self.slots = slots
+        self._eviction = eviction
+        self.metrics = metrics
+        self._checksums: dict[int, bytes] = {}
+
+    def touch(self, rows: Rows) -> int:
+        """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
+        return self._eviction.touch(self.index, rows)
+
+    def claim(self, row: int, mark: int) -> bool:
+        """Give a row that is absent from the CPU tier a slot to be written, evicting if need be.
+
+        Spares blocks touched at ``mark`` or later. False: no room; nothing has changed for the
+        row, though others may have been evicted.
+        """
+        assert self.index.slot[row] == NO_SLOT
+        size = slot_bytes(int(self.index.payload_bytes[row]))
+        offset = self.slots.take(size)
+        if offset is None:
+            offset = self._make_room(size, mark)
+        if offset is None:
+            return False
+        self.index.slot[row] = offset
+        self.index.move(row, TierName.CPU, Residency.WRITING)
+        return True
+
+    def publish(self, row: int, checksum: bytes) -> None:
+        """Make a claimed row readable."""
+        assert self.state(row, TierName.CPU) == Residency.WRITING
+        self._checksums[int(self.index.slot[row])] = checksum
+        self.index.move(row, TierName.CPU, Residency.READY)
+
+    def abandon(self, row: int) -> None:
+        """Take a claimed row's slot back; the row is forgotten if it is nowhere else."""
+        assert self.state(row, TierName.CPU) == Residency.WRITING
+        self._vacate(row)
+
+    def evict(self, row: int) -> None:
+        """Drop a ready, unpinned row from the CPU tier; forgotten if it is nowhere else."""
+        assert self.state(row, TierName.CPU) == Residency.READY
+        assert self.index.pins[row] == 0, "a pinned block is not evicted"
+        del self._checksums[int(self.index.slot[row])]
+        self._vacate(row)
+
+    def evict_all(self) -> tuple[int, int]:
+        """Drop every ready, unpinned row from the CPU tier; returns blocks and bytes."""
+        index = self.index
+        rows = index.in_state(TierName.CPU, Residency.READY)
+        rows = rows[index.pins[rows] == 0]
+        num_bytes = sum(self.slots.size_at(int(offset)) for offset in index.slot[rows])
+        for row in rows.tolist():
+            self.evict(row)
+        return len(rows), num_bytes
+
+    def pin(self, row: int) -> None:
+        """Keep a row's slot from being evicted until the matching ``unpin``."""
+        self.index.pins[row] += 1
+
+    def unpin(self, row: int) -> None:
+        """End one ``pin``; the last one of a condemned row lets it go."""
+        assert self.index.pins[row] > 0, "every unpin has its pin"
+        self.index.pins[row] -= 1
+        if self.index.pins[row] == 0 and self.state(row, TierName.CPU) == Residency.EVICTING:
+            self._vacate(row)
+
+    def condemn(self, row: int) -> None:
+        """Serve a ready row no more, because its bytes are not those that were stored."""
+        if self.state(row, TierName.CPU) != Residency.READY:
+            return
+        self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="corrupt")
+        if self.index.pins[row] == 0:
+            self.evict(row)
+            return
+        del self._checksums[int(self.index.slot[row])]
+        self.index.move(row, TierName.CPU, Residency.EVICTING)
+
+    def state(self, row: int, tier: TierName) -> int:
+        """Return a row's residency in a tier."""
+        return int(self.index.residency(np.array([row]), tier)[0])
+
+    def checksum(self, row: int) -> bytes:
+        """Return the checksum of a row that is ready in the CPU tier."""
+        return self._checksums[int(self.index.slot[row])]
+
+    def header(self, row: int) -> BlockHeader:
+        """Return the complete header of a row that is ready in the CPU tier."""
+        return self.index.header_of(row, self.checksum(row))
+
+    def offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the arena offsets of rows that have slots."""
+        return tuple(int(self.index.slot[row]) for row in rows)
+
+    def _vacate(self, row: int) -> None:
+        self.slots.give(int(self.index.slot[row]))
+        self.index.slot[row] = NO_SLOT
+        self.index.move(row, TierName.CPU, Residency.ABSENT)
+        self.index.forget_absent(np.array([row]))
+
+    def _make_room(self, size: int, mark: int) -> int | None:
+        for row in self._eviction.victims(self.index, mark):
+            offset = int(self.index.slot[row])
+            if self.slots.size_at(offset) == size:
+                self.evict(row)
+                self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="capacity")
+            else:
+                self._evict_slab(offset, mark)
+            freed = self.slots.take(size)
+            if freed is not None:
+                return freed
+        return None
+
+    def _evict_slab(self, offset: int, mark: int) -> None:
+        """Empty the slab around ``offset`` as far as possible, so that another size may use it.
+
+        Evicting by age alone would empty nearly the whole arena before one slab came free.
+        """
+        index = self.index
+        start, end = self.slots.slab_range(offset)
+        rows = index.in_state(TierName.CPU, Residency.READY)
+        inside = (index.slot[rows] >= start) & (index.slot[rows] < end)
+        rows = rows[inside & (index.pins[rows] == 0) & (index.stamp[rows] < mark)]
+        for row in rows.tolist():
+            self.evict(row)
+        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")

@@ -1,0 +1,221 @@
+"""What happens to a node: calls from clients, completions from tiers, and the passing of time.
+
+Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or one final
+``Progress``) goes back for each.
+"""
+
+from dataclasses import dataclass, field
+
+from kvtier.core.identity import BlockHeader
+from kvtier.core.layout import KVLayout
+from kvtier.core.residency import TierName
+from kvtier.tiers.base import MissReason, Removed, WriteOutcome
+
+__all__ = [
+    "ClearDone",
+    "CompleteStore",
+    "Drop",
+    "Event",
+    "Load",
+    "Lookup",
+    "PrepareStore",
+    "ProbeDone",
+    "ReadDone",
+    "Recovered",
+    "Register",
+    "Release",
+    "Report",
+    "SessionEnded",
+    "SlabsReserved",
+    "Tick",
+    "TierUp",
+    "WriteDone",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """An engine presents itself; ``ticket`` ties the session to its arena connection."""
+
+    call: int
+    ticket: str
+    key_space: bytes
+    layout: KVLayout
+    engine: str
+    transport: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Ask which blocks from ``first`` on could be loaded."""
+
+    call: int
+    session: str
+    tenant: bytes
+    hashes: bytes
+    first: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Lease blocks from ``first`` on in the arena, as many leading ones as can be had."""
+
+    call: int
+    session: str
+    tenant: bytes
+    hashes: bytes
+    first: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End a load's lease. ``call`` is None where nobody waits for the answer.
+
+    ``corrupt`` names the blocks, counted in the order announced, whose bytes failed their check.
+    """
+
+    call: int | None
+    session: str
+    lease: int
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStore:
+    """Lease slots for the blocks from ``first`` on that are neither here nor refused."""
+
+    call: int
+    session: str
+    tenant: bytes
+    hashes: bytes
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteStore:
+    """Publish the leading ``len(checksums)`` blocks of a store's lease, drop the others."""
+
+    call: int
+    session: str
+    lease: int
+    checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine's own tier holds; ``order`` is the one this answers, or 0."""
+
+    call: int
+    session: str
+    capacity_bytes: int
+    used_bytes: int
+    used_tokens: int
+    hit_tokens: int
+    order: int = 0
+    removed: Removed = field(default_factory=Removed)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The connection behind a ticket is gone, and with it the client's mapping of the arena."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Empty tiers, once what is on its way to them has arrived."""
+
+    call: int
+    tiers: tuple[TierName, ...]
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A transfer up ended: for each block its checksum or why it is a miss; or ``fault``."""
+
+    transfer: int
+    results: tuple[bytes | MissReason, ...]
+    seconds: float
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """A transfer down ended; ``None`` marks a block whose bytes in the arena failed their check."""
+
+    transfer: int
+    results: tuple[WriteOutcome | None, ...]
+    evicted: bytes
+    seconds: float
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDone:
+    """A shared tier answered which blocks it may have; empty where it did not."""
+
+    probe: int
+    present: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearDone:
+    """A tier was emptied, or could not be."""
+
+    tier: TierName
+    removed: Removed
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUp:
+    """A tier began or ceased to answer."""
+
+    tier: TierName
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlabsReserved:
+    """The first ``num_slabs`` slabs of the arena have memory behind them."""
+
+    num_slabs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A persistent tier was found to hold these blocks."""
+
+    tier: TierName
+    headers: tuple[BlockHeader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Register
+    | Lookup
+    | Load
+    | Release
+    | PrepareStore
+    | CompleteStore
+    | Report
+    | SessionEnded
+    | Drop
+    | ReadDone
+    | WriteDone
+    | ProbeDone
+    | ClearDone
+    | TierUp
+    | SlabsReserved
+    | Recovered
+    | Tick
+)

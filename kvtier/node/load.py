@@ -1,0 +1,188 @@
+"""Loads: leading blocks leased in the arena, each announced as soon as it is there.
+
+A load covers the leading run of blocks that some tier has. Those in the CPU tier are ready at once;
+the others are claimed and read, and blocks that another load or store is bringing are waited for:
+each block is read once, however many wait for it. A block that does not come ends the run there.
+The lease pins all its blocks until it is released, or expires.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvtier.core.limits import LEASES_PER_SESSION_MAX
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import Rows
+from kvtier.node.action import Action, Progress, Refused, Released, Reply
+from kvtier.node.cache import Cache
+from kvtier.node.event import Load
+from kvtier.node.run import Run
+from kvtier.node.session import LoadLease, Session
+from kvtier.node.transfer import Transfers
+from kvtier.observe.table import MISS_BLOCKS
+
+__all__ = ["Loads"]
+
+
+class Loads:
+    """All open loads."""
+
+    def __init__(self, cache: Cache, transfers: Transfers, lease_ns: int) -> None:
+        self._cache = cache
+        self._transfers = transfers
+        self._metrics = cache.metrics
+        self._lease_ns = lease_ns
+        self._num_leases = 0
+        self._waiting: dict[int, dict[int, LoadLease]] = defaultdict(dict)
+        """By row, the leases that wait for it, by number."""
+        self._remaining: dict[int, list[TierName]] = {}
+        """By row being read, the tiers to try if this read misses."""
+
+    def start(
+        self, event: Load, session: Session, before: Rows, run: Run, now_ns: int
+    ) -> list[Action]:
+        """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it."""
+        if len(session.loads) >= LEASES_PER_SESSION_MAX:
+            return [Reply(event.call, Refused("too_many_leases", "release loads that are done"))]
+        self._num_leases += 1
+        lease = LoadLease(
+            number=self._num_leases,
+            session=session.token,
+            call=event.call,
+            rows=[],
+            tiers=[],
+            deadline_ns=event.deadline_ns,
+            expires_ns=event.deadline_ns + self._lease_ns,
+            end=run.reason,
+        )
+        session.loads[lease.number] = lease
+        self._gather(lease, before, run, now_ns)
+        # The first message always comes at once, so that the client can name the lease.
+        return self._advance(lease) or [Progress(event.call, lease.number, (), (), ())]
+
+    def release(self, session: Session, number: int, corrupt: Sequence[int] = ()) -> Released:
+        """End a lease; it held if it was still there. Blocks found corrupt are served no more."""
+        lease = session.loads.pop(number, None)
+        if lease is None:
+            return Released(held=False)
+        for place in corrupt:
+            if place < lease.num_sent:
+                self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
+                self._cache.condemn(lease.rows[place])
+        self._cut(lease, 0)
+        return Released(held=True)
+
+    def block_ready(self, row: int) -> list[Action]:
+        """Note that a row became ready in the CPU tier."""
+        self._remaining.pop(row, None)
+        actions: list[Action] = []
+        for lease in list(self._waiting.pop(row, {}).values()):
+            actions += self._advance(lease)
+        return actions
+
+    def block_missed(self, row: int, now_ns: int) -> list[Action]:
+        """Note that a claimed row's bytes did not come: try the next tier, or end the loads there.
+
+        In the end the row is still claimed if the next tier is being read, else abandoned.
+        """
+        while self._remaining.get(row):
+            tier = self._remaining[row].pop(0)
+            lane = self._transfers.lanes.get(tier)
+            if lane and lane.is_usable(now_ns):
+                for lease in self._waiting.get(row, {}).values():
+                    lease.tiers[lease.rows.index(row)] = tier
+                self._transfers.read(row, tier, now_ns)
+                return []
+        return self.block_lost(row, "failed")
+
+    def block_lost(self, row: int, end: str) -> list[Action]:
+        """End every load that waits for a claimed row, and abandon the row."""
+        self._remaining.pop(row, None)
+        actions: list[Action] = []
+        for lease in list(self._waiting.pop(row, {}).values()):
+            lease.end = end
+            self._cut(lease, lease.rows.index(row))
+            actions += self._advance(lease)
+        self._cache.abandon(row)
+        return actions
+
+    def expire(self, sessions: Iterable[Session], now_ns: int) -> list[Action]:
+        """End loads that are past their deadline, and leases past their time."""
+        actions: list[Action] = []
+        for session in sessions:
+            for lease in list(session.loads.values()):
+                if not lease.is_ended and lease.deadline_ns <= now_ns:
+                    lease.end = "late"
+                    self._count_late(lease)
+                    self._cut(lease, lease.num_ready)
+                    actions += self._advance(lease)
+                if lease.expires_ns <= now_ns:
+                    del session.loads[lease.number]
+                    self._cut(lease, 0)
+        return actions
+
+    def _gather(self, lease: LoadLease, before: Rows, run: Run, now_ns: int) -> None:
+        """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
+        mark = self._cache.touch(np.concatenate([before, run.rows]))
+        for place, row in enumerate(run.rows.tolist()):
+            tiers = run.sources(place)
+            if not self._bring(row, tiers, mark, now_ns):
+                lease.end = "no_room"
+                break
+            self._cache.pin(row)
+            lease.rows.append(row)
+            lease.tiers.append(tiers[0])
+            if not self._is_ready(row):
+                self._waiting[row][lease.number] = lease
+
+    def _bring(self, row: int, tiers: tuple[TierName, ...], mark: int, now_ns: int) -> bool:
+        if self._cache.state(row, TierName.CPU) != Residency.ABSENT:
+            return True
+        if not self._cache.claim(row, mark):
+            return False
+        self._remaining[row] = list(tiers[1:])
+        self._transfers.read(row, tiers[0], now_ns)
+        return True
+
+    def _advance(self, lease: LoadLease) -> list[Action]:
+        """Say what has become ready since the last message, if anything has."""
+        if lease.is_ended:
+            return []
+        rows = lease.rows
+        while lease.num_ready < len(rows) and self._is_ready(rows[lease.num_ready]):
+            lease.num_ready += 1
+        is_last = lease.num_ready == len(rows)
+        if lease.num_ready == lease.num_sent and not is_last:
+            return []
+        fresh = rows[lease.num_sent : lease.num_ready]
+        tiers = tuple(lease.tiers[lease.num_sent : lease.num_ready])
+        lease.num_sent = lease.num_ready
+        lease.is_ended = is_last
+        return [
+            Progress(
+                call=lease.call,
+                lease=lease.number,
+                offsets=self._cache.offsets(fresh),
+                checksums=tuple(self._cache.checksum(row) for row in fresh),
+                tiers=tiers,
+                end=lease.end if is_last else "",
+            )
+        ]
+
+    def _is_ready(self, row: int) -> bool:
+        return self._cache.state(row, TierName.CPU) == Residency.READY
+
+    def _cut(self, lease: LoadLease, length: int) -> None:
+        """Let go of a lease's rows from ``length`` on. Reads under way go on, as promotions."""
+        for row in lease.rows[length:]:
+            waiting = self._waiting.get(row, {})
+            waiting.pop(lease.number, None)
+            if not waiting:
+                self._waiting.pop(row, None)
+            self._cache.unpin(row)
+        del lease.rows[length:], lease.tiers[length:]
+
+    def _count_late(self, lease: LoadLease) -> None:
+        for tier in lease.tiers[lease.num_ready :]:
+            self._metrics.add(MISS_BLOCKS, tier=tier, reason="late")

@@ -1,0 +1,409 @@
+"""The node: every decision of the daemon, as ``handle(event, now_ns) -> actions``.
+
+Theory
+------
+The node is a synchronous state machine. It reads no clock, does no I/O and never waits: it is told
+what happened and when, and answers with what should be done. The asyncio driver beside it carries
+actions out and brings completions back; the simulator does the same with simulated tiers and a
+simulated clock, so the very code that runs in production runs under thousands of seeds.
+
+Rules
+-----
+* One writer: ``handle`` is called from one thread.
+* Every call gets exactly one answer, by its deadline, as long as ``Tick`` comes when
+  ``next_deadline_ns`` says.
+* An ended transfer is told once, however late; until then its slots belong to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.core.admission import Admission
+from kvtier.core.eviction import Eviction
+from kvtier.core.identity import HASH_BYTES, split_hashes
+from kvtier.core.index import NewBlocks, Scope
+from kvtier.core.layout import KNOWN_LAYOUTS
+from kvtier.core.limits import (
+    CHAIN_BLOCKS_MAX,
+    PROBE_BLOCKS_MAX,
+    PROBE_GRACE_NS,
+    SESSIONS_MAX,
+)
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.node import event as ev
+from kvtier.node.action import Action, Found, Probe, Refused, Registered, Released, Reply
+from kvtier.node.cache import Cache
+from kvtier.node.drop import Drops
+from kvtier.node.load import Loads
+from kvtier.node.run import Chain, Run, find_run
+from kvtier.node.session import EngineReport, Session
+from kvtier.node.store import Stores
+from kvtier.node.transfer import Lane, SlowTier, Transfers
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import (
+    EVICTED_BLOCKS,
+    LOOKUP_BLOCKS,
+    MISS_BLOCKS,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+)
+from kvtier.tiers.base import MissReason, WriteOutcome
+
+__all__ = ["Node", "NodeSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What a node is told about itself."""
+
+    boot: str
+    """Changes whenever the daemon starts, so that clients notice."""
+    num_slabs: int
+    slab_bytes: int
+    lease_ns: int
+    tiers: tuple[SlowTier, ...] = ()
+
+
+@dataclass(slots=True)
+class _PendingLookup:
+    event: ev.Lookup
+    chain: Chain
+    first_probed: int
+    deadline_ns: int
+
+
+class Node:
+    """See the module. Attributes are for the driver's status reports and for tests."""
+
+    def __init__(
+        self, settings: NodeSettings, eviction: Eviction, admission: Admission, metrics: Metrics
+    ) -> None:
+        self.boot = settings.boot
+        self._lease_ns = settings.lease_ns
+        self.sessions: dict[str, Session] = {}
+        self.metrics = metrics
+        slots = SlabAllocator(settings.num_slabs, settings.slab_bytes)
+        self.cache = Cache(slots, eviction, metrics)
+        self.transfers = Transfers(self.cache, settings.tiers, admission)
+        self.loads = Loads(self.cache, self.transfers, settings.lease_ns)
+        self.stores = Stores(self.cache, self.loads, self.transfers, admission, settings.lease_ns)
+        self.drops = Drops(self.cache, self.transfers, self.sessions)
+        self._probes: dict[int, _PendingLookup] = {}
+        self._num_probes = 0
+        self._num_sessions = 0
+        self._reactions: dict[type, Callable[..., list[Action]]] = {
+            ev.Register: self._register,
+            ev.Lookup: self._lookup,
+            ev.Load: self._load,
+            ev.Release: self._release,
+            ev.PrepareStore: self._prepare_store,
+            ev.CompleteStore: self._complete_store,
+            ev.Report: self._report,
+            ev.SessionEnded: self._session_ended,
+            ev.Drop: self._drop,
+            ev.ReadDone: self._read_done,
+            ev.WriteDone: self._write_done,
+            ev.ProbeDone: self._probe_done,
+            ev.ClearDone: self._clear_done,
+            ev.TierUp: self._tier_up,
+            ev.SlabsReserved: self._slabs_reserved,
+            ev.Recovered: self._recovered,
+            ev.Tick: self._tick,
+        }
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
+        """Take one event in, and return what is to be done about it, in order."""
+        actions = self._reactions[type(event)](event, now_ns)
+        for lane, rows in self.transfers.shed_unusable(now_ns):
+            for row in rows:
+                self.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
+                actions += self.loads.block_missed(row, now_ns)
+        actions += self.drops.advance(now_ns)
+        actions += self.transfers.pump(now_ns)
+        return actions
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when a ``Tick`` is due, if nothing else happens before."""
+        deadlines = [
+            self.drops.next_deadline_ns(),
+            self.transfers.next_deadline_ns(),
+            *(probe.deadline_ns for probe in self._probes.values()),
+        ]
+        deadlines += [
+            lease.expires_ns if lease.is_ended else lease.deadline_ns
+            for session in self.sessions.values()
+            for lease in session.loads.values()
+        ]
+        return min((at for at in deadlines if at is not None), default=None)
+
+    @property
+    def num_pins(self) -> int:
+        """Return how many pins there are; 0 when the node is idle."""
+        return int(self.cache.index.pins[self.cache.index.rows()].sum())
+
+    @property
+    def num_leases(self) -> int:
+        """Return how many leases are open."""
+        return sum(len(s.loads) + len(s.stores) for s in self.sessions.values())
+
+    # Sessions
+
+    def _register(self, event: ev.Register, _now_ns: int) -> list[Action]:
+        refusal = self._refusal(event)
+        if refusal:
+            return [Reply(event.call, Refused("registration", refusal))]
+        self._num_sessions += 1
+        token = f"{self.boot}.{self._num_sessions}"
+        self.sessions[token] = Session(
+            token=token,
+            ticket=event.ticket,
+            key_space=event.key_space,
+            layout=event.layout,
+            engine=event.engine,
+            transport=event.transport,
+            pid=event.pid,
+        )
+        return [Reply(event.call, Registered(token, self.boot, self._lease_ns))]
+
+    def _refusal(self, event: ev.Register) -> str:
+        """Return why a registration cannot be served, or nothing."""
+        layout = event.layout
+        if (layout.name, layout.version) not in KNOWN_LAYOUTS:
+            return f"layout {layout.name!r} version {layout.version} is not known to this daemon"
+        if len(event.key_space) != HASH_BYTES:
+            return f"key_space has {len(event.key_space)} bytes, not {HASH_BYTES}"
+        size, slab_bytes = slot_bytes(layout.block_bytes), self.cache.slots.slab_bytes
+        if size > slab_bytes:
+            return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
+        if len(self.sessions) >= SESSIONS_MAX:
+            return f"{SESSIONS_MAX} engines are attached already"
+        return ""
+
+    def _report(self, event: ev.Report, _now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        session.report = EngineReport(
+            event.capacity_bytes, event.used_bytes, event.used_tokens, event.hit_tokens
+        )
+        if event.order:
+            self.drops.answered(event.order, event.removed)
+        return [Reply(event.call, None)]
+
+    def _session_ended(self, event: ev.SessionEnded, _now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        for session in [s for s in self.sessions.values() if s.ticket == event.ticket]:
+            del self.sessions[session.token]
+            for number in list(session.loads):
+                self.loads.release(session, number)
+            actions += self.stores.abandon(session)
+            self.drops.session_ended(session.token)
+        return actions
+
+    # Lookups and loads
+
+    def _lookup(self, event: ev.Lookup, now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+            return [Reply(event.call, Refused("chain", fault))]
+        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
+        run = self._find(chain, event.first, now_ns)
+        remote = self.transfers.lanes.get(TierName.REMOTE)
+        deadline_ns = event.deadline_ns - PROBE_GRACE_NS
+        can_probe = remote is not None and remote.is_usable(now_ns) and deadline_ns > now_ns
+        if run.reason != "absent" or not can_probe:
+            return [self._found(event, run)]
+        first = event.first + len(run)
+        self._num_probes += 1
+        self._probes[self._num_probes] = _PendingLookup(event, chain, first, deadline_ns)
+        asked = split_hashes(event.hashes[first * HASH_BYTES :])[:PROBE_BLOCKS_MAX]
+        return [Probe(self._num_probes, TierName.REMOTE, tuple(asked), deadline_ns)]
+
+    def _probe_done(self, event: ev.ProbeDone, now_ns: int) -> list[Action]:
+        probe = self._probes.pop(event.probe, None)
+        if probe is None:
+            return []
+        length = next(
+            (i for i, is_there in enumerate(event.present) if not is_there), len(event.present)
+        )
+        session = self.sessions.get(probe.event.session)
+        if session is None:
+            return [_unknown_session(probe.event.call)]
+        if length:
+            first, end = probe.first_probed, probe.first_probed + length
+            index = self.cache.index
+            rows = index.add(
+                NewBlocks(
+                    keys=probe.chain.keys[first:end],
+                    parents=probe.chain.parents[first:end],
+                    first_position=first,
+                    scope=index.scope_id(probe.chain.scope),
+                    payload_bytes=session.layout.block_bytes,
+                )
+            )
+            fresh = rows[index.residency(rows, TierName.REMOTE) == Residency.ABSENT]
+            index.move(fresh, TierName.REMOTE, Residency.READY)
+        return [self._found(probe.event, self._find(probe.chain, probe.event.first, now_ns))]
+
+    def _load(self, event: ev.Load, now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+            return [Reply(event.call, Refused("chain", fault))]
+        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
+        before = self.cache.index.find(chain.keys[: event.first])
+        run = self._find(chain, event.first, now_ns)
+        return self.loads.start(event, session, before[before >= 0], run, now_ns)
+
+    def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        released = Released(held=False)
+        if session is not None:
+            released = self.loads.release(session, event.lease, event.corrupt)
+        return [] if event.call is None else [Reply(event.call, released)]
+
+    def _find(self, chain: Chain, first: int, now_ns: int) -> Run:
+        usable = frozenset(
+            name for name, lane in self.transfers.lanes.items() if lane.is_usable(now_ns)
+        )
+        return find_run(self.cache.index, chain, first, usable)
+
+    def _found(self, event: ev.Lookup, run: Run) -> Reply:
+        tiers = run.tiers()
+        pending = int(run.is_writing.sum())
+        misses = len(event.hashes) // HASH_BYTES - event.first - len(run)
+        for tier in set(tiers):
+            hits = tiers.count(tier) - (pending if tier is TierName.CPU else 0)
+            self.metrics.add(LOOKUP_BLOCKS, hits, outcome="hit", tier=tier)
+        self.metrics.add(LOOKUP_BLOCKS, pending, outcome="pending", tier=TierName.CPU)
+        self.metrics.add(LOOKUP_BLOCKS, misses, outcome="miss", tier="none")
+        return Reply(event.call, Found(tiers, run.reason))
+
+    # Stores
+
+    def _prepare_store(self, event: ev.PrepareStore, now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+            return [Reply(event.call, Refused("chain", fault))]
+        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
+        return [Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns))]
+
+    def _complete_store(self, event: ev.CompleteStore, now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        stored, actions = self.stores.complete(session, event, now_ns)
+        return [Reply(event.call, stored), *actions]
+
+    # Completions of tiers
+
+    def _read_done(self, event: ev.ReadDone, now_ns: int) -> list[Action]:
+        lane, rows = self.transfers.end(event.transfer)
+        tier = lane.tier.name
+        actions: list[Action] = []
+        if event.fault:
+            self.metrics.add(MISS_BLOCKS, len(rows), tier=tier, reason="fault")
+            self._count_bytes(f"{tier}_to_cpu", rows, "failed")
+            for row in rows:
+                actions += self.loads.block_missed(row, now_ns)
+            return actions
+        self.metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"{tier}_to_cpu")
+        for row, result in zip(rows, event.results, strict=True):
+            if isinstance(result, MissReason):
+                self.metrics.add(MISS_BLOCKS, tier=tier, reason=result)
+                # Before the row may be forgotten: it is in the CPU tier's state writing till then.
+                self.cache.index.move(row, tier, Residency.ABSENT)
+                actions += self.loads.block_missed(row, now_ns)
+            else:
+                self._count_bytes(f"{tier}_to_cpu", (row,), "complete")
+                self.cache.publish(row, result)
+                actions += self.loads.block_ready(row)
+        return actions
+
+    def _write_done(self, event: ev.WriteDone, _now_ns: int) -> list[Action]:
+        lane, rows = self.transfers.end(event.transfer)
+        tier, index = lane.tier.name, self.cache.index
+        if event.fault:
+            self._count_bytes(f"cpu_to_{tier}", rows, "failed")
+            index.move(np.array(rows), tier, Residency.ABSENT)
+            return []
+        self.metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"cpu_to_{tier}")
+        for row, result in zip(rows, event.results, strict=True):
+            is_stored = result is WriteOutcome.STORED
+            index.move(row, tier, Residency.READY if is_stored else Residency.ABSENT)
+            self._count_bytes(f"cpu_to_{tier}", (row,), "complete" if is_stored else "failed")
+            if result is None:
+                self.metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
+                self.cache.condemn(row)
+        self._evicted(lane, event.evicted)
+        return []
+
+    def _evicted(self, lane: Lane, hashes: bytes) -> None:
+        """Note which blocks a tier let go to make room."""
+        if not hashes:
+            return
+        index, tier = self.cache.index, lane.tier.name
+        rows = index.find(np.frombuffer(hashes, dtype="<u8").reshape(-1, 2))
+        rows = rows[rows >= 0]
+        rows = rows[index.residency(rows, tier) == Residency.READY]
+        index.move(rows, tier, Residency.ABSENT)
+        index.forget_absent(rows)
+        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason="capacity")
+
+    def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
+        num_bytes = int(self.cache.index.payload_bytes[np.array(rows)].sum())
+        self.metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)
+
+    # The rest
+
+    def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
+        return self.drops.start(event, now_ns)
+
+    def _clear_done(self, event: ev.ClearDone, _now_ns: int) -> list[Action]:
+        self.drops.cleared(event)
+        return []
+
+    def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:
+        self.transfers.lanes[event.tier].is_up = event.is_up
+        return []
+
+    def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> list[Action]:
+        self.cache.slots.reserve(event.num_slabs)
+        return []
+
+    def _recovered(self, event: ev.Recovered, _now_ns: int) -> list[Action]:
+        self.cache.index.restore(list(event.headers), event.tier)
+        return []
+
+    def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:
+        actions = self.loads.expire(self.sessions.values(), now_ns)
+        for number, probe in list(self._probes.items()):
+            if probe.deadline_ns <= now_ns:
+                del self._probes[number]
+                run = self._find(probe.chain, probe.event.first, now_ns)
+                actions.append(self._found(probe.event, run))
+        return actions
+
+
+def _unknown_session(call: int) -> Reply:
+    return Reply(call, Refused("session", "this daemon does not know the session; register again"))
+
+
+def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
+    """Return what is wrong with a chain that came from outside, or nothing."""
+    if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
+        return f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
+    num_blocks = len(hashes) // HASH_BYTES
+    if num_blocks > CHAIN_BLOCKS_MAX:
+        return f"a chain of {num_blocks} blocks; {CHAIN_BLOCKS_MAX} is the most"
+    if first > num_blocks:
+        return f"first is {first} in a chain of {num_blocks} blocks"
+    return ""

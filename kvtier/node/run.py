@@ -1,0 +1,84 @@
+"""A run of a chain: which blocks, from one on, some tier has, from where, and why it ends."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.identity import HASH_BYTES, chain_root
+from kvtier.core.index import Index, Scope
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.table import Keys, Rows, as_keys
+
+__all__ = ["Chain", "Run", "find_run"]
+
+_BITS = np.array([1 << column for column in range(len(LOWER_TIERS))], dtype=np.uint8)
+_SOURCES = tuple(
+    tuple(tier for tier, is_there in zip(LOWER_TIERS, reversed(bits), strict=True) if is_there)
+    for bits in product((False, True), repeat=len(LOWER_TIERS))
+)
+"""By bit mask, the tiers that have a block, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The hashes of a prompt's blocks from the root on, with the hash before each."""
+
+    scope: Scope
+    keys: Keys
+    parents: Keys
+
+    @classmethod
+    def of(cls, scope: Scope, hashes: bytes) -> "Chain":
+        """Read a chain as it travels in messages."""
+        root = chain_root(scope.key_space, scope.tenant)
+        keys = as_keys(hashes)
+        parents = as_keys(root + hashes[:-HASH_BYTES]) if len(keys) else keys
+        return cls(scope, keys, parents)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks that could be served: their rows, and for each a mask of tiers."""
+
+    rows: Rows
+    masks: npt.NDArray[np.uint8]
+    is_writing: npt.NDArray[np.bool_]
+    """Blocks on their way into the CPU tier: pending rather than hits."""
+    reason: str
+    """``complete``, or the first block beyond is ``absent`` or of another ``identity``."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sources(self, index: int) -> tuple[TierName, ...]:
+        """Return the tiers that have a block, fastest first."""
+        return _SOURCES[self.masks[index]]
+
+    def tiers(self) -> tuple[TierName, ...]:
+        """Return the fastest tier of each block."""
+        return tuple(_SOURCES[mask][0] for mask in self.masks.tolist())
+
+
+def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]) -> Run:
+    """Return the run of blocks from ``first`` on in the CPU tier and in ``usable`` tiers.
+
+    Changes nothing.
+    """
+    rows = index.find(chain.keys[first:])
+    scope = index.known_scope(chain.scope)
+    is_known = (rows >= 0) & (index.scope[rows] == scope)
+    state = index.state[rows] * is_known[:, None]
+    is_there = state == Residency.READY
+    is_there &= np.array([tier is TierName.CPU or tier in usable for tier in LOWER_TIERS])
+    is_writing = state[:, 0] == Residency.WRITING
+    is_there[:, 0] |= is_writing
+    masks = is_there @ _BITS
+    gaps = np.flatnonzero(masks == 0)
+    length = int(gaps[0]) if len(gaps) else len(rows)
+    reason = "complete"
+    if length < len(rows):
+        is_foreign = rows[length] >= 0 and not is_known[length]
+        reason = "identity" if is_foreign else "absent"
+    return Run(rows[:length], masks[:length], is_writing[:length], reason)

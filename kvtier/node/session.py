@@ -1,0 +1,76 @@
+"""Who is attached, and what each has on lease.
+
+A session is bound to a ticket, that is to the connection over which the client got the arena. When
+the kernel closes that connection the client's process is gone and cannot touch the arena any more,
+so everything it held is free at once. A client that merely hangs keeps its connection: its load
+leases run out by their deadline (it is told so, and throws away what it copied), while the slots of
+its unfinished stores stay reserved, since it might still be writing to them.
+"""
+
+from dataclasses import dataclass, field
+
+from kvtier.core.layout import KVLayout
+from kvtier.core.residency import TierName
+
+__all__ = ["EngineReport", "LoadLease", "Session", "StoreLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine last said of its own tier."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    used_tokens: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(slots=True)
+class LoadLease:
+    """Blocks leased to be copied out of the arena, in chain order; all of them pinned."""
+
+    number: int
+    session: str
+    call: int
+    rows: list[int]
+    tiers: list[TierName]
+    deadline_ns: int
+    expires_ns: int
+    end: str
+    """Why the run ends where it ends; said in the last message."""
+    num_ready: int = 0
+    num_sent: int = 0
+    is_ended: bool = False
+    """The last message was sent; the lease lasts until it is released or expires."""
+
+
+@dataclass(slots=True)
+class StoreLease:
+    """Blocks leased to be copied into the arena, in chain order; all of them writing."""
+
+    number: int
+    session: str
+    rows: list[int]
+    num_bytes: int
+    expires_ns: int
+
+
+@dataclass(slots=True)
+class Session:
+    """One registered engine."""
+
+    token: str
+    ticket: str
+    key_space: bytes
+    layout: KVLayout
+    engine: str
+    transport: str
+    pid: int
+    report: EngineReport = EngineReport()
+    loads: dict[int, LoadLease] = field(default_factory=dict)
+    stores: dict[int, StoreLease] = field(default_factory=dict)
+
+    @property
+    def store_bytes(self) -> int:
+        """Return the arena bytes held by unfinished stores."""
+        return sum(lease.num_bytes for lease in self.stores.values())

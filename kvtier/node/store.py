@@ -1,0 +1,184 @@
+"""Stores: blocks leased to be copied into the arena, published when they are whole.
+
+Prepare, copy, complete. Until it is completed a store's blocks are writing: nobody is served from
+them. A lease whose time is up is not taken back while its client lives, because that client may
+still be writing into the slots; it counts against the client's share of the arena instead.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvtier.core.admission import Admission, Admit, Offer
+from kvtier.core.index import NewBlocks
+from kvtier.core.limits import INDEX_ROWS_MAX, STORE_ARENA_SHARE
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import slot_bytes
+from kvtier.core.table import Rows
+from kvtier.node.action import Action, Granted, Stored
+from kvtier.node.cache import Cache
+from kvtier.node.event import CompleteStore
+from kvtier.node.load import Loads
+from kvtier.node.run import Chain
+from kvtier.node.session import Session, StoreLease
+from kvtier.node.transfer import Transfers
+from kvtier.observe.table import ADMISSION_BLOCKS
+
+__all__ = ["Stores"]
+
+
+class Stores:
+    """All open stores."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        loads: Loads,
+        transfers: Transfers,
+        admission: Admission,
+        lease_ns: int,
+    ) -> None:
+        self._cache = cache
+        self._loads = loads
+        self._transfers = transfers
+        self._admission = admission
+        self._lease_ns = lease_ns
+        self._metrics = cache.metrics
+        self._num_leases = 0
+        self._share_bytes = int(cache.slots.capacity_bytes * STORE_ARENA_SHARE)
+
+    def prepare(self, session: Session, chain: Chain, first: int, now_ns: int) -> Granted:
+        """Lease slots for the blocks from ``first`` on that no local tier has, as far as admitted.
+
+        What is granted is a prefix of what is lacking: a block behind one that was refused could
+        not be reached.
+        """
+        index = self._cache.index
+        self._make_rows(chain, first)
+        rows = index.add(
+            NewBlocks(
+                keys=chain.keys[first:],
+                parents=chain.parents[first:],
+                first_position=first,
+                scope=index.scope_id(chain.scope),
+                payload_bytes=session.layout.block_bytes,
+            )
+        )
+        before = index.find(chain.keys[:first])
+        mark = self._cache.touch(np.concatenate([before[before >= 0], rows]))
+        lacking = self._lacking(rows)
+        num_admitted, reason = self._judge(session, lacking, first)
+        claimed: list[int] = []
+        for place in lacking[:num_admitted]:
+            if not self._cache.claim(int(rows[place]), mark):
+                reason = "no_room"
+                break
+            claimed.append(place)
+        leased = rows[claimed].tolist()
+        index.forget_absent(rows)
+        present, refused = len(rows) - len(lacking), len(lacking) - len(claimed)
+        self._count(present, len(claimed), refused)
+        return Granted(
+            lease=self._grant(session, leased, now_ns).number if leased else 0,
+            indexes=tuple(first + place for place in claimed),
+            offsets=self._cache.offsets(leased),
+            present_blocks=present,
+            rejected_blocks=refused,
+            reason=reason if refused else "",
+        )
+
+    def complete(
+        self, session: Session, event: CompleteStore, now_ns: int
+    ) -> tuple[Stored, list[Action]]:
+        """Publish the leading blocks of a lease that were copied whole, and abandon the others."""
+        lease = session.stores.pop(event.lease, None)
+        if lease is None:
+            return Stored(0), []
+        actions: list[Action] = []
+        whole = lease.rows[: len(event.checksums)]
+        for row, checksum in zip(whole, event.checksums, strict=False):
+            self._cache.publish(row, checksum)
+        for row in whole:
+            actions += self._loads.block_ready(row)
+        for row in lease.rows[len(whole) :]:
+            actions += self._loads.block_lost(row, "failed")
+        if whole:
+            self._transfers.offer(whole, now_ns)
+        return Stored(len(whole)), actions
+
+    def abandon(self, session: Session) -> list[Action]:
+        """Give up every store of a client that is gone."""
+        actions: list[Action] = []
+        for lease in session.stores.values():
+            for row in lease.rows:
+                actions += self._loads.block_lost(row, "failed")
+        session.stores.clear()
+        return actions
+
+    def overdue(self, sessions: Iterable[Session], now_ns: int) -> int:
+        """Return how many leases are past their time."""
+        return sum(
+            lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
+        )
+
+    def _lacking(self, rows: Rows) -> list[int]:
+        """Return the places of rows that no local tier has, nor is about to have."""
+        index = self._cache.index
+        outside = index.residency(rows, TierName.CPU) == Residency.ABSENT
+        outside &= index.residency(rows, TierName.SSD) != Residency.READY
+        places: list[int] = np.flatnonzero(outside).tolist()
+        return places
+
+    def _judge(self, session: Session, lacking: Sequence[int], first: int) -> tuple[int, str]:
+        """Return how many of the lacking blocks may come in, and why not the others."""
+        size = slot_bytes(session.layout.block_bytes)
+        if not lacking:
+            return 0, ""
+        if len(self._cache.index) >= INDEX_ROWS_MAX:
+            return 0, "index_full"
+        verdict = self._admission.judge(
+            Offer(
+                tier=TierName.CPU,
+                num_blocks=len(lacking),
+                first_position=first + lacking[0],
+                payload_bytes=size,
+                queued_bytes=session.store_bytes,
+                queued_bytes_max=self._share_bytes,
+            )
+        )
+        if isinstance(verdict, Admit):
+            return verdict.num_blocks, "throttled"
+        return 0, verdict.reason
+
+    def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
+        self._num_leases += 1
+        lease = StoreLease(
+            number=self._num_leases,
+            session=session.token,
+            rows=rows,
+            num_bytes=len(rows) * slot_bytes(session.layout.block_bytes),
+            expires_ns=now_ns + self._lease_ns,
+        )
+        session.stores[lease.number] = lease
+        return lease
+
+    def _make_rows(self, chain: Chain, first: int) -> None:
+        """Forget blocks known to be only in the remote tier, where the index is at its bound."""
+        index = self._cache.index
+        if len(index) + len(chain.keys) - first <= INDEX_ROWS_MAX:
+            return
+        rows = index.rows()
+        elsewhere = (index.residency(rows, TierName.CPU) == Residency.ABSENT) & (
+            index.residency(rows, TierName.SSD) == Residency.ABSENT
+        )
+        forgettable = rows[elsewhere & (index.residency(rows, TierName.REMOTE) == Residency.READY)]
+        index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
+        index.forget_absent(forgettable)
+
+    def _count(self, present: int, admitted: int, refused: int) -> None:
+        for outcome, count in (
+            ("present", present),
+            ("admitted", admitted),
+            ("throttled", refused),
+        ):
+            self._metrics.add(ADMISSION_BLOCKS, count, tier=TierName.CPU, outcome=outcome)

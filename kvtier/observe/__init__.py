@@ -1,0 +1,1 @@
+"""What operators see: every metric in one table, and the log."""

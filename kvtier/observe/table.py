@@ -1,0 +1,273 @@
+"""Every metric of kvtier, as a table.
+
+Rules
+-----
+* ``kvtier_<noun>_<unit>[_total]``, base units: seconds and bytes.
+* Each label's values are a closed set, given here; never a hash, a request, a client or a model.
+  The number of series is therefore known before the first request.
+* ``docs/operations/metrics.md`` is written from this table; a test compares them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.core.residency import LOWER_TIERS, TierName
+
+__all__ = [
+    "ADMISSION_BLOCKS",
+    "DAEMON_METRICS",
+    "DECODE_TOKENS",
+    "DROPPED_BLOCKS",
+    "ENGINE_METRICS",
+    "EVICTED_BLOCKS",
+    "GENERATED_TOKENS",
+    "INTER_TOKEN_SECONDS",
+    "LEASES",
+    "LOOKUP_BLOCKS",
+    "LOOKUP_SECONDS",
+    "MISS_BLOCKS",
+    "PINS",
+    "POOL_BLOCKS",
+    "PREEMPTIONS",
+    "PREFILL_TOKENS",
+    "PROMPT_TOKENS",
+    "READY",
+    "REFUSED_SAMPLES",
+    "REQUESTS",
+    "REQUESTS_LOADING",
+    "REQUESTS_RUNNING",
+    "REQUESTS_WAITING",
+    "SESSIONS",
+    "STEP_SECONDS",
+    "TIER_BLOCKS",
+    "TIER_CAPACITY_BYTES",
+    "TIER_UP",
+    "TIER_USED_BYTES",
+    "TIME_TO_FIRST_TOKEN_SECONDS",
+    "TRANSFER_BYTES",
+    "TRANSFER_QUEUE_SECONDS",
+    "TRANSFER_SECONDS",
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "Metric",
+    "Route",
+]
+
+
+class Route(StrEnum):
+    """From which tier to which a transfer goes."""
+
+    GPU_TO_CPU = "gpu_to_cpu"
+    CPU_TO_GPU = "cpu_to_gpu"
+    CPU_TO_SSD = "cpu_to_ssd"
+    SSD_TO_CPU = "ssd_to_cpu"
+    CPU_TO_REMOTE = "cpu_to_remote"
+    REMOTE_TO_CPU = "remote_to_cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row: a name, what it tells, and the closed set of each label's values."""
+
+    name: str
+    help: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """Return the base unit: the last word of the name that is no ``total``."""
+        word = self.name.removesuffix("_total").rpartition("_")[2]
+        return word if word in {"seconds", "bytes", "blocks", "tokens"} else "count"
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """Only grows, from 0 at the start of the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """How it is now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram(Metric):
+    """How often a value fell below each bound."""
+
+    buckets: tuple[float, ...]
+
+
+# One step of about 2.5 each: a quantile read from a bucket is then within a factor of 1.6. The
+# range is that of one block from memory (50 us) to the longest deadline (5 s).
+_MILLISECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
+_TRANSFER_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
+
+# From a cached prompt on a GPU (5 ms) to a long one on a CPU (a minute).
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# 20 ms a token is what people read at; above half a second an answer looks stuck.
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+_LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
+_ROUTE = ("route", tuple(route.value for route in Route))
+_SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
+
+LOOKUP_BLOCKS = Counter(
+    "kvtier_lookup_blocks_total",
+    "Blocks asked for, by what the lookup said and the tier that would serve them.",
+    (("outcome", ("hit", "pending", "miss")), ("tier", (*_LOWER[1], "none"))),
+)
+LOOKUP_SECONDS = Histogram(
+    "kvtier_lookup_seconds",
+    "Time of one lookup in the daemon, whatever its length.",
+    buckets=_TRANSFER_BUCKETS,
+)
+MISS_BLOCKS = Counter(
+    "kvtier_miss_blocks_total",
+    "Blocks that a tier should have served and did not, by the reason.",
+    (
+        _LOWER,
+        (
+            "reason",
+            ("absent", "identity", "checksum", "length", "header", "fault", "timeout", "late"),
+        ),
+    ),
+)
+TRANSFER_SECONDS = Histogram(
+    "kvtier_transfer_seconds",
+    "Time of one transfer, from its start to its end, without its wait.",
+    (_ROUTE,),
+    buckets=_TRANSFER_BUCKETS,
+)
+TRANSFER_QUEUE_SECONDS = Histogram(
+    "kvtier_transfer_queue_seconds",
+    "Time that a transfer waited for its start.",
+    (_ROUTE,),
+    buckets=_TRANSFER_BUCKETS,
+)
+TRANSFER_BYTES = Counter(
+    "kvtier_transfer_bytes_total",
+    "Bytes of transfers that ended, by how they ended.",
+    (_ROUTE, ("outcome", ("complete", "failed", "late", "cancelled"))),
+)
+ADMISSION_BLOCKS = Counter(
+    "kvtier_admission_blocks_total",
+    "Blocks offered to a tier, by its answer.",
+    (_LOWER, ("outcome", ("admitted", "rejected", "throttled", "present"))),
+)
+EVICTED_BLOCKS = Counter(
+    "kvtier_evicted_blocks_total",
+    "Blocks that left a tier, by the reason: room for others, an expired key, a failed check, or a "
+    "tier that went away.",
+    (_LOWER, ("reason", ("capacity", "expired", "corrupt", "lost"))),
+)
+DROPPED_BLOCKS = Counter(
+    "kvtier_dropped_blocks_total", "Blocks that an operator dropped.", (_LOWER,)
+)
+TIER_USED_BYTES = Gauge(
+    "kvtier_tier_used_bytes", "Bytes allocated in a tier, padding and headers included.", (_LOWER,)
+)
+TIER_CAPACITY_BYTES = Gauge(
+    "kvtier_tier_capacity_bytes",
+    "Bytes a tier may allocate; 0 where the server decides.",
+    (_LOWER,),
+)
+TIER_BLOCKS = Gauge("kvtier_tier_blocks", "Blocks that a tier would serve.", (_LOWER,))
+TIER_UP = Gauge(
+    "kvtier_tier_up", "1 while a tier answers, 0 while it is off or failing.", (_LOWER,)
+)
+LEASES = Gauge("kvtier_leases", "Leases that clients hold.")
+PINS = Gauge("kvtier_pins", "Blocks protected from eviction; 0 when the node is idle.")
+SESSIONS = Gauge(
+    "kvtier_sessions",
+    "Clients attached, by transport.",
+    (("transport", ("shm", "cuda_ipc", "grpc")),),
+)
+READY = Gauge("kvtier_ready", "1 while the process serves, 0 while it starts or stops.")
+REFUSED_SAMPLES = Counter(
+    "kvtier_refused_samples_total",
+    "Samples that fit no row of this table and were left out; anything but 0 is a bug.",
+)
+
+PROMPT_TOKENS = Counter(
+    "kvtier_prompt_tokens_total", "Prompt tokens by what supplied their KV.", (_SOURCE,)
+)
+GENERATED_TOKENS = Counter("kvtier_generated_tokens_total", "Tokens of answers.")
+PREFILL_TOKENS = Counter(
+    "kvtier_prefill_tokens_total",
+    "Tokens computed as part of a prompt, those computed again after a preemption included.",
+)
+DECODE_TOKENS = Counter("kvtier_decode_tokens_total", "Tokens computed one at a time.")
+TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
+    "kvtier_time_to_first_token_seconds",
+    "From the arrival of a request to its first token, by the slowest source of its prompt's KV "
+    "below the GPU; gpu where the GPU held all but the last tokens, computed where no tier helped.",
+    (_SOURCE,),
+    buckets=_FIRST_TOKEN_BUCKETS,
+)
+INTER_TOKEN_SECONDS = Histogram(
+    "kvtier_inter_token_seconds",
+    "Time from one token of an answer to the next.",
+    buckets=_STEP_BUCKETS,
+)
+STEP_SECONDS = Histogram(
+    "kvtier_step_seconds", "Time of one step of the engine.", buckets=_STEP_BUCKETS
+)
+REQUESTS = Counter(
+    "kvtier_requests_total",
+    "Requests that ended, by how; refused ones never reached the engine.",
+    (("outcome", ("stop", "length", "abort", "error", "refused")),),
+)
+PREEMPTIONS = Counter(
+    "kvtier_preemptions_total", "Requests that lost their blocks to earlier ones and began again."
+)
+POOL_BLOCKS = Gauge(
+    "kvtier_pool_blocks",
+    "Blocks of the engine's pool: used by a request or a transfer, cached, or free.",
+    (("state", ("used", "cached", "free")),),
+)
+REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests not yet begun.")
+REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
+REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are on their way.")
+
+DAEMON_METRICS: tuple[Metric, ...] = (
+    LOOKUP_BLOCKS,
+    LOOKUP_SECONDS,
+    MISS_BLOCKS,
+    TRANSFER_SECONDS,
+    TRANSFER_QUEUE_SECONDS,
+    TRANSFER_BYTES,
+    ADMISSION_BLOCKS,
+    EVICTED_BLOCKS,
+    DROPPED_BLOCKS,
+    TIER_USED_BYTES,
+    TIER_CAPACITY_BYTES,
+    TIER_BLOCKS,
+    TIER_UP,
+    LEASES,
+    PINS,
+    SESSIONS,
+    READY,
+    REFUSED_SAMPLES,
+)
+"""What the daemon exposes."""
+
+ENGINE_METRICS: tuple[Metric, ...] = (
+    PROMPT_TOKENS,
+    GENERATED_TOKENS,
+    PREFILL_TOKENS,
+    DECODE_TOKENS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
+    INTER_TOKEN_SECONDS,
+    STEP_SECONDS,
+    REQUESTS,
+    REQUESTS_WAITING,
+    REQUESTS_RUNNING,
+    REQUESTS_LOADING,
+    PREEMPTIONS,
+    POOL_BLOCKS,
+    READY,
+    REFUSED_SAMPLES,
+)
+"""What an engine exposes."""

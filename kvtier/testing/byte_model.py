@@ -1,0 +1,31 @@
+"""A model's text side without a model: every byte is a token."""
+
+__all__ = ["ByteChatModel"]
+
+_END = 256
+"""The one special token; it has no text."""
+
+
+class ByteChatModel:
+    """Tokens 0 to 255 are bytes of UTF-8, so that characters are split as often as can be."""
+
+    def __init__(self, model_id: str = "byte-model", context_limit: int = 2048) -> None:
+        self.model_id = model_id
+        self.context_limit = context_limit
+        self.vocab_size = _END + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of the bytes; what is no UTF-8 is U+FFFD."""
+        return bytes(token for token in ids if token != _END).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return one line a message; refuses, as many templates do, a role it does not know."""
+        for message in messages:
+            if message["role"] not in {"system", "user", "assistant"}:
+                raise ValueError(f"unknown role {message['role']}")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + "assistant: ")

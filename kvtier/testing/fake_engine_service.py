@@ -1,0 +1,183 @@
+"""An engine that says what its script says, on a real thread.
+
+It keeps the contract of ``kvtier.api.http.service.EngineService``, which
+``check_engine_service`` runs over it and over the real one alike.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from kvtier.engine.request import (
+    Deliver,
+    FinishReason,
+    Output,
+    QueueFull,
+    Request,
+    TierTokens,
+    Usage,
+)
+
+__all__ = ["Answer", "FakeEngineService", "echo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine makes of one request; cut at its ``max_tokens``."""
+
+    token_ids: tuple[int, ...]
+    tier_tokens: TierTokens = field(default_factory=TierTokens)
+    decision: str = "computed"
+    finish: FinishReason = FinishReason.STOP
+    error: str = ""
+    tokens_per_output: int = 1
+    pause_after: int | None = None
+    """Wait here for ``resume`` or an abort."""
+
+
+def echo(request: Request) -> Answer:
+    """Answer with the prompt itself."""
+    return Answer(request.prompt)
+
+
+@dataclass(slots=True)
+class _Open:
+    request: Request
+    deliver: Deliver
+    answer: Answer
+    num_sent: int = 0
+    is_aborted: bool = False
+
+
+class FakeEngineService:
+    """One token, or a few, per request and turn; every wait of a test ends at its deadline."""
+
+    def __init__(
+        self, script: Callable[[Request], Answer] = echo, *, capacity: int | None = None
+    ) -> None:
+        self.is_ready = True
+        self.is_stuck = False
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        """Open requests that were aborted, in order."""
+        self._script = script
+        self._capacity = capacity
+        self._open: dict[str, _Open] = {}
+        self._is_paused = True
+        self._is_stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Queue a request, unless there are ``capacity`` already."""
+        with self._changed:
+            if self._is_stopping:
+                raise QueueFull("stopping")
+            if self._capacity is not None and len(self._open) >= self._capacity:
+                raise QueueFull("full")
+            self.requests.append(request)
+            self._open[request.request_id] = _Open(request, deliver, self._script(request))
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """End an open request."""
+        with self._changed:
+            opened = self._open.get(request_id)
+            if opened is not None and not opened.is_aborted:
+                opened.is_aborted = True
+                self.aborted.append(request_id)
+                self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Let paused answers go on, and later ones not pause."""
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[Self], bool], deadline_seconds: float = 10) -> bool:
+        """Wait for something to be true of this engine; return whether it came true."""
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self), deadline_seconds)
+
+    @property
+    def num_open(self) -> int:
+        """Return how many requests have not ended."""
+        return len(self._open)
+
+    def stop(self) -> None:
+        """Abort everything and end the thread."""
+        with self._changed:
+            self.is_ready = False
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if self._is_stopping:
+                    for opened in self._open.values():
+                        opened.is_aborted = True
+                turn = [(o, self._next_output(o)) for o in self._open.values() if self._can_move(o)]
+                for opened, output in turn:
+                    if output.finish is not None:
+                        del self._open[opened.request.request_id]
+                self._changed.notify_all()
+                is_over = self._is_stopping
+            for opened, output in turn:
+                opened.deliver(output)
+            if is_over:
+                return
+
+    def _has_work(self) -> bool:
+        return self._is_stopping or any(self._can_move(o) for o in self._open.values())
+
+    def _can_move(self, opened: _Open) -> bool:
+        return opened.is_aborted or not (
+            self._is_paused and opened.num_sent == opened.answer.pause_after
+        )
+
+    def _next_output(self, opened: _Open) -> Output:
+        request_id = opened.request.request_id
+        if opened.is_aborted:
+            return Output(request_id, (), FinishReason.ABORT, self._usage(opened))
+        answer = opened.answer
+        length = min(len(answer.token_ids), opened.request.max_tokens)
+        end = min(length, opened.num_sent + answer.tokens_per_output)
+        token_ids = answer.token_ids[opened.num_sent : end]
+        opened.num_sent = end
+        if end < length:
+            return Output(request_id, token_ids)
+        if answer.finish is FinishReason.ERROR:
+            return Output(request_id, (), FinishReason.ERROR, None, answer.error)
+        is_cut = length < len(answer.token_ids) or length == opened.request.max_tokens
+        finish = FinishReason.LENGTH if is_cut else answer.finish
+        return Output(request_id, token_ids, finish, self._usage(opened))
+
+    def _usage(self, opened: _Open) -> Usage:
+        prompt_tokens = len(opened.request.prompt)
+        tiers = opened.answer.tier_tokens
+        assert tiers.total < prompt_tokens, "a script cannot hit more than all but one token"
+        return Usage(
+            prompt_tokens,
+            opened.num_sent,
+            tiers,
+            prompt_tokens - tiers.total,
+            opened.answer.decision,
+        )

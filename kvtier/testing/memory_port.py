@@ -1,0 +1,203 @@
+"""A KV port whose tiers are a dictionary: the engine's tests write the script of what goes wrong.
+
+It keeps the port's contract to the letter, and its badly documented parts too: blocks beyond the
+reported ones are filled with garbage, and nothing happens before ``poll`` unless the test wants it.
+With ``is_manual`` every operation waits for ``finish_*``, in whatever order the test chooses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.identity import BlockHash
+from kvtier.core.residency import TierName
+from kvtier.engine.port import Chain, Found, Loaded, LoadEnded, PortEvent, Stored
+
+__all__ = ["Blocks", "LoadScript", "MemoryPort"]
+
+
+class Blocks(Protocol):
+    """The pool, as far as a port sees it."""
+
+    def block_bytes(self, block: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a block, to read and to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadScript:
+    """How the next loads go: ``num_blocks`` at most come, and ``reason`` says why not the rest."""
+
+    num_blocks: int | None = None
+    reason: str = "failed"
+    is_reported_early: bool = False
+    """``Loaded`` comes before ``LoadEnded``."""
+
+
+@dataclass(slots=True)
+class _OpenLoad:
+    chain: Chain
+    first: int
+    into: list[list[int]]
+
+
+@dataclass(slots=True)
+class _OpenStore:
+    chain: Chain
+    first: int
+    blocks: list[list[int]]
+
+
+@dataclass(slots=True)
+class MemoryPort:
+    """Stores whole blocks by hash and brings them back, as the script says."""
+
+    block_tokens: int = 64
+    tier: TierName = TierName.CPU
+    is_manual: bool = False
+    script: LoadScript = field(default_factory=LoadScript)
+    kept: dict[BlockHash, bytes] = field(default_factory=dict)
+    tiers: dict[BlockHash, TierName] = field(default_factory=dict)
+    """Where a block is, if not in ``tier``."""
+    stores_taken_max: int | None = None
+    """Blocks of each store that are taken; None: all."""
+    pool: Blocks | None = None
+    num_lookups: int = 0
+    stored_hashes: list[BlockHash] = field(default_factory=list)
+    """Every hash offered, in order, with repetitions."""
+    cancelled: list[str] = field(default_factory=list)
+    open_lookups: dict[str, Found] = field(default_factory=dict)
+    open_loads: dict[str, _OpenLoad] = field(default_factory=dict)
+    open_stores: dict[int, _OpenStore] = field(default_factory=dict)
+    is_closed: bool = False
+    _events: list[PortEvent] = field(default_factory=list)
+    _num_stores: int = 0
+    _wake: Callable[[], None] | None = None
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        """Keep ``wake`` for when a manual operation ends."""
+        self._wake = wake
+
+    def lookup(self, request_id: str, chain: Chain, first: int) -> None:
+        """Answer with the leading blocks that are kept."""
+        assert request_id not in self.open_lookups, "one lookup at a time for a request"
+        assert first < len(chain.hashes), "a lookup asks for something"
+        self.num_lookups += 1
+        tiers: list[TierName] = []
+        for block_hash in chain.hashes[first:]:
+            if block_hash not in self.kept:
+                break
+            tiers.append(self.tiers.get(block_hash, self.tier))
+        is_complete = len(tiers) == len(chain.hashes) - first
+        reason = "complete" if is_complete else "absent"
+        self.open_lookups[request_id] = Found(request_id, tuple(tiers), reason)
+        if not self.is_manual:
+            self.finish_lookup(request_id)
+
+    def load(
+        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
+    ) -> None:
+        """Begin to fill blocks; all of them are garbage from now on."""
+        assert request_id not in self.open_loads, "one load at a time for a request"
+        assert into, "a load asks for something"
+        self.open_loads[request_id] = _OpenLoad(chain, first, [list(blocks) for blocks in into])
+        self._fill_garbage(into)
+        if not self.is_manual:
+            self.finish_load(request_id)
+
+    def store(self, chain: Chain, first: int, blocks: Sequence[Sequence[int]]) -> int:
+        """Begin to take blocks; their bytes are read when the store finishes."""
+        assert len(chain.hashes) == first + len(blocks), "a chain ends with what is offered"
+        self._num_stores += 1
+        self.stored_hashes += chain.hashes[first:]
+        groups = [list(group) for group in blocks]
+        self.open_stores[self._num_stores] = _OpenStore(chain, first, groups)
+        if not self.is_manual:
+            self.finish_store(self._num_stores)
+        return self._num_stores
+
+    def cancel(self, request_id: str) -> None:
+        """Note it; the ending event comes as it would have."""
+        self.cancelled.append(request_id)
+
+    def poll(self) -> list[PortEvent]:
+        """Take the events so far."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Touch the pool no more."""
+        self.is_closed = True
+        self.open_loads.clear()
+        self.open_stores.clear()
+
+    # The script's side
+
+    def finish_lookup(self, request_id: str) -> None:
+        """End a lookup with what was found when it began."""
+        self._emit(self.open_lookups.pop(request_id))
+
+    def report_loaded(self, request_id: str, num_blocks: int) -> None:
+        """Put the leading blocks of an open load in place, and say so."""
+        self._fill(self.open_loads[request_id], num_blocks)
+        self._emit(Loaded(request_id, num_blocks))
+
+    def finish_load(self, request_id: str, script: LoadScript | None = None) -> None:
+        """End a load as the script says."""
+        script = script or self.script
+        load = self.open_loads[request_id]
+        num_asked = len(load.into)
+        most = num_asked if script.num_blocks is None else min(script.num_blocks, num_asked)
+        num_filled = self._fill(load, most)
+        if script.is_reported_early:
+            self._emit(Loaded(request_id, num_filled))
+        del self.open_loads[request_id]
+        hashes = load.chain.hashes[load.first : load.first + num_filled]
+        tiers = tuple(self.tiers.get(block_hash, self.tier) for block_hash in hashes)
+        reason = "complete" if num_filled == num_asked else script.reason
+        self._emit(LoadEnded(request_id, tiers, reason))
+
+    def finish_store(self, store_id: int) -> None:
+        """End a store: read its blocks now and keep them."""
+        store = self.open_stores.pop(store_id)
+        most = len(store.blocks) if self.stores_taken_max is None else self.stores_taken_max
+        for offset, group in enumerate(store.blocks[:most]):
+            content = b"".join(self._view(block).tobytes() for block in group)
+            self.kept[store.chain.hashes[store.first + offset]] = content
+        self._emit(Stored(store_id, min(most, len(store.blocks))))
+
+    def finish_all(self) -> None:
+        """End everything that is open."""
+        for request_id in list(self.open_lookups):
+            self.finish_lookup(request_id)
+        for request_id in list(self.open_loads):
+            self.finish_load(request_id)
+        for store_id in list(self.open_stores):
+            self.finish_store(store_id)
+
+    def _view(self, block: int) -> npt.NDArray[np.uint8]:
+        assert self.pool is not None, "give the port its pool"
+        return self.pool.block_bytes(block)
+
+    def _fill(self, load: _OpenLoad, most: int) -> int:
+        """Copy leading blocks into place until one is missing; returns how many."""
+        for offset, group in enumerate(load.into[:most]):
+            content = self.kept.get(load.chain.hashes[load.first + offset])
+            if content is None:
+                return offset
+            parts = np.frombuffer(content, dtype=np.uint8).reshape(len(group), -1)
+            for block, part in zip(group, parts, strict=True):
+                self._view(block)[:] = part
+        return most
+
+    def _fill_garbage(self, into: Sequence[Sequence[int]]) -> None:
+        for group in into:
+            for block in group:
+                self._view(block)[:] = 0xFF  # NaN in every float dtype
+
+    def _emit(self, event: PortEvent) -> None:
+        self._events.append(event)
+        if self._wake is not None:
+            self._wake()

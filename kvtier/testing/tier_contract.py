@@ -1,0 +1,213 @@
+"""The contract of kvtier.tiers.base as a suite: a tier that passes may be used like any other.
+
+Derive a class, and give it the pytest fixture ``tier``: an empty tier with room for 2 MiB at least.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.errors import TierTimeout
+from kvtier.testing.block import aligned_memory, make_block, make_chain, payload_of, read_of
+from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
+
+__all__ = ["TierContract", "fetch", "soon", "store"]
+
+
+def soon() -> int:
+    """Return a deadline that a test does not miss."""
+    return time.monotonic_ns() + 30_000_000_000
+
+
+def store(tier: Tier, *blocks: BlockWrite) -> None:
+    """Write blocks that must all be stored."""
+    outcomes = tier.write(blocks, soon()).outcomes
+    assert set(outcomes) <= {WriteOutcome.STORED}, outcomes
+    assert len(outcomes) == len(blocks)
+
+
+def fetch(tier: Tier, *blocks: BlockWrite) -> list[MissReason | None]:
+    """Read blocks: None for one that is right to the last byte, else why it is a miss."""
+    reads = [read_of(block) for block in blocks]
+    results = tier.read(reads, soon())
+    assert len(results) == len(blocks)
+    return [_verdict(*each) for each in zip(blocks, reads, results, strict=True)]
+
+
+def _verdict(
+    block: BlockWrite, read: BlockRead, result: BlockHeader | MissReason
+) -> MissReason | None:
+    if isinstance(result, MissReason):
+        return result
+    assert result == block.header
+    assert bytes(read.into[: read.payload_bytes]) == payload_of(result)
+    return None
+
+
+def _hashes(*blocks: BlockWrite) -> list[BlockHash]:
+    return [block.header.block_hash for block in blocks]
+
+
+class TierContract:
+    """What every tier does."""
+
+    @pytest.mark.parametrize("payload_bytes", [0, 1, 4095, 4096, 4097, 100_000])
+    def test_returns_what_was_stored(self, tier: Tier, payload_bytes: int) -> None:
+        """Hand back every byte, whatever the size."""
+        blocks = make_chain(range(5), payload_bytes)
+        store(tier, *blocks)
+        assert fetch(tier, *blocks) == [None] * 5
+
+    @pytest.mark.parametrize("payload_bytes", [4096, 5000, 65_536])
+    def test_takes_and_fills_aligned_memory(self, tier: Tier, payload_bytes: int) -> None:
+        """Work straight on slots of an arena, and stay inside them."""
+        slot_bytes = -(-payload_bytes // 4096) * 4096
+        blocks = make_chain(range(4), payload_bytes)
+        arena = aligned_memory(5 * slot_bytes)
+        for index, block in enumerate(blocks):
+            slot = arena[index * slot_bytes :][:payload_bytes]
+            slot[:] = block.payload
+            blocks[index] = replace(block, payload=slot)
+        store(tier, *blocks)
+        arena[:] = b"\xa5" * len(arena)
+        reads = [
+            read_of(block, arena[index * slot_bytes :][:slot_bytes])
+            for index, block in enumerate(blocks)
+        ]
+        results = tier.read(reads, soon())
+        assert [_verdict(*each) for each in zip(blocks, reads, results, strict=True)] == [None] * 4
+        assert bytes(arena[4 * slot_bytes :]) == b"\xa5" * slot_bytes
+
+    def test_takes_and_fills_unaligned_memory(self, tier: Tier) -> None:
+        """Accept a view that starts anywhere, and leave what lies around it alone."""
+        block = make_block(1, 9000)
+        around = aligned_memory(20_000)
+        around[7:9007] = block.payload
+        store(tier, replace(block, payload=around[7:9007]))
+        around[:] = b"\xa5" * len(around)
+        result = tier.read([read_of(block, around[3:9003])], soon())
+        assert result == [block.header]
+        assert bytes(around[3:9003]) == payload_of(block.header)
+        assert bytes(around[:3]) == b"\xa5" * 3
+        assert bytes(around[9003:]) == b"\xa5" * (20_000 - 9003)
+
+    def test_misses_what_is_not_there(self, tier: Tier) -> None:
+        """Say absent, each block on its own."""
+        stored, absent = make_block(1), make_block(2)
+        store(tier, stored)
+        assert fetch(tier, absent, stored) == [MissReason.ABSENT, None]
+        assert tier.contains(_hashes(absent, stored), soon()) == [False, True]
+
+    def test_takes_empty_batches(self, tier: Tier) -> None:
+        """Answer nothing to nothing."""
+        assert tier.write([], soon()).outcomes == ()
+        assert tier.read([], soon()) == []
+        assert tier.contains([], soon()) == []
+        assert tier.remove([], soon()).num_blocks == 0
+
+    def test_storing_again_changes_nothing(self, tier: Tier) -> None:
+        """Report stored, keep the first, also within one batch."""
+        block, other = make_block(1), make_block(2)
+        store(tier, block, other, block)
+        before = tier.usage()
+        store(tier, block)
+        assert tier.usage() == before
+        assert fetch(tier, block, other, block) == [None, None, None]
+
+    @pytest.mark.parametrize("field", ["key_space", "tenant"])
+    def test_never_serves_another_identity(self, tier: Tier, field: str) -> None:
+        """Miss on a right hash asked for by the wrong party, and keep the block."""
+        block = make_block(1)
+        store(tier, block)
+        foreign = (
+            replace(read_of(block), key_space=b"another space...")
+            if field == "key_space"
+            else replace(read_of(block), tenant=b"another tenant..")
+        )
+        assert tier.read([foreign], soon()) == [MissReason.IDENTITY]
+        assert fetch(tier, block) == [None]
+
+    def test_never_serves_another_length(self, tier: Tier) -> None:
+        """Miss where the caller expects a block of another size, and keep the block."""
+        block = make_block(1, 5000)
+        store(tier, block)
+        wrong = replace(read_of(block), payload_bytes=4999)
+        assert tier.read([wrong], soon()) == [MissReason.LENGTH]
+        assert fetch(tier, block) == [None]
+
+    def test_removes(self, tier: Tier) -> None:
+        """Forget what is named, count it, ignore what is unknown."""
+        blocks = make_chain(range(6))
+        store(tier, *blocks)
+        removed = tier.remove(_hashes(blocks[1], blocks[4], blocks[1], make_block(99)), soon())
+        assert (removed.num_blocks, removed.num_bytes) == (2, 10_000)
+        absent = MissReason.ABSENT
+        assert fetch(tier, *blocks) == [None, absent, None, None, absent, None]
+        store(tier, *blocks)
+        assert fetch(tier, *blocks) == [None] * 6
+
+    def test_clears(self, tier: Tier) -> None:
+        """Forget all, count it, and go on."""
+        blocks = make_chain(range(6))
+        store(tier, *blocks)
+        removed = tier.clear(soon())
+        assert (removed.num_blocks, removed.num_bytes) == (6, 30_000)
+        assert tier.contains(_hashes(*blocks), soon()) == [False] * 6
+        assert tier.usage().num_blocks == 0
+        store(tier, *blocks)
+        assert fetch(tier, *blocks) == [None] * 6
+
+    def test_lists_its_headers(self, tier: Tier) -> None:
+        """Yield each block kept, parents first; nothing where the tier is shared."""
+        blocks = make_chain(range(6))
+        store(tier, *blocks)
+        expected = [] if tier.properties.is_shared else [block.header for block in blocks]
+        assert list(tier.headers()) == expected
+
+    def test_counts_its_blocks(self, tier: Tier) -> None:
+        """Keep usage in step with what is there."""
+        if tier.properties.is_shared:
+            return
+        blocks = make_chain(range(6))
+        store(tier, *blocks)
+        usage = tier.usage()
+        assert usage.num_blocks == 6
+        assert 30_000 <= usage.used_bytes <= usage.capacity_bytes
+
+    def test_refuses_a_deadline_that_has_passed(self, tier: Tier) -> None:
+        """Time out in every verb, and do nothing."""
+        block = make_block(1)
+        past = time.monotonic_ns() - 1
+        with pytest.raises(TierTimeout):
+            tier.write([block], past)
+        with pytest.raises(TierTimeout):
+            tier.read([read_of(block)], past)
+        with pytest.raises(TierTimeout):
+            tier.contains(_hashes(block), past)
+        with pytest.raises(TierTimeout):
+            tier.remove(_hashes(block), past)
+        with pytest.raises(TierTimeout):
+            tier.clear(past)
+        assert fetch(tier, block) == [MissReason.ABSENT]
+
+    def test_serves_several_threads(self, tier: Tier) -> None:
+        """Stay right while several threads write and read the same blocks."""
+        blocks = make_chain(range(40), 3000)
+
+        def work(start: int) -> list[MissReason | None]:
+            for block in blocks[start::2]:
+                store(tier, block)
+            return fetch(tier, *blocks)
+
+        with ThreadPoolExecutor(4) as threads:
+            verdicts = list(threads.map(work, [0, 1, 0, 1], timeout=60))
+        assert {reason for verdict in verdicts for reason in verdict} <= {None, MissReason.ABSENT}
+        assert fetch(tier, *blocks) == [None] * 40
+
+    def test_closes_twice(self, tier: Tier) -> None:
+        """Let closing be idempotent."""
+        tier.close()
+        tier.close()

@@ -1,0 +1,1 @@
+"""Where bytes live. Tiers keep and return blocks and decide nothing."""

@@ -1,0 +1,147 @@
+"""The one interface of every tier below the CPU: real, fake and wrapped.
+
+Contract (tests/contract runs it over every implementation)
+-----------------------------------------------------------
+* Calls block, may come from several threads at once, and take whole batches.
+* ``write`` publishes a block only when it is complete; one that fails leaves no trace. Writing a
+  hash that is there already is ``STORED`` and changes nothing.
+* ``read`` fills a buffer and says ``HIT`` only for bytes whose header names the very block that
+  was asked for and whose checksum holds. Anything else is a ``Miss`` with its reason; the buffer
+  is then garbage. A block that failed a check is forgotten, and may be written again at once.
+* Outcomes are values. A fault of the medium (no disk, no server, no answer) raises ``TierError``
+  for the whole batch; nothing in the tier is then more wrong than before.
+* Each call ends by its ``deadline_ns`` (on the monotonic clock), or raises ``TierTimeout``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.residency import TierName
+
+__all__ = [
+    "BlockRead",
+    "BlockWrite",
+    "MissReason",
+    "Removed",
+    "Tier",
+    "TierProperties",
+    "TierUsage",
+    "WriteOutcome",
+    "WriteReport",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TierProperties:
+    """Facts of the medium, so that callers never switch on a tier's type."""
+
+    name: TierName
+    is_persistent: bool
+    """Blocks outlive the process."""
+    is_shared: bool
+    """Other nodes read and write it too, so only the tier itself knows what it holds."""
+    num_workers: int
+    """How many calls may usefully be in flight at once."""
+
+
+class MissReason(StrEnum):
+    """Why a block was not served; a closed set, each one a metric label."""
+
+    ABSENT = "absent"
+    IDENTITY = "identity"
+    CHECKSUM = "checksum"
+    LENGTH = "length"
+    HEADER = "header"
+
+
+class WriteOutcome(StrEnum):
+    """What became of one block of a write."""
+
+    STORED = "stored"
+    REJECTED = "rejected"
+    """No room, or larger than this tier takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """One block to keep: its header with checksum, and its payload."""
+
+    header: BlockHeader
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """One block to fetch: who it must be, and where its payload goes.
+
+    ``key_space`` and ``tenant`` must equal those of the stored header, or the read is a miss.
+    ``into`` is at least as long as the payload; if it is longer, the rest is left alone or
+    overwritten with padding.
+    """
+
+    block_hash: BlockHash
+    key_space: bytes
+    tenant: bytes
+    payload_bytes: int
+    into: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """Per block what became of it, in the order given, and which blocks were evicted for them."""
+
+    outcomes: tuple[WriteOutcome, ...]
+    evicted: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a removal took away."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Occupancy; bytes are those that the medium has allocated, padding and headers included."""
+
+    num_blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    detail: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+
+class Tier(Protocol):
+    """A place for blocks. See the module's contract."""
+
+    @property
+    def properties(self) -> TierProperties:
+        """Return the facts of this medium."""
+
+    def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
+        """Keep blocks; publish each one only when it is complete."""
+
+    def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
+        """Fetch blocks: for each its verified header, or why it is a miss."""
+
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
+        """Tell for each hash whether a read may hit; changes nothing."""
+
+    def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
+        """Forget blocks; unknown hashes are ignored."""
+
+    def clear(self, deadline_ns: int) -> Removed:
+        """Forget every block of this instance."""
+
+    def headers(self) -> Iterator[BlockHeader]:
+        """Yield what is kept, parents before children where known; nothing for a shared tier."""
+
+    def usage(self) -> TierUsage:
+        """Return occupancy from memory; never blocks."""
+
+    def close(self) -> None:
+        """Make kept blocks durable where that is meant, and let go of the medium. Idempotent."""

@@ -1,0 +1,39 @@
+"""What every tier checks: who a block is, whether it is whole, and whether there is still time."""
+
+import time
+
+from kvtier.core.identity import BlockHeader, HeaderError
+from kvtier.errors import TierTimeout
+from kvtier.tiers.base import BlockRead, MissReason
+
+__all__ = ["check_header", "check_payload", "seconds_left"]
+
+
+def seconds_left(deadline_ns: int) -> float:
+    """Return the time until ``deadline_ns``; raises TierTimeout where there is none."""
+    left_ns = deadline_ns - time.monotonic_ns()
+    if left_ns <= 0:
+        raise TierTimeout("the deadline has passed")
+    return left_ns / 1e9
+
+
+def check_header(wanted: BlockRead, packed: bytes | memoryview) -> BlockHeader | MissReason:
+    """Return the header in ``packed`` where it is that of the block wanted, else why it is not."""
+    try:
+        header = BlockHeader.unpack(packed)
+    except HeaderError:
+        return MissReason.HEADER
+    if (header.block_hash, header.key_space, header.tenant) != (
+        wanted.block_hash,
+        wanted.key_space,
+        wanted.tenant,
+    ):
+        return MissReason.IDENTITY
+    if header.payload_bytes != wanted.payload_bytes:
+        return MissReason.LENGTH
+    return header
+
+
+def check_payload(header: BlockHeader, payload: memoryview) -> BlockHeader | MissReason:
+    """Return ``header`` where its checksum holds for ``payload``."""
+    return header if header.matches(payload) else MissReason.CHECKSUM

@@ -1,0 +1,70 @@
+"""The host arena: the memory of the CPU tier, which engines map into their own processes.
+
+A memfd rather than a named file in /dev/shm: it has no name to collide with or to be left behind,
+does not count against the size of /dev/shm, and goes with the last process that maps it. It is
+sealed against shrinking, so no client can make the daemon fault by truncating it.
+"""
+
+import fcntl
+import mmap
+import os
+
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.errors import StartError
+
+__all__ = ["HostArena"]
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: make page table entries now rather than by faults."""
+
+
+class HostArena:
+    """``num_slabs * slab_bytes`` bytes for blocks, and one page for handshakes behind them."""
+
+    def __init__(self, num_slabs: int, slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+        self.num_slabs = num_slabs
+        self.capacity_bytes = num_slabs * slab_bytes
+        self.size_bytes = self.capacity_bytes + PAGE_BYTES
+        self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._mapping = mmap.mmap(self.fd, self.size_bytes)
+        self._view = memoryview(self._mapping)
+
+    def reserve(self, slab: int) -> None:
+        """Put memory behind a slab, so that shortage is an error here and no SIGBUS later.
+
+        Blocks for about 20 ms per 64 MiB. Raises StartError.
+        """
+        start = slab * self.slab_bytes
+        try:
+            os.posix_fallocate(self.fd, start, self.slab_bytes)
+        except OSError as error:
+            raise StartError(
+                "cpu.capacity",
+                f"the machine has no memory for slab {slab} of {self.num_slabs}: {error.strerror}",
+                "lower cpu.capacity or free memory",
+            ) from error
+        try:
+            self._mapping.madvise(_POPULATE_WRITE, start, self.slab_bytes)
+        except OSError:
+            return  # an older kernel: pages are then mapped as they are first used
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Return a writable view of the arena; it must be released before ``close``."""
+        return self._view[offset : offset + num_bytes]
+
+    @property
+    def proof(self) -> memoryview:
+        """Return the page in which handshakes leave their patterns."""
+        return self._view[self.capacity_bytes :]
+
+    def close(self) -> None:
+        """Unmap the arena. Clients that map it keep their mapping until they end."""
+        os.close(self.fd)
+        self._view.release()
+        try:
+            self._mapping.close()
+        except BufferError:
+            return  # a hung transfer still holds a view; the memory goes with the process

@@ -1,0 +1,144 @@
+"""A tier in a dict: the verified fake.
+
+It passes the same contract suite as the real tiers, so that whatever is tested against it may
+rely on what it saw. It copies payloads in and out and checks them like any other tier.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+
+from kvtier.core.identity import HEADER_BYTES, BlockHash, BlockHeader
+from kvtier.core.residency import TierName
+from kvtier.errors import TierError
+from kvtier.tiers.base import (
+    BlockRead,
+    BlockWrite,
+    MissReason,
+    Removed,
+    TierProperties,
+    TierUsage,
+    WriteOutcome,
+    WriteReport,
+)
+from kvtier.tiers.check import check_header, check_payload, seconds_left
+
+__all__ = ["EvictionOrder", "MemoryTier"]
+
+_DAMAGE = frozenset({MissReason.HEADER, MissReason.CHECKSUM})
+
+
+class EvictionOrder(StrEnum):
+    """Which block a full MemoryTier gives up first."""
+
+    FIFO = "fifo"
+    LRU = "lru"
+
+
+class MemoryTier:
+    """Blocks in a dict of packed header and payload, up to ``capacity_bytes`` of both."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        name: TierName = TierName.SSD,
+        order: EvictionOrder = EvictionOrder.FIFO,
+    ) -> None:
+        self.properties = TierProperties(name, is_persistent=False, is_shared=False, num_workers=2)
+        self._capacity_bytes = capacity_bytes
+        self._order = order
+        self._blocks: OrderedDict[BlockHash, bytearray] = OrderedDict()
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
+        """Keep blocks; the ones named in this call are never evicted for each other."""
+        with self._opened(deadline_ns):
+            named = {block.header.block_hash for block in blocks}
+            evicted: list[BlockHash] = []
+            outcomes = tuple(self._keep(block, named, evicted) for block in blocks)
+        return WriteReport(outcomes, tuple(evicted))
+
+    def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
+        """Fetch blocks, checked; a damaged one is forgotten."""
+        with self._opened(deadline_ns):
+            return [self._fetch(block) for block in blocks]
+
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
+        """Tell for each hash whether it is kept."""
+        with self._opened(deadline_ns):
+            return [block_hash in self._blocks for block_hash in hashes]
+
+    def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
+        """Forget blocks."""
+        with self._opened(deadline_ns):
+            sizes = [
+                self._forget(block_hash) for block_hash in hashes if block_hash in self._blocks
+            ]
+        return Removed(len(sizes), sum(sizes))
+
+    def clear(self, deadline_ns: int) -> Removed:
+        """Forget every block."""
+        with self._opened(deadline_ns):
+            sizes = [self._forget(block_hash) for block_hash in list(self._blocks)]
+        return Removed(len(sizes), sum(sizes))
+
+    def headers(self) -> Iterator[BlockHeader]:
+        """Yield what is kept, as of now."""
+        with self._lock:
+            packed = [bytes(block[:HEADER_BYTES]) for block in self._blocks.values()]
+        return map(BlockHeader.unpack, packed)
+
+    def usage(self) -> TierUsage:
+        """Return occupancy."""
+        return TierUsage(len(self._blocks), self._used_bytes, self._capacity_bytes)
+
+    def close(self) -> None:
+        """Let go of every block."""
+        self._is_closed = True
+
+    def _opened(self, deadline_ns: int) -> threading.Lock:
+        seconds_left(deadline_ns)
+        if self._is_closed:
+            raise TierError("the memory tier is closed")
+        return self._lock
+
+    def _keep(
+        self, block: BlockWrite, named: set[BlockHash], evicted: list[BlockHash]
+    ) -> WriteOutcome:
+        block_hash = block.header.block_hash
+        if block_hash in self._blocks:
+            return WriteOutcome.STORED
+        size_bytes = HEADER_BYTES + len(block.payload)
+        victims = (kept for kept in list(self._blocks) if kept not in named)
+        while self._used_bytes + size_bytes > self._capacity_bytes:
+            victim = next(victims, None)
+            if victim is None:
+                return WriteOutcome.REJECTED
+            self._forget(victim)
+            evicted.append(victim)
+        self._blocks[block_hash] = bytearray(block.header.pack() + block.payload)
+        self._used_bytes += size_bytes
+        return WriteOutcome.STORED
+
+    def _fetch(self, wanted: BlockRead) -> BlockHeader | MissReason:
+        kept = self._blocks.get(wanted.block_hash)
+        if kept is None:
+            return MissReason.ABSENT
+        result = check_header(wanted, bytes(kept[:HEADER_BYTES]))
+        if isinstance(result, BlockHeader):
+            wanted.into[: wanted.payload_bytes] = kept[HEADER_BYTES:]
+            result = check_payload(result, wanted.into[: wanted.payload_bytes])
+        if result in _DAMAGE:
+            self._forget(wanted.block_hash)
+        elif self._order is EvictionOrder.LRU:
+            self._blocks.move_to_end(wanted.block_hash)
+        return result
+
+    def _forget(self, block_hash: BlockHash) -> int:
+        size_bytes = len(self._blocks.pop(block_hash))
+        self._used_bytes -= size_bytes
+        return size_bytes - HEADER_BYTES

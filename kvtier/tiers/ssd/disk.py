@@ -1,0 +1,284 @@
+"""The only calls to the operating system that touch the block store's files.
+
+Pieces go straight between the caller's memory and the device where they are aligned, and through
+a staging buffer where they are not. Each step first passes the ``hook``, by name: tests stop the
+process or raise an OSError there.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.errors import StartError
+from kvtier.tiers.ssd.record import padded
+
+__all__ = [
+    "STAGING_BYTES",
+    "DirectIO",
+    "Disk",
+    "PageReader",
+    "PageWriter",
+    "ShortRead",
+    "StepHook",
+    "no_hook",
+]
+
+StepHook = Callable[[str], None]
+"""Called with the name of each step before it is taken."""
+
+STAGING_BYTES = 4 << 20
+"""One staging buffer: larger gains nothing once an operation is several MiB (bench/ssd.py)."""
+
+_PIECES_MAX = 1000
+"""Pieces of one operation; Linux takes 1024."""
+
+_PROBE_NAME = "probe"
+_ZEROS = bytes(PAGE_BYTES)
+
+
+class DirectIO(StrEnum):
+    """Whether the page cache is bypassed."""
+
+    AUTO = "auto"
+    """Where the directory's file system allows it."""
+    ON = "on"
+    """Or do not start."""
+    OFF = "off"
+    """Buffered; written pages are synced and dropped at the end of each write."""
+
+
+class ShortRead(OSError):
+    """A file ended before the bytes that should be in it."""
+
+
+def no_hook(_step: str) -> None:
+    """Let every step pass."""
+
+
+class Disk:
+    """The files of one directory."""
+
+    def __init__(self, directory: Path, mode: DirectIO, hook: StepHook = no_hook) -> None:
+        self.directory = directory
+        self.hook = hook
+        self.is_direct = mode is not DirectIO.OFF and self._probe_direct()
+        if mode is DirectIO.ON and not self.is_direct:
+            raise StartError(
+                "ssd.direct_io",
+                f"the file system of {directory} refuses direct I/O",
+                'set "auto" or use another directory',
+            )
+
+    def _probe_direct(self) -> bool:
+        """Write and read a page past the page cache, in the very directory."""
+        path = self.directory / _PROBE_NAME
+        page = mmap.mmap(-1, PAGE_BYTES)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW
+            with _opened(path, flags) as fd:
+                os.pwritev(fd, [page], 0)
+                return os.preadv(fd, [page], 0) == PAGE_BYTES
+        except OSError:
+            return False
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, *, writing: bool = False) -> Iterator[int]:
+        """Open a file for whole pages, direct where possible."""
+        flags = os.O_NOFOLLOW | (os.O_RDWR if writing else os.O_RDONLY)
+        with _opened(path, flags | (os.O_DIRECT if self.is_direct else 0)) as fd:
+            yield fd
+
+    @contextlib.contextmanager
+    def opened_buffered(self, path: Path) -> Iterator[int]:
+        """Open a file to read small parts of it."""
+        with _opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+            yield fd
+
+    def create(self, path: Path, size_bytes: int, first_page: bytes) -> None:
+        """Make a file of its full size, or none; after a power loss it is still there."""
+        self.hook("segment.create")
+        try:
+            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as fd:
+                os.posix_fallocate(fd, 0, size_bytes)
+                self.hook("segment.header")
+                os.pwrite(fd, first_page.ljust(PAGE_BYTES, b"\0"), 0)
+                os.fsync(fd)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        self.sync_directory()
+
+    def overwrite(self, path: Path, offset: int, content: bytes, step: str) -> None:
+        """Write whole pages of a file's own housekeeping and make them durable."""
+        self.hook(step)
+        with self.opened(path, writing=True) as fd, mmap.mmap(-1, padded(len(content))) as pages:
+            pages[: len(content)] = content
+            os.pwrite(fd, pages, offset)
+            os.fdatasync(fd)
+
+    def rewrite(self, path: Path, pages: list[int], change: Callable[[bytes], bytes]) -> None:
+        """Change single pages in place and make that durable."""
+        with self.opened(path, writing=True) as fd, mmap.mmap(-1, PAGE_BYTES) as page:
+            for number in pages:
+                os.preadv(fd, [page], number * PAGE_BYTES)
+                page[:] = change(page[:]).ljust(PAGE_BYTES, b"\0")
+                os.pwritev(fd, [page], number * PAGE_BYTES)
+            os.fdatasync(fd)
+
+    def sync(self, path: Path) -> None:
+        """Make what was written to a file durable."""
+        self.hook("segment.sync")
+        with _opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+            os.fdatasync(fd)
+            if not self.is_direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def drop_cache(self, fd: int) -> None:
+        """Take what was read by without direct I/O out of the page cache again."""
+        if not self.is_direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, which may be gone already."""
+        self.hook("segment.unlink")
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self) -> None:
+        """Make the creation and removal of files durable."""
+        with _opened(self.directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            os.fsync(fd)
+
+    def free_bytes(self) -> int:
+        """Return what the volume has left for us."""
+        volume = os.statvfs(self.directory)
+        return volume.f_bavail * volume.f_frsize
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return bool(np.frombuffer(view, np.uint8).ctypes.data % PAGE_BYTES == 0)
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], start: int
+) -> None:
+    """Move all pieces, however little the kernel moves at a time."""
+    while pieces:
+        count = call(fd, pieces, start)
+        if count == 0:
+            raise ShortRead(f"the file ends at {start}")
+        start += count
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces.pop(0))
+        if count:
+            pieces[0] = pieces[0][count:]
+
+
+class _Pages:
+    """Pieces that follow one another in a file, moved in as few operations as possible."""
+
+    def __init__(self, disk: Disk, fd: int, start: int, staging: memoryview) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._start = start
+        self._staging = staging
+        self._staged = 0
+        self._pieces: list[memoryview] = []
+        self._length = 0
+
+    def _add(self, piece: memoryview) -> None:
+        self._pieces.append(piece)
+        self._length += len(piece)
+        if len(self._pieces) >= _PIECES_MAX:
+            self.flush()
+
+    def _take(self, size_bytes: int) -> memoryview:
+        """Return a part of the staging buffer, emptying it first where it is full."""
+        if self._staged + size_bytes > len(self._staging):
+            self.flush()
+        part = self._staging[self._staged : self._staged + size_bytes]
+        self._staged += size_bytes
+        return part
+
+    def _parts(self, view: memoryview) -> Iterator[tuple[memoryview, bool]]:
+        """Cut a view into what goes straight and what must be staged."""
+        size = len(view)
+        straight = size // PAGE_BYTES * PAGE_BYTES
+        if self._disk.is_direct and straight and not _is_aligned(view):
+            straight = 0
+        if straight:
+            yield view[:straight], True
+        step = len(self._staging)
+        for at in range(straight, size, step):
+            yield view[at : at + step], False
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+
+class PageWriter(_Pages):
+    """Writes pieces one after the other, each padded to whole pages."""
+
+    def add(self, view: memoryview) -> None:
+        """Append the bytes of ``view``, which stays unchanged until ``flush``."""
+        for part, is_straight in self._parts(view):
+            if is_straight:
+                self._add(part)
+                continue
+            pages = self._take(padded(len(part)))
+            pages[: len(part)] = part
+            pages[len(part) :] = _ZEROS[: len(pages) - len(part)]
+            self._add(pages)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        if self._pieces:
+            self._disk.hook("record.write")
+            _transfer(os.pwritev, self._fd, self._pieces, self._start)
+        self._start += self._length
+        self._pieces, self._length, self._staged = [], 0, 0
+
+
+class PageReader(_Pages):
+    """Reads pieces one after the other, each of which fills whole pages in the file."""
+
+    def __init__(self, disk: Disk, fd: int, start: int, staging: memoryview) -> None:
+        super().__init__(disk, fd, start, staging)
+        self._copies: list[tuple[memoryview, memoryview]] = []
+
+    def add(self, into: memoryview) -> None:
+        """Fill ``into`` from the next whole pages, by ``flush`` at the latest."""
+        for part, is_straight in self._parts(into):
+            if is_straight:
+                self._add(part)
+                continue
+            pages = self._take(padded(len(part)))
+            self._copies.append((part, pages[: len(part)]))
+            self._add(pages)
+
+    def flush(self) -> None:
+        """Read what was added."""
+        if self._pieces:
+            self._disk.hook("record.read")
+            _transfer(os.preadv, self._fd, self._pieces, self._start)
+            for into, staged in self._copies:
+                into[:] = staged
+        self._start += self._length
+        self._pieces, self._length, self._staged = [], 0, 0
+        self._copies = []

@@ -1,0 +1,97 @@
+"""AroundTier: the common shape of wrappers, which put one thing around every call of a tier."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.tiers.base import (
+    BlockRead,
+    BlockWrite,
+    MissReason,
+    Removed,
+    Tier,
+    TierProperties,
+    TierUsage,
+    WriteReport,
+)
+
+__all__ = ["AroundTier", "Call", "Operation"]
+
+T = TypeVar("T")
+
+
+class Operation(StrEnum):
+    """The calls that reach the medium; a closed set, each one a metric label."""
+
+    WRITE = "write"
+    READ = "read"
+    CONTAINS = "contains"
+    REMOVE = "remove"
+    CLEAR = "clear"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is being asked of the inner tier."""
+
+    operation: Operation
+    num_blocks: int
+    num_bytes: int
+    deadline_ns: int
+
+
+class AroundTier:
+    """A tier that gives every call to ``inner``, by way of ``around``."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+
+    @property
+    def properties(self) -> TierProperties:
+        """Return those of the inner tier."""
+        return self.inner.properties
+
+    def around(self, call: Call, step: Callable[[], T]) -> T:
+        """Make a call of the inner tier: ``step`` does it. This is what a wrapper overrides."""
+        return step()
+
+    def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
+        """Write through ``around``."""
+        num_bytes = sum(len(block.payload) for block in blocks)
+        call = Call(Operation.WRITE, len(blocks), num_bytes, deadline_ns)
+        return self.around(call, lambda: self.inner.write(blocks, deadline_ns))
+
+    def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
+        """Read through ``around``."""
+        num_bytes = sum(block.payload_bytes for block in blocks)
+        call = Call(Operation.READ, len(blocks), num_bytes, deadline_ns)
+        return self.around(call, lambda: self.inner.read(blocks, deadline_ns))
+
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
+        """Ask through ``around``."""
+        call = Call(Operation.CONTAINS, len(hashes), 0, deadline_ns)
+        return self.around(call, lambda: self.inner.contains(hashes, deadline_ns))
+
+    def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
+        """Remove through ``around``."""
+        call = Call(Operation.REMOVE, len(hashes), 0, deadline_ns)
+        return self.around(call, lambda: self.inner.remove(hashes, deadline_ns))
+
+    def clear(self, deadline_ns: int) -> Removed:
+        """Clear through ``around``."""
+        call = Call(Operation.CLEAR, 0, 0, deadline_ns)
+        return self.around(call, lambda: self.inner.clear(deadline_ns))
+
+    def headers(self) -> Iterator[BlockHeader]:
+        """Yield those of the inner tier."""
+        return self.inner.headers()
+
+    def usage(self) -> TierUsage:
+        """Return that of the inner tier."""
+        return self.inner.usage()
+
+    def close(self) -> None:
+        """Close the inner tier."""
+        self.inner.close()

@@ -1,0 +1,26 @@
+"""Write the documents that come from code; ``make docs`` runs it, and a test compares them."""
+
+from pathlib import Path
+
+from kvtier.config import document
+from kvtier.observe import metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RENDERED = {
+    "docs/operations/configuration.md": document.render_reference,
+    "docs/operations/metrics.md": metrics.render_reference,
+    "deploy/kvtier.toml.example": document.render_example,
+}
+
+
+def main() -> None:
+    """Write each document in its place."""
+    for name, render in RENDERED.items():
+        path = ROOT / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Fixtures of every suite: a real redis-server, and the seed of the run."""
+
+import contextlib
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    profile = config.getoption("hypothesis_seed", default=None)
+    order = config.getoption("randomly_seed", default=None)
+    return f"seeds: random order {order}, hypothesis {profile or 'derived from each test'}"
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of our own; yields its URL, with a password."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("neither redis-server nor valkey-server is installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    password = secrets.token_hex(8)
+    directory = tmp_path_factory.mktemp("redis")
+    configuration = {
+        "bind": "127.0.0.1",
+        "port": port,
+        "requirepass": password,
+        "dir": directory,
+        "save": '""',
+        "appendonly": "no",
+        "unixsocket": directory / "redis.sock",
+        "unixsocketperm": "700",
+    }
+    file = directory / "redis.conf"
+    file.write_text("".join(f"{key} {value}\n" for key, value in configuration.items()))
+    server = subprocess.Popen([program, file], stdout=subprocess.DEVNULL)
+    try:
+        url = f"redis://:{password}@127.0.0.1:{port}/0"
+        _wait_until_it_answers(url, server)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(10)
+
+
+def _wait_until_it_answers(url: str, server: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 20
+    with redis.Redis.from_url(url, socket_timeout=1) as client:
+        while True:
+            try:
+                client.ping()
+            except redis.ConnectionError:
+                assert time.monotonic() < deadline, "the redis-server does not answer"
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise AssertionError(f"the redis-server ended: {server.wait(0.02)}")
+            else:
+                return

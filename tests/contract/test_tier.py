@@ -1,0 +1,78 @@
+"""Every tier and every wrapper passes the same suite."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faulty_tier import FaultyTier, scripted_faults
+from kvtier.testing.tier_contract import TierContract, soon
+from kvtier.tiers.base import Tier
+from kvtier.tiers.memory import EvictionOrder, MemoryTier
+from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.wrap import BreakerTier, Call, CallOutcome, DeadlineTier, InstrumentTier
+
+CAPACITY_BYTES = 16 << 20
+
+
+class Silent:
+    def observe(self, call: Call, seconds: float, outcome: CallOutcome) -> None:
+        assert seconds >= 0
+
+
+class TestMemoryTier(TierContract):
+    @pytest.fixture(params=list(EvictionOrder))
+    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
+        tier = MemoryTier(CAPACITY_BYTES, order=request.param)
+        yield tier
+        tier.close()
+
+
+class TestSsdTier(TierContract):
+    @pytest.fixture(
+        params=[
+            SsdOptions(DirectIO.AUTO),
+            SsdOptions(DirectIO.AUTO, Durability.BATCH),
+            SsdOptions(DirectIO.OFF),
+        ],
+        ids=["direct", "direct-batch", "buffered"],
+    )
+    def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+        tier = SsdTier(tmp_path / "ssd", CAPACITY_BYTES, 1 << 20, request.param)
+        yield tier
+        tier.close()
+
+
+@pytest.mark.redis
+class TestRemoteTier(TierContract):
+    @pytest.fixture
+    def tier(self, redis_server: str) -> Iterator[Tier]:
+        tier = RemoteTier(redis_server, key_prefix="contract:", timeout_s=10)
+        tier.clear(soon())
+        yield tier
+        tier.close()
+
+
+class TestWrapper(TierContract):
+    @pytest.fixture(params=["deadline", "breaker", "instrument", "faulty", "all"])
+    def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+        tier: Tier = MemoryTier(CAPACITY_BYTES)
+        if request.param in {"faulty", "all"}:
+            tier = FaultyTier(tier, scripted_faults())
+        if request.param in {"deadline", "all"}:
+            tier = DeadlineTier(tier)
+        if request.param in {"breaker", "all"}:
+            tier = BreakerTier(tier, faults_max=100)
+        if request.param in {"instrument", "all"}:
+            tier = InstrumentTier(tier, Silent())
+        yield tier
+        tier.close()
+
+
+class TestDeadlineTierAroundSsd(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        tier = DeadlineTier(SsdTier(tmp_path / "ssd", CAPACITY_BYTES, 1 << 20))
+        yield tier
+        tier.close()

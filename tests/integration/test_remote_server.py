@@ -1,0 +1,234 @@
+"""RemoteTier against a real server: what others do to its values, and what the server does."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from kvtier.core.identity import HEADER_BYTES
+from kvtier.errors import StartError, TierError, TierTimeout
+from kvtier.testing.block import make_block, make_chain, read_of
+from kvtier.testing.tier_contract import fetch, soon, store
+from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
+from kvtier.tiers.remote import RemoteTier
+
+pytestmark = pytest.mark.redis
+PREFIX = "test[1]*:"
+"""With characters that mean something in a pattern."""
+
+
+@pytest.fixture
+def client(redis_server: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_server) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def tier(redis_server: str, client: redis.Redis) -> Iterator[RemoteTier]:
+    tier = RemoteTier(redis_server, key_prefix=PREFIX, ttl_s=100, timeout_s=5)
+    yield tier
+    tier.close()
+
+
+def key_of(block: BlockWrite) -> str:
+    return PREFIX + block.header.block_hash.hex()
+
+
+def test_one_value_a_block_and_it_expires(tier: RemoteTier, client: redis.Redis) -> None:
+    block = make_block(1)
+    store(tier, block)
+    assert client.keys() == [key_of(block).encode()]
+    assert client.get(key_of(block)) == block.header.pack() + block.payload
+    assert 0 < client.pttl(key_of(block)) <= 100_000
+
+
+def test_storing_again_renews(tier: RemoteTier, client: redis.Redis) -> None:
+    block = make_block(1)
+    store(tier, block)
+    client.pexpire(key_of(block), 5_000)
+    store(tier, block)
+    assert client.pttl(key_of(block)) > 50_000
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (b"", MissReason.HEADER),
+        (b"not a block", MissReason.HEADER),
+        (b"x" * 5128, MissReason.HEADER),
+        (make_block(1).header.pack() + bytes(5000), MissReason.CHECKSUM),
+        (make_block(1).header.pack() + make_block(1).payload[:-1], MissReason.LENGTH),
+        (make_block(1).header.pack() + bytes(make_block(1).payload) + b"x", MissReason.LENGTH),
+        (make_block(2).header.pack() + make_block(2).payload, MissReason.IDENTITY),
+    ],
+    ids=["empty", "short", "text", "other bytes", "cut", "longer", "another block"],
+)
+def test_a_value_that_was_changed_is_a_miss_and_unlinked(
+    tier: RemoteTier, client: redis.Redis, value: bytes, reason: MissReason
+) -> None:
+    block, other = make_block(1), make_block(3)
+    store(tier, other)
+    client.set(key_of(block), value)
+    assert fetch(tier, block, other) == [reason, None]
+    assert client.exists(key_of(block)) == 0
+    store(tier, block)
+    assert fetch(tier, block) == [None]
+
+
+def test_any_flipped_byte_is_found(tier: RemoteTier, client: redis.Redis) -> None:
+    block = make_block(1, 50)
+    value = block.header.pack() + block.payload
+    for position in [*range(HEADER_BYTES - 24), *range(HEADER_BYTES, len(value))]:
+        damaged = bytearray(value)
+        damaged[position] ^= 4
+        client.set(key_of(block), bytes(damaged))
+        assert fetch(tier, block) != [None], position
+
+
+def test_a_key_of_another_type_is_a_fault(tier: RemoteTier, client: redis.Redis) -> None:
+    block = make_block(1)
+    client.lpush(key_of(block), "x")
+    assert fetch(tier, block) == [MissReason.ABSENT]
+    with pytest.raises(TierError):
+        tier.remove([block.header.block_hash], soon())
+
+
+def test_clear_leaves_what_is_not_ours(tier: RemoteTier, client: redis.Redis) -> None:
+    blocks = make_chain(range(1200), 10)
+    store(tier, *blocks)
+    others = [b"other", PREFIX.encode() + b"note", b"test1:" + b"a" * 32]
+    for key in others:
+        client.set(key, "x")
+    removed = tier.clear(soon())
+    assert (removed.num_blocks, removed.num_bytes) == (1200, 12_000)
+    assert sorted(client.keys()) == sorted(others)
+
+
+def test_large_batches_are_cut(tier: RemoteTier) -> None:
+    blocks = make_chain(range(5), 7 << 20)
+    store(tier, *blocks)
+    assert fetch(tier, *blocks) == [None] * 5
+
+
+def test_a_full_server_rejects(tier: RemoteTier, client: redis.Redis) -> None:
+    kept = make_block(1)
+    store(tier, kept)
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", 1)
+    try:
+        report = tier.write([make_block(2), kept], soon())
+        assert report.outcomes == (WriteOutcome.REJECTED, WriteOutcome.STORED)
+        assert fetch(tier, kept) == [None]
+    finally:
+        client.config_set("maxmemory", 0)
+
+
+def test_a_replica_that_is_read_only_is_a_fault(tier: RemoteTier, client: redis.Redis) -> None:
+    client.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(TierError, match="ReadOnlyError"):
+            tier.write([make_block(1)], soon())
+    finally:
+        client.replicaof("NO", "ONE")
+
+
+def test_goes_on_after_the_server_dropped_the_link(tier: RemoteTier, client: redis.Redis) -> None:
+    block = make_block(1)
+    store(tier, block)
+    for link in client.client_list():
+        if link["id"] != str(client.client_id()):
+            client.client_kill_filter(_id=link["id"])
+    assert fetch(tier, block) == [None]
+
+
+def test_a_server_that_does_not_answer_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = RemoteTier(f"redis://:x@127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+        started = time.monotonic()
+        with pytest.raises(TierTimeout):
+            fetch(tier, make_block(1))
+        assert time.monotonic() - started < 2
+        tier.close()
+
+
+def test_waits_no_longer_than_the_deadline(redis_server: str, client: redis.Redis) -> None:
+    tier = RemoteTier(redis_server, key_prefix=PREFIX, timeout_s=20)
+    store(tier, make_block(1))
+    client.client_pause(1_500)
+    started = time.monotonic()
+    with pytest.raises(TierTimeout):
+        tier.read([read_of(make_block(1))], time.monotonic_ns() + 200_000_000)
+    assert time.monotonic() - started < 1.2
+    assert fetch(tier, make_block(1)) == [None]  # and the late reply is nobody's
+    tier.close()
+
+
+def test_a_server_that_is_not_there_is_a_fault_of_the_call() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        tier = RemoteTier(f"redis://127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(TierError):
+            tier.contains([make_block(1).header.block_hash], soon())
+        tier.close()
+
+
+def test_several_threads_share_the_connections(tier: RemoteTier) -> None:
+    blocks = make_chain(range(20))
+    store(tier, *blocks)
+    verdicts: list[list[MissReason | None]] = []
+    threads = [
+        threading.Thread(target=lambda: verdicts.append(fetch(tier, *blocks))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert verdicts == [[None] * 20] * 8
+
+
+@pytest.mark.parametrize(
+    "password",
+    ["simple", "p@ss:w/rd#?&", "percent%41%zz", "ünï"],
+    ids=["simple", "punctuation", "percent", "unicode"],
+)
+def test_logs_in_as_a_user_and_never_tells_the_password(
+    redis_server: str, client: redis.Redis, password: str
+) -> None:
+    written = password.replace("%", "%25") if "%41" in password else password
+    client.acl_setuser(
+        "kv", enabled=True, passwords=[f"+{password}"], keys=["*"], commands=["+@all"]
+    )
+    place = redis_server.rpartition("@")[2]
+    tier = RemoteTier(f"redis://kv:{written}@{place}", timeout_s=5)
+    store(tier, make_block(1))
+    assert fetch(tier, make_block(1)) == [None]
+    assert password not in repr(tier) + str(tier.usage())
+    client.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+changed"])
+    tier.close()
+    tier = RemoteTier(f"redis://kv:{written}@{place}", timeout_s=5)
+    with pytest.raises(TierError) as raised:
+        fetch(tier, make_block(1))
+    assert password not in repr(raised.value)
+    tier.close()
+
+
+@pytest.mark.parametrize("url", ["http://x:secret@y", "localhost:6379", "", "redis://u:secret@h:x"])
+def test_a_bad_url_is_named_without_its_secrets(url: str) -> None:
+    with pytest.raises(StartError) as raised:
+        RemoteTier(url)
+    assert raised.value.field == "remote.url"
+    assert "secret" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
+def test_a_unix_socket(redis_server: str, client: redis.Redis) -> None:
+    path = client.config_get("unixsocket")["unixsocket"]
+    password = redis_server.split("@", maxsplit=1)[0].rpartition(":")[2]
+    tier = RemoteTier(f"unix://:{password}@{path}", timeout_s=5)
+    store(tier, make_block(1))
+    assert fetch(tier, make_block(1)) == [None]
+    tier.close()

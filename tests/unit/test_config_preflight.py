@@ -1,0 +1,132 @@
+"""What a machine lacks is said before anything is allocated."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.preflight import MemoryFiles, available_memory_bytes, check_start
+from kvtier.config import Config, load_config
+from kvtier.errors import StartError
+
+GIB = 1 << 30
+
+
+def configured(tmp_path: Path, **overrides: str) -> Config:
+    given = {
+        "daemon.socket": str(tmp_path / "run" / "k.sock"),
+        "ssd.directory": str(tmp_path / "ssd"),
+        "ssd.capacity": "8MiB",
+        "ssd.segment": "1MiB",
+        "ssd.free_space_floor": "0B",
+        "cpu.capacity": "64MiB",
+    }
+    return load_config(None, given | {k.replace("__", "."): v for k, v in overrides.items()}, {})
+
+
+def machine(tmp_path: Path, free_gib: int = 8, cgroup: str = "") -> MemoryFiles:
+    root = tmp_path / "cgroup"
+    root.mkdir(exist_ok=True)
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable:   {free_gib * GIB >> 10} kB\n"
+    )
+    (tmp_path / "self_cgroup").write_text(cgroup)
+    return MemoryFiles(tmp_path / "meminfo", tmp_path / "self_cgroup", root)
+
+
+def limited(folder: Path, limit: str, used: int, cached: int = 0, *, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    stat = "inactive_file" if version == 2 else "total_inactive_file"
+    (folder / "memory.stat").write_text(f"anon 5\n{stat} {cached}\n")
+
+
+def refused(config: Config, files: MemoryFiles) -> StartError:
+    with pytest.raises(StartError) as caught:
+        check_start(config, files)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_fit_machine_passes(tmp_path):
+    check_start(configured(tmp_path), machine(tmp_path))
+    assert (tmp_path / "ssd").stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "ssd").iterdir()), "the proof of writing is gone"
+
+
+def test_this_machine_tells_its_memory():
+    room = available_memory_bytes()
+    assert room is None or room > 0
+
+
+def test_more_memory_than_the_machine_has(tmp_path):
+    error = refused(configured(tmp_path, cpu__capacity="8GiB"), machine(tmp_path, free_gib=8))
+    assert error.field == "cpu.capacity"
+    assert "8192MiB" in error.problem
+    assert "7936MiB" in error.remedy
+
+
+@pytest.mark.parametrize(("version", "line"), [(2, "0::/a/b\n"), (1, "4:cpu,memory:/a/b\n3:x:/\n")])
+def test_the_smallest_limit_of_the_cgroups_counts(tmp_path, version, line):
+    files = machine(tmp_path, free_gib=64, cgroup=line)
+    root = files.cgroup_root if version == 2 else files.cgroup_root / "memory"
+    limited(root / "a" / "b", "max" if version == 2 else str(1 << 62), 0, version=version)
+    limited(root / "a", str(4 * GIB), 3 * GIB, cached=GIB, version=version)
+    assert available_memory_bytes(files) == 2 * GIB
+
+
+def test_a_cgroup_named_as_on_the_host_is_found_at_the_root(tmp_path):
+    files = machine(tmp_path, free_gib=64, cgroup="0::/kubepods/pod7/c9\n")
+    limited(files.cgroup_root, str(GIB), 0)
+    assert available_memory_bytes(files) == GIB
+
+
+def test_no_kernel_files_mean_no_limit(tmp_path):
+    files = MemoryFiles(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert available_memory_bytes(files) is None
+
+
+def test_a_socket_path_longer_than_linux_allows(tmp_path):
+    # 107 bytes for the longer of two sockets, whose name has ".arena" at its end.
+    error = refused(configured(tmp_path, daemon__socket="/tmp/" + "s" * 98), machine(tmp_path))
+    assert error.field == "daemon.socket"
+    assert "2 bytes longer" in error.problem
+
+
+def test_a_file_where_the_socket_should_be(tmp_path):
+    (tmp_path / "k.sock").write_text("not a socket")
+    config = configured(tmp_path, daemon__socket=str(tmp_path / "k.sock"))
+    assert refused(config, machine(tmp_path)).field == "daemon.socket"
+
+
+def test_a_file_where_a_directory_should_be(tmp_path):
+    (tmp_path / "ssd").write_text("a file")
+    error = refused(configured(tmp_path), machine(tmp_path))
+    assert error.field == "ssd.directory"
+    assert "file exists" in error.problem
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    config = configured(tmp_path, ssd__directory="/proc/kvtier")
+    assert refused(config, machine(tmp_path)).field == "ssd.directory"
+
+
+def test_no_ssd_tier_needs_no_directory(tmp_path):
+    config = configured(tmp_path, ssd__directory="/proc/kvtier", ssd__enabled="false")
+    check_start(config, machine(tmp_path))
+
+
+def test_more_disk_than_there_is(tmp_path):
+    error = refused(configured(tmp_path, ssd__capacity="4000TiB"), machine(tmp_path))
+    assert error.field == "ssd.capacity"
+    assert "ssd.directory" in error.remedy
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    config = configured(tmp_path, engine__model=str(tmp_path / "absent.gguf"))
+    error = refused(config, machine(tmp_path))
+    assert error.field == "engine.model"
+    assert "GGUF" in error.remedy
