@@ -43,6 +43,7 @@ class Raw:
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, num_bytes)
+        os.fsync(self.fd)
         self.path = path
 
     def write(self, batches: list[list[memoryview]], batch_bytes: int) -> None:
@@ -105,6 +106,7 @@ def compare(directory: Path, options: argparse.Namespace) -> dict[str, float]:
         ]
         # Whoever goes second finds the disk as the first has left it, so they take turns.
         for name, step in (steps[i] for i in ([0, 1, 2, 3], [1, 0, 3, 2])[run % 2]):
+            os.sync()  # nobody pays for what another has left in the file system's journal
             seconds.setdefault(name, []).append(timed(step))
         raw.remove()
         tier.clear(soon())

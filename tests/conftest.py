@@ -64,6 +64,6 @@ def _wait_until_it_answers(url: str, server: "subprocess.Popen[bytes]") -> None:
             except redis.ConnectionError:
                 assert time.monotonic() < deadline, "the redis-server does not answer"
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    raise AssertionError(f"the redis-server ended: {server.wait(0.02)}")
+                    raise AssertionError(f"the server ended: {server.wait(0.02)}") from None
             else:
                 return

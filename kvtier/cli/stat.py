@@ -56,13 +56,19 @@ def stat_text(document: dict[str, Any]) -> str:
     hits = document["lookup_blocks"]["hit"]
     for name, tier in document["tiers"].items():
         used = f"{shown_bytes(tier['used_bytes']):>12}{shown_bytes(tier['capacity_bytes']):>11}"
-        blocks = shown_count(tier["blocks"]) if name != "gpu" else "-"
+        blocks = shown_count(tier["blocks"])
         hit = shown_count(hits[name]) if name in hits else "-"
         lines.append(
             f"{name:<9}{tier['state']:<6}{used}{blocks:>11}"
             f"{shown_count(tier['tokens']):>12}{hit:>13}"
         )
-    lines += ["", f"missed blocks  {shown_count(document['lookup_blocks']['miss'])}", ""]
+    lines += ["", f"missed blocks  {shown_count(document['lookup_blocks']['miss'])}"]
+    lines += [
+        f"not served by {tier}: " + ", ".join(f"{r} {shown_count(n)}" for r, n in reasons.items())
+        for tier, reasons in document["miss_reasons"].items()
+        if reasons
+    ]
+    lines.append("")
     lines.append("transfer           bytes   failed    count    average")
     for route, done in document["transfers"].items():
         average = done["seconds"] / done["count"] if done["count"] else 0.0

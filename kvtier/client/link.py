@@ -34,7 +34,13 @@ _CONNECT_TIMEOUT_S = 2.0
 """Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
 
 _LEASE_MARGIN_S = 0.5
-"""Copying stops this long before a lease ends."""
+"""Copying stops this long before a lease ends, or half the lease if that is less."""
+
+_DAEMON_SHARE = 0.9
+"""Of a load's time: by then the daemon says how far it got; the rest is for its last message."""
+
+_RELEASE_TIMEOUT_S = 0.1
+"""For a release after the load's own time is over; one that is lost lasts until the lease ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class Link:
         self.attachment = attachment
         self.session = reply.session
         self.boot = reply.boot
-        self._lease_s = reply.lease_ms / 1000 - _LEASE_MARGIN_S
+        lease_s = reply.lease_ms / 1000
+        self._lease_s = lease_s - min(_LEASE_MARGIN_S, lease_s / 2)
         self._channel = channel
         self._stub = engine_pb2_grpc.EngineStub(channel)
         self._space = space
@@ -92,17 +99,18 @@ class Link:
         A block is only good once the next item was asked for and came, or the end did: what was
         copied after its lease had run out must not be used, and raises here instead.
         """
-        asked_s = time.monotonic()
+        deadline_s = time.monotonic() + timeout_s
         request = pb.LoadRequest(
             session=self.session,
             chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
             first=first,
-            deadline_ms=int(timeout_s * 1000),
+            deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
         )
         parents = [chain_root(self._space.digest, tenant), *hashes]
+        lease_ends_s = time.monotonic() + timeout_s * _DAEMON_SHARE + self._lease_s
         lease = _Lease()
         with _faults():
-            replies = self._stub.Load(request, timeout=timeout_s + _CONNECT_TIMEOUT_S)
+            replies = self._stub.Load(request, timeout=timeout_s)
             try:
                 for index, slot in enumerate(_announced(replies, lease), first):
                     header = self._header(tenant, hashes, parents, index, slot.checksum)
@@ -112,11 +120,11 @@ class Link:
                         lease.end = "corrupt"
                         break
                     yield LoadedBlock(index, slot.tier, payload)
-                    if time.monotonic() - asked_s > self._lease_s:
+                    if time.monotonic() > lease_ends_s:
                         raise DaemonUnavailable("the lease ran out while copying")
             finally:
                 replies.cancel()  # type: ignore[no-untyped-call]  # gRPC's stubs leave it out
-                self._release(lease)
+                self._release(lease, deadline_s - time.monotonic())
         yield lease.end or "daemon_away"
 
     def store(
@@ -199,12 +207,12 @@ class Link:
             checksum=checksum,
         )
 
-    def _release(self, lease: "_Lease") -> None:
+    def _release(self, lease: "_Lease", left_s: float) -> None:
         if not lease.number:
             return
         request = pb.ReleaseRequest(session=self.session, lease=lease.number, corrupt=lease.corrupt)
         with contextlib.suppress(DaemonUnavailable), _faults():  # else it expires by itself
-            self._stub.Release(request, timeout=_CONNECT_TIMEOUT_S)
+            self._stub.Release(request, timeout=max(left_s, _RELEASE_TIMEOUT_S))
 
 
 @dataclass(slots=True)

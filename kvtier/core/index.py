@@ -65,6 +65,9 @@ class Index:
         self._table = HashTable()
         self._scopes: list[Scope] = []
         self._scope_ids: dict[Scope, int] = {}
+        self._counts: npt.NDArray[np.int64] = np.zeros(
+            (len(LOWER_TIERS), len(Residency)), dtype=np.int64
+        )
         self.parent: Keys
         self.position: npt.NDArray[np.uint32]
         self.scope: npt.NDArray[np.uint16]
@@ -131,7 +134,7 @@ class Index:
         self.payload_bytes[rows] = [header.payload_bytes for header in headers]
         self.scope[rows] = [self.scope_id(Scope(h.key_space, h.tenant)) for h in headers]
         self.state[rows] = Residency.ABSENT
-        self.state[rows, _COLUMN[tier]] = Residency.READY
+        self.move(rows, tier, Residency.READY)
         self.slot[rows] = NO_SLOT
         self.pins[rows] = 0
         self.stamp[rows] = 0
@@ -150,8 +153,17 @@ class Index:
         return column
 
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
-        """Set the state of rows in a tier."""
-        self.state[rows, _COLUMN[tier]] = state
+        """Set the state of rows, each given once, in a tier."""
+        column = _COLUMN[tier]
+        before = np.atleast_1d(self.state[rows, column])
+        self._counts[column] -= np.bincount(before, minlength=len(Residency))
+        self._counts[column, state] += len(before)
+        self.state[rows, column] = state
+
+    def num_in(self, tier: TierName, state: Residency) -> int:
+        """Return how many blocks are in a state, not absent, in a tier."""
+        assert state is not Residency.ABSENT
+        return int(self._counts[_COLUMN[tier], state])
 
     def in_state(self, tier: TierName, state: Residency) -> Rows:
         """Return the rows in a state in a tier."""

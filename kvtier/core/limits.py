@@ -1,6 +1,7 @@
 """Every bound in kvtier that is not a setting, each with its reason."""
 
 __all__ = [
+    "BANDWIDTH_MIN_BYTES_PER_S",
     "CHAIN_BLOCKS_MAX",
     "DROP_GRACE_NS",
     "INDEX_ROWS_MAX",
@@ -17,6 +18,10 @@ __all__ = [
 
 PAGE_BYTES = 4096
 """Alignment of slots and records: what direct I/O asks for on every disk met so far."""
+
+BANDWIDTH_MIN_BYTES_PER_S = 64 << 20
+"""A transfer slower than this is late: half of what gigabit Ethernet carries, at which speed a
+block of an 8B model takes as long as its 64 tokens on a small GPU."""
 
 CHAIN_BLOCKS_MAX = 16_384
 """Blocks of one chain: a million tokens in blocks of 64, and a message of 256 KiB where gRPC takes

@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any
@@ -53,6 +53,10 @@ _COOL_DOWN_NS = 1_000_000_000
 _RECOVERED_BATCH = 4096
 """Headers handed to the node at once while starting: memory for a few thousand, not a million."""
 
+_BEAT_PERIOD_S = 1.0
+_BEAT_MAX_S = 10.0
+"""A loop that has not moved for this long is stuck, and health says so."""
+
 _GRPC_GRACE_S = 1.0
 _FLUSH_S = 10.0
 
@@ -93,7 +97,13 @@ class Daemon:
             await self._open_sockets(stack, driver, arena)
             self._is_ready = True
             self.metrics.set(READY, 1)
-            _log.info("ready", socket=socket_path, pid=os.getpid(), boot=self.boot)
+            _log.info(
+                "ready",
+                socket=socket_path,
+                http=self.http_url or "off",
+                pid=os.getpid(),
+                boot=self.boot,
+            )
             yield self
             self._is_ready = False
             self.metrics.set(READY, 0)
@@ -173,15 +183,15 @@ class Daemon:
         listen = self.config.http.listen
         if listen is not None:
             app = create_daemon_app(
-                is_alive=lambda: True,
+                is_alive=lambda: time.monotonic() - self._beat_s < _BEAT_MAX_S,
                 is_ready=lambda: self._is_ready,
                 registry=self.metrics.registry,
             )
             server = serve(app, listen.host, listen.port, field="http.listen")
             self.http_url = server.url
             stack.push_async_callback(asyncio.to_thread, server.stop)
-            gauges = asyncio.create_task(_repeat(status.refresh_gauges))
-            stack.push_async_callback(_cancel, gauges)
+            beating = asyncio.create_task(self._beat(status))
+            stack.push_async_callback(_cancel, beating)
         path = arena_socket(socket_path)
         path.unlink(missing_ok=True)
         passing = ArenaServer(arena, self.boot, lambda ticket: driver.post(ev.SessionEnded(ticket)))
@@ -202,16 +212,17 @@ class Daemon:
         await server.start()
         stack.push_async_callback(server.stop, _GRPC_GRACE_S)
 
+    async def _beat(self, status: Status) -> None:
+        """Show that the loop moves, and keep the gauges current for scrapes on other threads."""
+        while True:
+            self._beat_s = time.monotonic()
+            status.refresh_gauges()
+            await asyncio.sleep(_BEAT_PERIOD_S)
+
     async def _stop_driver(self, driver: Driver) -> None:
         if not await driver.flush(_FLUSH_S):
             _log.warning("stopped with blocks still unwritten")
         await driver.stop()
-
-
-async def _repeat(step: Callable[[], None], period_s: float = 1.0) -> None:
-    while True:
-        step()
-        await asyncio.sleep(period_s)
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:

@@ -14,6 +14,7 @@ from kvtier.node.session import Session
 from kvtier.observe.table import (
     LEASES,
     LOOKUP_BLOCKS,
+    MISS_BLOCKS,
     PINS,
     SESSIONS,
     TIER_BLOCKS,
@@ -56,6 +57,7 @@ class Status:
             "uptime_s": round(time.monotonic() - self._start_s, 1),
             "tiers": self._tiers(),
             "lookup_blocks": lookups | {"miss": samples.sum(LOOKUP_BLOCKS, outcome="miss")},
+            "miss_reasons": _miss_reasons(samples),
             "transfers": _transfers(samples),
             "engines": [_engine(session) for session in node.sessions.values()],
             "leases": node.num_leases,
@@ -63,12 +65,15 @@ class Status:
         }
 
     def refresh_gauges(self) -> None:
-        """Set the gauges; for the loop's thread, before a scrape."""
+        """Set the gauges, on the loop's thread; touches no column of the index."""
         node = self._driver.node
-        for name, tier in self._tiers().items():
-            if name == TierName.GPU:
-                continue
-            node.metrics.set(TIER_BLOCKS, tier["blocks"], tier=name)
+        for name, tier in (
+            (TierName.CPU, self._cpu()),
+            (TierName.SSD, self._slow(TierName.SSD)),
+            (TierName.REMOTE, self._slow(TierName.REMOTE)),
+        ):
+            blocks = node.cache.index.num_in(name, Residency.READY)
+            node.metrics.set(TIER_BLOCKS, blocks, tier=name)
             node.metrics.set(TIER_USED_BYTES, tier["used_bytes"], tier=name)
             node.metrics.set(TIER_CAPACITY_BYTES, tier["capacity_bytes"], tier=name)
             node.metrics.set(TIER_UP, tier["state"] == "up", tier=name)
@@ -79,10 +84,12 @@ class Status:
     def _tiers(self) -> dict[str, dict[str, Any]]:
         sessions = list(self._driver.node.sessions.values())
         self._tokens_of |= {s.key_space: s.layout.block_tokens for s in sessions}
-        tiers = {TierName.GPU.value: _gpu(sessions), TierName.CPU.value: self._cpu()}
-        for name in (TierName.SSD, TierName.REMOTE):
-            tiers[name.value] = self._slow(name)
-        return tiers
+        return {
+            "gpu": _gpu(sessions),
+            "cpu": self._cpu() | self._counts(TierName.CPU),
+            "ssd": self._slow(TierName.SSD) | self._counts(TierName.SSD),
+            "remote": self._slow(TierName.REMOTE) | self._counts(TierName.REMOTE),
+        }
 
     def _cpu(self) -> dict[str, Any]:
         slots = self._driver.node.cache.slots
@@ -91,12 +98,12 @@ class Status:
             "capacity_bytes": slots.capacity_bytes,
             "used_bytes": slots.used_bytes(),
             "reserved_bytes": slots.reserved_bytes,
-        } | self._counts(TierName.CPU)
+        }
 
     def _slow(self, name: TierName) -> dict[str, Any]:
         tier = self._driver.tiers.get(name)
         if tier is None:
-            return {"state": "off", "capacity_bytes": 0, "used_bytes": 0, "blocks": 0, "tokens": 0}
+            return {"state": "off", "capacity_bytes": 0, "used_bytes": 0}
         lane = self._driver.node.transfers.lanes[name]
         usage = tier.usage()
         return {
@@ -107,7 +114,7 @@ class Status:
             "queued_writes": len(lane.writes),
             "in_flight": len(lane.flights),
             "detail": dict(usage.detail),
-        } | self._counts(name)
+        }
 
     def _counts(self, tier: TierName) -> dict[str, int]:
         """Return the blocks that are ready in a tier, and their tokens."""
@@ -128,7 +135,7 @@ def _gpu(sessions: list[Session]) -> dict[str, Any]:
         "state": "up" if sessions else "off",
         "capacity_bytes": sum(report.capacity_bytes for report in reports),
         "used_bytes": sum(report.used_bytes for report in reports),
-        "blocks": 0,
+        "blocks": sum(s.report.used_tokens // s.layout.block_tokens for s in sessions),
         "tokens": sum(report.used_tokens for report in reports),
         "hit_tokens": sum(report.hit_tokens for report in reports),
     }
@@ -147,6 +154,16 @@ def _engine(session: Session) -> dict[str, Any]:
         "loads": len(session.loads),
         "stores": len(session.stores),
     }
+
+
+def _miss_reasons(samples: "_Samples") -> dict[str, dict[str, float]]:
+    """Return, by tier, why it did not serve blocks that it should have, where that happened."""
+    (_, tiers), (_, reasons) = MISS_BLOCKS.labels
+    counts = {
+        tier: {reason: samples.sum(MISS_BLOCKS, tier=tier, reason=reason) for reason in reasons}
+        for tier in tiers
+    }
+    return {tier: {r: n for r, n in of.items() if n} for tier, of in counts.items()}
 
 
 def _transfers(samples: "_Samples") -> dict[str, dict[str, float]]:

@@ -54,6 +54,11 @@ class Loader:
         """Return the lookups and loads in flight."""
         return len(self._lookups) + len(self._loads)
 
+    @property
+    def num_reserved(self) -> int:
+        """Return the pool's blocks that those who look up were promised."""
+        return sum(sequence.num_reserved for sequence in self._lookups.values())
+
     def has(self, request_id: str) -> bool:
         """Tell whether something of this name is in flight, also of a request that is gone."""
         return request_id in self._lookups or request_id in self._loads

@@ -277,6 +277,7 @@ def _load_tokenizer(path: Path) -> Any:
 def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """Load the weights into transformers' model; a tensor too few or too many is refused."""
     import transformers
+    from safetensors import SafetensorError
 
     model_class = getattr(transformers, ARCHITECTURES[config.model_type])
     options = {
@@ -293,7 +294,7 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             model, outcome = model_class.from_pretrained(
                 str(path), local_files_only=True, use_safetensors=True, **options
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise _refuse(f"its weights cannot be read: {error}", "fetch them again") from error
     wrong = sorted([*outcome["missing_keys"], *outcome["mismatched_keys"]], key=str)
     if wrong:  # transformers would fill them with random numbers

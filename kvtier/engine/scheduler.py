@@ -226,6 +226,7 @@ class Scheduler:
             return False
         if self.loader.look_up(sequence, num_hit):
             self._pool.release(hit)
+            sequence.num_reserved = num_new
             self._waiting.remove(sequence)
             self._announce(sequence, num_hit)
             return True
@@ -249,8 +250,11 @@ class Scheduler:
         return True
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Tell whether there are blocks to start with, and one more for each that runs already."""
-        headroom = len(self._running) if self._num_active else 0
+        """Tell whether there are blocks to start with, besides those that others were promised.
+
+        Each that runs is about to need one more, and those that look up all of theirs.
+        """
+        headroom = len(self._running) + self.loader.num_reserved
         return num_blocks + headroom <= self._pool.num_available
 
     def _allocate(self, num_blocks: int) -> list[int]:
@@ -323,7 +327,9 @@ class Scheduler:
             if has_blocks:
                 capacity = len(sequence.blocks) * self._pool.shape.block_tokens
                 assert sequence.num_computed <= capacity, "what is computed is somewhere"
-            assert sequence.account.num_counted >= min(sequence.num_computed, sequence.num_prompt)
+            if sequence.phase is Phase.RUNNING:
+                counted = min(sequence.num_computed, sequence.num_prompt)
+                assert sequence.account.num_counted >= counted, "each token is accounted for"
         for owner in self._announced.values():
             assert owner.request_id in self.sequences, "who left announces nothing"
         if self.is_idle:

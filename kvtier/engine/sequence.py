@@ -107,6 +107,8 @@ class Sequence:
     num_offered: int = 0
     """Leading blocks of ``port_chain`` that were considered for storing."""
     num_lookups: int = 0
+    num_reserved: int = 0
+    """Blocks it will need when its lookup is answered."""
     found: Found | None = None
     found_first: int = 0
     """The block of ``port_chain`` that ``found`` begins with."""

@@ -3,7 +3,7 @@
 Rules
 -----
 * A row has a slot exactly when it is not absent from the CPU tier, and a checksum exactly when it
-  is ready there.
+  is ready there, or was until it was condemned.
 * ``claim``, then bytes are copied by somebody, then ``publish`` or ``abandon``; in between nobody
   reads the slot.
 * A block that is pinned, or named in the call that makes room, is not evicted.
@@ -34,6 +34,8 @@ class Cache:
         self._eviction = eviction
         self.metrics = metrics
         self._checksums: dict[int, bytes] = {}
+        self.num_pins = 0
+        """Pins of all rows together; 0 when the node is idle."""
 
     def touch(self, rows: Rows) -> int:
         """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
@@ -71,7 +73,6 @@ class Cache:
         """Drop a ready, unpinned row from the CPU tier; forgotten if it is nowhere else."""
         assert self.state(row, TierName.CPU) == Residency.READY
         assert self.index.pins[row] == 0, "a pinned block is not evicted"
-        del self._checksums[int(self.index.slot[row])]
         self._vacate(row)
 
     def evict_all(self) -> tuple[int, int]:
@@ -87,11 +88,13 @@ class Cache:
     def pin(self, row: int) -> None:
         """Keep a row's slot from being evicted until the matching ``unpin``."""
         self.index.pins[row] += 1
+        self.num_pins += 1
 
     def unpin(self, row: int) -> None:
         """End one ``pin``; the last one of a condemned row lets it go."""
         assert self.index.pins[row] > 0, "every unpin has its pin"
         self.index.pins[row] -= 1
+        self.num_pins -= 1
         if self.index.pins[row] == 0 and self.state(row, TierName.CPU) == Residency.EVICTING:
             self._vacate(row)
 
@@ -103,7 +106,7 @@ class Cache:
         if self.index.pins[row] == 0:
             self.evict(row)
             return
-        del self._checksums[int(self.index.slot[row])]
+        # The checksum stays: a write that waits needs it, to find that these bytes fail it.
         self.index.move(row, TierName.CPU, Residency.EVICTING)
 
     def state(self, row: int, tier: TierName) -> int:
@@ -118,12 +121,18 @@ class Cache:
         """Return the complete header of a row that is ready in the CPU tier."""
         return self.index.header_of(row, self.checksum(row))
 
+    def checksummed_slots(self) -> set[int]:
+        """Return the offsets of the slots whose checksum is known."""
+        return set(self._checksums)
+
     def offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the arena offsets of rows that have slots."""
         return tuple(int(self.index.slot[row]) for row in rows)
 
     def _vacate(self, row: int) -> None:
-        self.slots.give(int(self.index.slot[row]))
+        offset = int(self.index.slot[row])
+        self._checksums.pop(offset, None)
+        self.slots.give(offset)
         self.index.slot[row] = NO_SLOT
         self.index.move(row, TierName.CPU, Residency.ABSENT)
         self.index.forget_absent(np.array([row]))

@@ -55,6 +55,7 @@ class Driver:
         self._orders: dict[str, asyncio.Queue[int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
+        self._quiet.set()
         self._up = dict.fromkeys(tiers, True)
         self._workers = {
             # One thread more than workers: probes and clearing do not wait for a full lane.

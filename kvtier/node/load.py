@@ -61,17 +61,26 @@ class Loads:
         # The first message always comes at once, so that the client can name the lease.
         return self._advance(lease) or [Progress(event.call, lease.number, (), (), ())]
 
-    def release(self, session: Session, number: int, corrupt: Sequence[int] = ()) -> Released:
-        """End a lease; it held if it was still there. Blocks found corrupt are served no more."""
+    def release(
+        self, session: Session, number: int, corrupt: Sequence[int] = ()
+    ) -> tuple[Released, list[Action]]:
+        """End a lease; it held if it was still there. Blocks found corrupt are served no more.
+
+        A load that was still going on gets its last message.
+        """
         lease = session.loads.pop(number, None)
         if lease is None:
-            return Released(held=False)
+            return Released(held=False), []
         for place in corrupt:
             if place < lease.num_sent:
                 self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
                 self._cache.condemn(lease.rows[place])
         self._cut(lease, 0)
-        return Released(held=True)
+        if lease.is_ended:
+            return Released(held=True), []
+        lease.is_ended = True
+        last = Progress(lease.call, lease.number, (), (), (), end="released")
+        return Released(held=True), [last]
 
     def block_ready(self, row: int) -> list[Action]:
         """Note that a row became ready in the CPU tier."""

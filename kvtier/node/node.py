@@ -142,7 +142,7 @@ class Node:
     @property
     def num_pins(self) -> int:
         """Return how many pins there are; 0 when the node is idle."""
-        return int(self.cache.index.pins[self.cache.index.rows()].sum())
+        return self.cache.num_pins
 
     @property
     def num_leases(self) -> int:
@@ -198,7 +198,7 @@ class Node:
         for session in [s for s in self.sessions.values() if s.ticket == event.ticket]:
             del self.sessions[session.token]
             for number in list(session.loads):
-                self.loads.release(session, number)
+                actions += self.loads.release(session, number)[1]
             actions += self.stores.abandon(session)
             self.drops.session_ended(session.token)
         return actions
@@ -263,10 +263,10 @@ class Node:
 
     def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
-        released = Released(held=False)
+        released, actions = Released(held=False), list[Action]()
         if session is not None:
-            released = self.loads.release(session, event.lease, event.corrupt)
-        return [] if event.call is None else [Reply(event.call, released)]
+            released, actions = self.loads.release(session, event.lease, event.corrupt)
+        return actions if event.call is None else [*actions, Reply(event.call, released)]
 
     def _find(self, chain: Chain, first: int, now_ns: int) -> Run:
         usable = frozenset(
@@ -334,6 +334,7 @@ class Node:
         if event.fault:
             self._count_bytes(f"cpu_to_{tier}", rows, "failed")
             index.move(np.array(rows), tier, Residency.ABSENT)
+            index.forget_absent(np.array(rows))
             return []
         self.metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"cpu_to_{tier}")
         for row, result in zip(rows, event.results, strict=True):
@@ -343,6 +344,8 @@ class Node:
             if result is None:
                 self.metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
                 self.cache.condemn(row)
+        # One that was condemned before may have left the CPU tier when this write let go of it.
+        index.forget_absent(np.array(rows))
         self._evicted(lane, event.evicted)
         return []
 

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core.admission import Admission, Admit, Offer, Reject
-from kvtier.core.limits import TRANSFER_BLOCKS_MAX, WRITE_ARENA_SHARE
+from kvtier.core.limits import (
+    BANDWIDTH_MIN_BYTES_PER_S,
+    TRANSFER_BLOCKS_MAX,
+    WRITE_ARENA_SHARE,
+)
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
 from kvtier.node.action import Read, TransferBlock, Write
@@ -28,6 +32,7 @@ class SlowTier:
     name: TierName
     num_workers: int
     deadline_ns: int
+    """For the answer; a transfer gets the time for its bytes on top."""
     queue_bytes_max: int
     """Bytes that may wait to be written; each of them is pinned in the arena."""
 
@@ -37,6 +42,8 @@ class _Flight:
     rows: tuple[int, ...]
     is_read: bool
     deadline_ns: int
+    is_overdue: bool = False
+    """Seen to be past its deadline, so that nobody is woken for it again."""
 
 
 @dataclass(slots=True)
@@ -59,7 +66,7 @@ class Lane:
 
     def is_usable(self, now_ns: int) -> bool:
         """Tell whether the tier answers, as far as one can see from here."""
-        return self.is_up and not any(f.deadline_ns < now_ns for f in self.flights.values())
+        return self.is_up and not any(f.deadline_ns <= now_ns for f in self.flights.values())
 
 
 class Transfers:
@@ -120,15 +127,18 @@ class Transfers:
     def shed(self, lane: Lane) -> list[int]:
         """Give up what is queued on a lane that cannot be used; returns the rows to be read."""
         for row, _ in lane.writes:
-            self._unqueue(lane, row)
             self._cache.index.move(row, lane.tier.name, Residency.ABSENT)
+            self._unqueue(lane, row)
         lane.writes.clear()
         unread = [row for row, _ in lane.reads]
         lane.reads.clear()
         return unread
 
     def shed_unusable(self, now_ns: int) -> list[tuple[Lane, list[int]]]:
-        """Shed every lane that is down or stuck and still has a queue."""
+        """Note overdue transfers, and shed every lane that is down or stuck."""
+        for lane in self.lanes.values():
+            for flight in lane.flights.values():
+                flight.is_overdue |= flight.deadline_ns <= now_ns
         return [
             (lane, self.shed(lane))
             for lane in self.lanes.values()
@@ -137,8 +147,8 @@ class Transfers:
 
     def next_deadline_ns(self) -> int | None:
         """Return when the next transfer is overdue."""
-        deadlines = [f.deadline_ns for r in self.lanes.values() for f in r.flights.values()]
-        return min(deadlines, default=None)
+        flights = [f for lane in self.lanes.values() for f in lane.flights.values()]
+        return min((f.deadline_ns for f in flights if not f.is_overdue), default=None)
 
     def _judge(self, lane: Lane, rows: Sequence[int], now_ns: int) -> int:
         index = self._cache.index
@@ -169,7 +179,7 @@ class Transfers:
             for row in rows
         )
         number = self._fly(lane, rows, now_ns, is_read=True)
-        return Read(number, lane.tier.name, blocks, now_ns + lane.tier.deadline_ns)
+        return Read(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
     def _start_write(self, lane: Lane, now_ns: int) -> Write:
         rows = self._next(lane, lane.writes, now_ns)
@@ -177,7 +187,7 @@ class Transfers:
             TransferBlock(self._cache.header(row), int(self._cache.index.slot[row])) for row in rows
         )
         number = self._fly(lane, rows, now_ns, is_read=False)
-        return Write(number, lane.tier.name, blocks, now_ns + lane.tier.deadline_ns)
+        return Write(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
     def _next(self, lane: Lane, queue: deque[tuple[int, int]], now_ns: int) -> tuple[int, ...]:
         count = min(len(queue), TRANSFER_BLOCKS_MAX)
@@ -192,7 +202,10 @@ class Transfers:
 
     def _fly(self, lane: Lane, rows: tuple[int, ...], now_ns: int, *, is_read: bool) -> int:
         self._num_started += 1
-        deadline_ns = now_ns + lane.tier.deadline_ns
+        num_bytes = sum(self._size(row) for row in rows)
+        deadline_ns = (
+            now_ns + lane.tier.deadline_ns + num_bytes * 10**9 // BANDWIDTH_MIN_BYTES_PER_S
+        )
         lane.flights[self._num_started] = _Flight(rows, is_read, deadline_ns)
         return self._num_started
 

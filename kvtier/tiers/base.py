@@ -5,12 +5,17 @@ Contract (tests/contract runs it over every implementation)
 * Calls block, may come from several threads at once, and take whole batches.
 * ``write`` publishes a block only when it is complete; one that fails leaves no trace. Writing a
   hash that is there already is ``STORED`` and changes nothing.
-* ``read`` fills a buffer and says ``HIT`` only for bytes whose header names the very block that
-  was asked for and whose checksum holds. Anything else is a ``Miss`` with its reason; the buffer
-  is then garbage. A block that failed a check is forgotten, and may be written again at once.
+* ``read`` fills a buffer and returns a header only for bytes whose header names the very block that
+  was asked for and whose checksum holds. Anything else is a ``MissReason``; the buffer is then
+  garbage. A block that is found damaged is forgotten, and may be written again at once. A question
+  that names the wrong key space, tenant or length is a miss and changes nothing.
 * Outcomes are values. A fault of the medium (no disk, no server, no answer) raises ``TierError``
-  for the whole batch; nothing in the tier is then more wrong than before.
-* Each call ends by its ``deadline_ns`` (on the monotonic clock), or raises ``TierTimeout``.
+  for the whole batch; nothing in the tier is then more wrong than before. Blocks of the batch may
+  have been stored all the same; what was evicted for them is reported by the next write.
+* Each call ends by its ``deadline_ns`` (on the monotonic clock), or raises ``TierTimeout``. A
+  system call cannot be interrupted, so a medium that hangs may keep its caller: run calls on
+  threads that may be lost, or behind ``DeadlineTier``.
+* Once a call has returned or raised, the tier touches the memory it was given no more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +104,7 @@ class WriteReport:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a removal took away."""
+    """What a removal took away; bytes are those of payloads."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -107,7 +112,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Occupancy; bytes are those that the medium has allocated, padding and headers included."""
+    """Occupancy; bytes are those that the medium has allocated, padding and headers included.
+
+    A shared tier reports zeros: only its server knows.
+    """
 
     num_blocks: int
     used_bytes: int

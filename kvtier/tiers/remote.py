@@ -263,6 +263,8 @@ def _open_pool(url: str, timeout_s: float, num_workers: int) -> tuple["_Links", 
             # A link that was dropped while it was idle is noticed and made anew by the pool. Trying
             # again after anything else would only double the time that a dead server costs.
             retry=Retry(NoBackoff(), 0),
+            # In pieces of the default 64 KiB, a value of 3 MB is read a quarter slower.
+            socket_read_size=1 << 20,
             protocol=2,
             username=unquote(username) or None,
             password=unquote(password) or None,

@@ -14,13 +14,16 @@ from kvtier.tiers.base import MissReason
 from kvtier.tiers.ssd import SsdTier
 
 WRITER = Path(__file__).with_name("ssd_writer.py")
+IN_A_BLOCK = ("record.write", 3)
+"""Between two operations of one block: its header is on the disk, its payload is not."""
+
 POINTS = [
     ("segment.create", 1),
     ("segment.create", 3),
     ("segment.header", 1),
     ("segment.header", 4),
     ("record.write", 1),
-    ("record.write", 3),  # in the middle of a block
+    IN_A_BLOCK,
     ("record.write", 12),
     ("record.publish", 1),
     ("record.publish", 9),
@@ -63,7 +66,9 @@ def promised(said: list[tuple[str, bytes]]) -> tuple[set[bytes], set[bytes]]:
     return there, gone
 
 
-def check(directory: Path, said: list[tuple[str, bytes]], *, may_evict: bool) -> None:
+def check(
+    directory: Path, said: list[tuple[str, bytes]], *, may_evict: bool, is_torn: bool = False
+) -> None:
     there, gone = promised(said)
     blocks = [make_block(number, size_of(number)) for number in range(24)]
     tier = SsdTier(directory, CAPACITY_BYTES, SEGMENT_BYTES)
@@ -76,6 +81,8 @@ def check(directory: Path, said: list[tuple[str, bytes]], *, may_evict: bool) ->
         assert tier.usage().num_blocks == len(list(tier.headers()))
         verdicts = fetch(tier, *blocks)
         assert set(verdicts) <= {None, MissReason.ABSENT, MissReason.CHECKSUM}
+        if is_torn:
+            assert MissReason.CHECKSUM in verdicts
         served = {
             block.header.block_hash
             for block, verdict in zip(blocks, verdicts, strict=True)
@@ -99,7 +106,8 @@ def test_killed_at_a_step(tmp_path: Path, step: str, occurrence: int) -> None:
     assert status == (0 if step == "never" else -signal.SIGKILL), said
     # Killed when it had given up a segment, but before the write returned that says so.
     may_evict = step in {"segment.unlink", "segment.create", "segment.header"}
-    check(tmp_path / "ssd", said, may_evict=may_evict)
+    is_torn = (step, occurrence) == IN_A_BLOCK
+    check(tmp_path / "ssd", said, may_evict=may_evict, is_torn=is_torn)
 
 
 @pytest.mark.slow

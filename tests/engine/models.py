@@ -92,3 +92,14 @@ class Reference:
                 )
             known = self._known[prompt, num_tokens] = out[0, len(prompt) :].tolist()
         return known
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids, use_cache=False).logits
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def perplexity(self, tokens: tuple[int, ...]) -> float:
+        ids = torch.tensor([tokens])
+        loss = torch.nn.functional.cross_entropy(self.logits(ids[:, :-1])[0], ids[0, 1:])
+        return float(loss.exp())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import StartError, TierError
-from kvtier.testing.block import make_block, make_chain, read_of
+from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
@@ -148,6 +148,15 @@ def test_applies_a_smaller_capacity_before_it_is_ready(ssd: Opener) -> None:
     assert fetch(tier, *blocks_of(range(20, 38))) == [None] * 18
 
 
+def test_a_smaller_capacity_takes_spoilt_segments_before_sound_ones(ssd: Opener) -> None:
+    tier = ssd()
+    store(tier, *blocks_of(range(25)))
+    tier.close()
+    damage(ssd.segments()[2], 0, bytes(SEGMENT_BYTES))
+    tier = ssd(2 * SEGMENT_BYTES + METADATA_BYTES)
+    assert present(tier, blocks_of(range(25))) == [True] * 20 + [False] * 5
+
+
 def test_leaves_the_volume_its_floor(ssd: Opener) -> None:
     tier = ssd(options=SsdOptions(free_space_floor_bytes=1 << 60))
     assert tier.write([make_block(1)], soon()).outcomes == (WriteOutcome.REJECTED,)
@@ -255,6 +264,40 @@ def test_files_that_are_no_segments_are_removed_and_others_left_alone(ssd: Opene
     (ssd.directory / "notes.txt").write_text("mine")
     assert ssd().usage().detail["files_dropped_at_start"] == 2
     assert sorted(path.name for path in ssd.directory.iterdir()) == ["lock", "notes.txt"]
+
+
+def test_a_file_that_cannot_be_read_is_kept_and_counted_until_it_is_its_turn(ssd: Opener) -> None:
+    ssd().close()
+    elsewhere = ssd.directory.parent / "elsewhere"
+    elsewhere.write_bytes(b"x" * 100)
+    link = ssd.directory / f"{1:016x}.segment"
+    link.symlink_to(elsewhere)
+    tier = ssd()
+    assert tier.usage().detail["files_unreadable_at_start"] == 1
+    assert link.is_symlink()
+    for block in blocks_of(range(60)):
+        tier.write([block], soon())
+    assert not link.is_symlink()
+    assert elsewhere.exists()
+
+
+def test_a_batch_is_one_operation_each_way(ssd: Opener) -> None:
+    steps: list[str] = []
+    tier = ssd(options=SsdOptions(hook=steps.append))
+    store(tier, make_block(0, BLOCK_BYTES))
+    slot_bytes = 20_480
+    arena = aligned_memory(8 * slot_bytes)
+    blocks = []
+    for index, block in enumerate(blocks_of(range(1, 9))):
+        slot = arena[index * slot_bytes :][:BLOCK_BYTES]
+        slot[:] = block.payload
+        blocks.append(replace(block, payload=slot))
+    steps.clear()
+    store(tier, *blocks)
+    slots = [arena[index * slot_bytes :][:slot_bytes] for index in range(8)]
+    results = tier.read([read_of(*pair) for pair in zip(blocks, slots, strict=True)], soon())
+    assert results == [block.header for block in blocks]
+    assert steps == ["record.write", "record.publish", "record.read"]
 
 
 def test_a_footer_that_rots_is_replaced_by_walking(ssd: Opener) -> None:

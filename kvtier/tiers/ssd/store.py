@@ -100,7 +100,7 @@ class SsdTier:
             self._pool = SegmentPool(
                 self._disk, capacity_bytes, segment_bytes, options.free_space_floor_bytes
             )
-            self._num_dropped_files = recover(self._pool)
+            self._recovered = recover(self._pool)
         except OSError as error:
             unlock_directory(self._directory_lock)
             raise StartError(
@@ -199,7 +199,8 @@ class SsdTier:
                 "direct_io": self._disk.is_direct,
                 "segments": len(pool.segments),
                 "segment_bytes": pool.segment_bytes,
-                "files_dropped_at_start": self._num_dropped_files,
+                "files_dropped_at_start": self._recovered.num_dropped,
+                "files_unreadable_at_start": self._recovered.num_unreadable,
             },
         )
 

@@ -1,0 +1,107 @@
+"""What all tiers cost where nothing ever hits: time to first token with a daemon and without one.
+
+    python bench/ttft.py [--model PATH] [--json]
+
+Two engines serve the same model: one with a CPU, an SSD and (where redis-server is installed) a
+Redis tier, one alone. Every prompt is new and goes to both, in turns as to who is first; before
+each, what the last one left to write is written. Prints medians and the ratio of each pair.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.testing.child import Child, await_true, free_port, work_directory
+from kvtier.testing.served import Served, complete, url_of
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = os.environ.get("KVTIER_DEMO_MODEL") or ROOT / ".model/smollm2-135m-instruct.gguf"
+
+
+@contextmanager
+def redis_url(directory: Path) -> Iterator[str]:
+    """Run a redis-server; yields its URL, or nothing where there is no such program."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        yield ""
+        return
+    port, password = free_port(), secrets.token_hex(8)
+    file = directory / "redis.conf"
+    file.write_text(f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\n')
+    with Child([program, str(file)], directory / "redis.log") as server:
+        server.await_log("Ready to accept connections")
+        yield f"redis://:{password}@127.0.0.1:{port}/0"
+        server.stop()
+
+
+def ttft_s(url: str, prompt: list[int]) -> float:
+    started = time.perf_counter()
+    answer = complete(url, prompt, max_tokens=1)
+    seconds = time.perf_counter() - started
+    assert answer["kvtier"]["computed_tokens"] == len(prompt), "nothing hits"
+    return seconds
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    generator = np.random.default_rng(options.seed)
+    settings = {"engine.pool": "512MiB", "cpu.capacity": "1GiB", "cpu.slab": "64MiB"}
+    settings |= {"ssd.capacity": "2GiB", "ssd.segment": "64MiB"}
+    times: dict[str, list[float]] = {"tiers": [], "alone": []}
+    with work_directory() as directory, redis_url(directory) as url:
+        served = Served(directory, settings | ({"remote.url": url} if url else {}))
+        with (
+            served.daemon() as daemon,
+            served.engine(options.model)[0] as tiers,
+            served.engine(options.model, "--alone")[0] as alone,
+        ):
+            urls = {"tiers": url_of(tiers), "alone": url_of(alone)}
+            await_true(lambda: served.stat()["engines"], "an engine has joined")
+            for run in range(options.runs + 1):
+                prompt = generator.integers(1000, 40_000, options.tokens).tolist()
+                for name in sorted(urls, reverse=run % 2 == 0):
+                    took = ttft_s(urls[name], prompt)
+                    if run:  # the first request of a process pays for more than itself
+                        times[name].append(took)
+                    served.await_idle(60)
+            stored = served.stat()["tiers"]["ssd"]["tokens"]
+            assert stored >= options.tokens * options.runs * 0.9, "everything was offloaded"
+            for child in (tiers, alone, daemon):
+                child.stop()
+    pairs = [with_s / alone_s for with_s, alone_s in zip(*times.values(), strict=True)]
+    return {
+        "tokens": options.tokens,
+        "has_redis": bool(url),
+        **{f"{name}_s": round(statistics.median(of), 3) for name, of in times.items()},
+        "ratio": round(statistics.median(pairs), 4),
+        "ratio_least": round(min(pairs), 4),
+        "ratio_most": round(max(pairs), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path(MODEL))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options)
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:28} {value:>10}")
+
+
+if __name__ == "__main__":
+    main()

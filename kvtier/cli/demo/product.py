@@ -1,0 +1,225 @@
+"""The real thing: ``kvtier serve`` with its engine, in a directory of its own.
+
+It is started as a user would start it, and looked at through what a user has: its log, its status
+document, and drops. Nothing of the user's own kvtier is touched: the settings in the environment
+are left out, and socket, SSD directory, ports and Redis prefix belong to the demo alone.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvtier.cli.call import ask
+from kvtier.client.wire import tier_to_wire
+from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.errors import KvtierError, StartError
+from kvtier.v1 import operator_pb2 as pb
+
+__all__ = ["DemoFailed", "Product"]
+
+_SETTINGS = (
+    "http.listen=",
+    "engine.listen=127.0.0.1:0",
+    # The pool holds any one prompt, and the tiers below hold all that the pool does.
+    "engine.pool=1GiB",
+    "cpu.capacity=1GiB",
+    "ssd.capacity=2GiB",
+    "ssd.free_space_floor=0",
+    # A deadline that ends a load early would be right, but is not what is shown here.
+    "client.load_deadline=30s",
+    "ssd.deadline=30s",
+    "remote.deadline=10s",
+)
+
+_START_TIMEOUT_S = 120.0
+"""Importing torch and reading the model takes seconds, on a busy machine many."""
+
+_STOP_TIMEOUT_S = 45.0
+"""Beyond what the daemon gives its engine to stop, and itself to flush."""
+
+_SETTLE_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 10.0
+_PAUSE_S = 0.05
+_LOG_LINES = 12
+
+T = TypeVar("T")
+
+
+class DemoFailed(KvtierError):
+    """The product did not do what the demo asked of it."""
+
+
+class Product:
+    """Starts and stops the two processes; as a context, both are gone after it."""
+
+    def __init__(self, directory: Path, model: Path, redis_url: str) -> None:
+        self.tiers = [tier for tier in TierName if redis_url or tier is not TierName.REMOTE]
+        self.url = ""
+        self._socket = directory / "k.sock"
+        self._log = directory / "log"
+        self._command = [sys.executable, "-m", "kvtier", "serve", "--model", str(model)]
+        for setting in (
+            f"daemon.socket={self._socket}",
+            f"ssd.directory={directory / 'ssd'}",
+            f"remote.key_prefix=kvtier-demo-{secrets.token_hex(4)}:",
+            *_SETTINGS,
+        ):
+            self._command += ["--set", setting]
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
+        self._environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+        if redis_url:  # not on the command line, where every user could read its password
+            self._environment["KVTIER_REMOTE_URL"] = redis_url
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if self._is_running() and TierName.REMOTE in self.tiers:
+            with contextlib.suppress(KvtierError):
+                self.drop(TierName.REMOTE)
+        self.stop()
+
+    def start(self) -> None:
+        """Start both processes and wait until they serve."""
+        assert not self._is_running(), "one at a time"
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(  # noqa: S603 - this very program
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                # Ctrl-C is for the demo alone, which then stops the two in order.
+                start_new_session=True,
+            )
+        self.url = self._wait_until(self._served_url, "the engine serves", _START_TIMEOUT_S)
+        self._wait_until(self._is_attached, "the engine has joined the daemon", _START_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Stop both processes, in order where they still can. Idempotent."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.terminate()
+            child.wait(_STOP_TIMEOUT_S)
+        # The session is ours, so this ends the engine too, should its daemon have died before it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+    def stat(self) -> dict[str, Any]:
+        """Return the status document."""
+        reply = self._ask(lambda stub: stub.Stat(pb.StatRequest(), timeout=_CALL_TIMEOUT_S))
+        document: dict[str, Any] = json.loads(reply.json)
+        return document
+
+    def drop(self, *tiers: TierName) -> None:
+        """Empty tiers; raises DemoFailed where one keeps something."""
+        request = pb.DropRequest(
+            tiers=map(tier_to_wire, tiers), deadline_ms=int(_CALL_TIMEOUT_S * 1000)
+        )
+        reply = self._ask(lambda stub: stub.Drop(request, timeout=2 * _CALL_TIMEOUT_S))
+        for tier, removed in zip(tiers, reply.removed, strict=True):
+            if removed.error or removed.kept_blocks:
+                kept = removed.error or f"kept {removed.kept_blocks} blocks"
+                raise self._failure(f"the {tier} tier could not be emptied: {kept}")
+
+    def settle(self, num_tokens: int) -> None:
+        """Wait until every tier has that many tokens, and nothing is on its way any more."""
+
+        def is_settled() -> bool:
+            document = self.stat()
+            tiers = [document["tiers"][tier] for tier in self.tiers if tier in LOWER_TIERS]
+            is_busy = (
+                document["leases"]
+                + document["pins"]
+                + sum(
+                    tier.get(queue, 0)
+                    for tier in tiers
+                    for queue in ("queued_reads", "queued_writes", "in_flight")
+                )
+            )
+            return not is_busy and all(tier["tokens"] >= num_tokens for tier in tiers)
+
+        self._wait_until(is_settled, f"{num_tokens} tokens are in every tier", _SETTLE_TIMEOUT_S)
+
+    def block_tokens(self) -> int:
+        """Return the tokens of a block, as the engine declared them."""
+        return int(self.stat()["engines"][0]["block_tokens"])
+
+    def hit_tokens(self, tier: TierName) -> int:
+        """Return how many tokens the daemon counts as found in a tier since it started."""
+        document = self.stat()
+        if tier is TierName.GPU:
+            return int(document["tiers"]["gpu"]["hit_tokens"])
+        return int(document["lookup_blocks"]["hit"][tier]) * self.block_tokens()
+
+    def counts_hits(self, tier: TierName, num_tokens: int) -> bool:
+        """Wait until the daemon counts that many hits; engines report theirs once a second."""
+        with contextlib.suppress(DemoFailed):
+            return self._wait_until(
+                lambda: self.hit_tokens(tier) >= num_tokens, "hits are counted", _CALL_TIMEOUT_S
+            )
+        return False
+
+    def _is_running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def _served_url(self) -> str:
+        found = re.findall(r"^kvtier: \S+ at (http://\S+)$", self._log_text(), re.MULTILINE)
+        return found[-1] if found else ""
+
+    def _is_attached(self) -> bool:
+        document = self.stat()
+        cpu = document["tiers"]["cpu"]
+        return bool(document["engines"]) and cpu["reserved_bytes"] == cpu["capacity_bytes"]
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        try:
+            return ask(self._socket, call)
+        except StartError as error:
+            raise self._failure(str(error)) from error
+
+    def _wait_until(self, look: Callable[[], T], what: str, timeout_s: float) -> T:
+        """Return the first true result of ``look``; raises where it does not come."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if found := look():
+                return found
+            if not self._is_running():
+                raise self._ending()
+            if time.monotonic() > deadline_s:
+                raise self._failure(f"not within {timeout_s:.0f} s: {what}")
+            time.sleep(_PAUSE_S)
+
+    def _ending(self) -> KvtierError:
+        """Say why the child ended: with its own line where it refused to start."""
+        assert self._child is not None
+        refusal = re.search(r"^kvtier: (.+?): (.+); (.+)$", self._log_text(), re.MULTILINE)
+        if self._child.returncode == 2 and refusal:
+            return StartError(*refusal.groups())
+        return self._failure(f"kvtier serve ended with {self._child.returncode}")
+
+    def _failure(self, problem: str) -> DemoFailed:
+        lines: Sequence[str] = self._log_text().splitlines()[-_LOG_LINES:]
+        return DemoFailed("\n  ".join([f"{problem}; the end of its log:", *lines]))
+
+    def _log_text(self) -> str:
+        return self._log.read_text(errors="replace")

@@ -1,0 +1,65 @@
+"""What may go wrong in one run: which faults there are, and how often.
+
+A run has few kinds of fault rather than all: where everything fails at once, nothing gets far
+enough to fail in an interesting way.
+"""
+
+import random
+from dataclasses import dataclass, fields
+
+__all__ = ["CALM", "Weather", "draw_weather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """Chances of faults, each per opportunity."""
+
+    fail_before: float = 0.0
+    """A tier's call ends in a fault, with nothing done."""
+    fail_after: float = 0.0
+    """A tier's call ends in a fault, although all was done."""
+    hang: float = 0.0
+    """A tier's call ends long after its deadline."""
+    rot: float = 0.0
+    """A byte of a block kept by a tier is wrong from now on."""
+    lose: float = 0.0
+    """A tier has lost a block."""
+    outage: float = 0.0
+    """A tier does not answer for a while."""
+    scribble: float = 0.0
+    """Some engine writes into a slot of the arena that it does not hold."""
+    die: float = 0.0
+    """An engine dies, in the middle of whatever it does."""
+    crash: float = 0.0
+    """The node dies and is started anew; the SSD and the remote tier keep what they have."""
+    drop: float = 0.0
+    """An operator empties tiers."""
+    forget: float = 0.0
+    """An engine does not release, does not complete, or stops half-way."""
+    dawdle: float = 0.0
+    """An engine pauses while it copies, perhaps until after its lease."""
+
+
+CALM = Weather()
+
+_USUAL = Weather(
+    fail_before=0.1,
+    fail_after=0.05,
+    hang=0.05,
+    rot=0.08,
+    lose=0.08,
+    outage=0.15,
+    scribble=0.15,
+    die=0.06,
+    crash=0.04,
+    drop=0.15,
+    forget=0.12,
+    dawdle=0.03,
+)
+
+
+def draw_weather(draw: random.Random) -> Weather:
+    """Choose which of the faults this run has."""
+    kinds = [kind.name for kind in fields(Weather)]
+    chosen = draw.sample(kinds, draw.randint(0, len(kinds)))
+    return Weather(**{kind: getattr(_USUAL, kind) for kind in chosen})

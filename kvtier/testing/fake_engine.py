@@ -1,0 +1,245 @@
+"""FakeEngine: a client of a node on a ``Stage``, as careful as the real one, and as mortal.
+
+It stores blocks whose bytes are a function of their identity, and accepts a loaded block exactly
+where ``kvtier.client`` would: the checksum binds the bytes to the identity asked for, and the lease
+still holds once they were copied. What it accepts must then be what the oracle says, byte for byte.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from kvtier.core.identity import NO_TENANT, BlockHeader, payload_checksum
+from kvtier.core.layout import KVLayout
+from kvtier.core.residency import TierName
+from kvtier.errors import DaemonUnavailable
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.testing.block import TEST_KEY_SPACE, make_chain, payload_of
+from kvtier.testing.stage import Stage
+from kvtier.tiers.base import BlockWrite, Removed
+
+__all__ = ["Blocks", "FakeEngine", "FakeLoad"]
+
+Blocks = Sequence[BlockWrite]
+"""A chain from its root on, each block with the only bytes it may have."""
+
+_LEASE_MARGIN_NS = 50_000_000
+"""Copying stops this long before a lease ends, as in the real client."""
+
+_DEADLINE_NS = 400_000_000
+
+
+class FakeEngine:
+    """One engine; ``attach`` makes it known to a node."""
+
+    def __init__(
+        self, name: str, *, key_space: bytes = TEST_KEY_SPACE, payload_bytes: int = 3000
+    ) -> None:
+        self.name = name
+        self.key_space = key_space
+        self.layout = KVLayout("paged", 1, 64, payload_bytes, "float32", "fake")
+        self.stage: Stage
+        self.session = ""
+        self.ticket = ""
+        self._num_tickets = 0
+
+    def attach(self, stage: Stage) -> None:
+        """Map the stage's arena and register."""
+        self._num_tickets += 1
+        self.stage = stage
+        self.ticket = f"{self.name}.{self._num_tickets}"
+        answer = stage.ask(
+            lambda call: ev.Register(
+                call, self.ticket, self.key_space, self.layout, self.name, "shm", 1
+            )
+        )
+        assert isinstance(answer, ac.Registered), answer
+        self.session = answer.session
+
+    def die(self) -> None:
+        """End at once, in the middle of whatever was going on; the kernel tells the node."""
+        self.stage.post(ev.SessionEnded(self.ticket))
+        self.session = ""
+
+    def chain(self, numbers: Iterable[int], tenant: bytes = NO_TENANT) -> Blocks:
+        """Return the blocks of a prompt, in this engine's key space."""
+        return make_chain(
+            list(numbers), self.layout.block_bytes, key_space=self.key_space, tenant=tenant
+        )
+
+    # Lookups
+
+    def lookup(self, blocks: Blocks, first: int = 0, *, within_ns: int = _DEADLINE_NS) -> int:
+        """Ask what could be loaded; the answer to this call may come later."""
+        deadline_ns = self.stage.clock() + within_ns
+        return self._call(
+            blocks,
+            lambda call, tenant, hashes: ev.Lookup(
+                call, self.session, tenant, hashes, first, deadline_ns
+            ),
+        )
+
+    def found(self, blocks: Blocks, first: int = 0) -> tuple[TierName, ...]:
+        """Look up and return the tiers, where no probe is needed."""
+        answer = self.answer(self.lookup(blocks, first))
+        assert isinstance(answer, ac.Found), answer
+        return answer.tiers
+
+    def answer(self, call: int) -> ac.Answer:
+        """Take the answer to a call, which must have come; raises DaemonUnavailable without a session."""
+        answer = self.stage.answers.pop(call)
+        if isinstance(answer, ac.Refused) and answer.kind == "session":
+            raise DaemonUnavailable(answer.message)
+        return answer
+
+    # Stores
+
+    def prepare(self, blocks: Blocks, first: int = 0) -> ac.Granted:
+        """Ask for slots."""
+        answer = self.answer(
+            self._call(
+                blocks,
+                lambda call, tenant, hashes: ev.PrepareStore(
+                    call, self.session, tenant, hashes, first
+                ),
+            )
+        )
+        assert isinstance(answer, ac.Granted), answer
+        return answer
+
+    def copy(self, granted: ac.Granted, blocks: Blocks) -> Iterator[bytes]:
+        """Fill the granted slots one by one, half a block at a time; yields each checksum.
+
+        Whoever iterates may stop anywhere: an engine that dies leaves a torn block behind.
+        """
+        for index, offset in zip(granted.indexes, granted.offsets, strict=True):
+            header = blocks[index].header
+            payload, slot = payload_of(header), self.stage.view(offset, header.payload_bytes)
+            half = len(payload) // 2
+            slot[:half] = payload[:half]
+            yield b""
+            slot[half:] = payload[half:]
+            yield payload_checksum(replace(header, checksum=b""), slot)
+
+    def complete(self, granted: ac.Granted, checksums: Sequence[bytes]) -> int:
+        """Publish the leading blocks that were copied; returns how many there are."""
+        answer = self.answer(
+            self.stage.call(
+                lambda call: ev.CompleteStore(call, self.session, granted.lease, tuple(checksums))
+            )
+        )
+        assert isinstance(answer, ac.Stored), answer
+        return answer.num_blocks
+
+    def store(self, blocks: Blocks, first: int = 0) -> ac.Granted:
+        """Prepare, copy, complete."""
+        granted = self.prepare(blocks, first)
+        if granted.lease:
+            checksums = [checksum for checksum in self.copy(granted, blocks) if checksum]
+            assert self.complete(granted, checksums) == len(granted.indexes)
+        return granted
+
+    # Loads
+
+    def load(self, blocks: Blocks, first: int = 0, *, within_ns: int = _DEADLINE_NS) -> "FakeLoad":
+        """Ask for blocks; they come as the node's tiers are carried on."""
+        asked_ns = self.stage.clock()
+        call = self._call(
+            blocks,
+            lambda call, tenant, hashes: ev.Load(
+                call, self.session, tenant, hashes, first, asked_ns + within_ns
+            ),
+        )
+        if call in self.stage.answers:
+            raise AssertionError(f"refused: {self.answer(call)}")
+        return FakeLoad(self, blocks, first, call, asked_ns)
+
+    def report(self, order: int, num_blocks: int) -> None:
+        """Answer an order to empty this engine's own tier."""
+        removed = Removed(num_blocks, num_blocks * self.layout.block_bytes)
+        call = self.stage.call(
+            lambda call: ev.Report(call, self.session, 0, 0, 0, 0, order, removed)
+        )
+        self.answer(call)
+
+    def _call(self, blocks: Blocks, make: Callable[[int, bytes, bytes], ev.Event]) -> int:
+        tenant = blocks[0].header.tenant if blocks else NO_TENANT
+        hashes = b"".join(block.header.block_hash for block in blocks)
+        return self.stage.call(lambda call: make(call, tenant, hashes))
+
+
+class FakeLoad:
+    """One load of a ``FakeEngine``."""
+
+    def __init__(
+        self, engine: FakeEngine, blocks: Blocks, first: int, call: int, asked_ns: int
+    ) -> None:
+        self.accepted: list[TierName] = []
+        """The tier of each block that was copied and found good, in order."""
+        self.end = ""
+        """Why there is no more, once that is known."""
+        self._engine = engine
+        self._stage = engine.stage
+        self._blocks = blocks
+        self._first = first
+        self._call = call
+        self._asked_ns = asked_ns
+        self._corrupt: list[int] = []
+
+    @property
+    def lease(self) -> int:
+        """Return the lease's number, which comes with the first message."""
+        return self._stage.progress[self._call][0].lease
+
+    def announced(self) -> int:
+        """Return how many blocks the node has said are in place."""
+        return sum(len(message.offsets) for message in self._stage.progress[self._call])
+
+    def steps(self) -> Iterator[None]:
+        """Take in, one by one, the blocks announced so far; time may pass at each step.
+
+        Between the check of a block and its copy, and between the copy and the look at the clock,
+        anything may happen: that is what leases are for.
+        """
+        messages = list(self._stage.progress[self._call])
+        announced = [
+            each for m in messages for each in zip(m.offsets, m.checksums, m.tiers, strict=True)
+        ]
+        for offset, checksum, tier in announced[len(self.accepted) :]:
+            if self.end:
+                return
+            wanted = self._blocks[self._first + len(self.accepted)].header
+            payload = self._stage.view(offset, wanted.payload_bytes)
+            if not replace(wanted, checksum=checksum).matches(payload):
+                self._corrupt.append(len(self.accepted))
+                self.end = "corrupt"
+                return
+            yield
+            copied = bytes(payload)
+            yield
+            lease_ns = self._stage.settings.lease_ns - _LEASE_MARGIN_NS
+            if self._stage.clock() - self._asked_ns > lease_ns:
+                self.end = "lease"
+                return
+            self._accept(wanted, copied, tier)
+        self.end = self.end or messages[-1].end
+
+    def take(self) -> list[TierName]:
+        """Take in the blocks announced so far at once, and return the tiers of all so far."""
+        for _ in self.steps():
+            pass
+        return self.accepted
+
+    def release(self) -> bool:
+        """End the lease, naming what was corrupt; tells whether it was still held."""
+        call = self._stage.call(
+            lambda call: ev.Release(call, self._engine.session, self.lease, tuple(self._corrupt))
+        )
+        answer = self._engine.answer(call)
+        assert isinstance(answer, ac.Released), answer
+        return answer.held
+
+    def _accept(self, wanted: BlockHeader, copied: bytes, tier: TierName) -> None:
+        """Note a block; here the theorem is checked."""
+        assert copied == payload_of(wanted), f"{self._engine.name} was served a wrong block"
+        self.accepted.append(tier)

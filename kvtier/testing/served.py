@@ -1,0 +1,156 @@
+"""A node of real processes for tests: a daemon, its engines, and what they say over their sockets.
+
+Counters are read where an operator reads them: the status document and ``/metrics``.
+"""
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.client.wire import tier_to_wire
+from kvtier.core.residency import TierName
+from kvtier.testing.child import Child, await_true, free_port, kvtier_command
+from kvtier.v1 import operator_pb2 as pb
+from kvtier.v1 import operator_pb2_grpc
+
+__all__ = ["Served", "complete", "fetch", "url_of"]
+
+_CALL_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 60.0
+
+
+def fetch(url: str, body: Mapping[str, Any] | None = None) -> bytes:
+    """Return what a URL answers, to ``body`` as JSON if there is one; fails unless it is 200."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.netloc, timeout=_ANSWER_TIMEOUT_S)
+    try:
+        if body is None:
+            connection.request("GET", where.path)
+        else:
+            sent = {"Content-Type": "application/json"}
+            connection.request("POST", where.path, json.dumps(body), sent)
+        reply = connection.getresponse()
+        content = reply.read()
+        assert reply.status == http.HTTPStatus.OK, f"{url}: {reply.status} {content!r}"
+    finally:
+        connection.close()
+    return content
+
+
+def url_of(engine: Child) -> str:
+    """Wait until an engine serves, and return its URL."""
+    return engine.await_log(r"kvtier: \S+ at (http://\S+)/v1")[1]
+
+
+def complete(url: str, prompt: list[int] | str, max_tokens: int = 8, **more: Any) -> Any:
+    """Return the greedy completion of a prompt by the engine at ``url``: the whole answer."""
+    models = json.loads(fetch(f"{url}/v1/models"))
+    body = {
+        "model": models["data"][0]["id"],
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return json.loads(fetch(f"{url}/v1/completions", body | more))
+
+
+class Served:
+    """One node's daemon and engines, all with the same settings, in a directory of its own."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, str | int] | None = None) -> None:
+        self.directory = directory
+        self.socket = directory / "k.sock"
+        self.http_port = free_port()
+        defaults: dict[str, str | int] = {
+            "daemon.socket": str(self.socket),
+            "ssd.directory": str(directory / "ssd"),
+            "ssd.capacity": "64MiB",
+            "ssd.segment": "4MiB",
+            "ssd.free_space_floor": "0",
+            "cpu.capacity": "16MiB",
+            "cpu.slab": "1MiB",
+            "http.listen": f"127.0.0.1:{self.http_port}",
+            "engine.listen": "127.0.0.1:0",
+            "engine.pool": "4MiB",
+        }
+        self.settings = defaults | dict(settings or {})
+        self._num_started = 0
+
+    def arguments(self, **changes: str | int) -> list[str]:
+        """Return the settings as options; ``changes`` have ``__`` where keys have a dot."""
+        settings = self.settings | {
+            name.replace("__", "."): value for name, value in changes.items()
+        }
+        return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+    def start(self, command: str, *more: str, **changes: str | int) -> Child:
+        """Start ``kvtier COMMAND``; returns at once."""
+        self._num_started += 1
+        log_path = self.directory / f"{command}.{self._num_started}.log"
+        return Child(kvtier_command(command, *self.arguments(**changes), *more), log_path)
+
+    def daemon(self, **changes: str | int) -> Child:
+        """Start a daemon and wait until it is ready."""
+        child = self.start("serve", **changes)
+        child.await_log("event=ready")
+        return child
+
+    def engine(self, model: Path, *more: str, **changes: str | int) -> tuple[Child, str]:
+        """Start an engine and wait until it serves; returns it with its URL."""
+        child = self.start("engine", "--model", str(model), *more, **changes)
+        return child, url_of(child)
+
+    def stat(self) -> Any:
+        """Return the daemon's status document."""
+        with self._stub() as stub:
+            return json.loads(stub.Stat(pb.StatRequest(), timeout=_CALL_TIMEOUT_S).json)
+
+    def drop(self, *tiers: str) -> dict[str, int]:
+        """Empty tiers; returns the blocks that each one lost. Fails where one kept some."""
+        request = pb.DropRequest(
+            tiers=[tier_to_wire(TierName(tier)) for tier in tiers], deadline_ms=8000
+        )
+        with self._stub() as stub:
+            reply = stub.Drop(request, timeout=_CALL_TIMEOUT_S)
+        for removed in reply.removed:
+            assert not removed.error, removed
+            assert not removed.kept_blocks, removed
+        return dict(zip(tiers, (removed.blocks for removed in reply.removed), strict=True))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of the daemon's series of that name and with these labels."""
+        text = fetch(f"http://127.0.0.1:{self.http_port}/metrics").decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def await_idle(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
+        """Wait until nothing is leased, pinned or on its way; returns the status then."""
+
+        def look() -> Any:
+            document = self.stat()
+            slow = [document["tiers"][name] for name in ("ssd", "remote")]
+            open_work = sum(
+                tier.get(key, 0)
+                for tier in slow
+                for key in ("queued_reads", "queued_writes", "in_flight")
+            )
+            return None if document["leases"] + document["pins"] + open_work else document
+
+        return await_true(look, "the node is idle", timeout_s)
+
+    @contextlib.contextmanager
+    def _stub(self) -> Iterator[operator_pb2_grpc.OperatorStub]:
+        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+            yield operator_pb2_grpc.OperatorStub(channel)

@@ -1,0 +1,236 @@
+"""Stage: a node with an arena, tiers and a clock of its own, where a test says what happens when.
+
+The node's work for tiers and engines waits in ``waiting`` until somebody carries it out, in any
+order, late or never. Answers are checked as they come: exactly one for each call, none after its
+deadline; and after each event the node's invariants hold.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.core.admission import Admission, AdmitEverything
+from kvtier.core.eviction import Eviction, LeafLru
+from kvtier.core.identity import BlockHeader
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import as_keys
+from kvtier.errors import DaemonUnavailable, TierError
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.invariants import check
+from kvtier.node.node import Node, NodeSettings
+from kvtier.node.transfer import SlowTier
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS, REFUSED_SAMPLES
+from kvtier.testing.clock import FakeClock
+from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, WriteOutcome
+
+__all__ = ["Stage", "StageSettings", "Work"]
+
+Work = ac.Read | ac.Write | ac.Probe | ac.Clear | ac.Order
+
+_NEVER_NS = 1 << 62
+"""Deadline for the tiers, which look at the real clock; on a stage nobody's patience ends there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """A small arena and short times: every bound is met within a few hundred events."""
+
+    num_slabs: int = 4
+    slab_bytes: int = 32_768
+    lease_ns: int = 500_000_000
+    transfer_deadline_ns: int = 100_000_000
+    num_workers: int = 2
+    queue_bytes_max: int = 1 << 30
+
+
+class Stage:
+    """See the module. ``tiers`` may outlive the stage, as disks outlive daemons."""
+
+    def __init__(
+        self,
+        tiers: Mapping[TierName, Tier] | None = None,
+        settings: StageSettings | None = None,
+        *,
+        clock: FakeClock | None = None,
+        boot: str = "boot",
+        eviction: Eviction | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self.tiers = dict(tiers or {})
+        self.clock = clock or FakeClock()
+        self.settings = settings = settings or StageSettings()
+        slow = tuple(
+            SlowTier(
+                name, settings.num_workers, settings.transfer_deadline_ns, settings.queue_bytes_max
+            )
+            for name in self.tiers
+        )
+        self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+        self.node = Node(
+            NodeSettings(boot, settings.num_slabs, settings.slab_bytes, settings.lease_ns, slow),
+            eviction or LeafLru(),
+            admission or AdmitEverything(),
+            self.metrics,
+        )
+        self.arena = memoryview(bytearray(settings.num_slabs * settings.slab_bytes))
+        self.waiting: list[Work] = []
+        self.answers: dict[int, ac.Answer] = {}
+        self.progress: dict[int, list[ac.Progress]] = defaultdict(list)
+        self.open_calls: dict[int, ev.Event] = {}
+        self.num_events = 0
+        self.is_down = False
+        """Set it to let the daemon die; the arena stays mapped by whoever mapped it."""
+        self._num_calls = 0
+        self.post(ev.SlabsReserved(settings.num_slabs))
+
+    def recover(self, tiers: Mapping[TierName, Tier]) -> None:
+        """Tell the node what persistent tiers already hold, as the daemon does when it starts."""
+        for name, tier in tiers.items():
+            headers = tuple(tier.headers())
+            if headers:
+                self.post(ev.Recovered(name, headers))
+
+    def post(self, event: ev.Event) -> None:
+        """Let the node take an event in; its work waits, its answers are noted."""
+        call = getattr(event, "call", None)
+        if call is not None:
+            self.open_calls[call] = event
+        self.num_events += 1
+        for action in self.node.handle(event, self.clock()):
+            if isinstance(action, ac.Reply | ac.Progress):
+                self._note(action)
+            else:
+                self.waiting.append(action)
+        check(self.node)
+
+    def call(self, make: Callable[[int], ev.Event]) -> int:
+        """Post a call and return its number. Raises DaemonUnavailable once the node is gone."""
+        if self.is_down:
+            raise DaemonUnavailable("the daemon has died")
+        self._num_calls += 1
+        self.post(make(self._num_calls))
+        return self._num_calls
+
+    def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
+        """Post a call that the node answers at once, and return the answer."""
+        return self.answers.pop(self.call(make))
+
+    def advance(self, elapsed_ns: int) -> None:
+        """Let time pass, waking the node whenever it asked for that."""
+        until_ns = self.clock() + elapsed_ns
+        while (due_ns := self.node.next_deadline_ns()) is not None and due_ns <= until_ns:
+            assert due_ns >= self.clock(), "a node that asks for the past would never rest"
+            self.clock.now_ns = due_ns
+            self.post(ev.Tick())
+        self.clock.now_ns = until_ns
+
+    def carry_out(self, work: Work) -> None:
+        """Do one piece of waiting work, and tell the node."""
+        self.waiting.remove(work)
+        self.post(self.completion(work))
+
+    def settle(self) -> None:
+        """Carry out all work for tiers until there is none."""
+        while tier_work := [w for w in self.waiting if not isinstance(w, ac.Order)]:
+            self.carry_out(tier_work[0])
+
+    def fail(self, work: Work) -> None:
+        """Let one piece of waiting work end in a fault, with nothing done."""
+        self.waiting.remove(work)
+        self.post(self.fault(work))
+
+    def completion(self, work: Work) -> ev.Event:
+        """Do a piece of work on tier and arena, and return what to tell the node."""
+        try:
+            match work:
+                case ac.Read():
+                    return self._read(work)
+                case ac.Write():
+                    return self._write(work)
+                case ac.Probe():
+                    present = self.tiers[work.tier].contains(work.hashes, _NEVER_NS)
+                    return ev.ProbeDone(work.probe, tuple(present))
+                case ac.Clear():
+                    return ev.ClearDone(work.tier, self.tiers[work.tier].clear(_NEVER_NS))
+                case ac.Order():
+                    raise AssertionError("an order is for an engine")
+        except TierError:
+            return self.fault(work)
+
+    @staticmethod
+    def fault(work: Work) -> ev.Event:
+        """Return the completion of a piece of work that could not be done."""
+        match work:
+            case ac.Read():
+                return ev.ReadDone(work.transfer, (), 0.0, fault="a fault was injected")
+            case ac.Write():
+                return ev.WriteDone(work.transfer, (), b"", 0.0, fault="a fault was injected")
+            case ac.Probe():
+                return ev.ProbeDone(work.probe, ())
+            case ac.Clear():
+                return ev.ClearDone(work.tier, Removed(), fault="a fault was injected")
+            case ac.Order():
+                raise AssertionError("an order is for an engine")
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless nothing is pinned, leased, owed, queued or half done."""
+        node = self.node
+        assert not self.open_calls, f"calls without an answer: {self.open_calls}"
+        assert node.num_pins == 0, "pins are left"
+        assert node.num_leases == 0, "leases are left"
+        assert all(lane.is_idle for lane in node.transfers.lanes.values()), "transfers are left"
+        assert node.next_deadline_ns() is None, "an idle node waits for nothing"
+        refused = self.metrics.registry.get_sample_value(REFUSED_SAMPLES.name)
+        assert refused == 0, "a sample fitted no series"
+
+    def _read(self, work: ac.Read) -> ev.Event:
+        reads = [
+            BlockRead(
+                block.header.block_hash,
+                block.header.key_space,
+                block.header.tenant,
+                block.header.payload_bytes,
+                self.view(block.offset, block.slot_bytes),
+            )
+            for block in work.blocks
+        ]
+        results = self.tiers[work.tier].read(reads, _NEVER_NS)
+        outcomes = tuple(r if isinstance(r, MissReason) else r.checksum for r in results)
+        return ev.ReadDone(work.transfer, outcomes, 0.001)
+
+    def _write(self, work: ac.Write) -> ev.Event:
+        writes = [
+            BlockWrite(b.header, self.view(b.offset, b.header.payload_bytes)) for b in work.blocks
+        ]
+        is_whole = [write.header.matches(write.payload) for write in writes]
+        whole = [write for write, ok in zip(writes, is_whole, strict=True) if ok]
+        report = self.tiers[work.tier].write(whole, _NEVER_NS)
+        stored = iter(report.outcomes)
+        outcomes: list[WriteOutcome | None] = [next(stored) if ok else None for ok in is_whole]
+        return ev.WriteDone(work.transfer, tuple(outcomes), b"".join(report.evicted), 0.001)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Return a part of the arena, writable."""
+        return self.arena[offset : offset + num_bytes]
+
+    def holds(self, header: BlockHeader, tier: TierName) -> bool:
+        """Tell whether the node would serve a block from a tier."""
+        row = int(self.node.cache.index.find(as_keys(header.block_hash))[0])
+        return row >= 0 and self.node.cache.state(row, tier) == Residency.READY
+
+    def _note(self, action: ac.Reply | ac.Progress) -> None:
+        event = self.open_calls.get(action.call)
+        assert event is not None, f"call {action.call} was answered already: {action}"
+        deadline_ns = getattr(event, "deadline_ns", self.clock())
+        assert self.clock() <= deadline_ns, f"an answer after its deadline: {event}"
+        if isinstance(action, ac.Progress):
+            self.progress[action.call].append(action)
+            if not action.end:
+                return
+        else:
+            self.answers[action.call] = action.answer
+        del self.open_calls[action.call]

@@ -1,0 +1,140 @@
+"""What is refused, by name and before anything is allocated, and what a loaded model offers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.engine.model import LoadedModel, load_model
+from kvtier.errors import StartError
+from tests.engine.models import save_tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "model")
+
+
+def _change(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is an encoder-decoder model"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"latent attention \(MLA\)"),
+        ({"model_type": "mamba"}, "models of type 'mamba' were not verified"),
+        ({"model_type": "gemma3_text"}, "models of type 'gemma3_text' were not verified"),
+        ({"model_type": None}, "models of type None were not verified"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            r"layers of type \['linear_attention'\]",
+        ),
+        ({"layer_types": ["sliding_attention"] * 3}, r"layers of type \['sliding_attention'\]"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "generates no text"),
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantised"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its RoPE is of type 'dynamic'",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(
+    folder: Path, fields: dict[str, Any], problem: str
+) -> None:
+    _change(folder, **fields)
+    with pytest.raises(StartError, match=problem) as caught:
+        load_model(folder)
+    assert caught.value.field == "engine.model"
+    assert caught.value.remedy
+
+
+def test_sliding_window_within_the_context(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "mistral", sliding_window=256)
+    with pytest.raises(StartError, match="window of 256 tokens; set engine.context_limit"):
+        load_model(folder)
+    assert load_model(folder, context_limit=256).context_limit == 256
+
+
+def test_sliding_window_of_some_layers(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 64}
+    folder = save_tiny(tmp_path / "model", "qwen2", max_window_layers=1, **changes)
+    with pytest.raises(StartError, match="sliding_attention"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "problem"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", r"has no \*.safetensors"),
+        ("tokenizer.json", "has no tokenizer.json"),
+    ],
+)
+def test_missing_files(folder: Path, missing: str, problem: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(StartError, match=problem):
+        load_model(folder)
+
+
+def test_missing_path_and_files_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="does not exist"):
+        load_model(tmp_path / "nothing")
+    (tmp_path / "text.gguf").write_text("not a model")
+    with pytest.raises(StartError, match="is no GGUF file"):
+        load_model(tmp_path / "text.gguf")
+
+
+def test_damaged_files(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(StartError, match="its weights cannot be read"):
+        load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(StartError, match="config.json is not valid"):
+        load_model(folder)
+
+
+def test_a_missing_tensor_is_not_made_up(folder: Path) -> None:
+    _change(folder, num_hidden_layers=4)
+    with pytest.raises(StartError, match="its weights lack 9 tensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"device": "tpu"}, "engine.device"),
+        ({"dtype": "float8"}, "engine.dtype"),
+        ({"context_limit": 5000}, "engine.context_limit"),
+        ({"context_limit": -1}, "engine.context_limit"),
+    ],
+)
+def test_settings_that_are_refused(folder: Path, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(StartError) as caught:
+        load_model(folder, **options)
+    assert caught.value.field == field
+
+
+def test_a_loaded_model(tiny: LoadedModel) -> None:
+    assert tiny.model_id == "tiny-llama"
+    assert tiny.context_limit == 1024
+    assert tiny.vocab_size == 256
+    assert tiny.eos_ids == {2}
+    assert (tiny.num_layers, tiny.num_kv_heads, tiny.head_dim) == (3, 2, 8)
+    assert (tiny.dtype_name, tiny.device_type) == ("float32", "cpu")
+    assert tiny.decode(tiny.encode("Hello there")) == "Hello there"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tiny.decode(tiny.apply_chat_template(messages)) == "user: Hi\nassistant: "
+
+
+def test_a_template_that_refuses(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", refusing)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        tiny.apply_chat_template([{"role": "user", "content": "Hi"}])
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="chat"):
+        tiny.apply_chat_template([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,132 @@
+"""An engine without a model: its blocks' bytes are a function of their identity."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvtier.client import Client, ClientDeadlines, LoadedBlock
+from kvtier.core.identity import (
+    NO_TENANT,
+    BlockHash,
+    BlockHeader,
+    KeySpace,
+    chain_root,
+    hash_blocks,
+)
+from kvtier.core.layout import KVLayout
+from kvtier.testing.block import payload_of
+
+BLOCK_BYTES = 8192
+BLOCK_TOKENS = 4
+
+
+def key_space(
+    model_config: str = "{}", *, block_bytes: int = BLOCK_BYTES, name: str = "paged"
+) -> KeySpace:
+    layout = KVLayout(name, 1, BLOCK_TOKENS, block_bytes, "float32", "pattern")
+    return KeySpace(
+        weights=bytes(32),
+        model_config=model_config,
+        layout=layout,
+        compute_dtype="float32",
+        engine="pattern/1",
+    )
+
+
+class PatternEngine:
+    """Stores and loads prompts of ``num_blocks`` blocks, and checks every byte that comes back."""
+
+    def __init__(
+        self,
+        socket_path: Path,
+        space: KeySpace | None = None,
+        tenant: bytes = NO_TENANT,
+        deadlines: ClientDeadlines | None = None,
+    ) -> None:
+        self.space = space or key_space()
+        self.tenant = tenant
+        # Generous: these tests are about what is answered, others about when.
+        self.deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
+        self.client = Client(socket_path, self.space, "pattern", deadlines=self.deadlines)
+
+    def __enter__(self) -> Self:
+        self.client.start()
+        assert self.client.wait_attached(10), "the client found its daemon"
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.client.close()
+
+    def chain(self, prompt: int, num_blocks: int) -> list[BlockHash]:
+        root = chain_root(self.space.digest, self.tenant)
+        return hash_blocks(root, [prompt] * (BLOCK_TOKENS * num_blocks), BLOCK_TOKENS)
+
+    def payloads(self, prompt: int, num_blocks: int) -> list[bytes]:
+        hashes = self.chain(prompt, num_blocks)
+        parents = [chain_root(self.space.digest, self.tenant), *hashes]
+        size = self.space.layout.block_bytes
+        return [
+            payload_of(BlockHeader(self.space.digest, self.tenant, own, parent, index, size))
+            for index, (own, parent) in enumerate(zip(hashes, parents, strict=False))
+        ]
+
+    def store(self, prompt: int, num_blocks: int = 4, first: int = 0) -> int:
+        payloads = self.payloads(prompt, num_blocks)
+
+        def copy(index: int, slot: memoryview) -> None:
+            slot[:] = payloads[index]
+
+        return self.client.store(self.tenant, self.chain(prompt, num_blocks), first, copy)
+
+    def lookup(self, prompt: int, num_blocks: int = 4, first: int = 0) -> tuple[list[str], str]:
+        chain = self.chain(prompt, num_blocks)
+        tiers, reason = self.client.lookup(self.tenant, chain, first)
+        return [tier.value for tier in tiers], reason
+
+    def load(
+        self,
+        prompt: int,
+        num_blocks: int = 4,
+        first: int = 0,
+        on_block: Callable[[LoadedBlock], None] = lambda _: None,
+    ) -> tuple[list[str], str]:
+        """Return the tiers of the blocks that came, all right to the last byte, and the end."""
+        payloads = self.payloads(prompt, num_blocks)
+        tiers: list[str] = []
+        end = ""
+        for item in self.client.load(self.tenant, self.chain(prompt, num_blocks), first):
+            if isinstance(item, str):
+                end = item
+            else:
+                assert item.index == first + len(tiers), "blocks come in order"
+                assert item.payload == payloads[item.index], "a block is what was stored"
+                tiers.append(item.tier.value)
+                on_block(item)
+        return tiers, end
+
+
+def in_threads(work: Sequence[Callable[[], object]], timeout_s: float = 60) -> None:
+    """Run all at once; fails where one fails or is not done in time."""
+    faults: list[BaseException] = []
+
+    def run(each: Callable[[], object]) -> None:
+        try:
+            each()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a thread did not end"
+    if faults:
+        raise faults[0]

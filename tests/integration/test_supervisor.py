@@ -1,0 +1,168 @@
+"""``kvtier serve --model``: the engine as a child that may die, and a daemon that may."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvtier.testing.child import Child, await_true, free_port, work_directory
+from kvtier.testing.served import Served, complete, fetch, url_of
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [3 + number * 7 % 250 for number in range(200)]
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        port = free_port()
+        yield Served(directory, {"engine.listen": f"127.0.0.1:{port}"})
+
+
+def engine_pid(node: Served) -> int:
+    """Wait until an engine is attached and return its process id."""
+    engines = await_true(lambda: node.stat()["engines"], "an engine is attached", 30)
+    pid: int = engines[0]["pid"]
+    return pid
+
+
+def end(pid: int) -> None:
+    """Kill an engine that a killed daemon has left behind; it was started by this test."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        process.kill()
+        process.wait(10)
+
+
+def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) -> None:
+    serve = node.start("serve", "--model", str(tiny_folder))
+    left = 0
+    try:
+        with serve:
+            url = url_of(serve)
+            first = engine_pid(node)
+            left = first
+            cold = complete(url, PROMPT)
+            node.await_idle()
+
+            os.kill(first, signal.SIGKILL)
+            serve.await_log("engine ended")
+            await_true(lambda: node.stat()["engines"] == [], "its session is over", 2)
+            second = engine_pid(node)
+            left = second
+            assert second != first
+            again = complete(url, PROMPT)
+            assert again["choices"] == cold["choices"]
+            assert again["kvtier"]["tier_tokens"]["cpu"] == 192, "the daemon kept its blocks"
+            node.await_idle()
+
+            serve.kill()
+            assert psutil.pid_exists(second)
+            alone = complete(url, [*PROMPT[:150], *PROMPT[:40]])
+            assert alone["kvtier"]["decision"] in ("computed:daemon_away", "gpu_hit")
+            next_serve = node.start("serve", "--model", str(tiny_folder))
+            with next_serve:
+                next_serve.await_log("adopted the engine")
+                assert engine_pid(node) == second
+                node.drop("gpu")
+                loaded = complete(url, PROMPT)
+                assert loaded["choices"] == cold["choices"]
+                assert loaded["kvtier"]["tier_tokens"]["ssd"] == 192
+                assert next_serve.stop() == 0
+                await_true(lambda: not is_alive(second), "the adopted engine ended too", 20)
+    finally:
+        end(left)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_stop_ends_both(node: Served, tiny_folder: Path) -> None:
+    with node.start("serve", "--model", str(tiny_folder)) as serve:
+        url = url_of(serve)
+        pid = engine_pid(node)
+        complete(url, PROMPT)
+        assert json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"] == "tiny-llama"
+        assert serve.stop() == 0
+        assert not is_alive(pid)
+        assert "Traceback" not in serve.log
+        assert not node.socket.exists()
+    with node.daemon():
+        assert node.stat()["tiers"]["ssd"]["blocks"] == 3, "the stop wrote what was on its way"
+
+
+def make_sliding(folder: Path) -> None:
+    rewrite(folder, {"model_type": "mistral", "architectures": ["MistralForCausalLM"]})
+    rewrite(folder, {"sliding_window": 128})
+
+
+def make_latent(folder: Path) -> None:
+    rewrite(folder, {"model_type": "deepseek_v3", "kv_lora_rank": 64})
+
+
+def make_unknown(folder: Path) -> None:
+    rewrite(folder, {"model_type": "kvtier_test"})
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoil_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def rewrite(folder: Path, changes: dict[str, object]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("command", ["engine", "serve"])
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (make_sliding, "window"),
+        (make_latent, "MLA"),
+        (make_unknown, "kvtier_test"),
+        (remove_weights, "safetensors"),
+        (cut_weights, "weights"),
+        (spoil_config, "config.json"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_model_that_cannot_be_served(
+    node: Served, tiny_folder: Path, tmp_path: Path, command: str, change: object, part: str
+) -> None:
+    assert callable(change)
+    if command == "serve" and change not in (make_sliding, cut_weights):
+        pytest.skip("said by the same engine; once by each of its checks is enough")
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change(folder)
+    with node.start(command, "--model", str(folder)) as child:
+        assert child.wait(40) == 2, child.log
+        said = said_by(child)
+        assert len(said) == 1, said
+        assert said[0].startswith("kvtier: engine.model: ")
+        assert part in said[0]
+        assert ";" in said[0], "there is a remedy"
+        assert not node.socket.exists()
+
+
+def said_by(child: Child) -> list[str]:
+    return [line for line in child.log.splitlines() if not line.startswith("time=")]
