@@ -27,6 +27,7 @@ from kvtier.core.identity import BlockHash, BlockHeader
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
+from kvtier.lock import let_go
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -40,7 +41,7 @@ from kvtier.tiers.check import seconds_left
 from kvtier.tiers.ssd.append import append_blocks
 from kvtier.tiers.ssd.disk import STAGING_BYTES, DirectIO, Disk, StepHook, no_hook
 from kvtier.tiers.ssd.fetch import fetch_run, locate, runs_of
-from kvtier.tiers.ssd.lock import lock_directory, unlock_directory
+from kvtier.tiers.ssd.lock import lock_directory
 from kvtier.tiers.ssd.pool import METADATA_BYTES, SegmentPool
 from kvtier.tiers.ssd.recovery import recover
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, mark_removed, read_entries
@@ -102,12 +103,12 @@ class SsdTier:
             )
             self._recovered = recover(self._pool)
         except OSError as error:
-            unlock_directory(self._directory_lock)
+            let_go(self._directory_lock)
             raise StartError(
                 "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
             ) from error
         except StartError:
-            unlock_directory(self._directory_lock)
+            let_go(self._directory_lock)
             raise
         self._is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
         self._writer_lock = threading.Lock()
@@ -217,7 +218,7 @@ class SsdTier:
             except OSError as error:
                 raise TierError(f"ssd: the last blocks may be lost: {error.strerror}") from error
             finally:
-                unlock_directory(self._directory_lock)
+                let_go(self._directory_lock)
 
     def _headers_of(self, segment: Segment) -> list[BlockHeader]:
         """Read the headers of a segment's blocks; empty once the segment has been given up."""
