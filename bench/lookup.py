@@ -3,8 +3,8 @@
     python bench/lookup.py [--json]
 
 First with an index that holds those blocks alone, then with a million entries, which are stored
-through the client as real blocks of one page each (4 GiB of arena; ``--entries`` for fewer). Calls
-take turns; prints medians, and the daemon's memory besides the arena.
+through the client as real blocks of one page each: 4 GiB of arena, or less where memory is short.
+Calls take turns; prints medians, and the daemon's memory besides the arena.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import grpc
+import psutil
 
 from kvtier.client import Client
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace, chain_root, hash_blocks
@@ -71,7 +72,8 @@ def memory(daemon: Child) -> dict[str, float]:
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     layout = KVLayout("paged", 1, 64, BLOCK_BYTES, "uint8", "bench")
     space = KeySpace(bytes(32), "{}", layout, "uint8", "bench")
-    num_chains = options.entries // CHAIN_BLOCKS
+    room = psutil.virtual_memory().available // 2 // BLOCK_BYTES
+    num_chains = min(options.entries, room) // CHAIN_BLOCKS
     capacity_bytes = (num_chains + 1) * CHAIN_BLOCKS * BLOCK_BYTES // (64 << 20) * (64 << 20)
     settings = {
         "cpu.capacity": capacity_bytes + (128 << 20),

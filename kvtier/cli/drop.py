@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
@@ -35,12 +36,13 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Empty the tiers; exit code 1 where one could not be emptied."""
-    names = list(TierName) if "all" in options.tier else map(TierName, options.tier)
+    path = socket_of(options)
+    names = _tiers_here(path) if "all" in options.tier else map(TierName, options.tier)
     request = pb.DropRequest(
         tiers=map(tier_to_wire, names), deadline_ms=int(options.timeout * 1000)
     )
     timeout_s = options.timeout + _MARGIN_S
-    reply = ask(socket_of(options), lambda stub: stub.Drop(request, timeout=timeout_s))
+    reply = ask(path, lambda stub: stub.Drop(request, timeout=timeout_s))
     results = [
         {
             "tier": tier_from_wire(removed.tier).value,
@@ -57,6 +59,13 @@ def run(options: argparse.Namespace) -> int:
         for result in results:
             print(_line(result))
     return int(any(result["error"] or result["kept_blocks"] for result in results))
+
+
+def _tiers_here(path: Path) -> list[TierName]:
+    """Return the tiers that the daemon has; the GPU tier is its engines'."""
+    reply = ask(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S))
+    tiers = json.loads(reply.json)["tiers"]
+    return [name for name in TierName if name is TierName.GPU or tiers[name]["state"] != "off"]
 
 
 def _line(result: dict[str, Any]) -> str:

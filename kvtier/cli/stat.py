@@ -12,8 +12,8 @@ from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_parser", "run", "stat_text"]
 
-_TIMEOUT_S = 1.5
-"""Within the two seconds that a script may wait for an answer or for its absence."""
+_TIMEOUT_S = 1.0
+"""With the time it takes to start, within the two seconds that a script may wait for an answer."""
 
 
 def add_parser(commands: Any) -> None:

@@ -152,6 +152,10 @@ class Index:
         column: npt.NDArray[np.uint8] = self.state[rows, _COLUMN[tier]]
         return column
 
+    def cell(self, row: int, tier: TierName) -> int:
+        """Return the state of one row in a tier."""
+        return int(self.state[row, _COLUMN[tier]])
+
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
         """Set the state of rows, each given once, in a tier."""
         column = _COLUMN[tier]

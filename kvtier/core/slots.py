@@ -51,7 +51,8 @@ class SlabAllocator:
 
     def reserve(self, num_slabs: int) -> None:
         """Make the first ``num_slabs`` slabs usable; never takes any back."""
-        fresh = range(self._num_reserved, min(num_slabs, len(self._slabs)))
+        num_slabs = min(num_slabs, len(self._slabs))
+        fresh = range(self._num_reserved, num_slabs)
         self._blank.extend(reversed(fresh))
         self._num_reserved = max(self._num_reserved, num_slabs)
 
@@ -88,6 +89,10 @@ class SlabAllocator:
     def size_at(self, offset: int) -> int:
         """Return the slot size of the slab at ``offset``."""
         return self._slabs[offset // self.slab_bytes].slot_bytes
+
+    def num_taken_at(self, offset: int) -> int:
+        """Return how many slots of the slab at ``offset`` are taken."""
+        return self._slabs[offset // self.slab_bytes].num_taken
 
     def slab_range(self, offset: int) -> tuple[int, int]:
         """Return the half-open range of offsets of the slab around ``offset``."""

@@ -120,7 +120,8 @@ class HashTable:
         """Take rows for distinct keys that are absent."""
         while len(keys) > self._num_free:
             self._grow()
-        if len(self) + len(keys) + self._num_tombstones > self.capacity * 3 // 2:
+        # At most 5 of 8 buckets are not empty: beyond, a miss looks at more than four of them.
+        if len(self) + len(keys) + self._num_tombstones > self.capacity * 5 // 4:
             self._rebuild()
         self._num_free -= len(keys)
         rows: Rows = self._free[self._num_free : self._num_free + len(keys)].astype(np.int64)

@@ -27,6 +27,7 @@ from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.residency import TierName
 from kvtier.daemon.stat import Status
+from kvtier.errors import StartError
 from kvtier.lock import hold_lock, let_go
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
@@ -173,7 +174,11 @@ class Daemon:
     async def _reserve(self, driver: Driver, arena: HostArena) -> None:
         """Put memory behind the arena, slab by slab, while serving from what is there already."""
         for slab in range(arena.num_slabs):
-            await asyncio.to_thread(arena.reserve, slab)
+            try:
+                await asyncio.to_thread(arena.reserve, slab)
+            except StartError as error:  # others took the memory since the start
+                _log.error("the arena stays smaller than it was to be", error=error)
+                return
             driver.post(ev.SlabsReserved(slab + 1))
         _log.info("arena reserved", bytes=arena.capacity_bytes)
 

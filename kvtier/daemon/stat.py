@@ -45,7 +45,7 @@ class Status:
         samples = _Samples(node.metrics.registry)
         lookups = {
             outcome: {
-                tier.value: samples.sum(LOOKUP_BLOCKS, outcome=outcome, tier=tier)
+                tier.value: samples.count(LOOKUP_BLOCKS, outcome=outcome, tier=tier)
                 for tier in LOWER_TIERS
             }
             for outcome in ("hit", "pending")
@@ -56,7 +56,7 @@ class Status:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._start_s, 1),
             "tiers": self._tiers(),
-            "lookup_blocks": lookups | {"miss": samples.sum(LOOKUP_BLOCKS, outcome="miss")},
+            "lookup_blocks": lookups | {"miss": samples.count(LOOKUP_BLOCKS, outcome="miss")},
             "miss_reasons": _miss_reasons(samples),
             "transfers": _transfers(samples),
             "engines": [_engine(session) for session in node.sessions.values()],
@@ -156,11 +156,11 @@ def _engine(session: Session) -> dict[str, Any]:
     }
 
 
-def _miss_reasons(samples: "_Samples") -> dict[str, dict[str, float]]:
+def _miss_reasons(samples: "_Samples") -> dict[str, dict[str, int]]:
     """Return, by tier, why it did not serve blocks that it should have, where that happened."""
     (_, tiers), (_, reasons) = MISS_BLOCKS.labels
     counts = {
-        tier: {reason: samples.sum(MISS_BLOCKS, tier=tier, reason=reason) for reason in reasons}
+        tier: {reason: samples.count(MISS_BLOCKS, tier=tier, reason=reason) for reason in reasons}
         for tier in tiers
     }
     return {tier: {r: n for r, n in of.items() if n} for tier, of in counts.items()}
@@ -169,10 +169,10 @@ def _miss_reasons(samples: "_Samples") -> dict[str, dict[str, float]]:
 def _transfers(samples: "_Samples") -> dict[str, dict[str, float]]:
     return {
         route: {
-            "bytes": samples.sum(TRANSFER_BYTES, route=route, outcome="complete"),
-            "failed_bytes": samples.sum(TRANSFER_BYTES, route=route, outcome="failed"),
+            "bytes": samples.count(TRANSFER_BYTES, route=route, outcome="complete"),
+            "failed_bytes": samples.count(TRANSFER_BYTES, route=route, outcome="failed"),
             "seconds": samples.sum(TRANSFER_SECONDS, "_sum", route=route),
-            "count": samples.sum(TRANSFER_SECONDS, "_count", route=route),
+            "count": samples.count(TRANSFER_SECONDS, "_count", route=route),
         }
         for route in ("cpu_to_ssd", "ssd_to_cpu", "cpu_to_remote", "remote_to_cpu")
     }
@@ -196,3 +196,7 @@ class _Samples:
             for sample, given, value in self._samples
             if sample == name and labels.items() <= given.items()
         )
+
+    def count(self, metric: Metric, suffix: str = "", **labels: str) -> int:
+        """Return a sum that is a whole number, as one."""
+        return int(self.sum(metric, suffix, **labels))

@@ -10,6 +10,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.core.identity import KeySpace
@@ -65,7 +67,8 @@ def _chunks(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _hash_chunk(chunk: torch.Tensor) -> bytes:
-    return hashlib.sha256(memoryview(chunk.cpu().numpy())).digest()  # hashlib releases the GIL
+    content: npt.NDArray[np.uint8] = chunk.cpu().numpy()
+    return hashlib.sha256(content.data).digest()  # hashlib releases the GIL
 
 
 def canonical_config(fields: dict[str, object]) -> str:

@@ -11,7 +11,7 @@ Rules
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,9 @@ from kvtier.engine.attention import ATTENTION_NAME, register_attention
 from kvtier.engine.fingerprint import weights_fingerprint
 from kvtier.errors import StartError
 
-__all__ = ["ARCHITECTURES", "ROPE_TYPES", "LoadedModel", "load_model"]
+__all__ = ["ARCHITECTURES", "GGUF_TYPES", "ROPE_TYPES", "LoadedModel", "load_model"]
 
-ARCHITECTURES = {
+ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -37,7 +37,20 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings by position alone. ``dynamic`` and ``longrope`` change with the longest
 sequence of a batch, so that a block would depend on what was computed beside it."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+GGUF_TYPES = frozenset({"llama"})
+"""Model types that were verified from GGUF files too: each reorders its RoPE in its own way."""
+
+_GGUF_HEADER_MAX_BYTES = 64 << 20
+"""Far more than any vocabulary takes; names and tensors are listed before it ends."""
+
+_GGUF_SCALED_ROPE = (b".rope.scaling.", b"rope_freqs.weight")
+"""What transformers does not take over from a GGUF file, without a word."""
 
 _FIELD = "engine.model"
 
@@ -143,7 +156,8 @@ def load_model(
     os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
+    disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
+    disable_progress_bar()
     path = Path(path).expanduser().resolve()
     _check_files(path)
     torch_dtype = _choose_dtype(device, dtype)
@@ -170,9 +184,7 @@ def _check_files(path: Path) -> None:
     if not path.exists():
         raise _refuse(f"{path} does not exist", "give a model folder or a GGUF file")
     if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise _refuse(f"{path} is no GGUF file", "give a model folder or a GGUF file")
+        _check_gguf(path)
         return
     if not (path / "config.json").is_file():
         raise _refuse(f"{path} has no config.json", "give a Hugging Face model folder")
@@ -180,6 +192,15 @@ def _check_files(path: Path) -> None:
         raise _refuse(f"{path} has no *.safetensors", "fetch the weights, or convert them")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise _refuse(f"{path} has no tokenizer.json", "fetch the tokenizer's files too")
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        header = file.read(_GGUF_HEADER_MAX_BYTES)
+    if not header.startswith(b"GGUF"):
+        raise _refuse(f"{path} is no GGUF file", "give a model folder or a GGUF file")
+    if any(name in header for name in _GGUF_SCALED_ROPE):
+        raise _refuse("its RoPE is scaled, which is lost from a GGUF", "give the model's folder")
 
 
 def _choose_dtype(device: str, dtype: str) -> torch.dtype:
@@ -214,9 +235,14 @@ def _read_config(path: Path) -> Any:
         _check_model_type(raw)
     folder, options = _source(path)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
     except (KeyError, OSError, ValueError) as error:
         raise _refuse(f"its configuration is not understood: {error}", _supported()) from error
+    if path.is_file() and config.model_type not in GGUF_TYPES:
+        raise _refuse(
+            f"GGUF files of type {config.model_type!r} were not verified", "give the model's folder"
+        )
+    return config
 
 
 def _supported() -> str:
@@ -224,7 +250,7 @@ def _supported() -> str:
 
 
 def _check_model_type(fields: dict[str, Any]) -> None:
-    model_type = fields.get("model_type")
+    model_type = str(fields.get("model_type"))
     if fields.get("is_encoder_decoder"):
         raise _refuse(f"{model_type!r} is an encoder-decoder model", _supported())
     if fields.get("kv_lora_rank"):

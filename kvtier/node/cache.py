@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.core.eviction import Eviction
 from kvtier.core.identity import BlockHeader
 from kvtier.core.index import NO_SLOT, Index
+from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows
@@ -41,6 +42,22 @@ class Cache:
         """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
         return self._eviction.touch(self.index, rows)
 
+    def make_rows(self, count: int) -> int:
+        """Return for how many more blocks the index has room, forgetting some where it lacks it.
+
+        Those known to be only in the remote tier are forgotten: a probe finds them again.
+        """
+        index = self.index
+        if len(index) + count > INDEX_ROWS_MAX:
+            rows = index.rows()
+            here = index.residency(rows, TierName.CPU) != Residency.ABSENT
+            here |= index.residency(rows, TierName.SSD) != Residency.ABSENT
+            is_ready = index.residency(rows, TierName.REMOTE) == Residency.READY
+            forgettable = rows[~here & is_ready]
+            index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
+            index.forget_absent(forgettable)
+        return max(0, INDEX_ROWS_MAX - len(index))
+
     def claim(self, row: int, mark: int) -> bool:
         """Give a row that is absent from the CPU tier a slot to be written, evicting if need be.
 
@@ -63,6 +80,8 @@ class Cache:
         assert self.state(row, TierName.CPU) == Residency.WRITING
         self._checksums[int(self.index.slot[row])] = checksum
         self.index.move(row, TierName.CPU, Residency.READY)
+        if self.index.pins[row] == 0:
+            self._eviction.offer(self.index, row)
 
     def abandon(self, row: int) -> None:
         """Take a claimed row's slot back; the row is forgotten if it is nowhere else."""
@@ -95,8 +114,13 @@ class Cache:
         assert self.index.pins[row] > 0, "every unpin has its pin"
         self.index.pins[row] -= 1
         self.num_pins -= 1
-        if self.index.pins[row] == 0 and self.state(row, TierName.CPU) == Residency.EVICTING:
+        if self.index.pins[row] > 0:
+            return
+        state = self.state(row, TierName.CPU)
+        if state == Residency.EVICTING:
             self._vacate(row)
+        elif state == Residency.READY:
+            self._eviction.offer(self.index, row)
 
     def condemn(self, row: int) -> None:
         """Serve a ready row no more, because its bytes are not those that were stored."""
@@ -111,7 +135,7 @@ class Cache:
 
     def state(self, row: int, tier: TierName) -> int:
         """Return a row's residency in a tier."""
-        return int(self.index.residency(np.array([row]), tier)[0])
+        return self.index.cell(row, tier)
 
     def checksum(self, row: int) -> bytes:
         """Return the checksum of a row that is ready in the CPU tier."""
@@ -151,7 +175,7 @@ class Cache:
         return None
 
     def _evict_slab(self, offset: int, mark: int) -> None:
-        """Empty the slab around ``offset`` as far as possible, so that another size may use it.
+        """Empty the slab around ``offset``, so that another size may use it, if all of it can go.
 
         Evicting by age alone would empty nearly the whole arena before one slab came free.
         """
@@ -160,6 +184,8 @@ class Cache:
         rows = index.in_state(TierName.CPU, Residency.READY)
         inside = (index.slot[rows] >= start) & (index.slot[rows] < end)
         rows = rows[inside & (index.pins[rows] == 0) & (index.stamp[rows] < mark)]
+        if len(rows) < self.slots.num_taken_at(offset):
+            return
         for row in rows.tolist():
             self.evict(row)
         self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")

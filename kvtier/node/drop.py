@@ -72,6 +72,7 @@ class Drops:
     def cleared(self, event: ClearDone) -> None:
         """Note that a tier was emptied."""
         index = self._cache.index
+        self._transfers.lanes[event.tier].is_clearing = False
         if not event.fault:
             rows = index.in_state(event.tier, Residency.READY)
             index.move(rows, event.tier, Residency.ABSENT)
@@ -141,7 +142,8 @@ class Drops:
             kept = int(np.size(self._cache.index.in_state(tier, Residency.READY)))
             drop.clearing.discard(tier)
             drop.report(tier, Removed(), kept=kept, error="not emptied before the deadline")
-        elif tier not in drop.clearing and lane.is_idle:
+        elif tier not in drop.clearing and not lane.is_writing and not lane.is_clearing:
             drop.clearing.add(tier)
+            lane.is_clearing = True
             return [Clear(tier, drop.event.deadline_ns - DROP_GRACE_NS)]
         return []

@@ -161,6 +161,9 @@ class Loads:
         rows = lease.rows
         while lease.num_ready < len(rows) and self._is_ready(rows[lease.num_ready]):
             lease.num_ready += 1
+        if lease.num_ready < len(rows) and self._is_condemned(rows[lease.num_ready]):
+            lease.end = "failed"
+            self._cut(lease, lease.num_ready)
         is_last = lease.num_ready == len(rows)
         if lease.num_ready == lease.num_sent and not is_last:
             return []
@@ -181,6 +184,9 @@ class Loads:
 
     def _is_ready(self, row: int) -> bool:
         return self._cache.state(row, TierName.CPU) == Residency.READY
+
+    def _is_condemned(self, row: int) -> bool:
+        return self._cache.state(row, TierName.CPU) == Residency.EVICTING
 
     def _cut(self, lease: LoadLease, length: int) -> None:
         """Let go of a lease's rows from ``length`` on. Reads under way go on, as promotions."""

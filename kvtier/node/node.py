@@ -211,7 +211,7 @@ class Node:
             return [_unknown_session(event.call)]
         if fault := _chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
-        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
+        chain = _chain_of(session, event)
         run = self._find(chain, event.first, now_ns)
         remote = self.transfers.lanes.get(TierName.REMOTE)
         deadline_ns = event.deadline_ns - PROBE_GRACE_NS
@@ -231,9 +231,9 @@ class Node:
         length = next(
             (i for i, is_there in enumerate(event.present) if not is_there), len(event.present)
         )
-        session = self.sessions.get(probe.event.session)
-        if session is None:
+        if probe.event.session not in self.sessions:
             return [_unknown_session(probe.event.call)]
+        length = min(length, self.cache.make_rows(length))
         if length:
             first, end = probe.first_probed, probe.first_probed + length
             index = self.cache.index
@@ -243,7 +243,7 @@ class Node:
                     parents=probe.chain.parents[first:end],
                     first_position=first,
                     scope=index.scope_id(probe.chain.scope),
-                    payload_bytes=session.layout.block_bytes,
+                    payload_bytes=probe.chain.payload_bytes,
                 )
             )
             fresh = rows[index.residency(rows, TierName.REMOTE) == Residency.ABSENT]
@@ -256,9 +256,9 @@ class Node:
             return [_unknown_session(event.call)]
         if fault := _chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
-        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
-        before = self.cache.index.find(chain.keys[: event.first])
+        chain = _chain_of(session, event)
         run = self._find(chain, event.first, now_ns)
+        before = self.cache.index.find(chain.keys[: event.first if len(run) else 0])
         return self.loads.start(event, session, before[before >= 0], run, now_ns)
 
     def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
@@ -293,7 +293,7 @@ class Node:
             return [_unknown_session(event.call)]
         if fault := _chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
-        chain = Chain.of(Scope(session.key_space, event.tenant), event.hashes)
+        chain = _chain_of(session, event)
         return [Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns))]
 
     def _complete_store(self, event: ev.CompleteStore, now_ns: int) -> list[Action]:
@@ -400,6 +400,11 @@ def _unknown_session(call: int) -> Reply:
     return Reply(call, Refused("session", "this daemon does not know the session; register again"))
 
 
+def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> Chain:
+    scope = Scope(session.key_space, event.tenant)
+    return Chain.of(scope, event.hashes, session.layout.block_bytes)
+
+
 def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
     """Return what is wrong with a chain that came from outside, or nothing."""
     if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
@@ -409,4 +414,7 @@ def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
         return f"a chain of {num_blocks} blocks; {CHAIN_BLOCKS_MAX} is the most"
     if first > num_blocks:
         return f"first is {first} in a chain of {num_blocks} blocks"
+    halves = np.frombuffer(hashes, dtype="<u8")[::2]
+    if len(np.unique(halves)) < num_blocks and len(set(split_hashes(hashes))) < num_blocks:
+        return "a chain names each block once"
     return ""

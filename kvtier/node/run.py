@@ -11,7 +11,7 @@ from kvtier.core.index import Index, Scope
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import Keys, Rows, as_keys
 
-__all__ = ["Chain", "Run", "find_run"]
+__all__ = ["Chain", "Run", "find_own", "find_run"]
 
 _BITS = np.array([1 << column for column in range(len(LOWER_TIERS))], dtype=np.uint8)
 _SOURCES = tuple(
@@ -28,14 +28,16 @@ class Chain:
     scope: Scope
     keys: Keys
     parents: Keys
+    payload_bytes: int
+    """Of each of its blocks."""
 
     @classmethod
-    def of(cls, scope: Scope, hashes: bytes) -> "Chain":
+    def of(cls, scope: Scope, hashes: bytes, payload_bytes: int) -> "Chain":
         """Read a chain as it travels in messages."""
         root = chain_root(scope.key_space, scope.tenant)
         keys = as_keys(hashes)
         parents = as_keys(root + hashes[:-HASH_BYTES]) if len(keys) else keys
-        return cls(scope, keys, parents)
+        return cls(scope, keys, parents, payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +63,41 @@ class Run:
         return tuple(_SOURCES[mask][0] for mask in self.masks.tolist())
 
 
+def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:
+    """Return the row of each block, and the place of the first known by another identity.
+
+    An honest hash has one identity. A client that lies, or counts wrongly, must not get at others'
+    blocks, disturb their order, or have good ones condemned because it expected something else.
+    """
+    rows = index.find(chain.keys)
+    is_own = index.scope[rows] == index.known_scope(chain.scope)
+    is_own &= index.position[rows] == np.arange(len(rows))
+    is_own &= index.payload_bytes[rows] == chain.payload_bytes
+    is_own &= (index.parent[rows] == chain.parents).all(axis=1)
+    foreign = np.flatnonzero((rows >= 0) & ~is_own)
+    return rows, int(foreign[0]) if len(foreign) else len(rows)
+
+
 def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]) -> Run:
     """Return the run of blocks from ``first`` on in the CPU tier and in ``usable`` tiers.
 
     Changes nothing.
     """
-    rows = index.find(chain.keys[first:])
-    scope = index.known_scope(chain.scope)
-    is_known = (rows >= 0) & (index.scope[rows] == scope)
-    state = index.state[rows] * is_known[:, None]
+    rows, own_end = find_own(index, chain)
+    rows = rows[first : max(first, own_end)]
+    state = index.state[rows] * (rows >= 0)[:, None]
     is_there = state == Residency.READY
     is_there &= np.array([tier is TierName.CPU or tier in usable for tier in LOWER_TIERS])
     is_writing = state[:, 0] == Residency.WRITING
     is_there[:, 0] |= is_writing
+    # While somebody still holds a condemned block's slot, nothing can be read into the CPU tier.
+    is_there &= (state[:, 0] != Residency.EVICTING)[:, None]
     masks = is_there @ _BITS
     gaps = np.flatnonzero(masks == 0)
     length = int(gaps[0]) if len(gaps) else len(rows)
     reason = "complete"
     if length < len(rows):
-        is_foreign = rows[length] >= 0 and not is_known[length]
-        reason = "identity" if is_foreign else "absent"
+        reason = "absent"
+    elif first + length < len(chain.keys):
+        reason = "identity"
     return Run(rows[:length], masks[:length], is_writing[:length], reason)

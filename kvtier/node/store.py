@@ -19,7 +19,7 @@ from kvtier.node.action import Action, Granted, Stored
 from kvtier.node.cache import Cache
 from kvtier.node.event import CompleteStore
 from kvtier.node.load import Loads
-from kvtier.node.run import Chain
+from kvtier.node.run import Chain, find_own
 from kvtier.node.session import Session, StoreLease
 from kvtier.node.transfer import Transfers
 from kvtier.observe.table import ADMISSION_BLOCKS
@@ -54,17 +54,19 @@ class Stores:
         not be reached.
         """
         index = self._cache.index
-        self._make_rows(chain, first)
+        self._cache.make_rows(len(chain.keys) - first)
+        known, own_end = find_own(index, chain)
+        end = max(first, own_end)
         rows = index.add(
             NewBlocks(
-                keys=chain.keys[first:],
-                parents=chain.parents[first:],
+                keys=chain.keys[first:end],
+                parents=chain.parents[first:end],
                 first_position=first,
                 scope=index.scope_id(chain.scope),
-                payload_bytes=session.layout.block_bytes,
+                payload_bytes=chain.payload_bytes,
             )
         )
-        before = index.find(chain.keys[:first])
+        before = known[: min(first, own_end)]
         mark = self._cache.touch(np.concatenate([before[before >= 0], rows]))
         lacking = self._lacking(rows)
         num_admitted, reason = self._judge(session, lacking, first)
@@ -77,6 +79,9 @@ class Stores:
         leased = rows[claimed].tolist()
         index.forget_absent(rows)
         present, refused = len(rows) - len(lacking), len(lacking) - len(claimed)
+        if end < len(chain.keys):
+            reason = reason if refused else "identity"
+            refused += len(chain.keys) - end
         self._count(present, len(claimed), refused)
         return Granted(
             lease=self._grant(session, leased, now_ns).number if leased else 0,
@@ -161,19 +166,6 @@ class Stores:
         )
         session.stores[lease.number] = lease
         return lease
-
-    def _make_rows(self, chain: Chain, first: int) -> None:
-        """Forget blocks known to be only in the remote tier, where the index is at its bound."""
-        index = self._cache.index
-        if len(index) + len(chain.keys) - first <= INDEX_ROWS_MAX:
-            return
-        rows = index.rows()
-        elsewhere = (index.residency(rows, TierName.CPU) == Residency.ABSENT) & (
-            index.residency(rows, TierName.SSD) == Residency.ABSENT
-        )
-        forgettable = rows[elsewhere & (index.residency(rows, TierName.REMOTE) == Residency.READY)]
-        index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
-        index.forget_absent(forgettable)
 
     def _count(self, present: int, admitted: int, refused: int) -> None:
         for outcome, count in (

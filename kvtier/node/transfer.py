@@ -56,6 +56,8 @@ class Lane:
     """Rows to read, each with the time it was queued."""
     writes: deque[tuple[int, int]] = field(default_factory=deque)
     flights: dict[int, _Flight] = field(default_factory=dict)
+    is_clearing: bool = False
+    """The tier is being emptied: writes wait, so that none of them is half of what is dropped."""
     queued_bytes: int = 0
     """Bytes pinned because they wait to be written or are being written."""
 
@@ -63,6 +65,11 @@ class Lane:
     def is_idle(self) -> bool:
         """Tell whether nothing is queued or on its way."""
         return not (self.reads or self.writes or self.flights)
+
+    @property
+    def is_writing(self) -> bool:
+        """Tell whether anything is, or is about to be, written to the tier."""
+        return bool(self.writes) or not all(f.is_read for f in self.flights.values())
 
     def is_usable(self, now_ns: int) -> bool:
         """Tell whether the tier answers, as far as one can see from here."""
@@ -108,7 +115,7 @@ class Transfers:
             while lane.reads and len(lane.flights) < lane.tier.num_workers:
                 actions.append(self._start_read(lane, now_ns))
             write_workers = max(1, lane.tier.num_workers - 1)
-            while lane.writes and len(lane.flights) < write_workers:
+            while lane.writes and len(lane.flights) < write_workers and not lane.is_clearing:
                 actions.append(self._start_write(lane, now_ns))
         return actions
 

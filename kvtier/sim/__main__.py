@@ -1,4 +1,4 @@
-"""``python -m kvtier.sim``: run the node under many seeds; the first that fails says how to replay."""
+"""``python -m kvtier.sim``: run the node under many seeds; one that fails says how to repeat it."""
 
 import argparse
 import sys

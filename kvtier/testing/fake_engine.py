@@ -86,7 +86,10 @@ class FakeEngine:
         return answer.tiers
 
     def answer(self, call: int) -> ac.Answer:
-        """Take the answer to a call, which must have come; raises DaemonUnavailable without a session."""
+        """Take the answer to a call, which must have come.
+
+        Raises DaemonUnavailable where the node does not know the session: it was started anew.
+        """
         answer = self.stage.answers.pop(call)
         if isinstance(answer, ac.Refused) and answer.kind == "session":
             raise DaemonUnavailable(answer.message)

@@ -115,15 +115,19 @@ class Served:
 
     def drop(self, *tiers: str) -> dict[str, int]:
         """Empty tiers; returns the blocks that each one lost. Fails where one kept some."""
+        removed = self.drop_now(*tiers, deadline_ms=8000)
+        for each in removed:
+            assert not each.error, each
+            assert not each.kept_blocks, each
+        return dict(zip(tiers, (each.blocks for each in removed), strict=True))
+
+    def drop_now(self, *tiers: str, deadline_ms: int = 1000) -> list[pb.DropReply.Removed]:
+        """Empty tiers as far as they are not in use; returns what the daemon says of each."""
         request = pb.DropRequest(
-            tiers=[tier_to_wire(TierName(tier)) for tier in tiers], deadline_ms=8000
+            tiers=[tier_to_wire(TierName(tier)) for tier in tiers], deadline_ms=deadline_ms
         )
         with self._stub() as stub:
-            reply = stub.Drop(request, timeout=_CALL_TIMEOUT_S)
-        for removed in reply.removed:
-            assert not removed.error, removed
-            assert not removed.kept_blocks, removed
-        return dict(zip(tiers, (removed.blocks for removed in reply.removed), strict=True))
+            return list(stub.Drop(request, timeout=_CALL_TIMEOUT_S).removed)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the daemon's series of that name and with these labels."""

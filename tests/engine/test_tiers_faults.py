@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import redis
 
 from kvtier.client import ClientDeadlines
 from kvtier.core.identity import HEADER_BYTES
 from kvtier.engine.model import LoadedModel
-from kvtier.testing.child import Child, await_true, free_port, work_directory
+from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
 from tests.engine.models import Reference
+from tests.integration.redis_child import RedisServer
 
 pytestmark = pytest.mark.slow
 
@@ -143,34 +143,8 @@ def test_segments_deleted_under_a_running_daemon(
 # The server
 
 
-class Redis:
-    """A server that a test may freeze and kill."""
-
-    def __init__(self, directory: Path) -> None:
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._directory = directory
-
-    def start(self) -> Child:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
-        command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
-        child = Child(command, self._directory / "redis.log")
-        await_true(self._answers, "the server answers")
-        return child
-
-    def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=2)
-
-    def _answers(self) -> bool:
-        try:
-            with self.client() as client:
-                return bool(client.ping())
-        except redis.ConnectionError:
-            return False
-
-
-def with_redis(directory: Path) -> tuple[Redis, Served]:
-    server = Redis(directory)
+def with_redis(directory: Path) -> tuple[RedisServer, Served]:
+    server = RedisServer(directory)
     node = Served(
         directory,
         {"remote.url": server.url, "remote.deadline": "200ms", "ssd.enabled": "false"},

@@ -388,6 +388,22 @@ def test_a_stopped_client_process_loses_its_lease(node: Served) -> None:
             assert node.await_idle(15)["pins"] == 0
 
 
+def test_a_daemon_stops_although_a_client_hangs(node: Served) -> None:
+    with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+        engine.store(21, 8)
+        with (
+            victim(node, "load") as loading,
+            victim(node, "store") as storing,
+            loading.stopped(),
+            storing.stopped(),
+        ):
+            start_s = time.monotonic()
+            assert daemon.stop() == 0
+            print(f"stopped after {time.monotonic() - start_s:.2f} s")
+    with node.daemon(), PatternEngine(node.socket) as engine:
+        assert engine.load(21, 8) == (["ssd"] * 8, "complete")
+
+
 # Daemons that die or hang
 
 

@@ -45,6 +45,7 @@ def served_by(answer: Any) -> dict[str, int]:
     return {tier: count for tier, count in by_tier.items() if count}
 
 
+@pytest.mark.long
 def test_the_same_answer_alone_and_from_every_tier(node: Served, tiny_folder: Path) -> None:
     prompt = prompt_of(1)
     alone, alone_url = node.engine(tiny_folder, "--alone")
@@ -130,10 +131,13 @@ def abandon_stream(url: str, prompt: list[int]) -> None:
 
 
 def test_parameters_reach_the_tiers(node: Served, tiny_folder: Path) -> None:
+    """With an engine that was there before its daemon."""
     prompt = prompt_of(4)
-    with node.daemon():
-        engine, url = node.engine(tiny_folder)
-        with engine:
+    engine, url = node.engine(tiny_folder)
+    with engine:
+        alone = complete(url, prompt_of(5))
+        assert alone["kvtier"]["decision"] == "computed:daemon_away"
+        with node.daemon():
             await_true(lambda: node.stat()["engines"], "the engine is attached", 30)
             complete(url, prompt, kv_transfer_params={"max_offload_tokens": 130})
             assert node.await_idle()["tiers"]["cpu"]["tokens"] == 128

@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def end(pid: int) -> None:
         process.wait(10)
 
 
+@pytest.mark.long
 def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) -> None:
     serve = node.start("serve", "--model", str(tiny_folder))
     left = 0
@@ -133,25 +135,27 @@ def rewrite(folder: Path, changes: dict[str, object]) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize("command", ["engine", "serve"])
 @pytest.mark.parametrize(
-    ("change", "part"),
+    ("command", "change", "part"),
     [
-        (make_sliding, "window"),
-        (make_latent, "MLA"),
-        (make_unknown, "kvtier_test"),
-        (remove_weights, "safetensors"),
-        (cut_weights, "weights"),
-        (spoil_config, "config.json"),
+        ("serve", make_sliding, "window"),
+        ("serve", cut_weights, "weights"),
+        ("engine", make_sliding, "window"),
+        ("engine", make_latent, "MLA"),
+        ("engine", make_unknown, "kvtier_test"),
+        ("engine", remove_weights, "safetensors"),
+        ("engine", spoil_config, "config.json"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_model_that_cannot_be_served(
-    node: Served, tiny_folder: Path, tmp_path: Path, command: str, change: object, part: str
+    node: Served,
+    tiny_folder: Path,
+    tmp_path: Path,
+    command: str,
+    change: Callable[[Path], None],
+    part: str,
 ) -> None:
-    assert callable(change)
-    if command == "serve" and change not in (make_sliding, cut_weights):
-        pytest.skip("said by the same engine; once by each of its checks is enough")
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change(folder)
     with node.start(command, "--model", str(folder)) as child:
@@ -166,3 +170,31 @@ def test_a_model_that_cannot_be_served(
 
 def said_by(child: Child) -> list[str]:
     return [line for line in child.log.splitlines() if not line.startswith("time=")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("engine.listen", "in use", "cannot listen"),
+        ("engine.device", "cuda:7", "CUDA"),
+    ],
+)
+def test_an_engine_that_cannot_start_ends_the_daemon(
+    node: Served, tiny_folder: Path, key: str, value: str, part: str
+) -> None:
+    if key == "engine.device" and cuda_is_here():
+        pytest.skip("there are CUDA devices here")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if value == "in use":
+            value = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = {key.replace(".", "__"): value}
+        with node.start("serve", "--model", str(tiny_folder), **settings) as serve:
+            assert serve.wait(40) == 2, serve.log
+    said = said_by(serve)
+    assert len(said) == 1, said
+    assert said[0].startswith(f"kvtier: {key}: ")
+    assert part in said[0]
+
+
+def cuda_is_here() -> bool:
+    return Path("/dev/nvidia0").exists()

@@ -11,7 +11,7 @@ from kvtier.core.residency import TierName
 
 __all__ = ["ANSWER_TOKENS", "Answer", "ModelClient"]
 
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 """Of each answer: enough to see a difference, few enough to be a short part of the time."""
 
 _TIMEOUT_S = 600.0

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import kvtier
 from kvtier.errors import StartError
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "run"]
 
 _MODEL = Path(".model") / "smollm2-135m-instruct.gguf"
 _MODEL_VARIABLE = "KVTIER_DEMO_MODEL"

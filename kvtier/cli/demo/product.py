@@ -39,6 +39,7 @@ _SETTINGS = (
     "client.load_deadline=30s",
     "ssd.deadline=30s",
     "remote.deadline=10s",
+    "remote.ttl=1h",  # removed at the end; should that fail, the server forgets them by itself
 )
 
 _START_TIMEOUT_S = 120.0
@@ -116,13 +117,16 @@ class Product:
         child, self._child = self._child, None
         if child is None:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             child.terminate()
             child.wait(_STOP_TIMEOUT_S)
-        # The session is ours, so this ends the engine too, should its daemon have died before it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        except subprocess.TimeoutExpired:
+            pass  # what is left is killed, as after a second Ctrl-C
+        finally:
+            # The session is ours, so this ends an engine too whose daemon died before it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
     def stat(self) -> dict[str, Any]:
         """Return the status document."""
@@ -142,7 +146,7 @@ class Product:
                 raise self._failure(f"the {tier} tier could not be emptied: {kept}")
 
     def settle(self, num_tokens: int) -> None:
-        """Wait until every tier has that many tokens, and nothing is on its way any more."""
+        """Wait until every lower tier has that many tokens, and nothing is on its way any more."""
 
         def is_settled() -> bool:
             document = self.stat()
@@ -158,7 +162,9 @@ class Product:
             )
             return not is_busy and all(tier["tokens"] >= num_tokens for tier in tiers)
 
-        self._wait_until(is_settled, f"{num_tokens} tokens are in every tier", _SETTLE_TIMEOUT_S)
+        self._wait_until(
+            is_settled, f"{num_tokens} tokens are in every tier, at rest", _SETTLE_TIMEOUT_S
+        )
 
     def block_tokens(self) -> int:
         """Return the tokens of a block, as the engine declared them."""

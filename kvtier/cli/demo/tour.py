@@ -123,15 +123,17 @@ class Tour:
         return Pass(name, tuple(answers), is_same, tuple(problems))
 
     def _ask(self, name: str, question: str) -> tuple[Answer, list[str]]:
-        """Ask, wait until all is stored, and tell what is wrong with where the answer came from."""
+        """Ask, let the tiers come to rest, and tell what is wrong with who served the answer."""
         tier = TierName(name) if name != COLD else TierName.GPU
         before = self._product.hit_tokens(tier)
         answer = self._asked.ask(f"{self._document}\n\n{question}")
         block_tokens = self._product.block_tokens()
-        self._product.settle(answer.prompt_tokens // block_tokens * block_tokens)
         if name == COLD:
+            # Here all is stored; later a tier may have no reason to take what it had before.
+            self._product.settle(answer.prompt_tokens // block_tokens * block_tokens)
             served = sum(answer.tier_tokens.values())
             return answer, [f"cold: {served} tokens were served by a tier"] if served else []
+        self._product.settle(0)
         served = answer.tier_tokens[tier]
         wanted = answer.prompt_tokens - _TAIL_TOKENS_MAX - block_tokens
         if served < wanted:

@@ -23,6 +23,9 @@ class Eviction(Protocol):
         ``stamp`` column only.
         """
 
+    def offer(self, index: Index, row: int) -> None:
+        """Note that a row has become ready and unpinned, so that it may be proposed."""
+
     def victims(self, index: Index, before: int) -> Iterator[int]:
         """Yield rows that are ready and unpinned in the CPU tier, the least worth first.
 

@@ -6,11 +6,13 @@ A use touches a chain's leading blocks, and stamps them so that each parent is n
 Any use of a child is a use of its ancestors, so a parent is never older than its child, and plain
 order of stamps takes tails before heads: no child is stranded by the loss of its parent.
 
-Finding the oldest is a partial sort over the index, good for thousands of evictions; blocks touched
-since are recognised by their stamp and skipped, so the order stays exactly that of use.
+Finding the oldest is a partial sort over the index, good for thousands of evictions. What has been
+used since is recognised by its stamp and passed over, and what was pinned is offered again when it
+no longer is, so the order is exactly that of use.
 """
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -28,7 +30,8 @@ class LeafLru:
     def __init__(self) -> None:
         self._clock = 1
         self._candidates: list[tuple[int, int]] = []
-        """Rows with the stamp they had, the oldest last."""
+        """A heap of rows by the stamp they had: all that are evictable up to ``_scanned``."""
+        self._scanned = 0
 
     def touch(self, index: Index, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""
@@ -37,43 +40,51 @@ class LeafLru:
         index.stamp[rows] = np.arange(self._clock - 1, mark, -1)
         return mark
 
+    def offer(self, index: Index, row: int) -> None:
+        """Take in a row that the last scan had to leave out; a younger one comes with the next."""
+        stamp = int(index.stamp[row])
+        if stamp <= self._scanned:
+            heappush(self._candidates, (stamp, row))
+
     def victims(self, index: Index, before: int) -> Iterator[int]:
         """Yield the least recently used rows; each is looked at once a call."""
-        skipped: list[tuple[int, int]] = []
-        is_fresh = False
+        proposed: list[tuple[int, int]] = []
+        last = (0, -1)
         try:
-            while True:
-                if not self._candidates:
-                    if is_fresh or not self._scan(index, before):
-                        return
-                    is_fresh = True
-                stamp, row = self._candidates.pop()
-                if index.stamp[row] != stamp or index.slot[row] < 0:
-                    continue
-                if stamp >= before:
-                    skipped.append((stamp, row))
-                    return
-                if self._is_evictable(index, row):
-                    yield row
-                if index.slot[row] >= 0 and index.stamp[row] == stamp:
-                    skipped.append((stamp, row))  # pinned, or not taken: still a candidate
+            while (self._candidates or self._scan(index, before)) and (
+                self._candidates[0][0] < before
+            ):
+                stamp, row = candidate = heappop(self._candidates)
+                is_repeat, last = candidate == last, candidate
+                if is_repeat or not self._is_evictable(index, row, stamp):
+                    continue  # used since, gone, or pinned: then it is offered again
+                proposed.append(candidate)
+                yield row
         finally:
-            self._candidates.extend(reversed(skipped))
+            for stamp, row in proposed:
+                if self._is_evictable(index, row, stamp):
+                    heappush(self._candidates, (stamp, row))  # it was not taken
 
     def _scan(self, index: Index, before: int) -> bool:
+        """Take in the next rows by age; False if there are no more."""
         rows = index.in_state(TierName.CPU, Residency.READY)
-        rows = rows[(index.pins[rows] == 0) & (index.stamp[rows] < before)]
         stamps = index.stamp[rows]
+        rows = rows[(index.pins[rows] == 0) & (stamps > self._scanned) & (stamps < before)]
+        stamps = index.stamp[rows]
+        self._scanned = max(self._scanned, before - 1)
         if len(rows) > VICTIMS_SCANNED_AT_ONCE:
             oldest = np.argpartition(stamps, VICTIMS_SCANNED_AT_ONCE)[:VICTIMS_SCANNED_AT_ONCE]
             rows, stamps = rows[oldest], stamps[oldest]
-        order = np.argsort(stamps)[::-1]
+            self._scanned = int(stamps.max())
+        order = np.argsort(stamps)
+        # Sorted, and so a heap already.
         self._candidates = list(zip(stamps[order].tolist(), rows[order].tolist(), strict=True))
         return bool(self._candidates)
 
     @staticmethod
-    def _is_evictable(index: Index, row: int) -> bool:
+    def _is_evictable(index: Index, row: int, stamp: int) -> bool:
         return bool(
-            index.pins[row] == 0
-            and index.residency(np.array([row]), TierName.CPU)[0] == Residency.READY
+            index.stamp[row] == stamp
+            and index.pins[row] == 0
+            and index.cell(row, TierName.CPU) == Residency.READY
         )

@@ -1,0 +1,184 @@
+"""``kvtier stat`` and ``kvtier drop`` as an operator runs them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.child import Child, kvtier_command, work_directory
+from kvtier.testing.served import Served
+from tests.integration.pattern import PatternEngine
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        node = Served(directory)
+        with node.daemon() as daemon:
+            yield node
+            assert daemon.stop() == 0
+
+
+def run(node: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = kvtier_command(*arguments, "--socket", str(node.socket))
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+
+
+def test_stat_shows_every_tier_in_eighty_columns(node: Served) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(1, 6)
+        node.await_idle()
+        engine.load(1, 6)
+        shown = run(node, "stat")
+    assert shown.returncode == 0
+    assert not shown.stderr
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for tier in ("gpu", "cpu", "ssd", "remote"):
+        assert any(line.startswith(f"{tier} ") for line in lines), tier
+    assert "pattern" in shown.stdout
+    assert "shm" in shown.stdout
+    assert "leases 0, pins 0" in shown.stdout
+
+
+def test_counts_are_whole_numbers(node: Served) -> None:
+    document = json.loads(run(node, "stat", "--json").stdout)
+
+    def check(value: object, path: str) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                check(each, f"{path}.{key}")
+        else:
+            is_time = path.endswith(("seconds", "_s"))
+            assert is_time or not isinstance(value, float), f"{path} is {value!r}"
+
+    check(document, "")
+
+
+def test_stat_watches_until_it_is_interrupted(node: Served) -> None:
+    command = kvtier_command("stat", "--socket", str(node.socket), "--watch", "0.1")
+    with Child(command, node.directory / "watch.log") as child:
+        child.await_log(r"(?s)leases.*leases")
+        child.send(signal.SIGINT)
+        assert child.wait() == 130
+        assert "Traceback" not in child.log
+
+
+@pytest.mark.parametrize("command", [["stat"], ["stat", "--json"], ["drop", "--tier", "cpu"]])
+def test_without_a_daemon(command: list[str]) -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        start_s = time.monotonic()
+        told = run(node, *command)
+        print(f"{time.monotonic() - start_s:.2f} s")
+        assert told.returncode == 2
+        assert not told.stdout
+        assert told.stderr.count("\n") == 1
+        assert str(node.socket) in told.stderr
+        assert "kvtier serve" in told.stderr
+
+
+def test_with_a_crashed_daemons_socket() -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        with node.daemon() as daemon:
+            daemon.kill()
+        told = run(node, "stat")
+        assert told.returncode == 2
+        assert "no daemon answers" in told.stderr
+        assert told.stderr.count("\n") == 1
+
+
+def test_with_a_daemon_that_stands_still() -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        with node.daemon() as daemon, daemon.stopped():
+            start_s = time.monotonic()
+            told = run(node, "stat")
+            took_s = time.monotonic() - start_s
+        print(f"{took_s:.2f} s")
+        assert told.returncode == 2
+        assert "gave no answer" in told.stderr
+        assert took_s < 4, "two seconds, and those of a busy machine"
+
+
+def test_drop_says_what_went(node: Served) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(2, 6)
+        node.await_idle()
+        node.drop("cpu", "ssd")
+        engine.store(2, 6)
+        node.await_idle()
+        told = run(node, "drop", "--tier", "cpu")
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout == "cpu     removed 6 blocks, 48 KiB\n"
+        told = run(node, "drop", "--tier", "ssd", "--tier", "gpu", "--json")
+        assert told.returncode == 0
+        removed = {each["tier"]: each for each in json.loads(told.stdout)["removed"]}
+        assert removed["ssd"]["blocks"] == 6
+        assert removed["gpu"]["blocks"] == 0
+        assert engine.lookup(2, 6) == ([], "absent")
+
+
+def test_drop_all_means_all_there_are(node: Served) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(3, 6)
+        node.await_idle()
+        told = run(node, "drop", "--tier", "all")
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert engine.lookup(3, 6) == ([], "absent")
+    told = run(node, "drop", "--tier", "remote")
+    assert told.returncode == 1
+    assert "no such tier" in told.stdout
+
+
+def test_drop_keeps_what_is_in_use_and_says_so(node: Served) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(4, 6)
+        node.await_idle()
+        blocks = engine.client.load(engine.tenant, engine.chain(4, 6), 0)
+        next(blocks)
+        told = run(node, "drop", "--tier", "cpu", "--timeout", "0.5")
+        assert told.returncode == 1
+        assert "kept 6 in use" in told.stdout
+        assert list(blocks)[-1] == "complete", "the load was not disturbed"
+        told = run(node, "drop", "--tier", "cpu")
+        assert told.returncode == 0
+        assert "removed 6 blocks" in told.stdout
+
+
+def test_drop_names_an_engine_that_does_not_answer(node: Served) -> None:
+    source = (
+        "import sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.integration.pattern import PatternEngine\n"
+        f"with PatternEngine(Path({str(node.socket)!r})):\n"
+        "    print('attached', flush=True)\n"
+        "    import signal; signal.pause()\n"
+    )
+    command = [sys.executable, "-c", source]
+    with Child(command, node.directory / "engine.log") as child:
+        child.await_log("attached")
+        assert run(node, "drop", "--tier", "gpu").returncode == 0
+        with child.stopped():
+            told = run(node, "drop", "--tier", "gpu", "--timeout", "0.5")
+        assert told.returncode == 1
+        assert "1 engine(s) gave no answer" in told.stdout
+
+
+def test_output_may_be_cut_off(node: Served) -> None:
+    command = kvtier_command("stat", "--socket", str(node.socket), "--watch", "0.01")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        child.stdout.close()
+        assert child.wait(20) == 0
+        assert child.stderr
+        assert b"Traceback" not in child.stderr.read()

@@ -1,0 +1,54 @@
+"""A daemon that knows a million blocks stays small."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from kvtier.core.identity import BlockHash, chain_root, hash_blocks
+from kvtier.core.limits import PROBE_BLOCKS_MAX
+from kvtier.testing.child import work_directory
+from kvtier.testing.served import Served
+from tests.integration.pattern import BLOCK_TOKENS, PatternEngine
+
+pytestmark = [pytest.mark.long, pytest.mark.redis, pytest.mark.timeout(300)]
+
+NUM_CHAINS = 1000
+CHAIN_BLOCKS = 1000
+PREFIX = "memory:"
+LIMIT_BYTES = 250_000_000
+assert CHAIN_BLOCKS <= PROBE_BLOCKS_MAX, "one lookup learns of one whole chain"
+
+
+def chains(engine: PatternEngine) -> Iterator[list[BlockHash]]:
+    root = chain_root(engine.space.digest, engine.tenant)
+    for number in range(NUM_CHAINS):
+        tokens = [number] * (BLOCK_TOKENS * CHAIN_BLOCKS)
+        yield hash_blocks(root, tokens, BLOCK_TOKENS)
+
+
+def test_a_million_blocks_in_the_index(redis_server: str) -> None:
+    """Blocks that a shared server has need no bytes here: each is a row of the index alone."""
+    settings = {"remote.url": redis_server, "remote.key_prefix": PREFIX, "remote.deadline": "5s"}
+    with work_directory() as directory:
+        node = Served(directory, settings)
+        with (
+            redis.Redis.from_url(redis_server) as server,
+            node.daemon() as daemon,
+            PatternEngine(node.socket) as engine,
+        ):
+            before, arena = daemon.memory_bytes()
+            assert arena <= 17 << 20
+            for chain in chains(engine):
+                server.mset({f"{PREFIX}{block_hash.hex()}": b"" for block_hash in chain})
+                tiers, _ = engine.client.lookup(engine.tenant, chain, 0)
+                assert len(tiers) == CHAIN_BLOCKS
+            status = node.stat()
+            assert status["tiers"]["remote"]["blocks"] == NUM_CHAINS * CHAIN_BLOCKS
+            after, _ = daemon.memory_bytes()
+            print(f"{before / 1e6:.0f} MB empty, {after / 1e6:.0f} MB with a million blocks")
+            assert after < LIMIT_BYTES
+            known = next(itertools.islice(chains(engine), NUM_CHAINS // 2, None))
+            assert engine.client.lookup(engine.tenant, known, 0)[1] == "complete"
+            server.flushdb()

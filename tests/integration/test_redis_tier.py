@@ -1,0 +1,101 @@
+"""A remote tier that hangs, seen by a client: loads end in time, and nothing stays held."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.client import ClientDeadlines
+from kvtier.testing.child import Child, await_true, work_directory
+from kvtier.testing.served import Served
+from tests.integration.pattern import PatternEngine
+from tests.integration.redis_child import RedisServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis]
+
+DEADLINES = ClientDeadlines(5, 1.0, 5, 0.1)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[RedisServer, Child]]:
+    with work_directory() as directory:
+        server = RedisServer(directory)
+        with server.start() as child:
+            yield server, child
+
+
+@pytest.fixture
+def node(server: tuple[RedisServer, Child]) -> Iterator[Served]:
+    settings = {"remote.url": server[0].url, "ssd.enabled": "false", "remote.deadline": "3s"}
+    with work_directory() as directory:
+        yield Served(directory, settings)
+
+
+def store_half_above(node: Served, engine: PatternEngine) -> None:
+    """Have eight blocks in the server, and the first four of them in the CPU tier too."""
+    assert engine.store(1, 8) == 8
+    node.await_idle()
+    node.drop("cpu")
+    assert engine.load(1, 4) == (["remote"] * 4, "complete")
+    node.await_idle()
+
+
+def test_a_load_that_is_late_gives_what_came(
+    node: Served, server: tuple[RedisServer, Child]
+) -> None:
+    with node.daemon(), PatternEngine(node.socket, deadlines=DEADLINES) as engine:
+        store_half_above(node, engine)
+        with server[1].stopped():
+            start_s = time.monotonic()
+            assert engine.load(1, 8) == (["cpu"] * 4, "late")
+            took_s = time.monotonic() - start_s
+            print(f"ended after {took_s:.2f} s")
+            assert 0.5 < took_s < 1.5
+            assert node.stat()["leases"] == 0
+            assert engine.load(1, 4) == (["cpu"] * 4, "complete"), "others go on"
+            assert engine.store(2, 4) == 4
+            assert engine.load(2, 4) == (["cpu"] * 4, "complete")
+        status = node.await_idle()
+        assert status["pins"] == 0
+        assert status["miss_reasons"]["remote"]["late"] == 4
+        await_true(lambda: engine.load(1, 8)[1] == "complete", "all of it comes again")
+
+
+def test_a_client_killed_while_its_blocks_are_read(
+    node: Served, server: tuple[RedisServer, Child]
+) -> None:
+    with node.daemon(), PatternEngine(node.socket, deadlines=DEADLINES) as engine:
+        store_half_above(node, engine)
+        source = (
+            "import sys; from pathlib import Path\n"
+            f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+            "from tests.integration.pattern import PatternEngine\n"
+            f"with PatternEngine(Path({str(node.socket)!r})) as engine:\n"
+            "    print('loading', flush=True)\n"
+            "    engine.load(1, 8)\n"
+        )
+        log_path = node.directory / "victim.log"
+        with Child([sys.executable, "-c", source], log_path) as victim, server[1].stopped():
+            await_true(lambda: node.stat()["leases"] == 1, "it waits for its blocks", 20)
+            assert node.stat()["pins"] == 8
+            victim.kill()
+            await_true(lambda: node.stat()["leases"] == 0, "its lease is gone", 2)
+            assert node.stat()["pins"] == 0
+        node.await_idle()
+        await_true(lambda: engine.load(1, 8)[1] == "complete", "its blocks are whole")
+
+
+def test_a_daemon_stops_although_a_server_hangs(
+    node: Served, server: tuple[RedisServer, Child]
+) -> None:
+    with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
+        store_half_above(node, engine)
+        with server[1].stopped():
+            engine.store(3, 8)
+            start_s = time.monotonic()
+            daemon.stop()
+            print(f"stopped after {time.monotonic() - start_s:.2f} s")
+            assert "Traceback" not in daemon.log
+            assert daemon.wait() == 0

@@ -1,0 +1,74 @@
+import numpy as np
+
+from kvtier.core.identity import NO_TENANT
+from kvtier.core.index import NO_SLOT, Index, NewBlocks, Scope
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import as_keys
+from kvtier.testing.block import TEST_KEY_SPACE, make_chain
+
+SCOPE = Scope(TEST_KEY_SPACE, NO_TENANT)
+
+
+def add(index, headers, first=0):
+    return index.add(
+        NewBlocks(
+            keys=as_keys(b"".join(h.block_hash for h in headers)),
+            parents=as_keys(b"".join(h.parent_hash for h in headers)),
+            first_position=first,
+            scope=index.scope_id(SCOPE),
+            payload_bytes=5000,
+        )
+    )
+
+
+def chain(*numbers):
+    return [block.header for block in make_chain(numbers)]
+
+
+def test_a_row_says_whose_block_it_is():
+    index, headers = Index(), chain(1, 2, 3)
+    rows = add(index, headers)
+    assert [index.header_of(row).identity() for row in rows] == [h.identity() for h in headers]
+    assert index.parent_rows(rows).tolist() == [-1, rows[0], rows[1]]
+
+
+def test_adding_again_keeps_what_is_known():
+    index, headers = Index(), chain(1, 2, 3)
+    rows = add(index, headers[:2])
+    index.move(rows, TierName.SSD, Residency.READY)
+    again = add(index, headers)
+    assert again[:2].tolist() == rows.tolist()
+    assert index.residency(again, TierName.SSD).tolist() == [2, 2, 0]
+
+
+def test_only_what_is_nowhere_is_forgotten():
+    index, headers = Index(), chain(1, 2, 3)
+    rows = add(index, headers)
+    index.move(rows[1], TierName.REMOTE, Residency.READY)
+    index.forget_absent(rows)
+    assert len(index) == 1
+    assert index.hash_of(int(rows[1])) == headers[1].block_hash
+
+
+def test_what_a_tier_held_before_is_ready_there():
+    index, headers = Index(), chain(1, 2, 3)
+    index.restore(headers, TierName.SSD)
+    rows = index.in_state(TierName.SSD, Residency.READY)
+    assert {index.header_of(row).identity() for row in rows} == {h.identity() for h in headers}
+    assert (index.slot[rows] == NO_SLOT).all()
+
+
+def test_looking_for_a_scope_does_not_make_it_known():
+    index = Index()
+    assert index.known_scope(SCOPE) == -1
+    assert index.scope_id(SCOPE) == index.known_scope(SCOPE) == 0
+    assert list(index.scopes()) == [(0, SCOPE)]
+
+
+def test_columns_grow_with_the_table():
+    index = Index()
+    rows = add(index, chain(*range(3000)))
+    assert len(index) == 3000
+    assert (index.slot[rows] == NO_SLOT).all()
+    assert index.position[rows].tolist() == list(range(3000))
+    assert not np.any(index.pins[rows])

@@ -1,0 +1,201 @@
+"""Dialogues: prepare, copy, complete."""
+
+from dialogue import CPU, SSD, empty_cpu, engine_on, open_stage
+
+from kvtier.core.identity import BlockHash
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+
+
+def test_what_is_stored_is_found_and_loaded():
+    stage = open_stage(slots=20)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(5))
+    assert engine.found(blocks) == ()
+    granted = engine.store(blocks)
+    assert granted.indexes == (0, 1, 2, 3, 4)
+    assert engine.found(blocks) == (CPU,) * 5
+    load = engine.load(blocks)
+    assert load.take() == [CPU] * 5
+    assert load.end == "complete"
+    assert load.release()
+    stage.check_idle()
+
+
+def test_a_store_is_not_served_before_it_is_complete():
+    stage = open_stage()
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    blocks = engine.chain(range(3))
+    granted = engine.prepare(blocks)
+    checksums = [checksum for checksum in engine.copy(granted, blocks) if checksum]
+    load = other.load(blocks)
+    assert load.take() == []
+    assert engine.complete(granted, checksums) == 3
+    assert load.take() == [CPU] * 3
+
+
+def test_a_store_that_was_copied_in_part_publishes_that_part():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    granted = engine.prepare(blocks)
+    checksums = [checksum for checksum in engine.copy(granted, blocks) if checksum]
+    assert engine.complete(granted, checksums[:2]) == 2
+    assert engine.found(blocks) == (CPU, CPU)
+    assert engine.store(blocks).indexes == (2, 3)
+
+
+def test_a_failed_store_leaves_no_trace():
+    stage = open_stage()
+    engine = engine_on(stage)
+    granted = engine.prepare(engine.chain(range(4)))
+    assert engine.complete(granted, []) == 0
+    assert len(stage.node.cache.index) == 0
+    assert stage.node.cache.slots.used_bytes() == 0
+    stage.check_idle()
+
+
+def test_a_store_is_completed_once():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(2))
+    granted = engine.prepare(blocks)
+    checksums = [checksum for checksum in engine.copy(granted, blocks) if checksum]
+    assert engine.complete(granted, checksums) == 2
+    assert engine.complete(granted, checksums) == 0
+
+
+def test_two_racing_stores_write_once():
+    stage = open_stage()
+    first, second = engine_on(stage, "first"), engine_on(stage, "second")
+    blocks = first.chain(range(6))
+    granted = first.prepare(blocks[:4])
+    rest = second.prepare(blocks)
+    assert rest.indexes == (4, 5)
+    assert rest.present_blocks == 4
+    assert set(granted.offsets).isdisjoint(rest.offsets)
+
+
+def test_what_a_slower_tier_keeps_is_not_stored_again():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    stage.settle()
+    empty_cpu(stage)
+    assert engine.prepare(engine.chain(range(5))).indexes == (3, 4)
+
+
+def test_a_store_makes_room_from_the_least_recently_used_and_from_tails():
+    stage = open_stage(slots=8)
+    engine = engine_on(stage)
+    old, new = engine.chain([1, 2, 3, 4]), engine.chain([5, 6, 7, 8])
+    for length in (2, 4):  # a quarter of the arena at a time
+        engine.store(old[:length])
+    for length in (2, 4):
+        engine.store(new[:length])
+    engine.store(engine.chain([9, 10]))
+    assert engine.found(old) == (CPU, CPU)
+    assert engine.found(new) == (CPU,) * 4
+
+
+def test_blocks_named_in_a_call_are_never_evicted_by_that_call():
+    stage = open_stage(slots=8)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(20))
+    engine.store(blocks[:2])
+    engine.store(engine.chain([100, 101]))
+    granted = engine.prepare(blocks)
+    assert granted.indexes == (2, 3)  # a quarter of the arena for one engine's open stores
+    assert engine.found(blocks[:2]) == (CPU, CPU)
+
+
+def test_an_engine_holds_a_share_of_the_arena_and_no_more():
+    stage = open_stage(slots=16)
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    held = engine.prepare(engine.chain(range(10)))
+    assert len(held.indexes) == 4
+    assert held.rejected_blocks == 6
+    assert held.reason == "throttled"
+    refused = engine.prepare(engine.chain([50]))
+    assert refused.lease == 0
+    assert refused.reason == "queue_full"
+    assert len(other.prepare(other.chain([60])).indexes) == 1
+    engine.complete(held, [])
+    assert len(engine.prepare(engine.chain([50])).indexes) == 1
+
+
+def test_an_arena_full_of_leased_blocks_has_no_room():
+    stage = open_stage(slots=4)
+    engine = engine_on(stage)
+    for number in range(4):
+        blocks = engine.chain([number])
+        engine.store(blocks)
+        engine.load(blocks)
+    refused = engine.prepare(engine.chain([9]))
+    assert refused.lease == 0
+    assert refused.reason == "no_room"
+
+
+def test_slabs_are_given_up_to_blocks_of_another_size():
+    stage = open_stage(slots=16, slabs=4)
+    small, large = engine_on(stage, "small"), engine_on(stage, "large", payload_bytes=9000)
+    for number in range(16):
+        small.store(small.chain([number]))
+    blocks = large.chain(range(1))
+    assert len(large.store(blocks).indexes) == 1
+    assert large.found(blocks) == (CPU,)
+    assert [small.found(small.chain([n])) for n in range(16)].count((CPU,)) == 12
+
+
+def test_a_slab_is_not_emptied_in_vain():
+    stage = open_stage(slots=16, slabs=4)
+    small, large = engine_on(stage, "small"), engine_on(stage, "large", payload_bytes=9000)
+    for number in range(16):
+        small.store(small.chain([number]))
+    for number in range(0, 16, 4):  # one leased block in each slab
+        small.load(small.chain([number]))
+    assert large.prepare(large.chain([1])).reason == "no_room"
+    assert [small.found(small.chain([n])) for n in range(16)] == [(CPU,)] * 16
+
+
+def test_a_chain_that_names_a_block_twice_is_refused():
+    stage = open_stage()
+    engine = engine_on(stage)
+    block = engine.chain([1])[0].header.block_hash
+    answer = stage.ask(
+        lambda call: ev.PrepareStore(call, engine.session, bytes(16), block + block, 0)
+    )
+    assert isinstance(answer, ac.Refused)
+    assert answer.kind == "chain"
+
+
+def test_a_hash_under_another_identity_is_neither_stored_nor_served():
+    stage = open_stage()
+    engine = engine_on(stage)
+    liar = engine_on(stage, "liar", payload_bytes=4000)
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    hashes = b"".join(block.header.block_hash for block in blocks)
+    more = hashes + BlockHash(b"of the liar only")
+    granted = stage.ask(lambda call: ev.PrepareStore(call, liar.session, bytes(16), more, 0))
+    assert isinstance(granted, ac.Granted)
+    assert granted.lease == 0
+    assert granted.reason == "identity"
+    found = stage.ask(
+        lambda call: ev.Lookup(call, liar.session, bytes(16), more, 0, stage.clock() + 1)
+    )
+    assert found == ac.Found((), "identity")
+    assert engine.found(blocks) == (CPU,) * 3
+
+
+def test_a_chain_that_begins_in_the_middle_does_not_get_at_another_position():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    shifted = b"".join(block.header.block_hash for block in blocks[1:])
+    found = stage.ask(
+        lambda call: ev.Lookup(call, engine.session, bytes(16), shifted, 0, stage.clock() + 1)
+    )
+    assert found == ac.Found((), "identity")
