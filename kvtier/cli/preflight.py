@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvtier.config import Config
 from kvtier.config.units import format_size
+from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.transfer.shm import arena_socket
 
@@ -41,7 +42,7 @@ def check_start(config: Config, files: MemoryFiles | None = None) -> None:
     if config.ssd.enabled:
         _check_ssd(config)
     if config.engine.model is not None:
-        _check_model(config.engine.model)
+        check_model(config.engine.model, config.engine.context_limit)
 
 
 def available_memory_bytes(files: MemoryFiles | None = None) -> int | None:
@@ -171,14 +172,3 @@ def _check_writable(field: str, directory: Path) -> None:
             f"{directory} cannot be written: {reason}",
             "give a directory that this user may write",
         ) from error
-
-
-def _check_model(path: Path) -> None:
-    if not path.exists():
-        raise StartError(
-            "engine.model",
-            f"{path} does not exist",
-            "give a folder with config.json, safetensors and tokenizer, or a GGUF file",
-        )
-    if not os.access(path, os.R_OK):
-        raise StartError("engine.model", f"{path} cannot be read", "let this user read it")

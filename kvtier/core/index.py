@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.limits import SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
 
@@ -30,7 +31,7 @@ _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LO
 _COLUMN_TYPES: Mapping[str, np.dtype[Any]] = {
     "parent": np.dtype((np.uint64, 2)),
     "position": np.dtype(np.uint32),
-    "scope": np.dtype(np.uint16),
+    "scope": np.dtype(np.uint32),
     "payload_bytes": np.dtype(np.uint32),
     "state": np.dtype((np.uint8, len(LOWER_TIERS))),
     "slot": np.dtype(np.int64),
@@ -64,6 +65,9 @@ class Index:
     def __init__(self) -> None:
         self._table = HashTable()
         self._scopes: list[Scope] = []
+        self._free_scopes: list[int] = []
+        self._num_scopes_with_blocks = 0
+        """When it was last counted."""
         self._scope_ids: dict[Scope, int] = {}
         self._counts: npt.NDArray[np.int64] = np.zeros(
             (len(LOWER_TIERS), len(Residency)), dtype=np.int64
@@ -97,9 +101,18 @@ class Index:
     def scope_id(self, scope: Scope) -> int:
         """Return the number that stands for a scope in the ``scope`` column."""
         number = self._scope_ids.get(scope)
-        if number is None:
-            number = self._scope_ids[scope] = len(self._scopes)
+        if number is not None:
+            return number
+        most = self._num_scopes_with_blocks * 2 + SCOPES_WITHOUT_BLOCKS_MAX
+        if not self._free_scopes and len(self._scopes) >= most:
+            self._forget_scopes()
+        if self._free_scopes:
+            number = self._free_scopes.pop()
+            self._scopes[number] = scope
+        else:
+            number = len(self._scopes)
             self._scopes.append(scope)
+        self._scope_ids[scope] = number
         return number
 
     def known_scope(self, scope: Scope) -> int:
@@ -197,8 +210,18 @@ class Index:
         return self._table.find(self.parent[rows])
 
     def scopes(self) -> Iterator[tuple[int, Scope]]:
-        """Yield every scope seen, with its number."""
-        yield from enumerate(self._scopes)
+        """Yield every scope remembered, with its number."""
+        for scope, number in self._scope_ids.items():
+            yield number, scope
+
+    def _forget_scopes(self) -> None:
+        """Let the numbers of scopes that have no block left be used again."""
+        in_use = np.zeros(len(self._scopes), dtype=bool)
+        in_use[self.scope[self.rows()]] = True
+        self._num_scopes_with_blocks = int(in_use.sum())
+        self._free_scopes = np.flatnonzero(~in_use).tolist()
+        for number in self._free_scopes:
+            del self._scope_ids[self._scopes[number]]
 
     def _fit(self) -> None:
         """Grow the columns to the table's rows."""

@@ -9,6 +9,7 @@ __all__ = [
     "PAGE_BYTES",
     "PROBE_BLOCKS_MAX",
     "PROBE_GRACE_NS",
+    "SCOPES_WITHOUT_BLOCKS_MAX",
     "SESSIONS_MAX",
     "STORE_ARENA_SHARE",
     "TRANSFER_BLOCKS_MAX",
@@ -29,6 +30,10 @@ CHAIN_BLOCKS_MAX = 16_384
 
 INDEX_ROWS_MAX = 4_194_304
 """Index entries: at about 75 bytes each, 300 MB. More blocks than that are not admitted."""
+
+SCOPES_WITHOUT_BLOCKS_MAX = 65_536
+"""Tenants remembered although none of their blocks is left: 20 MB. A salt for each user, or for each
+conversation, makes any number of them."""
 
 SESSIONS_MAX = 64
 """Engines on one node: eight GPUs with a rank each, several times over."""

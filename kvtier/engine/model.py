@@ -1,14 +1,11 @@
-"""A decoder-only model from local files, or a clear refusal.
+"""A decoder-only model from local files.
 
 Rules
 -----
 * Nothing is fetched: what is not in the folder is missing.
-* A closed list of architectures, each verified against its own ``generate`` (tests/engine). A model
-  that would want another attention than ours, or K and V that depend on more than the tokens
-  before them, is refused by name before anything is allocated.
+* What the engine does not compute right is refused before anything is allocated; see ``support``.
 """
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -21,38 +18,16 @@ import torch
 
 from kvtier.engine.attention import ATTENTION_NAME, register_attention
 from kvtier.engine.fingerprint import weights_fingerprint
+from kvtier.engine.support import ARCHITECTURES, check_fields, check_model, refuse
 from kvtier.errors import StartError
 
-__all__ = ["ARCHITECTURES", "GGUF_TYPES", "ROPE_TYPES", "LoadedModel", "load_model"]
-
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Model types the engine is known to be right for, with the class of transformers each one has."""
-
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings by position alone. ``dynamic`` and ``longrope`` change with the longest
-sequence of a batch, so that a block would depend on what was computed beside it."""
+__all__ = ["LoadedModel", "load_model"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-GGUF_TYPES = frozenset({"llama"})
-"""Model types that were verified from GGUF files too: each reorders its RoPE in its own way."""
-
-_GGUF_HEADER_MAX_BYTES = 64 << 20
-"""Far more than any vocabulary takes; names and tensors are listed before it ends."""
-
-_GGUF_SCALED_ROPE = (b".rope.scaling.", b"rope_freqs.weight")
-"""What transformers does not take over from a GGUF file, without a word."""
-
-_FIELD = "engine.model"
 
 
 @dataclass(frozen=True)
@@ -159,10 +134,9 @@ def load_model(
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
     path = Path(path).expanduser().resolve()
-    _check_files(path)
+    check_model(path, context_limit)
     torch_dtype = _choose_dtype(device, dtype)
-    config = _read_config(path)
-    limit = _check_config(config, context_limit)
+    config, limit = _read_config(path, context_limit)
     tokenizer = _load_tokenizer(path)
     register_attention()
     model = _load_weights(path, config, torch_dtype).to(device).requires_grad_(requires_grad=False)
@@ -174,33 +148,6 @@ def load_model(
         context_limit=limit,
         eos_ids=_eos_ids(model, tokenizer),
     )
-
-
-def _refuse(problem: str, remedy: str) -> StartError:
-    return StartError(_FIELD, problem, remedy)
-
-
-def _check_files(path: Path) -> None:
-    if not path.exists():
-        raise _refuse(f"{path} does not exist", "give a model folder or a GGUF file")
-    if path.is_file():
-        _check_gguf(path)
-        return
-    if not (path / "config.json").is_file():
-        raise _refuse(f"{path} has no config.json", "give a Hugging Face model folder")
-    if not any(path.glob("*.safetensors")):
-        raise _refuse(f"{path} has no *.safetensors", "fetch the weights, or convert them")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise _refuse(f"{path} has no tokenizer.json", "fetch the tokenizer's files too")
-
-
-def _check_gguf(path: Path) -> None:
-    with path.open("rb") as file:
-        header = file.read(_GGUF_HEADER_MAX_BYTES)
-    if not header.startswith(b"GGUF"):
-        raise _refuse(f"{path} is no GGUF file", "give a model folder or a GGUF file")
-    if any(name in header for name in _GGUF_SCALED_ROPE):
-        raise _refuse("its RoPE is scaled, which is lost from a GGUF", "give the model's folder")
 
 
 def _choose_dtype(device: str, dtype: str) -> torch.dtype:
@@ -223,71 +170,20 @@ def _source(path: Path) -> tuple[str, dict[str, str]]:
     return str(path), {}
 
 
-def _read_config(path: Path) -> Any:
-    """Read the configuration; one that transformers does not know is refused by its own name."""
+def _read_config(path: Path, context_limit: int) -> tuple[Any, int]:
+    """Return the configuration with its defaults, checked, and the context limit to keep."""
     from transformers import AutoConfig
 
-    if path.is_dir():
-        try:
-            raw = json.loads((path / "config.json").read_text())
-        except ValueError as error:
-            raise _refuse(f"config.json is not valid: {error}", "fetch it again") from error
-        _check_model_type(raw)
     folder, options = _source(path)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
     except (KeyError, OSError, ValueError) as error:
-        raise _refuse(f"its configuration is not understood: {error}", _supported()) from error
-    if path.is_file() and config.model_type not in GGUF_TYPES:
-        raise _refuse(
-            f"GGUF files of type {config.model_type!r} were not verified", "give the model's folder"
-        )
-    return config
-
-
-def _supported() -> str:
-    return f"use a model of type {', '.join(sorted(ARCHITECTURES))}"
-
-
-def _check_model_type(fields: dict[str, Any]) -> None:
-    model_type = str(fields.get("model_type"))
-    if fields.get("is_encoder_decoder"):
-        raise _refuse(f"{model_type!r} is an encoder-decoder model", _supported())
-    if fields.get("kv_lora_rank"):
-        raise _refuse(f"{model_type!r} has latent attention (MLA)", _supported())
-    other_layers = set(fields.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise _refuse(f"{model_type!r} has layers of type {sorted(other_layers)}", _supported())
-    if model_type not in ARCHITECTURES:
-        raise _refuse(f"models of type {model_type!r} were not verified", _supported())
-    named = fields.get("architectures")
-    if named and ARCHITECTURES[model_type] not in named:
-        raise _refuse(f"{named} generates no text", f"use a {ARCHITECTURES[model_type]}")
-    if fields.get("quantization_config"):
-        raise _refuse("its weights are quantised", "use float weights, or a GGUF file")
-
-
-def _check_config(config: Any, context_limit: int) -> int:
-    """Refuse what the engine does not compute right; return the context limit to keep."""
-    _check_model_type(config.to_dict())
-    longest = int(config.max_position_embeddings)
-    if not 0 <= context_limit <= longest:
-        problem = f"{context_limit} is not within the model's {longest} tokens"
-        raise StartError("engine.context_limit", problem, "lower it, or 0 for the model's own")
-    limit = context_limit or longest
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < limit:
-        raise _refuse(
-            f"its attention slides over a window of {window} tokens",
-            f"set engine.context_limit to at most {window}",
-        )
-    if window is not None:
+        problem = f"its configuration is not understood: {error}"
+        raise refuse(problem, "fetch config.json again") from error
+    limit = check_fields(config.to_dict(), context_limit)
+    if getattr(config, "sliding_window", None) is not None:
         config.sliding_window = None  # never reached: attention over everything is the same
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        supported = ", ".join(sorted(ROPE_TYPES))
-        raise _refuse(f"its RoPE is of type {rope_type!r}", f"use a model with {supported}")
-    return limit
+    return config, limit
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -297,7 +193,7 @@ def _load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
     except (KeyError, OSError, ValueError) as error:
-        raise _refuse(f"its tokenizer cannot be read: {error}", "fetch its files again") from error
+        raise refuse(f"its tokenizer cannot be read: {error}", "fetch its files again") from error
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -321,10 +217,10 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
                 str(path), local_files_only=True, use_safetensors=True, **options
             )
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise _refuse(f"its weights cannot be read: {error}", "fetch them again") from error
+        raise refuse(f"its weights cannot be read: {error}", "fetch them again") from error
     wrong = sorted([*outcome["missing_keys"], *outcome["mismatched_keys"]], key=str)
     if wrong:  # transformers would fill them with random numbers
-        raise _refuse(f"its weights lack {len(wrong)} tensors, as {wrong[0]}", "fetch them again")
+        raise refuse(f"its weights lack {len(wrong)} tensors, as {wrong[0]}", "fetch them again")
     return model.eval()
 
 

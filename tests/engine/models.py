@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from kvtier.engine.model import ARCHITECTURES, LoadedModel, load_model
+from kvtier.engine.model import LoadedModel, load_model
+from kvtier.engine.support import ARCHITECTURES
 
 VOCAB = 256
 CONTEXT = 1024

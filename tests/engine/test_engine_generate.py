@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engine.model import ARCHITECTURES, LoadedModel
+from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import FinishReason, Sampling
+from kvtier.engine.support import ARCHITECTURES
 from tests.engine.drive import Drive, prompt
 from tests.engine.models import Reference, load_tiny
 

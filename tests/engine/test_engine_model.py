@@ -1,6 +1,7 @@
 """What is refused, by name and before anything is allocated, and what a loaded model offers."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,22 @@ def test_missing_path_and_files_that_are_no_model(tmp_path: Path) -> None:
         load_model(tmp_path / "text.gguf")
 
 
+def _gguf_header(model_type: str) -> bytes:
+    value = struct.pack("<IQ", 8, len(model_type)) + model_type.encode()
+    return b"GGUF" + bytes(100) + b"general.architecture" + value
+
+
 @pytest.mark.parametrize("name", ["llama.rope.scaling.factor", "rope_freqs.weight"])
 def test_a_gguf_whose_rope_would_be_lost(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100) + name.encode())
+    (tmp_path / "model.gguf").write_bytes(_gguf_header("llama") + name.encode())
     with pytest.raises(StartError, match="its RoPE is scaled"):
+        load_model(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("header", [_gguf_header("qwen2"), b"GGUF" + bytes(100)])
+def test_a_gguf_of_a_type_not_verified(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(header)
+    with pytest.raises(StartError, match="were not verified"):
         load_model(tmp_path / "model.gguf")
 
 

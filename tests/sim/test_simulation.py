@@ -21,7 +21,7 @@ def run(seed: int, num_events: int = EVENTS):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_seed(seed):
     assert run(seed).num_events >= EVENTS
 

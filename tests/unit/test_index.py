@@ -1,5 +1,6 @@
 import numpy as np
 
+from kvtier.core import index as index_module
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.index import NO_SLOT, Index, NewBlocks, Scope
 from kvtier.core.residency import Residency, TierName
@@ -72,3 +73,16 @@ def test_columns_grow_with_the_table():
     assert (index.slot[rows] == NO_SLOT).all()
     assert index.position[rows].tolist() == list(range(3000))
     assert not np.any(index.pins[rows])
+
+
+def test_scopes_without_blocks_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(index_module, "SCOPES_WITHOUT_BLOCKS_MAX", 10)
+    index = Index()
+    rows = add(index, chain(1, 2, 3))
+    index.move(rows, TierName.SSD, Residency.READY)
+    numbers = [index.scope_id(Scope(TEST_KEY_SPACE, n.to_bytes(16, "big"))) for n in range(1, 500)]
+    assert max(numbers) < 12
+    assert index.known_scope(SCOPE) == 0
+    assert index.known_scope(Scope(TEST_KEY_SPACE, (1).to_bytes(16, "big"))) == -1
+    assert len(list(index.scopes())) <= 12
+    assert index.header_of(int(rows[0])).tenant == NO_TENANT
