@@ -100,9 +100,13 @@ def measure(block_bytes: int, options: argparse.Namespace) -> dict[str, float]:
                 "store": partial(store, client, hashes, pools[0]),
                 "load": partial(load, client, hashes, pools[1]),
             }
+            orders = [
+                ("memcpy", "memcpy_checksum", "store", "load"),
+                ("store", "load", "memcpy_checksum", "memcpy"),
+            ]
             for run in range(options.runs + 1):
-                for name, step in steps.items():
-                    took = timed(step)
+                for name in orders[run % 2]:
+                    took = timed(steps[name])
                     if run:  # the first touches pages and opens channels
                         seconds.setdefault(name, []).append(took)
                 assert pools[0] == pools[1]

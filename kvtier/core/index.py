@@ -74,7 +74,7 @@ class Index:
         )
         self.parent: Keys
         self.position: npt.NDArray[np.uint32]
-        self.scope: npt.NDArray[np.uint16]
+        self.scope: npt.NDArray[np.uint32]
         self.payload_bytes: npt.NDArray[np.uint32]
         self.state: npt.NDArray[np.uint8]
         """Residency by row and lower tier."""
@@ -145,7 +145,9 @@ class Index:
         self.parent[rows] = _keys_of([header.parent_hash for header in headers])
         self.position[rows] = [header.position for header in headers]
         self.payload_bytes[rows] = [header.payload_bytes for header in headers]
-        self.scope[rows] = [self.scope_id(Scope(h.key_space, h.tenant)) for h in headers]
+        for row, header in zip(rows.tolist(), headers, strict=True):
+            # One by one: a number is only known to be in use once it is in the column.
+            self.scope[row] = self.scope_id(Scope(header.key_space, header.tenant))
         self.state[rows] = Residency.ABSENT
         self.move(rows, tier, Residency.READY)
         self.slot[rows] = NO_SLOT

@@ -32,8 +32,8 @@ INDEX_ROWS_MAX = 4_194_304
 """Index entries: at about 75 bytes each, 300 MB. More blocks than that are not admitted."""
 
 SCOPES_WITHOUT_BLOCKS_MAX = 65_536
-"""Tenants remembered although none of their blocks is left: 20 MB. A salt for each user, or for each
-conversation, makes any number of them."""
+"""Tenants remembered although none of their blocks is left: 20 MB. With a salt for each user, or
+for each conversation, there is no end of them."""
 
 SESSIONS_MAX = 64
 """Engines on one node: eight GPUs with a rank each, several times over."""

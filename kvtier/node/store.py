@@ -68,7 +68,7 @@ class Stores:
         )
         before = known[: min(first, own_end)]
         mark = self._cache.touch(np.concatenate([before[before >= 0], rows]))
-        lacking = self._lacking(rows)
+        lacking = self._lacking(rows, now_ns)
         num_admitted, reason = self._judge(session, lacking, first)
         claimed: list[int] = []
         for place in lacking[:num_admitted]:
@@ -126,11 +126,13 @@ class Stores:
             lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
         )
 
-    def _lacking(self, rows: Rows) -> list[int]:
-        """Return the places of rows that no local tier has, nor is about to have."""
+    def _lacking(self, rows: Rows, now_ns: int) -> list[int]:
+        """Return the places of rows that no local tier can serve, nor is about to."""
         index = self._cache.index
         outside = index.residency(rows, TierName.CPU) == Residency.ABSENT
-        outside &= index.residency(rows, TierName.SSD) != Residency.READY
+        ssd = self._transfers.lanes.get(TierName.SSD)
+        if ssd is not None and ssd.is_usable(now_ns):
+            outside &= index.residency(rows, TierName.SSD) != Residency.READY
         places: list[int] = np.flatnonzero(outside).tolist()
         return places
 

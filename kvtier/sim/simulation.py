@@ -70,6 +70,7 @@ class Simulation:
         self._num_events = 0
         self._armed_ns = 0
         self._is_open = True
+        self._num_cleared = 0
         self._stage = self._boot()
         engines = [
             FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
@@ -115,6 +116,7 @@ class Simulation:
 
     def _end(self) -> None:
         """Let all engines die and all work end; then the node must be idle."""
+        can_be_scribbled = self._weather.scribble > 0
         self._is_open = False
         self._weather = CALM
         for customer in self._customers:
@@ -124,8 +126,25 @@ class Simulation:
         while self._agenda and self._agenda[0][0] <= until_ns:
             self._step()
         self._stage.check_idle()
-        for work in self._stage.waiting:
-            raise AssertionError(f"work is left: {work}")
+        self._check_drops()
+        if not can_be_scribbled:
+            self._check_arena()
+
+    def _check_drops(self) -> None:
+        """Require that no block was said to be dropped from a slow tier that was not."""
+        answers = [a for a in self._stage.answers.values() if isinstance(a, tuple)]
+        num_dropped = sum(d.num_blocks for drops in answers for d in drops if d.tier in self._tiers)
+        assert num_dropped <= self._num_cleared, "a block was dropped twice"
+        self._num_cleared = 0
+
+    def _check_arena(self) -> None:
+        """Require that every block that could be served is right, asked for or not."""
+        cache = self._stage.node.cache
+        for row in cache.index.in_state(TierName.CPU, Residency.READY).tolist():
+            header = cache.header(row)
+            payload = self._stage.view(int(cache.index.slot[row]), header.payload_bytes)
+            assert payload == payload_of(header), f"a wrong block in the arena: {header}"
+            assert header.matches(payload), f"a wrong checksum: {header}"
 
     # Engines
 
@@ -176,7 +195,10 @@ class Simulation:
 
         def tell() -> None:
             if stage is self._stage:
-                stage.post(stage.fault(work) if told_as_failed else ended[0])
+                event = stage.fault(work) if told_as_failed else ended[0]
+                if isinstance(event, ev.ClearDone):
+                    self._num_cleared += event.removed.num_blocks
+                stage.post(event)
 
         self._at(draw.randint(0, latency_ns), take_effect)
         self._at(latency_ns, tell)
@@ -285,6 +307,7 @@ class Simulation:
 
     def _crash(self) -> None:
         self._num_events += self._stage.num_events
+        self._check_drops()
         self._stage.is_down = True
         self._stage = self._boot()
 

@@ -41,6 +41,7 @@ class Weather:
 
 
 CALM = Weather()
+"""Nothing goes wrong."""
 
 _USUAL = Weather(
     fail_before=0.1,

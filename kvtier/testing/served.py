@@ -154,6 +154,16 @@ class Served:
 
         return await_true(look, "the node is idle", timeout_s)
 
+    def await_blocks(self, tier: str, num_blocks: int) -> Any:
+        """Wait until a tier holds so many blocks and nothing is on its way any more."""
+
+        def look() -> bool:
+            blocks: int = self.stat()["tiers"][tier]["blocks"]
+            return blocks == num_blocks
+
+        await_true(look, f"{num_blocks} blocks in the {tier} tier")
+        return self.await_idle()
+
     @contextlib.contextmanager
     def _stub(self) -> Iterator[operator_pb2_grpc.OperatorStub]:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:

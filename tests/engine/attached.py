@@ -17,6 +17,7 @@ from kvtier.engine.port import NoPort
 from kvtier.engine.request import Output, Request, Usage
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
+from kvtier.testing.child import await_true
 
 BLOCK_TOKENS = 64
 SETTINGS = EngineSettings(pool_tokens=2048, block_tokens=BLOCK_TOKENS, is_poisoned=True)
@@ -76,7 +77,16 @@ class AttachedEngine:
         return pending
 
     def complete(self, prompt: tuple[int, ...], num_tokens: int = 8, **more: Any) -> Answer:
-        return self.submit(prompt, num_tokens, **more).answer()
+        """Return the answer, once what it made is stored too."""
+        answer = self.submit(prompt, num_tokens, **more).answer()
+        self.settle()
+        return answer
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way between this engine and its daemon."""
+        await_true(
+            lambda: self.runner.call(lambda engine: engine.is_idle), "it is idle", ANSWER_TIMEOUT_S
+        )
 
     def forget(self) -> int:
         """Empty the GPU tier; returns the blocks it lost."""

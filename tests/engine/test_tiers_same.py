@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.model import LoadedModel, load_model
-from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.child import work_directory
 from kvtier.testing.served import Served
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached
 from tests.engine.models import Reference, load_tiny, save_tiny
@@ -187,7 +187,8 @@ def test_a_cancelled_request_leaves_nothing_held(engine: AttachedEngine, node: S
         assert pending.has_begun.wait(30)
         engine.runner.abort(pending.name)
         assert pending.has_ended.wait(10)
-    await_true(lambda: engine.num_used() == 0, "the pool is free again", 30)
+    engine.settle()
+    assert engine.num_used() == 0, "the pool is free again"
     assert node.await_idle()["pins"] == 0
 
 
@@ -197,6 +198,7 @@ def test_equal_prompts_at_once_are_computed_once(engine: AttachedEngine, node: S
     assert len({answer.tokens for answer in answers}) == 1
     assert max(answer.usage.computed_tokens for answer in answers) == PROMPT_TOKENS
     assert sum(answer.usage.computed_tokens for answer in answers) < 2 * PROMPT_TOKENS
+    engine.settle()
     node.await_idle()
     engine.forget()
     answers = [each.answer() for each in [engine.submit(prompt) for _ in range(6)]]

@@ -64,7 +64,7 @@ def test_the_same_answer_alone_and_from_every_tier(node: Served, tiny_folder: Pa
             warm = complete(url, prompt)
             assert text_of(warm) == right
             assert served_by(warm)["gpu"] >= FULL
-            node.await_idle()
+            node.await_blocks("ssd", 5)
             lost = node.drop("gpu")["gpu"]
             assert lost >= FULL // 16
             from_cpu = complete(url, prompt)
@@ -95,7 +95,7 @@ def test_two_engines_share_and_one_may_die(node: Served, tiny_folder: Path) -> N
             first_url = first.await_log(r"kvtier: \S+ at (http://\S+)/v1")[1]
             await_true(lambda: len(node.stat()["engines"]) == 2, "both are attached", 30)
             cold = complete(first_url, prompt)
-            node.await_idle()
+            node.await_blocks("ssd", 5)
             shared = complete(second_url, prompt)
             assert (text_of(shared), served_by(shared)) == (text_of(cold), {"cpu": FULL})
             abandon_stream(first_url, prompt_of(3, 900))
@@ -140,13 +140,13 @@ def test_parameters_reach_the_tiers(node: Served, tiny_folder: Path) -> None:
         with node.daemon():
             await_true(lambda: node.stat()["engines"], "the engine is attached", 30)
             complete(url, prompt, kv_transfer_params={"max_offload_tokens": 130})
-            assert node.await_idle()["tiers"]["cpu"]["tokens"] == 128
+            assert node.await_blocks("cpu", 2)["tiers"]["cpu"]["tokens"] == 128
             node.drop("gpu")
             part = complete(url, prompt, kv_transfer_params={"max_load_tokens": 64})
             assert served_by(part) == {"cpu": 64}
-            node.await_idle()
+            node.await_blocks("cpu", 5)
             node.drop("gpu")
             assert served_by(complete(url, prompt, cache_salt="alice")) == {}
-            node.await_idle()
+            node.await_blocks("cpu", 10)
             node.drop("gpu")
             assert served_by(complete(url, prompt, cache_salt="alice")) == {"cpu": FULL}

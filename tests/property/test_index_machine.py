@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -158,8 +159,10 @@ class IndexMachine(RuleBasedStateMachine):
             assert parent not in place or place[parent] > place[child]
 
 
-TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex = pytest.mark.slow(IndexMachine.TestCase)
+TestIndex.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
 
 
 def test_the_order_is_exact_whatever_is_scanned_at_once(monkeypatch):

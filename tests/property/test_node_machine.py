@@ -6,6 +6,7 @@ time; the engines check each block they accept against the oracle. So the rules 
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -200,5 +201,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.stage.check_idle()
 
 
-TestNode = NodeMachine.TestCase
-TestNode.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestNode = pytest.mark.slow(NodeMachine.TestCase)
+TestNode.settings = settings(
+    max_examples=40, stateful_step_count=50, deadline=None, derandomize=True
+)

@@ -1,5 +1,6 @@
 """SlabAllocator against the plain idea of it: slots that do not overlap, and are all counted."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -60,5 +61,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.slots.used_bytes() == sum(self.taken.values())
 
 
-TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSlots = pytest.mark.slow(SlotMachine.TestCase)
+TestSlots.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
+)

@@ -1,6 +1,7 @@
 """HashTable against a dict."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -50,8 +51,10 @@ class TableMachine(RuleBasedStateMachine):
             assert self.table.keys[row].tobytes() == key
 
 
-TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTable = pytest.mark.slow(TableMachine.TestCase)
+TestTable.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True
+)
 
 
 def test_a_table_that_churns_for_long_stays_right_and_does_not_grow():

@@ -1,5 +1,5 @@
 import numpy as np
-from test_index import add, chain
+from rows import add, chain
 
 from kvtier.core.eviction import LeafLru
 from kvtier.core.index import Index

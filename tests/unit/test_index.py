@@ -1,29 +1,12 @@
 import numpy as np
+from rows import SCOPE, add, chain
 
 from kvtier.core import index as index_module
 from kvtier.core.identity import NO_TENANT
-from kvtier.core.index import NO_SLOT, Index, NewBlocks, Scope
+from kvtier.core.index import NO_SLOT, Index, Scope
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
-
-SCOPE = Scope(TEST_KEY_SPACE, NO_TENANT)
-
-
-def add(index, headers, first=0):
-    return index.add(
-        NewBlocks(
-            keys=as_keys(b"".join(h.block_hash for h in headers)),
-            parents=as_keys(b"".join(h.parent_hash for h in headers)),
-            first_position=first,
-            scope=index.scope_id(SCOPE),
-            payload_bytes=5000,
-        )
-    )
-
-
-def chain(*numbers):
-    return [block.header for block in make_chain(numbers)]
 
 
 def test_a_row_says_whose_block_it_is():
@@ -86,3 +69,13 @@ def test_scopes_without_blocks_are_forgotten_in_time(monkeypatch):
     assert index.known_scope(Scope(TEST_KEY_SPACE, (1).to_bytes(16, "big"))) == -1
     assert len(list(index.scopes())) <= 12
     assert index.header_of(int(rows[0])).tenant == NO_TENANT
+
+
+def test_each_recovered_block_keeps_its_tenant_where_there_are_many(monkeypatch):
+    monkeypatch.setattr(index_module, "SCOPES_WITHOUT_BLOCKS_MAX", 3)
+    tenants = [n.to_bytes(16, "big") for n in range(1, 100)]
+    headers = [make_chain([7], tenant=tenant)[0].header for tenant in tenants]
+    index = Index()
+    index.restore(headers, TierName.SSD)
+    rows = [int(index.find(as_keys(header.block_hash))[0]) for header in headers]
+    assert [index.header_of(row).tenant for row in rows] == tenants

@@ -1,9 +1,10 @@
 """Dialogues: prepare, copy, complete."""
 
-from dialogue import CPU, SSD, empty_cpu, engine_on, open_stage
+from dialogue import CPU, REMOTE, SSD, empty_cpu, engine_on, open_stage
 
 from kvtier.core.identity import BlockHash
 from kvtier.node import action as ac
+from kvtier.node import cache, store
 from kvtier.node import event as ev
 
 
@@ -86,6 +87,19 @@ def test_what_a_slower_tier_keeps_is_not_stored_again():
     assert engine.prepare(engine.chain(range(5))).indexes == (3, 4)
 
 
+def test_what_a_tier_that_is_down_keeps_is_stored_again():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    stage.settle()
+    empty_cpu(stage)
+    stage.post(ev.TierUp(SSD, is_up=False))
+    assert engine.store(blocks).indexes == (0, 1, 2)
+    assert engine.found(blocks) == (CPU,) * 3
+    assert not stage.waiting  # the SSD has them
+
+
 def test_a_store_makes_room_from_the_least_recently_used_and_from_tails():
     stage = open_stage(slots=8)
     engine = engine_on(stage)
@@ -157,6 +171,26 @@ def test_a_slab_is_not_emptied_in_vain():
         small.load(small.chain([number]))
     assert large.prepare(large.chain([1])).reason == "no_room"
     assert [small.found(small.chain([n])) for n in range(16)] == [(CPU,)] * 16
+
+
+def test_an_index_at_its_bound_forgets_what_only_the_remote_tier_has(monkeypatch):
+    for module in (cache, store):
+        monkeypatch.setattr(module, "INDEX_ROWS_MAX", 6)
+    stage = open_stage(REMOTE)
+    engine = engine_on(stage)
+    remote = engine.chain([1, 2, 3])
+    stage.tiers[REMOTE].write(remote, 1 << 62)
+    engine.lookup(remote)
+    stage.settle()
+    assert len(stage.node.cache.index) == 3
+    assert len(engine.store(engine.chain([10, 11, 12, 13])).indexes) == 4
+    assert not stage.holds(remote[0].header, REMOTE)
+    refused = engine.prepare(engine.chain([20, 21, 22]))
+    assert (refused.lease, refused.reason) == (0, "index_full")
+    call = engine.lookup(remote)
+    stage.settle()
+    assert engine.answer(call) == ac.Found((REMOTE,) * 2, "absent")  # as many as there is room for
+    assert len(stage.node.cache.index) == 6
 
 
 def test_a_chain_that_names_a_block_twice_is_refused():

@@ -6,6 +6,7 @@ from dialogue import CPU, GPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
 from kvtier.core.residency import Residency
 from kvtier.node import action as ac
 from kvtier.node import event as ev
+from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage
 
 
@@ -348,7 +349,5 @@ def test_a_hung_store_keeps_its_slots_while_its_engine_lives():
 )
 def test_what_cannot_be_served_is_refused_at_registration(change, says):
     stage = open_stage()
-    from kvtier.testing.fake_engine import FakeEngine
-
     with pytest.raises(AssertionError, match=says):
         FakeEngine("odd", **change).attach(stage)

@@ -1,5 +1,5 @@
 import numpy as np
-from test_index import SCOPE, add, chain
+from rows import SCOPE, add, chain
 
 from kvtier.core.index import Index, Scope
 from kvtier.core.residency import Residency, TierName

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with (
-        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
+        tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_parent()) as directory,
         Progress() as progress,
         Product(Path(directory), model, options.redis) as product,
     ):
@@ -78,6 +78,13 @@ def run(options: argparse.Namespace) -> int:
 def _interrupt(_number: int, _frame: object) -> NoReturn:
     """End as Ctrl-C does: what was started is stopped, and the directory removed."""
     raise KeyboardInterrupt
+
+
+def _parent() -> Path | None:
+    """Return where the demo's directory goes: onto a disk, since /tmp is memory on many systems."""
+    on_disk = Path("/var/tmp")  # noqa: S108 - only the parent of a private directory
+    is_chosen = "TMPDIR" in os.environ or not os.access(on_disk, os.W_OK)
+    return None if is_chosen else on_disk
 
 
 def _model(given: Path | None) -> Path:

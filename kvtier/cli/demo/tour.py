@@ -66,6 +66,8 @@ class Tour:
     def passes(self) -> list[Pass]:
         """Start the product and make every pass."""
         self._start("starting the daemon and the engine")
+        if not self._product.stat()["tiers"]["ssd"]["detail"]["direct_io"]:
+            self._progress.note("no direct I/O here: SSD hits may come from the page cache")
         self._fit()
         cold = self._pass(COLD, self._product.tiers, ())
         passes = [cold]
