@@ -7,6 +7,7 @@ __all__ = [
     "INDEX_ROWS_MAX",
     "LEASES_PER_SESSION_MAX",
     "PAGE_BYTES",
+    "PROBES_MAX",
     "PROBE_BLOCKS_MAX",
     "PROBE_GRACE_NS",
     "SCOPES_WITHOUT_BLOCKS_MAX",
@@ -29,7 +30,7 @@ CHAIN_BLOCKS_MAX = 16_384
 4 MiB."""
 
 INDEX_ROWS_MAX = 4_194_304
-"""Index entries: at about 75 bytes each, 300 MB. More blocks than that are not admitted."""
+"""Index entries: at about 100 bytes each, 400 MB. More blocks than that are not admitted."""
 
 SCOPES_WITHOUT_BLOCKS_MAX = 65_536
 """Tenants remembered although none of their blocks is left: 20 MB. With a salt for each user, or
@@ -52,6 +53,9 @@ written there (counted as throttled), because a waiting block is pinned and cann
 TRANSFER_BLOCKS_MAX = 8
 """Blocks of one transfer: large enough for few large operations (24 MB at 3 MB a block), small
 enough that the first blocks of a load are handed out while the next are still being read."""
+
+PROBES_MAX = 256
+"""Lookups that wait for a shared tier at once; beyond it they are answered from what is known."""
 
 PROBE_BLOCKS_MAX = 1024
 """Blocks asked of a shared tier in one lookup: 65,536 tokens in blocks of 64."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import TypeVar
 
 from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
@@ -23,12 +22,12 @@ from kvtier.tiers.base import (
     BlockWrite,
     MissReason,
     Removed,
-    WriteOutcome,
+    Tier,
 )
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.wrap.breaker import BreakerState, BreakerTier
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "TierWork"]
 
 _HEALTH_PERIOD_S = 0.5
 """How often a tier that is out is looked at; its breaker decides when to try it."""
@@ -37,7 +36,7 @@ _HEALTH_DEADLINE_NS = 1_000_000_000
 
 _ABSENT_HASH = BlockHash(bytes(16))
 
-A = TypeVar("A")
+TierWork = ac.Read | ac.Write | ac.Probe | ac.Clear
 
 
 class Driver:
@@ -133,17 +132,11 @@ class Driver:
         match action:
             case ac.Reply() | ac.Progress():
                 self._answer(action)
-            case ac.Read():
-                self._start(action.tier, self._read, action)
-            case ac.Write():
-                self._start(action.tier, self._write, action)
-            case ac.Probe():
-                self._start(action.tier, self._probe, action)
-            case ac.Clear():
-                self._start(action.tier, self._clear, action)
             case ac.Order():
                 if action.session in self._orders:
                     self._orders[action.session].put_nowait(action.order)
+            case _:
+                self._workers[action.tier].submit(self._work, action)
 
     def _answer(self, action: ac.Reply | ac.Progress) -> None:
         if action.call in self._streams:
@@ -152,14 +145,6 @@ class Driver:
             future = self._calls.get(action.call)
             if future and not future.done():
                 future.set_result(action.answer)
-
-    def _start(self, tier: TierName, work: Callable[[A], ev.Event], action: A) -> None:
-        def run() -> None:
-            event = work(action)
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self.post, event)
-
-        self._workers[tier].submit(run)
 
     def _arm(self) -> None:
         if self._timer:
@@ -172,7 +157,34 @@ class Driver:
 
     # On the tiers' threads
 
-    def _read(self, action: ac.Read) -> ev.Event:
+    def _work(self, action: TierWork) -> None:
+        """Do what a tier is asked, and bring the completion back; there always is one."""
+        try:
+            event = self._done(action)
+        except TierError as error:
+            self._log.warning("a tier failed", tier=action.tier, error=error)
+            event = _faulted(action, str(error))
+        except Exception as error:
+            # A bug in a tier. Told as a fault, so that nobody waits for it for ever.
+            Log("kvtier.node").exception("a tier broke", tier=action.tier)
+            event = _faulted(action, repr(error))
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.post, event)
+
+    def _done(self, action: TierWork) -> ev.Event:
+        tier = self.tiers[action.tier]
+        match action:
+            case ac.Read():
+                return self._read(tier, action)
+            case ac.Write():
+                return self._write(tier, action)
+            case ac.Probe():
+                present = tier.contains(action.hashes, action.deadline_ns)
+                return ev.ProbeDone(action.probe, tuple(present))
+            case ac.Clear():
+                return ev.ClearDone(action.tier, tier.clear(action.deadline_ns))
+
+    def _read(self, tier: Tier, action: ac.Read) -> ev.Event:
         reads = [
             BlockRead(
                 block.header.block_hash,
@@ -184,15 +196,11 @@ class Driver:
             for block in action.blocks
         ]
         start_ns = time.monotonic_ns()
-        try:
-            results = self.tiers[action.tier].read(reads, action.deadline_ns)
-        except TierError as error:
-            self._log.warning("read failed", tier=action.tier, error=error)
-            return ev.ReadDone(action.transfer, (), _since(start_ns), fault=str(error))
+        results = tier.read(reads, action.deadline_ns)
         outcomes = tuple(r if isinstance(r, MissReason) else r.checksum for r in results)
         return ev.ReadDone(action.transfer, outcomes, _since(start_ns))
 
-    def _write(self, action: ac.Write) -> ev.Event:
+    def _write(self, tier: Tier, action: ac.Write) -> ev.Event:
         start_ns = time.monotonic_ns()
         writes = [
             BlockWrite(b.header, self._arena.view(b.offset, b.header.payload_bytes))
@@ -201,32 +209,10 @@ class Driver:
         # Checked before they spread: a client may have scribbled over the arena.
         is_whole = [write.header.matches(write.payload) for write in writes]
         whole = [write for write, ok in zip(writes, is_whole, strict=True) if ok]
-        try:
-            report = self.tiers[action.tier].write(whole, action.deadline_ns)
-        except TierError as error:
-            self._log.warning("write failed", tier=action.tier, error=error)
-            return ev.WriteDone(action.transfer, (), b"", _since(start_ns), fault=str(error))
+        report = tier.write(whole, action.deadline_ns)
         outcomes = iter(report.outcomes)
-        results: tuple[WriteOutcome | None, ...] = tuple(
-            next(outcomes) if ok else None for ok in is_whole
-        )
-        evicted = b"".join(report.evicted)
-        return ev.WriteDone(action.transfer, results, evicted, _since(start_ns))
-
-    def _probe(self, action: ac.Probe) -> ev.Event:
-        try:
-            present = self.tiers[action.tier].contains(action.hashes, action.deadline_ns)
-        except TierError as error:
-            self._log.warning("probe failed", tier=action.tier, error=error)
-            present = []
-        return ev.ProbeDone(action.probe, tuple(present))
-
-    def _clear(self, action: ac.Clear) -> ev.Event:
-        try:
-            removed = self.tiers[action.tier].clear(action.deadline_ns)
-        except TierError as error:
-            return ev.ClearDone(action.tier, Removed(), fault=str(error))
-        return ev.ClearDone(action.tier, removed)
+        results = tuple(next(outcomes) if ok else None for ok in is_whole)
+        return ev.WriteDone(action.transfer, results, b"".join(report.evicted), _since(start_ns))
 
     # Health
 
@@ -250,6 +236,19 @@ class Driver:
             self.tiers[name].contains([_ABSENT_HASH], time.monotonic_ns() + _HEALTH_DEADLINE_NS)
         except TierError as error:
             self._log.warning("tier is still down", tier=name, error=error)
+
+
+def _faulted(action: TierWork, fault: str) -> ev.Event:
+    """Return the completion of work that failed."""
+    match action:
+        case ac.Read():
+            return ev.ReadDone(action.transfer, (), 0.0, fault)
+        case ac.Write():
+            return ev.WriteDone(action.transfer, (), b"", 0.0, fault)
+        case ac.Probe():
+            return ev.ProbeDone(action.probe, ())
+        case ac.Clear():
+            return ev.ClearDone(action.tier, Removed(), fault)
 
 
 def _since(start_ns: int) -> float:

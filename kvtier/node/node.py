@@ -29,6 +29,7 @@ from kvtier.core.limits import (
     CHAIN_BLOCKS_MAX,
     PROBE_BLOCKS_MAX,
     PROBE_GRACE_NS,
+    PROBES_MAX,
     SESSIONS_MAX,
 )
 from kvtier.core.residency import Residency, TierName
@@ -213,16 +214,19 @@ class Node:
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self._find(chain, event.first, now_ns)
-        remote = self.transfers.lanes.get(TierName.REMOTE)
         deadline_ns = event.deadline_ns - PROBE_GRACE_NS
-        can_probe = remote is not None and remote.is_usable(now_ns) and deadline_ns > now_ns
-        if run.reason != "absent" or not can_probe:
+        if run.reason != "absent" or not self._can_probe(deadline_ns, now_ns):
             return [self._found(event, run)]
         first = event.first + len(run)
         self._num_probes += 1
         self._probes[self._num_probes] = _PendingLookup(event, chain, first, deadline_ns)
         asked = split_hashes(event.hashes[first * HASH_BYTES :])[:PROBE_BLOCKS_MAX]
         return [Probe(self._num_probes, TierName.REMOTE, tuple(asked), deadline_ns)]
+
+    def _can_probe(self, deadline_ns: int, now_ns: int) -> bool:
+        remote = self.transfers.lanes.get(TierName.REMOTE)
+        has_time = deadline_ns > now_ns and len(self._probes) < PROBES_MAX
+        return has_time and remote is not None and remote.is_usable(now_ns)
 
     def _probe_done(self, event: ev.ProbeDone, now_ns: int) -> list[Action]:
         probe = self._probes.pop(event.probe, None)
