@@ -51,6 +51,12 @@ test: setup  ## run every test that takes seconds
 test-all: setup  ## run every test, those that take minutes too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+SEEDS ?= 200
+
+.PHONY: sim
+sim: $(READY)  ## run the node under SEEDS seeds (200), with faults and crashes
+	$(BIN)/python -m kvtier.sim --seeds $(SEEDS)
+
 .PHONY: fmt
 fmt: $(READY)  ## format the code and mend what can be mended
 	$(BIN)/ruff check --fix-only --quiet .
