@@ -12,8 +12,10 @@ __all__ = ["hold_lock", "let_go"]
 _NOTE_BYTES_MAX = 256
 
 
-def hold_lock(path: Path, field: str, subject: str) -> int:
+def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
     """Hold the lock file ``path``, made where needed; returns what ``let_go`` takes.
+
+    The file tells who holds it, and ``note``.
 
     Raises StartError naming ``field``, and who holds ``subject`` where somebody does.
     """
@@ -39,9 +41,10 @@ def hold_lock(path: Path, field: str, subject: str) -> int:
             f"{subject} is held by {holder or 'another process'}",
             "stop that one or name another one",
         ) from None
-    note = f"pid {os.getpid()} on host {socket.gethostname()}\n".encode()[:_NOTE_BYTES_MAX]
-    os.pwrite(fd, note, 0)
-    os.ftruncate(fd, len(note))
+    holder = f"pid {os.getpid()} on host {socket.gethostname()} {note}".strip() + "\n"
+    content = holder.encode()[:_NOTE_BYTES_MAX]
+    os.pwrite(fd, content, 0)
+    os.ftruncate(fd, len(content))
     return fd
 
 

@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
         ("--connect", "daemon.socket", "Unix socket of the daemon"),
     )
     parser.add_argument("--alone", action="store_true", help="run without any daemon")
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--supervised", metavar="NOTE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -50,12 +50,19 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     config = config_of(options)
     start_log(config.daemon.log_level)
+    # Read when transformers and tqdm are imported: fetch nothing, and no bars in the log.
+    os.environ["HF_HUB_OFFLINE"] = os.environ["TQDM_DISABLE"] = "1"
     if config.engine.model is None:
         raise StartError("engine.model", "is not set", "give --model FOLDER or FILE.gguf")
     if options.supervised:
         from kvtier.daemon.supervisor import engine_lock
 
-        hold_lock(engine_lock(config.daemon.socket), "daemon.socket", "the daemon's engine")
+        hold_lock(
+            engine_lock(config.daemon.socket),
+            "daemon.socket",
+            "the daemon's engine",
+            options.supervised,
+        )
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stopping.set())

@@ -28,8 +28,8 @@ _log = Log("kvtier.client")
 _CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for calls under way; each of them has a shorter timeout of its own."""
 
-_REFUSED_PAUSE_S = 30.0
-"""Pause after a refusal: it needs somebody to change something."""
+_REFUSED_PAUSE_S = 5.0
+"""Pause after a refusal: mostly it needs somebody to change something."""
 
 
 @dataclass(frozen=True, slots=True)

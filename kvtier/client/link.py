@@ -22,6 +22,7 @@ from kvtier.core.identity import (
     chain_root,
     payload_checksum,
 )
+from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.core.residency import TierName
 from kvtier.errors import DaemonUnavailable, RegistrationRefused
 from kvtier.transfer.shm import Attachment, attach
@@ -83,13 +84,16 @@ class Link:
         """Return the tiers of the blocks from ``first`` on that can be loaded, and why no more."""
         request = pb.LookupRequest(
             session=self.session,
-            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
-            first=first,
+            chain=_chain(tenant, hashes),
+            first=min(first, CHAIN_BLOCKS_MAX),
             deadline_ms=int(timeout_s * 1000),
         )
         with _faults():
             reply = self._stub.Lookup(request, timeout=timeout_s)
-        return tuple(map(tier_from_wire, reply.tiers)), reply.reason
+        tiers: list[TierName] = []
+        for tier, length in zip(reply.tiers, reply.lengths, strict=True):
+            tiers += [tier_from_wire(tier)] * length
+        return tuple(tiers), reply.reason
 
     def load(
         self, tenant: bytes, hashes: Sequence[BlockHash], first: int, timeout_s: float
@@ -102,7 +106,7 @@ class Link:
         deadline_s = time.monotonic() + timeout_s
         request = pb.LoadRequest(
             session=self.session,
-            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            chain=_chain(tenant, hashes),
             first=first,
             deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
         )
@@ -140,9 +144,12 @@ class Link:
         Returns how many leading ones the daemon has now, stored or there before. If ``copy``
         raises, nothing of this store is kept.
         """
+        hashes = hashes[:CHAIN_BLOCKS_MAX]
+        if first >= len(hashes):
+            return 0
         request = pb.PrepareStoreRequest(
             session=self.session,
-            chain=pb.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            chain=_chain(tenant, hashes),
             first=first,
         )
         with _faults():
@@ -227,6 +234,11 @@ class _Slot:
     offset: int
     checksum: bytes
     tier: TierName
+
+
+def _chain(tenant: bytes, hashes: Sequence[BlockHash]) -> pb.Chain:
+    """Return a chain as it travels; what is beyond the daemon's bound is never kept or found."""
+    return pb.Chain(tenant=tenant, hashes=b"".join(hashes[:CHAIN_BLOCKS_MAX]))
 
 
 def _announced(replies: Iterable[pb.LoadReply], lease: _Lease) -> Iterator[_Slot]:

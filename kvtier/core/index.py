@@ -37,6 +37,7 @@ _COLUMN_TYPES: Mapping[str, np.dtype[Any]] = {
     "slot": np.dtype(np.int64),
     "pins": np.dtype(np.int32),
     "stamp": np.dtype(np.int64),
+    "checksum": np.dtype((np.uint64, 2)),
 }
 
 
@@ -84,6 +85,8 @@ class Index:
         """How many leases and transfers hold the block in the CPU tier."""
         self.stamp: npt.NDArray[np.int64]
         """Recency: the larger, the later used; a parent's is never smaller than its child's."""
+        self.checksum: Keys
+        """Of header and payload in the arena; zero while there is none to be served."""
         for name, dtype in _COLUMN_TYPES.items():
             setattr(self, name, np.zeros(self._table.capacity, dtype=dtype))
 
@@ -134,6 +137,7 @@ class Index:
         self.slot[fresh] = NO_SLOT
         self.pins[fresh] = 0
         self.stamp[fresh] = 0
+        self.checksum[fresh] = 0
         return rows
 
     def restore(self, headers: list[BlockHeader], tier: TierName) -> None:
@@ -153,6 +157,7 @@ class Index:
         self.slot[rows] = NO_SLOT
         self.pins[rows] = 0
         self.stamp[rows] = 0
+        self.checksum[rows] = 0
 
     def forget_absent(self, rows: Rows) -> None:
         """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
@@ -194,8 +199,8 @@ class Index:
         """Return the block hash of a row."""
         return BlockHash(self._table.keys[row].tobytes())
 
-    def header_of(self, row: int, checksum: bytes = b"") -> BlockHeader:
-        """Return the header that identifies a row's block."""
+    def header_of(self, row: int) -> BlockHeader:
+        """Return the header that identifies a row's block, with the checksum if it has one."""
         scope = self._scopes[self.scope[row]]
         return BlockHeader(
             key_space=scope.key_space,
@@ -204,7 +209,7 @@ class Index:
             parent_hash=BlockHash(self.parent[row].tobytes()),
             position=int(self.position[row]),
             payload_bytes=int(self.payload_bytes[row]),
-            checksum=checksum,
+            checksum=self.checksum[row].tobytes(),
         )
 
     def parent_rows(self, rows: Rows) -> Rows:

@@ -20,7 +20,8 @@ def slot_bytes(block_bytes: int) -> int:
 @dataclass(slots=True)
 class _Slab:
     slot_bytes: int = 0
-    free: list[int] = field(default_factory=list)
+    free: dict[int, None] = field(default_factory=dict)
+    """Offsets, as an ordered set."""
     num_taken: int = 0
 
 
@@ -67,7 +68,7 @@ class SlabAllocator:
         number = min(partial)
         slab = self._slabs[number]
         slab.num_taken += 1
-        offset = slab.free.pop()
+        offset, _ = slab.free.popitem()
         if not slab.free:
             partial.remove(number)
         return offset
@@ -79,7 +80,7 @@ class SlabAllocator:
         assert slab.num_taken > 0, "a slot is given back once"
         assert offset not in slab.free, "a slot is given back once"
         slab.num_taken -= 1
-        slab.free.append(offset)
+        slab.free[offset] = None
         self._partial[slab.slot_bytes].add(number)
         if slab.num_taken == 0:
             self._partial[slab.slot_bytes].remove(number)
@@ -106,5 +107,5 @@ class SlabAllocator:
     def _open(self, number: int, size: int) -> None:
         start = number * self.slab_bytes
         offsets = range(start, start + self.slab_bytes - size + 1, size)
-        self._slabs[number] = _Slab(size, list(reversed(offsets)))
+        self._slabs[number] = _Slab(size, dict.fromkeys(reversed(offsets)))
         self._partial[size].add(number)

@@ -216,6 +216,7 @@ class Daemon:
         server.add_insecure_port(f"unix:{self.config.daemon.socket}")
         await server.start()
         stack.push_async_callback(server.stop, _GRPC_GRACE_S)
+        stack.callback(driver.end_orders)
 
     async def _beat(self, status: Status) -> None:
         """Show that the loop moves, and keep the gauges current for scrapes on other threads."""

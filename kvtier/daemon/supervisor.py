@@ -2,11 +2,13 @@
 
 An engine outlives a daemon that dies, and serves by recompute meanwhile. The next daemon finds it
 by the lock it holds, and adopts it instead of starting a second one: the old engine joins by
-itself, and its prefix cache and its clients are kept.
+itself, and its prefix cache and its clients are kept. One that was started with other options is
+stopped instead.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -40,21 +42,33 @@ def engine_lock(socket_path: Path) -> Path:
     return socket_path.with_name(socket_path.name + ".engine")
 
 
+def _arguments_note(arguments: Sequence[str]) -> str:
+    """Return what the engine's lock says of the options it was started with."""
+    digest = hashlib.sha256("\0".join(arguments).encode()).hexdigest()
+    return f"with options {digest[:16]}"
+
+
 class Supervisor:
     """Keeps one engine running beside the daemon at ``socket_path``."""
 
     def __init__(self, socket_path: Path, arguments: Sequence[str]) -> None:
         self._socket_path = socket_path
-        self._command = [sys.executable, "-m", "kvtier", "engine", "--supervised", *arguments]
+        self._note = _arguments_note(arguments)
+        self._command = [
+            *(sys.executable, "-m", "kvtier", "engine"),
+            *("--supervised", self._note, *arguments),
+        ]
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Keep the engine running until ``stopping`` is set; returns the exit code to end with."""
         num_failures = 0
         while not stopping.is_set():
-            adopted = self._running_pid()
-            if adopted:
-                _log.info("adopted the engine of an earlier daemon", pid=adopted)
-                await self._watch(adopted, stopping)
+            pid, is_same = self._running()
+            if pid:
+                _log.info("found the engine of an earlier daemon", pid=pid, adopted=is_same)
+                unwanted = asyncio.Event()
+                unwanted.set()
+                await self._watch(pid, stopping if is_same else unwanted)
                 continue
             loop = asyncio.get_running_loop()
             started_s = loop.time()
@@ -113,11 +127,11 @@ class Supervisor:
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
-    def _running_pid(self) -> int:
-        """Return the process that holds the engine's lock, or 0."""
+    def _running(self) -> tuple[int, bool]:
+        """Return the process that holds the engine's lock, or 0, and whether it is as ours."""
         try:
             let_go(hold_lock(engine_lock(self._socket_path), "daemon.socket", "the engine"))
         except StartError as held:
             match = re.search(r"held by pid (\d+)", held.problem)
-            return int(match.group(1)) if match else 0
-        return 0
+            return int(match.group(1)) if match else 0, held.problem.endswith(self._note)
+        return 0, False

@@ -2,15 +2,16 @@
 
 Rules
 -----
-* Nothing is fetched: what is not in the folder is missing.
+* Nothing is fetched: what is not in the folder is missing (``cli.engine`` also sets transformers
+  offline, before it is imported).
 * What the engine does not compute right is refused before anything is allocated; see ``support``.
 """
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,10 @@ class LoadedModel:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        with self._tokenizer_lock:
-            text = self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+        # Without the lock: decoding keeps nothing, and must not wait while a long text is encoded.
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
@@ -127,19 +128,15 @@ def load_model(
     ``dtype`` auto is float32 on cpu and bfloat16 elsewhere; ``context_limit`` 0 is the model's own.
     Raises StartError, before anything is allocated, for all that cannot be served right.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, here or below
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    from transformers.utils import logging as transformers_logging
-
-    disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
-    disable_progress_bar()
-    path = Path(path).expanduser().resolve()
+    path = Path(path).expanduser().absolute()
     check_model(path, context_limit)
     torch_dtype = _choose_dtype(device, dtype)
-    config, limit = _read_config(path, context_limit)
-    tokenizer = _load_tokenizer(path)
     register_attention()
-    model = _load_weights(path, config, torch_dtype).to(device).requires_grad_(requires_grad=False)
+    with _read_gguf_once():
+        config, limit = _read_config(path, context_limit)
+        tokenizer = _load_tokenizer(path)
+        model = _load_weights(path, config, torch_dtype)
+    model = model.to(device).requires_grad_(requires_grad=False)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -148,6 +145,25 @@ def load_model(
         context_limit=limit,
         eos_ids=_eos_ids(model, tokenizer),
     )
+
+
+@contextmanager
+def _read_gguf_once() -> Iterator[None]:
+    """Have a GGUF's header parsed once, and not for configuration, tokenizer and weights each.
+
+    The parser is slow, and the table of tensor names is made anew for each of a model's modules:
+    for the demo model that was half of a start. Both are functions of their arguments alone.
+    """
+    import gguf
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in slow.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in slow.items():
+            setattr(gguf, name, function)
 
 
 def _choose_dtype(device: str, dtype: str) -> torch.dtype:

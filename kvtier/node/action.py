@@ -101,15 +101,21 @@ class Registered:
     session: str
     boot: str
     lease_ns: int
-    """How long a load's blocks stay in place after it was asked for."""
+    """How long a load's blocks stay in place after its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Where the leading blocks are, and why the run ends."""
 
-    tiers: tuple[TierName, ...]
+    runs: tuple[tuple[TierName, int], ...]
+    """Consecutive blocks that one tier would serve, with how many they are."""
     reason: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many blocks could be loaded."""
+        return sum(length for _, length in self.runs)
 
 
 @dataclass(frozen=True, slots=True)

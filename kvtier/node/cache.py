@@ -19,7 +19,7 @@ from kvtier.core.index import NO_SLOT, Index
 from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
-from kvtier.core.table import Rows
+from kvtier.core.table import Rows, as_keys
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import EVICTED_BLOCKS
 
@@ -34,7 +34,6 @@ class Cache:
         self.slots = slots
         self._eviction = eviction
         self.metrics = metrics
-        self._checksums: dict[int, bytes] = {}
         self.num_pins = 0
         """Pins of all rows together; 0 when the node is idle."""
 
@@ -78,7 +77,7 @@ class Cache:
     def publish(self, row: int, checksum: bytes) -> None:
         """Make a claimed row readable."""
         assert self.state(row, TierName.CPU) == Residency.WRITING
-        self._checksums[int(self.index.slot[row])] = checksum
+        self.index.checksum[row] = as_keys(checksum)[0]
         self.index.move(row, TierName.CPU, Residency.READY)
         if self.index.pins[row] == 0:
             self._eviction.offer(self.index, row)
@@ -139,15 +138,11 @@ class Cache:
 
     def checksum(self, row: int) -> bytes:
         """Return the checksum of a row that is ready in the CPU tier."""
-        return self._checksums[int(self.index.slot[row])]
+        return bytes(self.index.checksum[row].tobytes())
 
     def header(self, row: int) -> BlockHeader:
         """Return the complete header of a row that is ready in the CPU tier."""
-        return self.index.header_of(row, self.checksum(row))
-
-    def checksummed_slots(self) -> set[int]:
-        """Return the offsets of the slots whose checksum is known."""
-        return set(self._checksums)
+        return self.index.header_of(row)
 
     def offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the arena offsets of rows that have slots."""
@@ -155,8 +150,8 @@ class Cache:
 
     def _vacate(self, row: int) -> None:
         offset = int(self.index.slot[row])
-        self._checksums.pop(offset, None)
         self.slots.give(offset)
+        self.index.checksum[row] = 0
         self.index.slot[row] = NO_SLOT
         self.index.move(row, TierName.CPU, Residency.ABSENT)
         self.index.forget_absent(np.array([row]))

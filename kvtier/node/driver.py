@@ -34,6 +34,8 @@ _HEALTH_PERIOD_S = 0.5
 
 _HEALTH_DEADLINE_NS = 1_000_000_000
 
+_NO_MORE_ORDERS = 0
+
 _ABSENT_HASH = BlockHash(bytes(16))
 
 TierWork = ac.Read | ac.Write | ac.Probe | ac.Clear
@@ -92,11 +94,11 @@ class Driver:
             del self._streams[call]
 
     async def orders(self, session: str) -> AsyncGenerator[int, None]:
-        """Yield the orders for a session until it is cancelled."""
+        """Yield the orders for a session until the driver stops or this is cancelled."""
         queue = self._orders[session] = asyncio.Queue()
         try:
-            while True:
-                yield await queue.get()
+            while order := await queue.get():
+                yield order
         finally:
             self._orders.pop(session, None)
 
@@ -117,6 +119,11 @@ class Driver:
         except TimeoutError:
             return False
         return True
+
+    def end_orders(self) -> None:
+        """End every ``orders``, so that no call of a client outlives the others."""
+        for queue in self._orders.values():
+            queue.put_nowait(_NO_MORE_ORDERS)
 
     async def stop(self) -> None:
         """Stop all threads that can be stopped; calls still open are cancelled."""

@@ -44,7 +44,7 @@ class Loads:
     ) -> list[Action]:
         """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it."""
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
-            return [Reply(event.call, Refused("too_many_leases", "release loads that are done"))]
+            return [Reply(event.call, Refused("too_many", "release loads that are done"))]
         self._num_leases += 1
         lease = LoadLease(
             number=self._num_leases,

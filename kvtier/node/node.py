@@ -15,6 +15,7 @@ Rules
 * An ended transfer is told once, however late; until then its slots belong to it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -156,6 +157,9 @@ class Node:
         refusal = self._refusal(event)
         if refusal:
             return [Reply(event.call, Refused("registration", refusal))]
+        if len(self.sessions) >= SESSIONS_MAX:
+            full = f"{SESSIONS_MAX} engines are attached already"
+            return [Reply(event.call, Refused("too_many", full))]
         self._num_sessions += 1
         token = f"{self.boot}.{self._num_sessions}"
         self.sessions[token] = Session(
@@ -179,8 +183,6 @@ class Node:
         size, slab_bytes = slot_bytes(layout.block_bytes), self.cache.slots.slab_bytes
         if size > slab_bytes:
             return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
-        if len(self.sessions) >= SESSIONS_MAX:
-            return f"{SESSIONS_MAX} engines are attached already"
         return ""
 
     def _report(self, event: ev.Report, _now_ns: int) -> list[Action]:
@@ -279,15 +281,17 @@ class Node:
         return find_run(self.cache.index, chain, first, usable)
 
     def _found(self, event: ev.Lookup, run: Run) -> Reply:
-        tiers = run.tiers()
+        runs = run.by_tier()
         pending = int(run.is_writing.sum())
         misses = len(event.hashes) // HASH_BYTES - event.first - len(run)
-        for tier in set(tiers):
-            hits = tiers.count(tier) - (pending if tier is TierName.CPU else 0)
-            self.metrics.add(LOOKUP_BLOCKS, hits, outcome="hit", tier=tier)
+        hits = Counter({TierName.CPU: -pending})
+        for tier, length in runs:
+            hits[tier] += length
+        for tier, count in hits.items():
+            self.metrics.add(LOOKUP_BLOCKS, count, outcome="hit", tier=tier)
         self.metrics.add(LOOKUP_BLOCKS, pending, outcome="pending", tier=TierName.CPU)
         self.metrics.add(LOOKUP_BLOCKS, misses, outcome="miss", tier="none")
-        return Reply(event.call, Found(tiers, run.reason))
+        return Reply(event.call, Found(runs, run.reason))
 
     # Stores
 

@@ -58,9 +58,13 @@ class Run:
         """Return the tiers that have a block, fastest first."""
         return _SOURCES[self.masks[index]]
 
-    def tiers(self) -> tuple[TierName, ...]:
-        """Return the fastest tier of each block."""
-        return tuple(_SOURCES[mask][0] for mask in self.masks.tolist())
+    def by_tier(self) -> tuple[tuple[TierName, int], ...]:
+        """Return the run in pieces: the fastest tier of each, and its number of blocks."""
+        fastest = self.masks & (~self.masks + 1)  # the lowest bit that is set
+        starts = np.flatnonzero(np.diff(fastest, prepend=0))
+        lengths = np.diff(starts, append=len(self))
+        tiers = (_SOURCES[mask][0] for mask in fastest[starts].tolist())
+        return tuple(zip(tiers, lengths.tolist(), strict=True))
 
 
 def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:

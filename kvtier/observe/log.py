@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -58,7 +59,7 @@ class Log:
 class Repeated:
     """Warnings that may come in thousands: each event is written once a period.
 
-    The line says how many of its kind were left out since the last one. Not for several threads.
+    The line says how many of its kind were left out since the last one.
     """
 
     def __init__(
@@ -70,18 +71,20 @@ class Repeated:
         self._log = log
         self._period_ns = period_ns
         self._clock_ns = clock_ns
+        self._lock = threading.Lock()
         self._last: dict[str, tuple[int, int]] = {}  # event -> (written at, left out since)
 
     def warning(self, event: str, **fields: object) -> None:
         """Write the event, or count it if it was written less than a period ago."""
-        now_ns = self._clock_ns()
-        written_ns, left_out = self._last.get(event, (None, 0))
-        if written_ns is not None and now_ns - written_ns < self._period_ns:
-            self._last[event] = (written_ns, left_out + 1)
-            return
-        if len(self._last) >= _REPEATED_MAX:
-            self._last.clear()
-        self._last[event] = (now_ns, 0)
+        with self._lock:
+            now_ns = self._clock_ns()
+            written_ns, left_out = self._last.get(event, (None, 0))
+            if written_ns is not None and now_ns - written_ns < self._period_ns:
+                self._last[event] = (written_ns, left_out + 1)
+                return
+            if len(self._last) >= _REPEATED_MAX:
+                self._last.clear()
+            self._last[event] = (now_ns, 0)
         if left_out:
             fields["left_out"] = left_out
         self._log.warning(event, **fields)

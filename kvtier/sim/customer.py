@@ -81,8 +81,8 @@ class Customer:
         found = self.engine.answer(call)
         assert isinstance(found, ac.Found), found
         num_loaded = 0
-        if found.tiers:
-            first = self._draw.choice((0, 0, 0, len(found.tiers) // 2))
+        if found.num_blocks:
+            first = self._draw.choice((0, 0, 0, found.num_blocks // 2))
             load = self.engine.load(blocks, first, within_ns=self._draw.randint(5, 300) * MS)
             yield from self._take(load)
             self._tally.count(load)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/engine.proto\x12\tkvtier.v1\"q\n\x06Layout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x88\x01\n\x0fRegisterRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x11\n\tkey_space\x18\x04 \x01(\x0c\x12!\n\x06layout\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\"@\n\rRegisterReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\" \n\rAttendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"M\n\x05Order\x12\r\n\x05order\x18\x01 \x01(\x04\x12%\n\x04\x64rop\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.Order.DropH\x00\x1a\x06\n\x04\x44ropB\x06\n\x04kind\"\xb3\x01\n\rReportRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bused_tokens\x18\x04 \x01(\x04\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x16\n\x0eremoved_blocks\x18\x06 \x01(\x04\x12\x15\n\rremoved_bytes\x18\x07 \x01(\x04\x12\x12\n\nhit_tokens\x18\x08 \x01(\x04\"\r\n\x0bReportReply\"\'\n\x05\x43hain\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"e\n\rLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"=\n\x0bLookupReply\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x0bLoadRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"k\n\tLoadReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\x12\x1e\n\x05tiers\x18\x04 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0b\n\x03\x65nd\x18\x05 \x01(\t\"A\n\x0eReleaseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x03(\r\"\x1c\n\x0cReleaseReply\x12\x0c\n\x04held\x18\x01 \x01(\x08\"V\n\x13PrepareStoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\"\x85\x01\n\x11PrepareStoreReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\x16\n\x0epresent_blocks\x18\x04 \x01(\r\x12\x17\n\x0frejected_blocks\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\"I\n\x14\x43ompleteStoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\"+\n\x12\x43ompleteStoreReply\x12\x15\n\rstored_blocks\x18\x01 \x01(\r*W\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\x0c\n\x08TIER_CPU\x10\x02\x12\x0c\n\x08TIER_SSD\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04\x32\x90\x04\n\x06\x45ngine\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12\x36\n\x06\x41ttend\x12\x18.kvtier.v1.AttendRequest\x1a\x10.kvtier.v1.Order0\x01\x12:\n\x06Report\x12\x18.kvtier.v1.ReportRequest\x1a\x16.kvtier.v1.ReportReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12\x36\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x14.kvtier.v1.LoadReply0\x01\x12=\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x17.kvtier.v1.ReleaseReply\x12L\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1c.kvtier.v1.PrepareStoreReply\x12O\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a\x1d.kvtier.v1.CompleteStoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/engine.proto\x12\tkvtier.v1\"q\n\x06Layout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x88\x01\n\x0fRegisterRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x11\n\tkey_space\x18\x04 \x01(\x0c\x12!\n\x06layout\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\"@\n\rRegisterReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\" \n\rAttendRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"M\n\x05Order\x12\r\n\x05order\x18\x01 \x01(\x04\x12%\n\x04\x64rop\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.Order.DropH\x00\x1a\x06\n\x04\x44ropB\x06\n\x04kind\"\xb3\x01\n\rReportRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bused_tokens\x18\x04 \x01(\x04\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x16\n\x0eremoved_blocks\x18\x06 \x01(\x04\x12\x15\n\rremoved_bytes\x18\x07 \x01(\x04\x12\x12\n\nhit_tokens\x18\x08 \x01(\x04\"\r\n\x0bReportReply\"\'\n\x05\x43hain\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"e\n\rLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"N\n\x0bLookupReply\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"c\n\x0bLoadRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"k\n\tLoadReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\x12\x1e\n\x05tiers\x18\x04 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0b\n\x03\x65nd\x18\x05 \x01(\t\"A\n\x0eReleaseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x03(\r\"\x1c\n\x0cReleaseReply\x12\x0c\n\x04held\x18\x01 \x01(\x08\"V\n\x13PrepareStoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05\x66irst\x18\x03 \x01(\r\"\x85\x01\n\x11PrepareStoreReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\x16\n\x0epresent_blocks\x18\x04 \x01(\r\x12\x17\n\x0frejected_blocks\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\"I\n\x14\x43ompleteStoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\"+\n\x12\x43ompleteStoreReply\x12\x15\n\rstored_blocks\x18\x01 \x01(\r*W\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\x0c\n\x08TIER_CPU\x10\x02\x12\x0c\n\x08TIER_SSD\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04\x32\x90\x04\n\x06\x45ngine\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12\x36\n\x06\x41ttend\x12\x18.kvtier.v1.AttendRequest\x1a\x10.kvtier.v1.Order0\x01\x12:\n\x06Report\x12\x18.kvtier.v1.ReportRequest\x1a\x16.kvtier.v1.ReportReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12\x36\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x14.kvtier.v1.LoadReply0\x01\x12=\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x17.kvtier.v1.ReleaseReply\x12L\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1c.kvtier.v1.PrepareStoreReply\x12O\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a\x1d.kvtier.v1.CompleteStoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=1525
-  _globals['_TIER']._serialized_end=1612
+  _globals['_TIER']._serialized_start=1542
+  _globals['_TIER']._serialized_end=1629
   _globals['_LAYOUT']._serialized_start=37
   _globals['_LAYOUT']._serialized_end=150
   _globals['_REGISTERREQUEST']._serialized_start=153
@@ -54,23 +54,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPREQUEST']._serialized_start=708
   _globals['_LOOKUPREQUEST']._serialized_end=809
   _globals['_LOOKUPREPLY']._serialized_start=811
-  _globals['_LOOKUPREPLY']._serialized_end=872
-  _globals['_LOADREQUEST']._serialized_start=874
-  _globals['_LOADREQUEST']._serialized_end=973
-  _globals['_LOADREPLY']._serialized_start=975
-  _globals['_LOADREPLY']._serialized_end=1082
-  _globals['_RELEASEREQUEST']._serialized_start=1084
-  _globals['_RELEASEREQUEST']._serialized_end=1149
-  _globals['_RELEASEREPLY']._serialized_start=1151
-  _globals['_RELEASEREPLY']._serialized_end=1179
-  _globals['_PREPARESTOREREQUEST']._serialized_start=1181
-  _globals['_PREPARESTOREREQUEST']._serialized_end=1267
-  _globals['_PREPARESTOREREPLY']._serialized_start=1270
-  _globals['_PREPARESTOREREPLY']._serialized_end=1403
-  _globals['_COMPLETESTOREREQUEST']._serialized_start=1405
-  _globals['_COMPLETESTOREREQUEST']._serialized_end=1478
-  _globals['_COMPLETESTOREREPLY']._serialized_start=1480
-  _globals['_COMPLETESTOREREPLY']._serialized_end=1523
-  _globals['_ENGINE']._serialized_start=1615
-  _globals['_ENGINE']._serialized_end=2143
+  _globals['_LOOKUPREPLY']._serialized_end=889
+  _globals['_LOADREQUEST']._serialized_start=891
+  _globals['_LOADREQUEST']._serialized_end=990
+  _globals['_LOADREPLY']._serialized_start=992
+  _globals['_LOADREPLY']._serialized_end=1099
+  _globals['_RELEASEREQUEST']._serialized_start=1101
+  _globals['_RELEASEREQUEST']._serialized_end=1166
+  _globals['_RELEASEREPLY']._serialized_start=1168
+  _globals['_RELEASEREPLY']._serialized_end=1196
+  _globals['_PREPARESTOREREQUEST']._serialized_start=1198
+  _globals['_PREPARESTOREREQUEST']._serialized_end=1284
+  _globals['_PREPARESTOREREPLY']._serialized_start=1287
+  _globals['_PREPARESTOREREPLY']._serialized_end=1420
+  _globals['_COMPLETESTOREREQUEST']._serialized_start=1422
+  _globals['_COMPLETESTOREREQUEST']._serialized_end=1495
+  _globals['_COMPLETESTOREREPLY']._serialized_start=1497
+  _globals['_COMPLETESTOREREPLY']._serialized_end=1540
+  _globals['_ENGINE']._serialized_start=1632
+  _globals['_ENGINE']._serialized_end=2160
 # @@protoc_insertion_point(module_scope)

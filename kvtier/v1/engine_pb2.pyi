@@ -123,7 +123,7 @@ class RegisterReply(_message.Message):
     boot: _builtins.str
     """changes whenever the daemon starts"""
     lease_ms: _builtins.int
-    """a load's blocks stay in place this long after it was asked for"""
+    """a load's blocks stay in place this long after its deadline"""
     def __init__(
         self,
         *,
@@ -311,22 +311,26 @@ class LookupReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIERS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """why it ends where it ends"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
-        """for block first + i"""
+        """Blocks from the first one asked for on, as runs of one tier each."""
 
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

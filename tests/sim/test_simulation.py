@@ -168,7 +168,7 @@ def publish_what_was_not_copied(patch):
 
 def believe_a_tier_that_missed(patch):
     def publish_anyway(self, row, now_ns):
-        self._cache.publish(row, bytes(16))
+        self._cache.publish(row, b"\1" * 16)
         return self.block_ready(row)
 
     patch.setattr(Loads, "block_missed", publish_anyway)

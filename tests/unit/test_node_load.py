@@ -290,7 +290,7 @@ def test_a_session_has_a_bound_on_leases():
     engine.store(blocks)
     for _ in range(256):
         engine.load(blocks)
-    with pytest.raises(AssertionError, match="too_many_leases"):
+    with pytest.raises(AssertionError, match="too_many"):
         engine.load(blocks)
 
 

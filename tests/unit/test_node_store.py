@@ -189,7 +189,7 @@ def test_an_index_at_its_bound_forgets_what_only_the_remote_tier_has(monkeypatch
     assert (refused.lease, refused.reason) == (0, "index_full")
     call = engine.lookup(remote)
     stage.settle()
-    assert engine.answer(call) == ac.Found((REMOTE,) * 2, "absent")  # as many as there is room for
+    assert engine.answer(call) == ac.Found(((REMOTE, 2),), "absent")  # as many as there is room for
     assert len(stage.node.cache.index) == 6
 
 

@@ -134,7 +134,7 @@ def test_a_lookup_asks_the_remote_tier_for_what_is_not_known():
     (probe,) = stage.waiting
     assert len(probe.hashes) == 4
     stage.carry_out(probe)
-    assert engine.answer(call) == ac.Found((REMOTE,) * 3, "absent")
+    assert engine.answer(call) == ac.Found(((REMOTE, 3),), "absent")
     load = engine.load(blocks)
     stage.settle()
     assert load.take() == [REMOTE] * 3
@@ -151,7 +151,7 @@ def test_a_late_probe_answers_with_what_is_known():
     call = engine.lookup(blocks, within_ns=100 * MS)
     (probe,) = stage.waiting
     stage.advance(100 * MS)
-    assert engine.answer(call) == ac.Found((CPU, CPU), "absent")
+    assert engine.answer(call) == ac.Found(((CPU, 2),), "absent")
     stage.carry_out(probe)  # changes nothing any more
     stage.check_idle()
 

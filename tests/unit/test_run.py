@@ -31,7 +31,7 @@ def test_a_chain_knows_the_hash_before_each():
 
 def test_the_fastest_tier_is_named_first():
     run = find_run(known((2, 2, 2), (0, 2, 2), (0, 0, 2)), asked(), 0, ALL)
-    assert run.tiers() == (CPU, SSD, REMOTE)
+    assert run.by_tier() == ((CPU, 1), (SSD, 1), (REMOTE, 1))
     sources = [run.sources(place) for place in range(3)]
     assert sources == [(CPU, SSD, REMOTE), (SSD, REMOTE), (REMOTE,)]
     assert run.reason == "absent"
@@ -45,12 +45,12 @@ def test_a_whole_chain_is_complete():
 
 def test_blocks_before_the_first_may_be_missing():
     run = find_run(known((0, 0, 0), (2, 0, 0)), asked(), 1, ALL)
-    assert run.tiers() == (CPU,)
+    assert run.by_tier() == ((CPU, 1),)
 
 
 def test_a_block_on_its_way_in_is_pending():
     run = find_run(known((1, 0, 0), (1, 2, 0)), asked(), 0, ALL)
-    assert run.tiers() == (CPU, CPU)
+    assert run.by_tier() == ((CPU, 2),)
     assert run.is_writing.tolist() == [True, True]
 
 
@@ -62,7 +62,7 @@ def test_a_block_on_its_way_out_below_is_not_there():
 def test_a_tier_that_cannot_be_used_has_nothing():
     index = known((0, 2, 0), (0, 2, 2))
     assert len(find_run(index, asked(), 0, frozenset({REMOTE}))) == 0
-    assert find_run(index, asked(), 1, frozenset({REMOTE})).tiers() == (REMOTE,)
+    assert find_run(index, asked(), 1, frozenset({REMOTE})).by_tier() == ((REMOTE, 1),)
 
 
 def test_another_identity_is_not_served():

@@ -24,7 +24,7 @@ _STATUS: Mapping[str, grpc.StatusCode] = {
     "registration": grpc.StatusCode.FAILED_PRECONDITION,
     "session": grpc.StatusCode.UNAUTHENTICATED,
     "chain": grpc.StatusCode.INVALID_ARGUMENT,
-    "too_many_leases": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "too_many": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 _DEADLINE_MS_MAX = 600_000
@@ -126,7 +126,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         assert isinstance(answer, ac.Found)
         seconds = (time.monotonic_ns() - start_ns) / 1e9
         self._driver.node.metrics.observe(LOOKUP_SECONDS, seconds)
-        return pb.LookupReply(tiers=map(tier_to_wire, answer.tiers), reason=answer.reason)
+        return pb.LookupReply(
+            tiers=[tier_to_wire(tier) for tier, _ in answer.runs],
+            lengths=[length for _, length in answer.runs],
+            reason=answer.reason,
+        )
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
         """Announce leased blocks as they become ready; a call that ends early ends the lease."""
