@@ -1,4 +1,4 @@
-"""What the daemon knows about blocks: one row a block, one numpy column a fact.
+"""What the daemon knows about blocks: one row a block, one numpy field a fact.
 
 Theory
 ------
@@ -12,7 +12,6 @@ contents, of sessions or of time; recency is a stamp that its user hands in.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +27,21 @@ NO_SLOT = -1
 """The slot of a block that is not in the arena."""
 
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
-_COLUMN_TYPES: Mapping[str, np.dtype[Any]] = {
-    "parent": np.dtype((np.uint64, 2)),
-    "position": np.dtype(np.uint32),
-    "scope": np.dtype(np.uint32),
-    "payload_bytes": np.dtype(np.uint32),
-    "state": np.dtype((np.uint8, len(LOWER_TIERS))),
-    "slot": np.dtype(np.int64),
-    "pins": np.dtype(np.int32),
-    "stamp": np.dtype(np.int64),
-    "checksum": np.dtype((np.uint64, 2)),
-}
+_FACTS = np.dtype(
+    [
+        ("parent", np.uint64, 2),
+        ("position", np.uint32),
+        ("scope", np.uint32),
+        ("payload_bytes", np.uint32),
+        ("state", np.uint8, len(LOWER_TIERS)),
+        ("slot", np.int64),
+        ("stamp", np.int64),
+        ("checksum", np.uint64, 2),
+        ("pins", np.int32),
+    ],
+    align=True,
+)
+"""A row: 72 bytes side by side, so that looking one up touches two cache lines and not nine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,8 @@ class Index:
         """Recency: the larger, the later used; a parent's is never smaller than its child's."""
         self.checksum: Keys
         """Of header and payload in the arena; zero while there is none to be served."""
-        for name, dtype in _COLUMN_TYPES.items():
-            setattr(self, name, np.zeros(self._table.capacity, dtype=dtype))
+        self._facts = np.zeros(0, dtype=_FACTS)
+        self._fit()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -100,6 +103,10 @@ class Index:
     def find(self, keys: Keys) -> Rows:
         """Return the row of each block, -1 where it is unknown. Changes nothing."""
         return self._table.find(keys)
+
+    def facts(self, rows: Rows) -> npt.NDArray[np.void]:
+        """Return copies of rows, with a field for each column; -1 gives some row or other."""
+        return self._facts.take(rows)
 
     def scope_id(self, scope: Scope) -> int:
         """Return the number that stands for a scope in the ``scope`` column."""
@@ -232,12 +239,11 @@ class Index:
 
     def _fit(self) -> None:
         """Grow the columns to the table's rows."""
-        missing = self._table.capacity - len(self.pins)
+        missing = self._table.capacity - len(self._facts)
         if missing:
-            for name in _COLUMN_TYPES:
-                column = getattr(self, name)
-                grown = np.zeros((missing, *column.shape[1:]), dtype=column.dtype)
-                setattr(self, name, np.concatenate([column, grown]))
+            self._facts = np.concatenate([self._facts, np.zeros(missing, dtype=_FACTS)])
+            for name in _FACTS.names or ():
+                setattr(self, name, self._facts[name])
 
 
 def _keys_of(hashes: list[BlockHash]) -> Keys:

@@ -7,6 +7,7 @@ the SSD within the time given, then the tiers.
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import time
@@ -96,6 +97,9 @@ class Daemon:
             reserving = asyncio.create_task(self._reserve(driver, arena))
             stack.push_async_callback(_cancel, reserving)
             await self._open_sockets(stack, driver, arena)
+            # What there is now stays: the collector need not walk it again and again.
+            gc.collect()
+            gc.freeze()
             self._is_ready = True
             self.metrics.set(READY, 1)
             _log.info(

@@ -217,7 +217,8 @@ class Node:
         chain = _chain_of(session, event)
         run = self._find(chain, event.first, now_ns)
         deadline_ns = event.deadline_ns - PROBE_GRACE_NS
-        if run.reason != "absent" or not self._can_probe(deadline_ns, now_ns):
+        can_probe = run.reason == "absent" and self._can_probe(deadline_ns, now_ns)
+        if not can_probe or _has_repeats(event.hashes):
             return [self._found(event, run)]
         first = event.first + len(run)
         self._num_probes += 1
@@ -301,6 +302,8 @@ class Node:
             return [_unknown_session(event.call)]
         if fault := _chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
+        if _has_repeats(event.hashes):
+            return [Reply(event.call, Refused("chain", "a chain names each block once"))]
         chain = _chain_of(session, event)
         return [Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns))]
 
@@ -413,6 +416,10 @@ def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) ->
     return Chain.of(scope, event.hashes, session.layout.block_bytes)
 
 
+def _has_repeats(hashes: bytes) -> bool:
+    return len(set(split_hashes(hashes))) < len(hashes) // HASH_BYTES
+
+
 def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
     """Return what is wrong with a chain that came from outside, or nothing."""
     if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
@@ -422,7 +429,4 @@ def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
         return f"a chain of {num_blocks} blocks; {CHAIN_BLOCKS_MAX} is the most"
     if first > num_blocks:
         return f"first is {first} in a chain of {num_blocks} blocks"
-    halves = np.frombuffer(hashes, dtype="<u8")[::2]
-    if len(np.unique(halves)) < num_blocks and len(set(split_hashes(hashes))) < num_blocks:
-        return "a chain names each block once"
     return ""

@@ -74,10 +74,12 @@ def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:
     blocks, disturb their order, or have good ones condemned because it expected something else.
     """
     rows = index.find(chain.keys)
-    is_own = index.scope[rows] == index.known_scope(chain.scope)
-    is_own &= index.position[rows] == np.arange(len(rows))
-    is_own &= index.payload_bytes[rows] == chain.payload_bytes
-    is_own &= (index.parent[rows] == chain.parents).all(axis=1)
+    facts = index.facts(rows)
+    is_own = facts["scope"] == index.known_scope(chain.scope)
+    is_own &= facts["position"] == np.arange(len(rows))
+    is_own &= facts["payload_bytes"] == chain.payload_bytes
+    is_own &= facts["parent"][:, 0] == chain.parents[:, 0]
+    is_own &= facts["parent"][:, 1] == chain.parents[:, 1]
     foreign = np.flatnonzero((rows >= 0) & ~is_own)
     return rows, int(foreign[0]) if len(foreign) else len(rows)
 
@@ -89,7 +91,7 @@ def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]
     """
     rows, own_end = find_own(index, chain)
     rows = rows[first : max(first, own_end)]
-    state = index.state[rows] * (rows >= 0)[:, None]
+    state = index.facts(rows)["state"] * (rows >= 0)[:, None]
     is_there = state == Residency.READY
     is_there &= np.array([tier is TierName.CPU or tier in usable for tier in LOWER_TIERS])
     is_writing = state[:, 0] == Residency.WRITING

@@ -99,7 +99,7 @@ def hand_out_a_slot_twice(patch):
     def take_twice(self, size):
         offset = take(self, size)
         if offset is not None and offset % 5 == 0:
-            self._slabs[offset // self.slab_bytes].free.append(offset)
+            self._slabs[offset // self.slab_bytes].free[offset] = None
         return offset
 
     patch.setattr(SlabAllocator, "take", take_twice)
