@@ -74,7 +74,7 @@ class User:
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvtier "$@"\n')
         program.chmod(0o700)
         (directory / ".model").mkdir()
-        model = save_tiny(directory / "SmolLM2-135M-Instruct.Q4_1")
+        model = save_tiny(directory / "smollm2-135m-instruct")
         (directory / ".model" / "smollm2-135m-instruct.gguf").symlink_to(model)
         self._environment = {
             name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")

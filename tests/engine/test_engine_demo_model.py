@@ -68,6 +68,35 @@ def test_cold_warm_and_loaded(
     assert drive.ask(tokens, 8).tokens == expected
 
 
+BORDERS = [n for border in (16, 32, 64, 80, 128, 192) for n in (border - 1, border, border + 1)]
+
+
+@pytest.mark.long
+def test_every_length_around_the_borders_of_blocks(
+    demo: LoadedModel, demo_reference: Reference, text_tokens: tuple[int, ...]
+) -> None:
+    """Cold, off, warm in the GPU, loaded, loaded half way; alone and with all others at once."""
+    expected = {n: demo_reference.generate(text_tokens[7 : 7 + n], 6) for n in BORDERS}
+    port = MemoryPort()
+    drive = Drive(demo, port, pool_tokens=4096, max_batch_tokens=256)
+    alone = Drive(demo, pool_tokens=512, max_batch_tokens=256)
+    for n in BORDERS:
+        tokens = text_tokens[7 : 7 + n]
+        alone.engine.drop_cache()
+        drive.engine.drop_cache()
+        port.script = LoadScript(num_blocks=0)
+        answers = [alone.ask(tokens, 6), drive.ask(tokens, 6), drive.ask(tokens, 6)]
+        for num_blocks in (1, None):
+            drive.engine.drop_cache()
+            port.script = LoadScript(num_blocks=num_blocks)
+            answers.append(drive.ask(tokens, 6))
+        assert [answer.tokens for answer in answers] == [expected[n]] * 5, f"{n} tokens"
+    drive.engine.drop_cache()
+    mixed = {n: drive.submit(text_tokens[7 : 7 + n], 6) for n in BORDERS}
+    drive.run()
+    assert {n: answer.tokens for n, answer in mixed.items()} == expected
+
+
 def test_mixed_batch(
     demo: LoadedModel, demo_reference: Reference, text_tokens: tuple[int, ...]
 ) -> None:
