@@ -141,7 +141,7 @@ def load_model(
         model=model,
         tokenizer=tokenizer,
         config=model.config,
-        model_id=path.stem if path.is_file() else path.name,
+        model_id=path.name.removesuffix(".gguf"),
         context_limit=limit,
         eos_ids=_eos_ids(model, tokenizer),
     )
