@@ -22,11 +22,13 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import NewType
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.core.layout import KVLayout
@@ -36,15 +38,19 @@ __all__ = [
     "HASH_BYTES",
     "HEADER_BYTES",
     "NO_TENANT",
+    "PACKED_HEADER",
     "BlockHash",
     "BlockHeader",
     "HeaderError",
+    "Headers",
     "KeySpace",
     "chain_root",
     "hash_blocks",
+    "pack_headers",
     "payload_checksum",
     "split_hashes",
     "tenant_digest",
+    "unpack_headers",
 ]
 
 BlockHash = NewType("BlockHash", bytes)
@@ -215,6 +221,33 @@ class BlockHeader:
         return len(payload) == self.payload_bytes and self.checksum == payload_checksum(
             self, payload
         )
+
+
+PACKED_HEADER = np.dtype(
+    [
+        ("start", "V12"),
+        ("position", "<u4"),
+        ("space", "<u8", (4,)),
+        ("block_hash", "<u8", (2,)),
+        ("parent_hash", "<u8", (2,)),
+        ("payload_bytes", "<u8"),
+        ("end", "V40"),
+    ]
+)
+"""A packed header as fields; ``space`` is key space and tenant."""
+
+Headers = npt.NDArray[np.void]
+"""Many packed headers, as an array of ``PACKED_HEADER``."""
+
+
+def pack_headers(headers: Iterable[BlockHeader]) -> Headers:
+    """Return headers as an array."""
+    return np.frombuffer(b"".join(header.pack() for header in headers), PACKED_HEADER)
+
+
+def unpack_headers(batches: Iterable[Headers]) -> list[BlockHeader]:
+    """Return the headers of several arrays, one after the other."""
+    return [BlockHeader.unpack(packed.tobytes()) for batch in batches for packed in batch]
 
 
 def payload_checksum(header: BlockHeader, *payload: memoryview | bytes) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.identity import BlockHash, BlockHeader, Headers
 from kvtier.core.limits import SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
@@ -147,24 +147,24 @@ class Index:
         self.checksum[fresh] = 0
         return rows
 
-    def restore(self, headers: list[BlockHeader], tier: TierName) -> None:
-        """Add what a persistent tier was found to hold, as ready there and older than all else."""
-        if not headers:
-            return
-        rows = self._table.insert(_keys_of([header.block_hash for header in headers]))
+    def restore(self, headers: Headers, tier: TierName) -> None:
+        """Add what a persistent tier was found to hold, as ready there and older than all else.
+
+        For blocks not known yet, each given once.
+        """
+        rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         self._fit()
-        self.parent[rows] = _keys_of([header.parent_hash for header in headers])
-        self.position[rows] = [header.position for header in headers]
-        self.payload_bytes[rows] = [header.payload_bytes for header in headers]
-        for row, header in zip(rows.tolist(), headers, strict=True):
-            # One by one: a number is only known to be in use once it is in the column.
-            self.scope[row] = self.scope_id(Scope(header.key_space, header.tenant))
-        self.state[rows] = Residency.ABSENT
-        self.move(rows, tier, Residency.READY)
+        self._facts[rows] = 0
+        self.parent[rows] = headers["parent_hash"]
+        self.position[rows] = headers["position"]
+        self.payload_bytes[rows] = headers["payload_bytes"]
         self.slot[rows] = NO_SLOT
-        self.pins[rows] = 0
-        self.stamp[rows] = 0
-        self.checksum[rows] = 0
+        spaces, numbers = np.unique(headers["space"], axis=0, return_inverse=True)
+        for number, space in enumerate(spaces):
+            # One by one: a scope is only known to be in use once it is in the column.
+            scope = Scope(space[:2].tobytes(), space[2:].tobytes())
+            self.scope[rows[numbers.reshape(-1) == number]] = self.scope_id(scope)
+        self.move(rows, tier, Residency.READY)
 
     def forget_absent(self, rows: Rows) -> None:
         """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
@@ -244,7 +244,3 @@ class Index:
             self._facts = np.concatenate([self._facts, np.zeros(missing, dtype=_FACTS)])
             for name in _FACTS.names or ():
                 setattr(self, name, self._facts[name])
-
-
-def _keys_of(hashes: list[BlockHash]) -> Keys:
-    return np.frombuffer(b"".join(hashes), dtype="<u8").reshape(-1, 2)

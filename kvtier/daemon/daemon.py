@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import islice
 from typing import Any
 
 import grpc
@@ -51,9 +50,6 @@ _log = Log("kvtier.daemon")
 
 _COOL_DOWN_NS = 1_000_000_000
 """How long a failing tier is left alone: it is back within seconds of its recovery."""
-
-_RECOVERED_BATCH = 4096
-"""Headers handed to the node at once while starting: memory for a few thousand, not a million."""
 
 _BEAT_PERIOD_S = 1.0
 _BEAT_MAX_S = 10.0
@@ -168,8 +164,7 @@ class Daemon:
     def _recover(self, driver: Driver, tiers: dict[TierName, BreakerTier]) -> None:
         for name, tier in tiers.items():
             num_blocks = 0
-            found = tier.headers()
-            while headers := tuple(islice(found, _RECOVERED_BATCH)):
+            for headers in tier.headers():
                 driver.post(ev.Recovered(name, headers))
                 num_blocks += len(headers)
             if tier.properties.is_persistent and not tier.properties.is_shared:

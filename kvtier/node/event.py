@@ -6,7 +6,7 @@ Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or on
 
 from dataclasses import dataclass, field
 
-from kvtier.core.identity import BlockHeader
+from kvtier.core.identity import Headers
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import TierName
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
@@ -192,7 +192,7 @@ class Recovered:
     """A persistent tier was found to hold these blocks."""
 
     tier: TierName
-    headers: tuple[BlockHeader, ...]
+    headers: Headers
 
 
 @dataclass(frozen=True, slots=True)

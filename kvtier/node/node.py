@@ -394,7 +394,7 @@ class Node:
         return []
 
     def _recovered(self, event: ev.Recovered, _now_ns: int) -> list[Action]:
-        self.cache.index.restore(list(event.headers), event.tier)
+        self.cache.index.restore(event.headers, event.tier)
         return []
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from kvtier.core.identity import unpack_headers
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -244,7 +245,7 @@ class Simulation:
 
     def _rot(self) -> None:
         tier = self._tiers[self._some_tier()]
-        headers = list(tier.headers())
+        headers = unpack_headers(tier.headers())
         if headers:
             header = self._draw.choice(headers)
             payload = bytearray(payload_of(header))
@@ -254,7 +255,7 @@ class Simulation:
 
     def _lose(self) -> None:
         tier = self._tiers[self._some_tier()]
-        headers = list(tier.headers())
+        headers = unpack_headers(tier.headers())
         lost = self._draw.sample(headers, min(len(headers), 3))
         tier.remove([header.block_hash for header in lost], _FAR_NS)
 

@@ -90,8 +90,7 @@ class Stage:
     def recover(self, tiers: Mapping[TierName, Tier]) -> None:
         """Tell the node what persistent tiers already hold, as the daemon does when it starts."""
         for name, tier in tiers.items():
-            headers = tuple(tier.headers())
-            if headers:
+            for headers in tier.headers():
                 self.post(ev.Recovered(name, headers))
 
     def post(self, event: ev.Event) -> None:

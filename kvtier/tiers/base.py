@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.identity import BlockHash, BlockHeader, Headers
 from kvtier.core.residency import TierName
 
 __all__ = [
@@ -145,8 +145,8 @@ class Tier(Protocol):
     def clear(self, deadline_ns: int) -> Removed:
         """Forget every block of this instance."""
 
-    def headers(self) -> Iterator[BlockHeader]:
-        """Yield what is kept, parents before children where known; nothing for a shared tier."""
+    def headers(self) -> Iterator[Headers]:
+        """Yield what is kept, in batches, older blocks first; nothing for a shared tier."""
 
     def usage(self) -> TierUsage:
         """Return occupancy from memory; never blocks."""

@@ -9,7 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
-from kvtier.core.identity import HEADER_BYTES, BlockHash, BlockHeader
+import numpy as np
+
+from kvtier.core.identity import HEADER_BYTES, PACKED_HEADER, BlockHash, BlockHeader, Headers
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.tiers.base import (
@@ -86,11 +88,11 @@ class MemoryTier:
             sizes = [self._forget(block_hash) for block_hash in list(self._blocks)]
         return Removed(len(sizes), sum(sizes))
 
-    def headers(self) -> Iterator[BlockHeader]:
+    def headers(self) -> Iterator[Headers]:
         """Yield what is kept, as of now."""
         with self._lock:
-            packed = [bytes(block[:HEADER_BYTES]) for block in self._blocks.values()]
-        return map(BlockHeader.unpack, packed)
+            packed = b"".join(block[:HEADER_BYTES] for block in self._blocks.values())
+        yield np.frombuffer(packed, PACKED_HEADER)
 
     def usage(self) -> TierUsage:
         """Return occupancy."""

@@ -28,7 +28,14 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from kvtier.core.identity import HASH_BYTES, HEADER_BYTES, BlockHash, BlockHeader, HeaderError
+from kvtier.core.identity import (
+    HASH_BYTES,
+    HEADER_BYTES,
+    BlockHash,
+    BlockHeader,
+    HeaderError,
+    Headers,
+)
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.tiers.base import (
@@ -169,7 +176,7 @@ class RemoteTier:
             if cursor == b"0":
                 return Removed(num_blocks, num_bytes)
 
-    def headers(self) -> Iterator[BlockHeader]:
+    def headers(self) -> Iterator[Headers]:
         """Yield nothing: what the server holds changes without us."""
         return iter(())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ssd_writer import CAPACITY_BYTES, SEGMENT_BYTES, size_of
 
+from kvtier.core.identity import unpack_headers
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason
@@ -78,7 +79,7 @@ def check(
         assert len(files) == len(segments) + 1, "only the lock beside the segments"
         assert tier.usage().used_bytes == sum(stat.st_size for stat in segments)
         assert sum(stat.st_blocks * 512 for stat in files.values()) <= CAPACITY_BYTES
-        assert tier.usage().num_blocks == len(list(tier.headers()))
+        assert tier.usage().num_blocks == len(unpack_headers(tier.headers()))
         verdicts = fetch(tier, *blocks)
         assert set(verdicts) <= {None, MissReason.ABSENT, MissReason.CHECKSUM}
         if is_torn:

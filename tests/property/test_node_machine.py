@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from kvtier.core.identity import unpack_headers
 from kvtier.core.residency import Residency, TierName
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
@@ -126,7 +127,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, place=PLACES)
     def rot(self, tier, place):
-        headers = list(self.tiers[tier].headers())
+        headers = unpack_headers(self.tiers[tier].headers())
         if headers:
             header = headers[place % len(headers)]
             payload = bytearray(payload_of(header))

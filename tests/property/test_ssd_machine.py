@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.identity import BlockHash
+from kvtier.core.identity import BlockHash, unpack_headers
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
@@ -100,7 +100,7 @@ class SsdMachine(RuleBasedStateMachine):
         self.tier.close()
         self.num_segments = num_segments
         self.tier = SsdTier(self.directory, self.capacity_bytes, SEGMENT_BYTES, self.options)
-        kept = {header.block_hash for header in self.tier.headers()}
+        kept = {header.block_hash for header in unpack_headers(self.tier.headers())}
         assert kept <= self.sound | self.doubtful
         if len(list(self.directory.glob("*.segment"))) < num_segments:
             assert self.sound <= kept  # nothing had to be given up

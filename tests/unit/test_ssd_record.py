@@ -1,9 +1,8 @@
 import numpy as np
 
-from kvtier.core.identity import HEADER_BYTES, BlockHeader
+from kvtier.core.identity import HEADER_BYTES, PACKED_HEADER, BlockHeader
 from kvtier.testing.block import make_chain
 from kvtier.tiers.ssd.record import (
-    HEADER_DTYPE,
     RECORD_HEAD_BYTES,
     RecordHead,
     RecordState,
@@ -14,8 +13,8 @@ from kvtier.tiers.ssd.record import (
 
 def test_columns_agree_with_the_packed_header() -> None:
     header = make_chain([1, 2, 3], 12_345, tenant=b"some tenant.....")[2].header
-    assert HEADER_DTYPE.itemsize == HEADER_BYTES
-    (row,) = np.frombuffer(header.pack(), HEADER_DTYPE)
+    assert PACKED_HEADER.itemsize == HEADER_BYTES
+    (row,) = np.frombuffer(header.pack(), PACKED_HEADER)
     assert row["position"] == header.position == 2
     assert row["payload_bytes"] == 12_345
     assert row["block_hash"].tobytes() == header.block_hash

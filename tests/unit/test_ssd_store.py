@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.identity import unpack_headers
 from kvtier.errors import StartError, TierError
 from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
@@ -89,7 +90,7 @@ def test_keeps_blocks_over_a_restart(ssd: Opener) -> None:
     store(tier, *blocks)
     tier.close()
     tier = ssd()
-    assert list(tier.headers()) == [block.header for block in blocks]
+    assert unpack_headers(tier.headers()) == [block.header for block in blocks]
     assert fetch(tier, *blocks) == [None] * 25
 
 
@@ -111,7 +112,7 @@ def test_never_exceeds_its_capacity_and_reports_what_it_evicts(ssd: Opener) -> N
         kept.add(block.header.block_hash)
         kept -= set(report.evicted)
         assert ssd.disk_bytes() <= CAPACITY_BYTES
-    assert {header.block_hash for header in tier.headers()} == kept
+    assert {header.block_hash for header in unpack_headers(tier.headers())} == kept
     assert tier.usage().num_blocks == len(kept)
     assert present(tier, blocks_of(range(100)))[-30:] == [True] * 30
 

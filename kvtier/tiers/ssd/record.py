@@ -22,14 +22,12 @@ cannot come back to life behind a newer record that happens to end where the lef
 import struct
 from enum import IntEnum
 
-import numpy as np
 import xxhash
 
 from kvtier.core.identity import HEADER_BYTES
 from kvtier.core.limits import PAGE_BYTES
 
 __all__ = [
-    "HEADER_DTYPE",
     "RECORD_HEAD_BYTES",
     "RecordHead",
     "RecordState",
@@ -43,22 +41,9 @@ _CHECK = struct.Struct("<Q")
 RECORD_HEAD_BYTES = HEADER_BYTES + _MARK.size + _CHECK.size
 """The used part of a header page."""
 
-HEADER_DTYPE = np.dtype(
-    [
-        ("start", "V12"),
-        ("position", "<u4"),
-        ("space", "<u8", (4,)),
-        ("block_hash", "<u8", (2,)),
-        ("parent_hash", "<u8", (2,)),
-        ("payload_bytes", "<u8"),
-        ("end", "V40"),
-    ]
-)
-"""A packed BlockHeader as columns; ``space`` is key space and tenant."""
-
 _PAYLOAD_BYTES = struct.Struct("<Q")
 _PAYLOAD_BYTES_AT = 80
-"""Where a packed BlockHeader has it, as in HEADER_DTYPE; a test compares both with the header."""
+"""Where a packed BlockHeader has it, as in PACKED_HEADER; a test compares both with the header."""
 
 
 class RecordState(IntEnum):

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.core.identity import PACKED_HEADER
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.record import (
-    HEADER_DTYPE,
     RECORD_HEAD_BYTES,
     RecordHead,
     RecordState,
@@ -58,7 +58,7 @@ _TRAILER_BYTES = _TRAILER.size + _CHECK.size
 _PLACE = struct.Struct("<II")
 _SUFFIX = ".segment"
 
-ENTRY_DTYPE = np.dtype([("header", HEADER_DTYPE), ("page", "<u4"), ("padding", "<u4")])
+ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("padding", "<u4")])
 """One record in a footer: its block's header and the page its record starts at."""
 
 Entries = npt.NDArray[np.void]

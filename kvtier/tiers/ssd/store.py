@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
@@ -182,12 +182,12 @@ class SsdTier:
             sum(each.num_blocks for each in removed), sum(each.num_bytes for each in removed)
         )
 
-    def headers(self) -> Iterator[BlockHeader]:
-        """Yield what is kept in the order of writing, read from the disk segment by segment."""
+    def headers(self) -> Iterator[Headers]:
+        """Yield what is kept, a batch a segment, in the order of writing; read from the disk."""
         with self._pool.lock:
             segments = sorted(self._pool.segments.values(), key=lambda segment: segment.number)
         for segment in segments:
-            yield from self._headers_of(segment)
+            yield self._headers_of(segment)
 
     def usage(self) -> TierUsage:
         """Return occupancy: the files' full sizes, whether filled yet or not."""
@@ -220,12 +220,12 @@ class SsdTier:
             finally:
                 let_go(self._directory_lock)
 
-    def _headers_of(self, segment: Segment) -> list[BlockHeader]:
+    def _headers_of(self, segment: Segment) -> Headers:
         """Read the headers of a segment's blocks; empty once the segment has been given up."""
         pool = self._pool
         with pool.lock:
             if segment.is_retired:
-                return []
+                return np.empty(0, PACKED_HEADER)
             segment.num_pins += 1
             packed = bytes(segment.entries)
         try:
@@ -237,7 +237,8 @@ class SsdTier:
                 rows = pool.index.find_entries(entries)
                 is_here = pool.index.segment[rows] == segment.number
                 is_live = (rows >= 0) & is_here & (pool.index.page[rows] == entries["page"])
-            return [BlockHeader.unpack(packed.tobytes()) for packed in entries["header"][is_live]]
+            live: Headers = entries["header"][is_live]
+            return live
         finally:
             pool.unpin(segment)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.identity import BlockHash, BlockHeader, Headers
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -84,7 +84,7 @@ class AroundTier:
         call = Call(Operation.CLEAR, 0, 0, deadline_ns)
         return self.around(call, lambda: self.inner.clear(deadline_ns))
 
-    def headers(self) -> Iterator[BlockHeader]:
+    def headers(self) -> Iterator[Headers]:
         """Yield those of the inner tier."""
         return self.inner.headers()
 
