@@ -2,7 +2,7 @@
 
 Theory
 ------
-A Python object a block would cost half a gigabyte per million blocks; columns cost 75 bytes a row
+A Python object a block would cost half a gigabyte per million blocks; columns cost 72 bytes a row
 and answer for a whole prefix in a few array operations. Rows come from a ``HashTable`` and are
 reused, so a row number is only good until the next ``forget``.
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash, BlockHeader, Headers
-from kvtier.core.limits import SCOPES_WITHOUT_BLOCKS_MAX
+from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
 
@@ -67,7 +67,7 @@ class Index:
     """Every block the daemon knows of, in the CPU, SSD and remote tiers."""
 
     def __init__(self) -> None:
-        self._table = HashTable()
+        self._table = HashTable(INDEX_ROWS_MAX)
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
         self._num_scopes_with_blocks = 0
@@ -239,8 +239,10 @@ class Index:
 
     def _fit(self) -> None:
         """Grow the columns to the table's rows."""
-        missing = self._table.capacity - len(self._facts)
-        if missing:
-            self._facts = np.concatenate([self._facts, np.zeros(missing, dtype=_FACTS)])
+        known = len(self._facts)
+        if known < self._table.capacity:
+            facts = np.zeros(self._table.capacity, dtype=_FACTS)
+            facts[:known] = self._facts
+            self._facts = facts
             for name in _FACTS.names or ():
                 setattr(self, name, self._facts[name])

@@ -1,7 +1,7 @@
 """A hash table from 128-bit keys to dense row numbers, held in numpy arrays.
 
 A Python dict of a million 16-byte keys costs about 140 MB and a microsecond an entry; this table
-costs 24 bytes a row plus 8 a bucket, and finds or inserts a whole prefix in a few array
+costs 24 to 32 bytes a row, and finds or inserts a whole prefix in a few array
 operations. Rows are small integers that are reused after removal, so that users keep their own
 columns, indexed by row.
 
@@ -37,7 +37,11 @@ def as_keys(joined: bytes | memoryview) -> Keys:
 
 
 class HashTable:
-    """Maps keys to rows ``[0, capacity)``; ``capacity`` doubles when all rows are taken."""
+    """Maps keys to rows ``[0, capacity)``; ``capacity`` doubles when all rows are taken.
+
+    Rows are taken from 0 on, and memory that was never written costs nothing: a large ``capacity``
+    from the start spares the copies, and the holes, that growing leaves behind.
+    """
 
     def __init__(self, capacity: int = _CAPACITY_MIN) -> None:
         size = _CAPACITY_MIN
@@ -45,15 +49,13 @@ class HashTable:
             size *= 2
         self.keys: Keys = np.zeros((size, 2), dtype=np.uint64)
         """The key of each row in use; of a free row, garbage."""
-        self._free: npt.NDArray[np.int32] = np.arange(size - 1, -1, -1, dtype=np.int32)
-        self._num_free = size
+        self.extent = 0
+        """Rows from here on were never in use."""
+        self._free: npt.NDArray[np.int32] = np.empty(size, dtype=np.int32)
+        """A stack of the rows below ``extent`` that are free."""
+        self._num_free = 0
         self._num_tombstones = 0
-        self._buckets = self._blank(size)
-
-    @staticmethod
-    def _blank(capacity: int) -> npt.NDArray[np.int32]:
-        # Two buckets a row: at a load of one half, a probe looks at 1.5 buckets on average.
-        return np.full(2 * capacity, _EMPTY, dtype=np.int32)
+        self._buckets = _blank(_CAPACITY_MIN)
 
     @property
     def capacity(self) -> int:
@@ -61,7 +63,7 @@ class HashTable:
         return len(self.keys)
 
     def __len__(self) -> int:
-        return self.capacity - self._num_free
+        return self.extent - self._num_free
 
     def find(self, keys: Keys) -> Rows:
         """Return the row of each key, -1 where it is absent. Changes nothing."""
@@ -93,10 +95,8 @@ class HashTable:
 
     def clear(self) -> None:
         """Forget everything; keeps the capacity."""
-        self._buckets[:] = _EMPTY
-        self._free = np.arange(self.capacity - 1, -1, -1, dtype=np.int32)
-        self._num_free = self.capacity
-        self._num_tombstones = 0
+        self._buckets = _blank(_CAPACITY_MIN)
+        self.extent = self._num_free = self._num_tombstones = 0
 
     def rows(self) -> Rows:
         """Return all rows in use, in no particular order."""
@@ -122,13 +122,18 @@ class HashTable:
 
     def _add(self, keys: Keys) -> Rows:
         """Take rows for distinct keys that are absent."""
-        while len(keys) > self._num_free:
-            self._grow()
+        while len(self) + len(keys) > self.capacity:
+            self.keys = np.concatenate([self.keys, np.zeros_like(self.keys)])
+            self._free = np.concatenate([self._free, np.empty_like(self._free)])
         # At most 5 of 8 buckets are not empty: beyond, a miss looks at more than four of them.
-        if len(self) + len(keys) + self._num_tombstones > self.capacity * 5 // 4:
-            self._rebuild()
-        self._num_free -= len(keys)
-        rows: Rows = self._free[self._num_free : self._num_free + len(keys)].astype(np.int64)
+        if len(self) + len(keys) + self._num_tombstones > len(self._buckets) * 5 // 8:
+            self._rebuild(len(self) + len(keys))
+        num_reused = min(self._num_free, len(keys))
+        self._num_free -= num_reused
+        reused = self._free[self._num_free : self._num_free + num_reused]
+        fresh = np.arange(self.extent, self.extent + len(keys) - num_reused)
+        self.extent += len(fresh)
+        rows: Rows = np.concatenate([reused.astype(np.int64), fresh])
         self.keys[rows] = keys
         self._place(rows)
         return rows
@@ -140,24 +145,23 @@ class HashTable:
         pending = np.arange(len(rows))
         while len(pending):
             wanted = buckets[pending]
-            # Tombstones stay: reusing one would need their count by place, and growing sweeps them.
+            # Tombstones stay: reusing one would need their count by place; a rebuild sweeps them.
             free = self._buckets[wanted] == _EMPTY
             self._buckets[wanted[free]] = rows[pending[free]]
             pending = pending[self._buckets[wanted] != rows[pending]]
             buckets[pending] = (buckets[pending] + 1) & mask
 
-    def _grow(self) -> None:
-        old = self.capacity
-        self.keys = np.concatenate([self.keys, np.zeros_like(self.keys)])
-        free = np.empty(2 * old, dtype=np.int32)
-        free[:old] = np.arange(2 * old - 1, old - 1, -1)
-        free[old : old + self._num_free] = self._free[: self._num_free]
-        self._free = free
-        self._num_free += old
-        self._rebuild()
-
-    def _rebuild(self) -> None:
+    def _rebuild(self, num_rows: int) -> None:
+        """Make buckets for ``num_rows``, and leave the tombstones behind."""
         rows = self.rows()
-        self._buckets = self._blank(self.capacity)
+        self._buckets = _blank(num_rows)
         self._num_tombstones = 0
         self._place(rows)
+
+
+def _blank(num_rows: int) -> npt.NDArray[np.int32]:
+    # Two buckets a row or more: at a load of one half, a probe looks at 1.5 buckets on average.
+    size = 2 * _CAPACITY_MIN
+    while size < 2 * num_rows:
+        size *= 2
+    return np.full(size, _EMPTY, dtype=np.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash
+from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.core.table import HashTable, Rows, as_keys
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.segment import Entries
@@ -35,7 +36,7 @@ class Index:
     """Rows of (segment, page, payload bytes, space mark) by block hash. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._table = HashTable()
+        self._table = HashTable(INDEX_ROWS_MAX)
         capacity = self._table.capacity
         self.segment: _Column = np.zeros(capacity, np.uint32)
         self.page: _Column = np.zeros(capacity, np.uint32)
@@ -71,7 +72,7 @@ class Index:
 
     def rows_of(self, segment: int) -> Rows:
         """Return the rows whose blocks are in a segment."""
-        return np.flatnonzero(self.segment == segment)
+        return np.flatnonzero(self.segment[: self._table.extent] == segment)
 
     def hashes_of(self, rows: Rows) -> list[BlockHash]:
         """Return the blocks of rows that are in use."""
@@ -83,7 +84,7 @@ class Index:
 
     def live_segments(self) -> set[int]:
         """Return the segments that have blocks."""
-        return set(np.unique(self.segment).tolist()) - {NOWHERE}
+        return set(np.unique(self.segment[: self._table.extent]).tolist()) - {NOWHERE}
 
     def _grow(self) -> None:
         added = np.zeros(self._table.capacity - len(self.segment), np.uint32)
