@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -67,3 +68,11 @@ def _wait_until_it_answers(url: str, server: "subprocess.Popen[bytes]") -> None:
                     raise AssertionError(f"the server ended: {server.wait(0.02)}") from None
             else:
                 return
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Return the model that `make setup` fetches; without it half the proof would be skipped."""
+    path = Path(__file__).resolve().parents[1] / ".model" / "smollm2-135m-instruct.gguf"
+    assert path.is_file(), f"there is no {path}; run make setup"
+    return path

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
+from kvtier.cli.options import seconds
 from kvtier.cli.shown import shown_bytes
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.residency import TierName
@@ -28,7 +29,7 @@ def add_parser(commands: Any) -> None:
         help="tier to empty; may be repeated",
     )
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait"
+        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="how long to wait"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_config_options, config_of
+from kvtier.cli.preflight import check_pool
 from kvtier.config import Address, Config
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock
@@ -63,11 +64,9 @@ def run(options: argparse.Namespace) -> int:
             "the daemon's engine",
             options.supervised,
         )
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopping.set())
+    check_pool(config)
     _check_free(config.engine.listen)
-    _serve(config, config.engine.model, stopping, is_alone=options.alone)
+    _serve(config, config.engine.model, is_alone=options.alone)
     return 0
 
 
@@ -83,7 +82,15 @@ def _check_free(address: Address) -> None:
             ) from error
 
 
-def _serve(config: Config, path: Path, stopping: threading.Event, *, is_alone: bool) -> None:
+def _told_to_stop() -> threading.Event:
+    """Return what SIGTERM and SIGINT set from now on; before, they end the process at once."""
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopping.set())
+    return stopping
+
+
+def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     """Load the model, then serve until told to stop."""
     from prometheus_client import CollectorRegistry
 
@@ -102,6 +109,8 @@ def _serve(config: Config, path: Path, stopping: threading.Event, *, is_alone: b
     )
     settings = _settings(config)
     pool = create_pool(loaded, settings)
+    # Not earlier: a large model loads for minutes, in which there is nothing to stop in order.
+    stopping = _told_to_stop()
     attached = None if is_alone else _Attached(config, loaded, settings, pool)
     engine = Engine(loaded, settings, attached.port if attached else _no_port(settings), pool=pool)
     runner = EngineRunner(engine)

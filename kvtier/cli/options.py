@@ -1,12 +1,27 @@
 """Options that several commands share, and the configuration that comes out of them."""
 
 import argparse
+import math
 from pathlib import Path
 
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
 
-__all__ = ["add_config_options", "config_of"]
+__all__ = ["add_config_options", "config_of", "seconds"]
+
+_SECONDS_MAX = 86_400.0
+"""A day: more is a mistake in the unit."""
+
+
+def seconds(text: str) -> float:
+    """Read an option that is a time to wait; argparse refuses what raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= _SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to a day")
+    return value
 
 
 def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:

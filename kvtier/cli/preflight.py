@@ -17,7 +17,7 @@ from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.transfer.shm import arena_socket
 
-__all__ = ["MemoryFiles", "available_memory_bytes", "check_start"]
+__all__ = ["MemoryFiles", "available_memory_bytes", "check_pool", "check_start"]
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a zero
 
@@ -37,12 +37,23 @@ class MemoryFiles:
 
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
     """Check all that the daemon and its engine need; raises StartError for the first lack."""
-    _check_memory(config, files or MemoryFiles())
+    _check_room("cpu.capacity", config.cpu.capacity_bytes, _DAEMON_BYTES, files or MemoryFiles())
     _check_socket(config.daemon.socket)
     if config.ssd.enabled:
         _check_ssd(config)
     if config.engine.model is not None:
         check_model(config.engine.model, config.engine.context_limit)
+
+
+def check_pool(config: Config, files: MemoryFiles | None = None) -> None:
+    """Check that an engine's pool fits into memory; raises StartError.
+
+    The engine's own to ask, not the daemon's: an engine that outlived its daemon has its pool. A
+    device says itself that its memory is full; the kernel would end a process only once it uses
+    what it was given.
+    """
+    if config.engine.device == "cpu":
+        _check_room("engine.pool", config.engine.pool_bytes, 0, files or MemoryFiles())
 
 
 def available_memory_bytes(files: MemoryFiles | None = None) -> int | None:
@@ -99,14 +110,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _check_memory(config: Config, files: MemoryFiles) -> None:
+def _check_room(field: str, wanted_bytes: int, other_bytes: int, files: MemoryFiles) -> None:
+    """Check that what ``field`` wants fits into memory, with ``other_bytes`` to spare."""
     available = available_memory_bytes(files)
-    wanted = config.cpu.capacity_bytes + _DAEMON_BYTES
-    if available is not None and wanted > available:
-        fits = max(0, available - _DAEMON_BYTES) >> 20
+    if available is not None and wanted_bytes + other_bytes > available:
+        fits = max(0, available - other_bytes) >> 20
         raise StartError(
-            "cpu.capacity",
-            f"{format_size(config.cpu.capacity_bytes)} do not fit into the "
+            field,
+            f"{format_size(wanted_bytes)} do not fit into the "
             f"{available >> 20}MiB of memory that are available",
             f"set it to at most {fits}MiB, or free memory or raise the container's limit",
         )

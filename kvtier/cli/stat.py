@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
+from kvtier.cli.options import seconds
 from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds
 from kvtier.v1 import operator_pb2 as pb
 
@@ -24,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=seconds,
         const=2.0,
         metavar="SECONDS",
         help="print again every SECONDS (2)",

@@ -65,7 +65,11 @@ class Client:
         drop: Callable[[], Removed] = Removed,
         own_tier: Callable[[], OwnTier] | None = None,
     ) -> None:
-        """``drop`` empties the engine's own tier; ``own_tier`` tells what is in it."""
+        """``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it.
+
+        ``drop`` may raise TimeoutError where the engine is too busy; the operator is then told
+        that there was no answer.
+        """
         self.deadlines = deadlines or ClientDeadlines()
         self._socket_path = socket_path
         self._space = space
@@ -193,7 +197,11 @@ class Client:
     def _attend(self, link: Link) -> None:
         try:
             for order in link.orders():
-                removed = self._drop()
+                try:
+                    removed = self._drop()
+                except TimeoutError:
+                    self._warnings.warning("the engine was too busy to empty its tier")
+                    continue
                 self._send_report(link, order, removed)
         except DaemonUnavailable:
             if self._link is link:

@@ -65,10 +65,7 @@ class Supervisor:
         while not stopping.is_set():
             pid, is_same = self._running()
             if pid:
-                _log.info("found the engine of an earlier daemon", pid=pid, adopted=is_same)
-                unwanted = asyncio.Event()
-                unwanted.set()
-                await self._watch(pid, stopping if is_same else unwanted)
+                await self._take_over(pid, stopping, is_same=is_same)
                 continue
             loop = asyncio.get_running_loop()
             started_s = loop.time()
@@ -85,6 +82,17 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause_s)
         return 0
+
+    async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> None:
+        """Watch an engine of an earlier daemon, or stop it where it is not the one wanted."""
+        if is_same:
+            _log.info("adopted the engine of an earlier daemon", pid=pid)
+            await self._watch(pid, stopping)
+            return
+        _log.info("stopping an engine with other options", pid=pid)
+        unwanted = asyncio.Event()
+        unwanted.set()
+        await self._watch(pid, unwanted)
 
     async def _attend(
         self, child: asyncio.subprocess.Process, stopping: asyncio.Event

@@ -32,6 +32,7 @@ from kvtier.engine.sampler import make_generator, sample
 from kvtier.engine.scheduler import Chunk, Scheduler
 from kvtier.engine.sequence import BlockChain, Phase, Sequence, TokenAccount
 from kvtier.engine.settings import EngineSettings
+from kvtier.errors import StartError
 
 __all__ = ["Engine", "EngineSnapshot", "StepReport", "block_layout", "create_pool"]
 
@@ -87,7 +88,10 @@ def block_layout(loaded: LoadedModel, settings: EngineSettings) -> KVLayout:
 
 
 def create_pool(loaded: LoadedModel, settings: EngineSettings) -> BlockPool:
-    """Allocate the pool for a model, for the engine and its port to share."""
+    """Allocate the pool for a model, for the engine and its port to share.
+
+    Raises StartError where its device has no room for it.
+    """
     shape = PoolShape(
         loaded.num_layers,
         settings.engine_block_tokens,
@@ -97,7 +101,14 @@ def create_pool(loaded: LoadedModel, settings: EngineSettings) -> BlockPool:
     )
     num_blocks = settings.num_blocks(shape.block_bytes)
     device = str(loaded.model.device)
-    return BlockPool(shape, num_blocks, device=device, is_poisoned=settings.is_poisoned)
+    try:
+        return BlockPool(shape, num_blocks, device=device, is_poisoned=settings.is_poisoned)
+    except RuntimeError as error:  # torch has no narrower one for memory on every device
+        raise StartError(
+            "engine.pool",
+            f"{num_blocks * shape.block_bytes >> 20}MiB cannot be had on {device}",
+            "lower it, or free memory there",
+        ) from error
 
 
 class Engine:

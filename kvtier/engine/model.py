@@ -30,6 +30,9 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+_REASON_CHARACTERS_MAX = 300
+"""Of what transformers says about a broken file, which can be a page."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -49,6 +52,11 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """Return the number of token ids the model has an embedding for."""
         return int(self.config.vocab_size)
+
+    @cached_property
+    def token_characters_max(self) -> int:
+        """Return the length of the longest token; in the vocabulary a byte is a character."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def num_layers(self) -> int:
@@ -166,6 +174,18 @@ def _read_gguf_once() -> Iterator[None]:
             setattr(gguf, name, function)
 
 
+@contextmanager
+def _reading(part: str) -> Iterator[None]:
+    """Turn what is raised about a part of a model's files into a refusal of one line."""
+    try:
+        yield
+    except (
+        Exception
+    ) as error:  # whatever the parsers of others stumble over: struct.error, TypeError
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX]
+        raise refuse(f"its {part} cannot be read: {reason}", "fetch its files again") from error
+
+
 def _choose_dtype(device: str, dtype: str) -> torch.dtype:
     device_type = device.partition(":")[0]
     if device_type not in {"cpu", "cuda"}:
@@ -191,11 +211,8 @@ def _read_config(path: Path, context_limit: int) -> tuple[Any, int]:
     from transformers import AutoConfig
 
     folder, options = _source(path)
-    try:
+    with _reading("configuration"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-    except (KeyError, OSError, ValueError) as error:
-        problem = f"its configuration is not understood: {error}"
-        raise refuse(problem, "fetch config.json again") from error
     limit = check_fields(config.to_dict(), context_limit)
     if getattr(config, "sliding_window", None) is not None:
         config.sliding_window = None  # never reached: attention over everything is the same
@@ -206,16 +223,13 @@ def _load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     folder, options = _source(path)
-    try:
+    with _reading("tokenizer"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
-    except (KeyError, OSError, ValueError) as error:
-        raise refuse(f"its tokenizer cannot be read: {error}", "fetch its files again") from error
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """Load the weights into transformers' model; a tensor too few or too many is refused."""
     import transformers
-    from safetensors import SafetensorError
 
     model_class = getattr(transformers, ARCHITECTURES[config.model_type])
     options = {
@@ -224,7 +238,7 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
         "attn_implementation": ATTENTION_NAME,
         "output_loading_info": True,
     }
-    try:
+    with _reading("weights"):
         if path.is_file():
             tensors = _read_gguf(path, config, dtype, model_class)
             model, outcome = model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -232,8 +246,6 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             model, outcome = model_class.from_pretrained(
                 str(path), local_files_only=True, use_safetensors=True, **options
             )
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise refuse(f"its weights cannot be read: {error}", "fetch them again") from error
     wrong = sorted([*outcome["missing_keys"], *outcome["mismatched_keys"]], key=str)
     if wrong:  # transformers would fill them with random numbers
         raise refuse(f"its weights lack {len(wrong)} tensors, as {wrong[0]}", "fetch them again")

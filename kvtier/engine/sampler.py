@@ -8,10 +8,13 @@ from kvtier.engine.request import Sampling
 
 __all__ = ["make_generator", "sample"]
 
+_TEMPERATURE_MIN = 1e-5
+"""Below it only the best token has a chance, and scores divided by it would leave float32."""
+
 
 def make_generator(sampling: Sampling) -> torch.Generator | None:
     """Return a request's own source of chance, or None where nothing is left to chance."""
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _TEMPERATURE_MIN:
         return None
     generator = torch.Generator()
     if sampling.seed is None:

@@ -87,8 +87,9 @@ class Scheduler:
         del self.sequences[sequence.request_id]
 
     def count(self, *phases: Phase) -> int:
-        """Return the requests in these phases."""
-        return sum(sequence.phase in phases for sequence in self.sequences.values())
+        """Return the requests in these phases; from any thread."""
+        # A list first, in one step: the engine's thread changes the dictionary meanwhile.
+        return sum(sequence.phase in phases for sequence in list(self.sequences.values()))
 
     @property
     def num_waiting(self) -> int:

@@ -69,6 +69,9 @@ def check_model(path: Path, context_limit: int = 0) -> None:
             check_fields(_folder_fields(path), context_limit)
     except OSError as error:
         raise refuse(f"{path} cannot be read: {error.strerror}", "let this user read it") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"config.json has a value that is none of its kind: {error}"
+        raise refuse(problem, "fetch it again") from error
 
 
 def check_fields(fields: Mapping[str, Any], context_limit: int) -> int:

@@ -13,6 +13,7 @@ class ByteChatModel:
         self.model_id = model_id
         self.context_limit = context_limit
         self.vocab_size = _END + 1
+        self.token_characters_max = 1
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes."""

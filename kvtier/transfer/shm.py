@@ -27,6 +27,7 @@ from pathlib import Path
 
 from kvtier.core.limits import PAGE_BYTES, SESSIONS_MAX
 from kvtier.errors import DaemonUnavailable
+from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.host import HostArena
 
 __all__ = ["ArenaServer", "Attachment", "arena_socket", "attach"]
@@ -36,6 +37,7 @@ _SPOT_BYTES = PAGE_BYTES // SESSIONS_MAX
 _MESSAGE_BYTES_MAX = 1024
 _POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
+_ACCEPT_PAUSE_S = 0.2
 assert _SPOT_BYTES >= 2 * _PATTERN_BYTES
 
 
@@ -67,6 +69,7 @@ class ArenaServer:
         self._spots = list(range(SESSIONS_MAX))
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
+        self._warnings = Repeated(Log("kvtier.transfer"))
 
     async def start(self, path: Path) -> None:
         """Listen at ``path``, which only this user may then connect to."""
@@ -107,7 +110,12 @@ class ArenaServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is left; the client waits in the queue
+                self._warnings.warning("no client can be let in", error=error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             if self._spots:
                 self._welcome(connection)
             else:

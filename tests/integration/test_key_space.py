@@ -74,7 +74,7 @@ def test_keys_are_what_they_always_were() -> None:
 @pytest.mark.parametrize("seed", ["0", "1234567"])
 def test_keys_are_the_same_in_any_process(seed: str, tmp_path: Path) -> None:
     source = (
-        "import json; from tests.integration.test_identity import keys; print(json.dumps(keys()))"
+        "import json; from tests.integration.test_key_space import keys; print(json.dumps(keys()))"
     )
     assert in_another_process(source, seed, tmp_path) == GOLDEN
 

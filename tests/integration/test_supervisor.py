@@ -83,11 +83,40 @@ def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) 
         end(left)
 
 
+@pytest.mark.long
+def test_an_engine_with_other_options_is_not_adopted(node: Served, tiny_folder: Path) -> None:
+    left = 0
+    try:
+        with node.start("serve", "--model", str(tiny_folder)) as serve:
+            url_of(serve)
+            left = first = engine_pid(node)
+            serve.kill()
+        options = ("--set", "engine.max_sequences=8")
+        with node.start("serve", "--model", str(tiny_folder), *options) as serve:
+            serve.await_log("stopping an engine with other options")
+            url_of(serve)
+            await_true(lambda: not is_alive(first), "the old engine ended", 20)
+            left = second = engine_pid(node)
+            assert second != first
+            assert serve.stop() == 0
+    finally:
+        end(left)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_stop_does_not_wait_for_a_model_to_load(node: Served, tiny_folder: Path) -> None:
+    with node.start("engine", "--alone", "--model", str(tiny_folder)) as engine:
+        maps = Path(f"/proc/{engine.pid}/maps")
+        await_true(lambda: "libtorch" in maps.read_text(), "the engine begins to load")
+        engine.send(signal.SIGTERM)
+        assert engine.wait() == -signal.SIGTERM
+        assert "/v1" not in engine.log, "it never served"
 
 
 def test_a_stop_ends_both(node: Served, tiny_folder: Path) -> None:

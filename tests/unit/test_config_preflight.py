@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.preflight import MemoryFiles, available_memory_bytes, check_start
+from kvtier.cli.preflight import MemoryFiles, available_memory_bytes, check_pool, check_start
 from kvtier.config import Config, load_config
 from kvtier.errors import StartError
 
@@ -67,6 +67,20 @@ def test_more_memory_than_the_machine_has(tmp_path):
     assert error.field == "cpu.capacity"
     assert "8192MiB" in error.problem
     assert "7936MiB" in error.remedy
+
+
+def test_a_larger_pool_than_the_machine_has_room_for(tmp_path):
+    files = machine(tmp_path, free_gib=8)
+    config = configured(tmp_path, engine__pool="9GiB")
+    with pytest.raises(StartError) as caught:
+        check_pool(config, files)
+    assert caught.value.field == "engine.pool"
+    assert "8192MiB" in caught.value.remedy
+    check_pool(configured(tmp_path, engine__pool="8GiB"), files)
+    # Elsewhere than in this memory the device itself says what it has; and the daemon need not
+    # have room for a pool, which an engine that outlived the last daemon has already.
+    check_pool(configured(tmp_path, engine__pool="9GiB", engine__device="cuda"), files)
+    check_start(config, files)
 
 
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/a/b\n"), (1, "4:cpu,memory:/a/b\n3:x:/\n")])

@@ -212,6 +212,25 @@ def test_the_context_limit_says_both_numbers():
     assert near.requests[0].max_tokens == 8, "only the default gives way"
 
 
+class NeverEncodes(ByteChatModel):
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError(f"{len(text)} characters need no tokenizer")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+    text = "x" * (MODEL.context_limit + 1)
+    with pytest.raises(ApiError, match="2048 tokens, and 2049 characters") as caught:
+        read_completion(completion(prompt=text), NeverEncodes())
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenized():
+    messages = [{"role": "user", "content": "x" * length} for length in (1000, 1049)]
+    with pytest.raises(ApiError, match="2048 tokens, and 2049 characters") as caught:
+        read_chat(chat(messages=messages), NeverEncodes())
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
 def test_another_model_is_not_found():
     with pytest.raises(ApiError, match="gpt-4") as caught:
         read_chat(chat(model="gpt-4"), MODEL)

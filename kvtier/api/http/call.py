@@ -36,6 +36,7 @@ def read_completion(body: CompletionBody, model: ChatModel) -> Call:
 def read_chat(body: ChatBody, model: ChatModel) -> Call:
     """Turn a chat body into a call. Slow for long texts: tokenizes."""
     _check_model(body, model)
+    _check_length(sum(len(message.content) for message in body.messages), model, "messages")
     try:
         prompt = model.apply_chat_template([message.for_template for message in body.messages])
     except ValueError as error:
@@ -58,15 +59,31 @@ def _check_model(body: CompletionBody | ChatBody, model: ChatModel) -> None:
 
 def _tokens(prompt: Prompt, model: ChatModel) -> list[int]:
     if isinstance(prompt, str):
+        _check_length(len(prompt), model, "prompt")
         return model.encode(prompt)
+    vocab_size = model.vocab_size
     for token_id in prompt:
-        if not 0 <= token_id < model.vocab_size:
+        if not 0 <= token_id < vocab_size:
             raise ApiError(
                 f"prompt: token id {token_id} is outside the vocabulary, "
-                f"which ends at {model.vocab_size - 1}",
+                f"which ends at {vocab_size - 1}",
                 param="prompt",
             )
     return prompt
+
+
+def _check_length(num_characters: int, model: ChatModel, param: str) -> None:
+    """Refuse a text that cannot fit, however it is cut up.
+
+    A tokenizer takes half a minute and gigabytes for the longest body, and others wait for it.
+    """
+    if num_characters > model.context_limit * model.token_characters_max:
+        raise ApiError(
+            f"this model's maximum context length is {model.context_limit} tokens, "
+            f"and {num_characters} characters are more than that",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _call(

@@ -24,6 +24,9 @@ _CANCEL_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
 
+_BACKLOG = 256
+"""As many as may be inside. asyncio also writes so many lines when it runs out of descriptors."""
+
 
 class HttpServer:
     """A server that has begun to listen; ``stop`` ends it within its deadline."""
@@ -40,6 +43,7 @@ class HttpServer:
                 log_config=None,  # the process has its own logging
                 access_log=False,
                 server_header=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, round(grace_seconds)),
             )

@@ -57,6 +57,10 @@ class ChatModel(Protocol):
     def vocab_size(self) -> int:
         """Return the number of token ids; valid ids are below it."""
 
+    @property
+    def token_characters_max(self) -> int:
+        """Return the most characters of a text that become one token."""
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special ones that the model starts with."""
 
