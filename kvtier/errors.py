@@ -10,11 +10,13 @@ whose fault it is:
     │   ├── TierTimeout         no answer before the deadline
     │   └── TierFull            no room, although the tier tried to make some
     ├── RegistrationRefused     the client's: the daemon will not serve this layout or identity
-    └── DaemonUnavailable       nobody's: no daemon, another daemon, or one too slow to wait for
+    └── DaemonUnavailable       nobody's: no daemon, or another one
+        └── DaemonSlow          there is one, and it is too slow to wait for
 """
 
 __all__ = [
     "ConfigError",
+    "DaemonSlow",
     "DaemonUnavailable",
     "KvtierError",
     "RegistrationRefused",
@@ -61,3 +63,7 @@ class RegistrationRefused(KvtierError):
 
 class DaemonUnavailable(KvtierError):
     """No daemon answered in time; the engine recomputes."""
+
+
+class DaemonSlow(DaemonUnavailable):
+    """The daemon did not answer, or let go of a lease, before the engine was done."""

@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import socket
 import sys
 import threading
 from dataclasses import replace
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.cli.preflight import check_pool
-from kvtier.config import Address, Config
+from kvtier.cli.preflight import check_free, check_pool
+from kvtier.config import Config
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock
 from kvtier.observe.log import Log, start_log
@@ -65,21 +64,9 @@ def run(options: argparse.Namespace) -> int:
             options.supervised,
         )
     check_pool(config)
-    _check_free(config.engine.listen)
+    check_free("engine.listen", config.engine.listen)
     _serve(config, config.engine.model, is_alone=options.alone)
     return 0
-
-
-def _check_free(address: Address) -> None:
-    """Refuse an address in use now, rather than after the model is loaded."""
-    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            raise StartError(
-                "engine.listen", f"cannot listen on {address}: {error.strerror}", "use a free port"
-            ) from error
 
 
 def _told_to_stop() -> threading.Event:

@@ -54,5 +54,8 @@ def config_of(options: argparse.Namespace) -> Config:
         overrides[key.strip()] = value.strip()
     for name, value in vars(options).items():
         if name.startswith("key:") and value is not None:
+            if not value:  # mostly a shell variable that is not set
+                key = name.removeprefix("key:")
+                raise ConfigError(key, "is empty", "give a value, or leave the option out")
             overrides[name.removeprefix("key:")] = value
     return load_config(options.config, overrides)

@@ -6,18 +6,19 @@ to make: directories that are missing are created, because that is how writing i
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.config import Config
+from kvtier.config import Address, Config
 from kvtier.config.units import format_size
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.transfer.shm import arena_socket
 
-__all__ = ["MemoryFiles", "available_memory_bytes", "check_pool", "check_start"]
+__all__ = ["MemoryFiles", "available_memory_bytes", "check_free", "check_pool", "check_start"]
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a zero
 
@@ -39,10 +40,25 @@ def check_start(config: Config, files: MemoryFiles | None = None) -> None:
     """Check all that the daemon and its engine need; raises StartError for the first lack."""
     _check_room("cpu.capacity", config.cpu.capacity_bytes, _DAEMON_BYTES, files or MemoryFiles())
     _check_socket(config.daemon.socket)
+    if config.http.listen is not None:
+        check_free("http.listen", config.http.listen)
     if config.ssd.enabled:
         _check_ssd(config)
     if config.engine.model is not None:
         check_model(config.engine.model, config.engine.context_limit)
+
+
+def check_free(field: str, address: Address) -> None:
+    """Check that an address can be listened on, now rather than after slow work; StartError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise StartError(
+                field, f"cannot listen on {address}: {error.strerror}", "use a free port"
+            ) from error
 
 
 def check_pool(config: Config, files: MemoryFiles | None = None) -> None:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvtier.client.link import Copy, Link, LoadedBlock, open_link
 from kvtier.core.identity import BlockHash, KeySpace
 from kvtier.core.residency import TierName
-from kvtier.errors import DaemonUnavailable, RegistrationRefused
+from kvtier.errors import DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Removed
 from kvtier.v1 import engine_pb2 as pb
@@ -146,12 +147,13 @@ class Client:
             self._num_users += 1
         try:
             yield link
+        except DaemonSlow as error:
+            self._warnings.warning("the daemon is slow", error=error)
+            self._slow_until_s = time.monotonic() + self.deadlines.reconnect_s
+            raise
         except DaemonUnavailable as error:
             self._warnings.warning("the daemon did not answer", error=error)
-            if str(error).startswith("DEADLINE_EXCEEDED"):
-                self._slow_until_s = time.monotonic() + self.deadlines.reconnect_s
-            else:
-                self._break()
+            self._break()
             raise
         finally:
             with self._changed:
@@ -177,7 +179,8 @@ class Client:
         """Lend out a link until it breaks, then close it when nobody uses it any more."""
         self._broken.clear()
         attendant = threading.Thread(target=self._attend, args=(link,), daemon=True)
-        populator = threading.Thread(target=link.attachment.populate, daemon=True)
+        populate = partial(link.attachment.populate, self._broken.is_set)
+        populator = threading.Thread(target=populate, daemon=True)
         with self._changed:
             self._link = link
             self._changed.notify_all()

@@ -24,7 +24,7 @@ from kvtier.core.identity import (
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.core.residency import TierName
-from kvtier.errors import DaemonUnavailable, RegistrationRefused
+from kvtier.errors import DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.transfer.shm import Attachment, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
@@ -125,7 +125,7 @@ class Link:
                         break
                     yield LoadedBlock(index, slot.tier, payload)
                     if time.monotonic() > lease_ends_s:
-                        raise DaemonUnavailable("the lease ran out while copying")
+                        raise DaemonSlow("the lease ran out while copying")
             finally:
                 replies.cancel()  # type: ignore[no-untyped-call]  # gRPC's stubs leave it out
                 self._release(lease, deadline_s - time.monotonic())
@@ -291,6 +291,7 @@ def _faults() -> Iterator[None]:
         call = cast("grpc.Call", error)  # what a channel raises is both
         if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise RegistrationRefused(call.details()) from error
-        raise DaemonUnavailable(f"{call.code().name}: {call.details()}") from error
+        kind = DaemonSlow if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED else DaemonUnavailable
+        raise kind(f"{call.code().name}: {call.details()}") from error
     except ValueError as error:  # a call on a channel that another thread has closed
         raise DaemonUnavailable(str(error)) from error

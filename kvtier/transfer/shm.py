@@ -187,14 +187,17 @@ class Attachment:
         """Return the lifeline, readable once the daemon is gone."""
         return self._connection.fileno()
 
-    def populate(self) -> None:
+    def populate(self, is_over: Callable[[], bool]) -> None:
         """Make page table entries for the whole arena now, so that no copy waits for faults.
 
-        Takes about 20 ms per gigabyte; meant for a thread of its own. Older kernels lack it.
+        Takes about 20 ms per gigabyte, and stops where ``is_over`` says so; meant for a thread of
+        its own. Older kernels lack it.
         """
         size = len(self._view) // PAGE_BYTES * PAGE_BYTES
         with contextlib.suppress(OSError, ValueError):
             for start in range(0, size, _POPULATE_BYTES):
+                if is_over():
+                    return
                 length = min(_POPULATE_BYTES, size - start)
                 self._mapping.madvise(_POPULATE_WRITE, start, length)
 

@@ -195,3 +195,11 @@ def test_output_may_be_cut_off(node: Served) -> None:
         assert child.wait(20) == 0
         assert child.stderr
         assert b"Traceback" not in child.stderr.read()
+
+
+def test_an_option_from_a_shell_variable_that_is_not_set(node: Served) -> None:
+    with node.start("serve", "--model", "") as serve:
+        assert serve.wait() == 2
+        assert (
+            serve.log == "kvtier: engine.model: is empty; give a value, or leave the option out\n"
+        )

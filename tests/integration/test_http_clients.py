@@ -43,11 +43,12 @@ def running(
     capacity: int | None = None,
     limits: ServerLimits | None = None,
     notes: Notes | None = None,
+    model: ByteChatModel | None = None,
 ) -> Iterator[tuple[FakeEngineService, HttpServer]]:
     with FakeEngineService(script, capacity=capacity) as engine:
         app = create_app(
             engine,
-            ByteChatModel(context_limit=1 << 20),
+            model or ByteChatModel(context_limit=1 << 20),
             registry=CollectorRegistry(),
             limits=limits,
             observer=notes,
@@ -172,8 +173,13 @@ def test_an_engine_that_refuses_one_prompt_gets_the_others_back():
         assert len(engine.aborted) == 1
 
 
-def test_too_many_prompts_are_refused_for_good():
-    with running() as (_, server):
+class NeverEncodes(ByteChatModel):
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError(f"{text!r} need not be tokenized")
+
+
+def test_too_many_prompts_are_refused_for_good_before_they_are_tokenized():
+    with running(model=NeverEncodes()) as (_, server):
         refused = complete(server, prompt=["x"] * 65)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompt"

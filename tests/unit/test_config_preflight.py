@@ -1,5 +1,6 @@
 """What a machine lacks is said before anything is allocated."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ def configured(tmp_path: Path, **overrides: str) -> Config:
         "ssd.segment": "1MiB",
         "ssd.free_space_floor": "0B",
         "cpu.capacity": "64MiB",
+        "http.listen": "127.0.0.1:0",
     }
     return load_config(None, given | {k.replace("__", "."): v for k, v in overrides.items()}, {})
 
@@ -144,3 +146,13 @@ def test_a_model_that_is_not_there(tmp_path):
     error = refused(config, machine(tmp_path))
     assert error.field == "engine.model"
     assert "GGUF" in error.remedy
+
+
+def test_an_address_that_others_listen_on(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = "127.0.0.1:%d" % other.getsockname()[1]
+        error = refused(configured(tmp_path, http__listen=address), machine(tmp_path))
+    assert error.field == "http.listen"
+    assert address in error.problem

@@ -142,12 +142,22 @@ class CompletionBody(_Body):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompt_list)]
 
+    @property
+    def num_prompts(self) -> int:
+        """Return how many completions are asked for."""
+        return len(self.prompt)
+
 
 class ChatBody(_Body):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def num_prompts(self) -> int:
+        """Return how many completions are asked for: one."""
+        return 1
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

@@ -77,7 +77,9 @@ class Exchange(Generic[BodyT]):
         return generation
 
     def _read(self, raw: bytes) -> Call:
-        return self.read_call(parse_body(raw, self.body_shape), self.backend.model)
+        body = parse_body(raw, self.body_shape)
+        self.gate.check(body.num_prompts)
+        return self.read_call(body, self.backend.model)
 
     async def _answer(self, generation: Generation, send: Send) -> None:
         call = generation.call

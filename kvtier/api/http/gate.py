@@ -17,11 +17,6 @@ class Place:
 
     def widen(self, num_prompts: int) -> None:
         """Take room for all prompts of the call, or raise ``ApiError`` and change nothing."""
-        if num_prompts > self._gate.prompts_per_call:
-            raise ApiError(
-                f"prompt: at most {self._gate.prompts_per_call} prompts in one call",
-                param="prompt",
-            )
         self._gate.take(num_prompts - self.num_prompts)
         self.num_prompts = num_prompts
 
@@ -33,6 +28,13 @@ class Gate:
         self.capacity = capacity
         self.prompts_per_call = min(capacity, prompts_per_call)
         self.num_inside = 0
+
+    def check(self, num_prompts: int) -> None:
+        """Refuse a call of too many prompts; from any thread, and before they cost anything."""
+        if num_prompts > self.prompts_per_call:
+            raise ApiError(
+                f"prompt: at most {self.prompts_per_call} prompts in one call", param="prompt"
+            )
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
