@@ -152,7 +152,7 @@ def test_an_address_that_others_listen_on(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        address = "127.0.0.1:%d" % other.getsockname()[1]
+        address = f"127.0.0.1:{other.getsockname()[1]}"
         error = refused(configured(tmp_path, http__listen=address), machine(tmp_path))
     assert error.field == "http.listen"
     assert address in error.problem
