@@ -185,7 +185,8 @@ class _Attached:
 
         assert self._runner is not None
         dropped = self._runner.call(lambda engine: engine.drop_cache())
-        return Removed(dropped.num_blocks, dropped.num_bytes)
+        num_tokens = dropped.num_blocks * self._block_tokens
+        return Removed(num_tokens // self.port.block_tokens, dropped.num_bytes)
 
     def _own_tier(self) -> Any:
         from kvtier.client.client import OwnTier

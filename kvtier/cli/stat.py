@@ -58,12 +58,13 @@ def stat_text(document: dict[str, Any]) -> str:
     for name, tier in document["tiers"].items():
         used = f"{shown_bytes(tier['used_bytes']):>12}{shown_bytes(tier['capacity_bytes']):>11}"
         blocks = shown_count(tier["blocks"])
-        hit = shown_count(hits[name]) if name in hits else "-"
+        # The GPU's hits are the engine's own account, which is in tokens.
+        hit = shown_count(hits[name]) if name in hits else f"{shown_count(tier['hit_tokens'])} tok"
         lines.append(
             f"{name:<9}{tier['state']:<6}{used}{blocks:>11}"
             f"{shown_count(tier['tokens']):>12}{hit:>13}"
         )
-    lines += ["", f"missed blocks  {shown_count(document['lookup_blocks']['miss'])}"]
+    lines += ["", f"blocks found nowhere  {shown_count(document['lookup_blocks']['miss'])}"]
     lines += [
         f"not served by {tier}: " + ", ".join(f"{r} {shown_count(n)}" for r, n in reasons.items())
         for tier, reasons in document["miss_reasons"].items()
@@ -77,11 +78,11 @@ def stat_text(document: dict[str, Any]) -> str:
             f"{route:<14}{shown_bytes(done['bytes']):>10}{shown_bytes(done['failed_bytes']):>9}"
             f"{shown_count(done['count']):>9}{shown_seconds(average):>11}"
         )
-    lines += ["", "engine                          pid  transport    GPU used  loads  stores"]
+    lines += ["", "engine                          pid  transport    GPU used  loading  storing"]
     for engine in document["engines"]:
         lines.append(
             f"{engine['engine'][:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
-            f"{shown_bytes(engine['gpu_used_bytes']):>11}{engine['loads']:>7}{engine['stores']:>8}"
+            f"{shown_bytes(engine['gpu_used_bytes']):>11}{engine['loads']:>9}{engine['stores']:>9}"
         )
     if not document["engines"]:
         lines.append("none")

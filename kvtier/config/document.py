@@ -26,8 +26,9 @@ Sizes are whole bytes or carry a unit: B, KB, MB, GB, TB (powers of 1000), KiB, 
 """
 
 _EXAMPLE_HEAD = """\
-# Every key of kvtier with its default. Copy what you change; docs/operations/configuration.md
-# tells more. Written by `make docs` from kvtier/config/model.py.
+# Every key of kvtier with its default, or with an example where the default depends on the machine
+# or is "none". Copy what you change; docs/operations/configuration.md tells more. Written by
+# `make docs` from kvtier/config/model.py.
 """
 
 

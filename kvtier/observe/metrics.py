@@ -35,6 +35,9 @@ class Metrics:
     """The series of one process, in a registry of its own. Safe to call from any thread."""
 
     def __init__(self, table: Sequence[Metric], registry: CollectorRegistry) -> None:
+        # A second series for each counter, which nobody reads.
+        without_created: Callable[[], None] = prometheus_client.disable_created_metrics
+        without_created()
         self.registry = registry
         self._series: dict[tuple[str, ...], _Record] = {}
         for metric in table:

@@ -105,6 +105,6 @@ def print_table(passes: Sequence["Pass"]) -> None:
             shown_count(row.prompt_tokens),
             *(shown_count(row.tier_tokens[tier]) for tier in TierName),
             shown_count(row.computed_tokens),
-            "yes" if done.is_same_as_cold else "NO",
+            "reference" if done is passes[0] else "yes" if done.is_same_as_cold else "NO",
         )
     console.print(table)
