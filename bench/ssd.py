@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from kvtier.core.identity import BlockHeader
+from kvtier.core.identity import EVERYTHING, BlockHeader
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.tier_contract import soon
@@ -109,7 +109,7 @@ def compare(directory: Path, options: argparse.Namespace) -> dict[str, float]:
             os.sync()  # nobody pays for what another has left in the file system's journal
             seconds.setdefault(name, []).append(timed(step))
         raw.remove()
-        tier.clear(soon())
+        tier.purge(EVERYTHING, soon())
         tier.close()
     speed = {name: total_bytes / statistics.median(times) / 1e9 for name, times in seconds.items()}
     return {f"{name}_gb_per_s": round(value, 3) for name, value in speed.items()} | {

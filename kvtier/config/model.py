@@ -28,6 +28,8 @@ __all__ = [
     "EngineConfig",
     "HttpConfig",
     "RemoteConfig",
+    "RpcConfig",
+    "SealConfig",
     "Section",
     "SsdConfig",
     "default_cache_directory",
@@ -104,6 +106,19 @@ class DaemonConfig(Section):
         description="How long a client may hold blocks pinned without renewing. Long enough for "
         "the slowest load, short enough that a client that hangs does not fill the CPU tier.",
     )
+    stop_grace_ns: int = Field(
+        default=20 * _SECOND,
+        ge=_SECOND,
+        le=10 * 60 * _SECOND,
+        description="Time from SIGTERM to the end of the process, whatever hangs. Keep it below "
+        "systemd's TimeoutStopSec and Kubernetes' terminationGracePeriodSeconds.",
+    )
+    allowed_uids: tuple[int, ...] = Field(
+        default=(),
+        json_schema_extra=_shown("none", example="[1000, 65532]"),
+        description="Users who may attach and operate besides root and the daemon's own; with any, "
+        "the sockets are open to all and the kernel says who calls.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least serious lines that are written to standard error."
     )
@@ -161,6 +176,41 @@ class SsdConfig(Section):
         ge=0,
         description="Free space of the volume that is left to others; below it nothing is written.",
     )
+    free_inodes_floor: int = Field(
+        default=1000,
+        ge=0,
+        description="Free inodes of the volume that are left to others. A segment takes one.",
+    )
+    durability: Literal["segment", "batch"] = Field(
+        default="segment",
+        description="What a power loss may take: segment: the blocks since the last full segment; "
+        "batch: none that counts as written, for a sync each. A killed process loses none in "
+        "either.",
+    )
+    write_budget_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes a day that may be written to the drive, moves and metadata included, "
+        "as a token bucket of one day; 0: no limit. A drive's endurance divided by its days.",
+    )
+    max_age_ns: int = Field(
+        default=0,
+        ge=0,
+        le=3650 * 24 * _HOUR,
+        description="Blocks written longer ago are not served and are removed; 0: no limit. For "
+        "those who must promise how long prompts are kept.",
+    )
+    scrub_rate_bytes: int = Field(
+        default=4 * _MIB,
+        ge=0,
+        description="Bytes a second that are read in the background to find damaged blocks before "
+        "they are asked for; 0: none. 4MiB/s read 337 GiB a day.",
+    )
+    seal: Literal["off", "encrypt"] = Field(
+        default="off",
+        description="Whether blocks are encrypted at rest, with AES-256-GCM and the first key of "
+        "seal.key_file. KV can be turned back into text.",
+    )
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Whether to go around the page cache. auto: where the file system can, so that "
@@ -195,11 +245,13 @@ class RemoteConfig(Section):
 
     url: str = Field(
         default="",
-        pattern=r"^$|^(redis|rediss|unix)://.",
+        pattern=r"^$|^(rediss?|rediss?\+cluster|rediss?\+sentinel|unix)://.",
         repr=False,
         json_schema_extra=_shown("off", secret=True, example="redis://user:password@host:6379/0"),
         description="redis://, rediss:// or unix:// URL of the server, with user and password "
-        "where it wants them; empty: no remote tier. It is never logged.",
+        "where it wants them; redis+cluster://host:port,host:port for a cluster and "
+        "redis+sentinel://host:port,host:port/service for Sentinel (rediss+… with TLS); empty: no "
+        "remote tier. It is never logged.",
     )
     key_prefix: str = Field(
         default="kvtier:",
@@ -224,12 +276,89 @@ class RemoteConfig(Section):
     io_threads: int = Field(
         default=4, ge=1, le=64, description="Connections, each with one call at a time."
     )
+    value_bytes: int = Field(
+        default=_MIB,
+        ge=64 * 1024,
+        le=512 * _MIB,
+        description="Largest value in the server; a larger block takes several. While a server "
+        "moves one value it serves nobody else: 1 MiB takes it about a millisecond.",
+    )
+    min_tokens: int = Field(
+        default=256,
+        ge=0,
+        le=2**20,
+        description="A lookup asks the server only where at least so many tokens are missing. "
+        "Fewer are computed sooner than they are asked for and fetched.",
+    )
+    max_age_ns: int = Field(
+        default=0,
+        ge=0,
+        le=3650 * 24 * _HOUR,
+        description="Blocks written longer ago are not served, however often they were renewed; 0: "
+        "no limit but ttl.",
+    )
+    tls_ca: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("the system's", example="/etc/kvtier/redis-ca.pem"),
+        description="Certificates that a rediss:// server's own must descend from.",
+    )
+    seal: Literal["off", "sign", "encrypt"] = Field(
+        default="off",
+        description="sign: a value that was not written with one of our keys is never served; "
+        "encrypt: nor can it be read. Both with AES-256-GCM and the first key of seal.key_file. "
+        "Set it wherever others can write to the server.",
+    )
     in_flight_bytes: int = Field(
         default=64 * _MIB,
         ge=_MIB,
         description="Bytes that may wait to be written; beyond it offers are throttled, because a "
         "slow server must not fill the node's memory.",
     )
+
+
+class SealConfig(Section):
+    """Keys that protect blocks at rest, in the SSD and the remote tier."""
+
+    key_file: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/etc/kvtier/keys"),
+        description="One key a line: a name and 64 hexadecimal digits. The first one seals, all "
+        "of them open: to rotate, put a new line first, send SIGHUP, and take the old one out "
+        "once nothing needs it. Must not be readable for others.",
+    )
+
+
+class RpcConfig(Section):
+    """The operator's calls over TCP: off unless told otherwise, always with TLS and a token."""
+
+    listen: Address | None = Field(
+        default=None,
+        json_schema_extra=_shown("off", example="0.0.0.0:9465"),
+        description="Host and port for kvtier stat, drop and fsck from elsewhere; empty: the "
+        "Unix socket alone.",
+    )
+    tls_cert: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/etc/kvtier/tls.crt"),
+        description="Certificate chain of the daemon, PEM.",
+    )
+    tls_key: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/etc/kvtier/tls.key"),
+        description="Its private key, PEM.",
+    )
+    token_file: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/etc/kvtier/token"),
+        description="File with the token that every call must carry; at least 16 characters.",
+    )
+
+    @model_validator(mode="after")
+    def _is_protected(self) -> Self:
+        for key in ("tls_cert", "tls_key", "token_file"):
+            if self.listen is not None and getattr(self, key) is None:
+                raise ConfigError(f"rpc.{key}", "is not set, but rpc.listen is", "set both")
+        return self
 
 
 class HttpConfig(Section):
@@ -309,6 +438,20 @@ class EngineConfig(Section):
         description="Most tokens of a prompt with its answer; 0: what the model was trained for.",
     )
 
+    tenant_from: Literal["request", "api_key"] = Field(
+        default="request",
+        description="What separates tenants. request: the cache_salt that a request carries; "
+        "api_key: the key it authenticates with, and its cache_salt is ignored, so that nobody "
+        "can name another's.",
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        json_schema_extra=_shown("none", example="/etc/kvtier/api-keys"),
+        description="File with one API key a line; requests without one of them are refused. "
+        "Without the file nobody is asked for a key unless tenant_from is api_key, which then "
+        "takes any.",
+    )
+
     @model_validator(mode="after")
     def _blocks_divide(self) -> Self:
         if self.block_tokens % self.engine_block_tokens:
@@ -357,11 +500,24 @@ class Config(Section):
     cpu: CpuConfig = Field(default_factory=CpuConfig)
     ssd: SsdConfig = Field(default_factory=SsdConfig)
     remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    seal: SealConfig = Field(default_factory=SealConfig)
+    rpc: RpcConfig = Field(default_factory=RpcConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _keys_are_there(self) -> Self:
+        for tier, mode in (("ssd", self.ssd.seal), ("remote", self.remote.seal)):
+            if mode != "off" and self.seal.key_file is None:
+                raise ConfigError(
+                    "seal.key_file",
+                    f'is not set, but {tier}.seal is "{mode}"',
+                    "name a file of keys",
+                )
+        return self
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Section], sources: Mapping[str, str]) -> Self:

@@ -34,6 +34,7 @@ import xxhash
 from kvtier.core.layout import KVLayout
 
 __all__ = [
+    "EVERYTHING",
     "FORMAT_VERSION",
     "HASH_BYTES",
     "HEADER_BYTES",
@@ -44,6 +45,7 @@ __all__ = [
     "HeaderError",
     "Headers",
     "KeySpace",
+    "Selection",
     "chain_root",
     "hash_blocks",
     "pack_headers",
@@ -238,6 +240,40 @@ PACKED_HEADER = np.dtype(
 
 Headers = npt.NDArray[np.void]
 """Many packed headers, as an array of ``PACKED_HEADER``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Whose blocks: those of a key space, of a tenant, of both; all where neither is named."""
+
+    key_space: bytes = b""
+    tenant: bytes = b""
+
+    def __post_init__(self) -> None:
+        for digest in (self.key_space, self.tenant):
+            if len(digest) not in {0, HASH_BYTES}:
+                raise ValueError(f"a digest of {len(digest)} bytes, not {HASH_BYTES}")
+
+    @property
+    def is_all(self) -> bool:
+        """Tell whether every block is meant."""
+        return not (self.key_space or self.tenant)
+
+    def has(self, key_space: bytes, tenant: bytes) -> bool:
+        """Tell whether the blocks of this key space and tenant are meant."""
+        return self.key_space in {b"", key_space} and self.tenant in {b"", tenant}
+
+    def mask(self, spaces: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Tell which rows of a ``space`` field are meant."""
+        meant = np.ones(len(spaces), dtype=bool)
+        for digest, columns in ((self.key_space, slice(0, 2)), (self.tenant, slice(2, 4))):
+            if digest:
+                meant &= (spaces[:, columns] == np.frombuffer(digest, "<u8")).all(axis=1)
+        return meant
+
+
+EVERYTHING = Selection()
+"""Every block of everyone."""
 
 
 def pack_headers(headers: Iterable[BlockHeader]) -> Headers:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.identity import BlockHash, BlockHeader, Headers
+from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
@@ -201,6 +201,14 @@ class Index:
         rows = self.rows()
         matches: Rows = rows[self.residency(rows, tier) == state]
         return matches
+
+    def selected(self, rows: Rows, selection: Selection) -> Rows:
+        """Return those of ``rows`` whose blocks a selection means."""
+        if selection.is_all:
+            return rows
+        scopes = self._scope_ids.items()
+        meant = [number for each, number in scopes if selection.has(each.key_space, each.tenant)]
+        return rows[np.isin(self.scope[rows], meant)]
 
     def hash_of(self, row: int) -> BlockHash:
         """Return the block hash of a row."""

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.identity import BlockHash, BlockHeader
+from kvtier.core.identity import BlockHash, BlockHeader, Selection
 from kvtier.core.residency import TierName
 from kvtier.core.slots import slot_bytes
 
 __all__ = [
     "Action",
     "Answer",
-    "Clear",
     "Dropped",
     "Found",
     "Granted",
     "Order",
     "Probe",
     "Progress",
+    "Purge",
     "Read",
     "Refused",
     "Registered",
@@ -71,10 +71,11 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
-    """Empty a tier; ends in ``ClearDone``."""
+class Purge:
+    """Take a selection of blocks out of a tier; ends in ``PurgeDone``."""
 
     tier: TierName
+    selection: Selection
     deadline_ns: int
 
 
@@ -178,4 +179,4 @@ class Progress:
     end: str = ""
 
 
-Action = Reply | Progress | Read | Write | Probe | Clear | Order
+Action = Reply | Progress | Read | Write | Probe | Purge | Order

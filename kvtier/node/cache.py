@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.core.eviction import Eviction
-from kvtier.core.identity import BlockHeader
+from kvtier.core.identity import BlockHeader, Selection
 from kvtier.core.index import NO_SLOT, Index
 from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.core.residency import Residency, TierName
@@ -93,10 +93,10 @@ class Cache:
         assert self.index.pins[row] == 0, "a pinned block is not evicted"
         self._vacate(row)
 
-    def evict_all(self) -> tuple[int, int]:
-        """Drop every ready, unpinned row from the CPU tier; returns blocks and bytes."""
+    def evict_all(self, selection: Selection) -> tuple[int, int]:
+        """Drop the ready, unpinned rows of a selection; returns blocks and bytes."""
         index = self.index
-        rows = index.in_state(TierName.CPU, Residency.READY)
+        rows = index.selected(index.in_state(TierName.CPU, Residency.READY), selection)
         rows = rows[index.pins[rows] == 0]
         num_bytes = sum(self.slots.size_at(int(offset)) for offset in index.slot[rows])
         for row in rows.tolist():

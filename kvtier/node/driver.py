@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
-from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.node import action as ac
@@ -36,9 +35,7 @@ _HEALTH_DEADLINE_NS = 1_000_000_000
 
 _NO_MORE_ORDERS = 0
 
-_ABSENT_HASH = BlockHash(bytes(16))
-
-TierWork = ac.Read | ac.Write | ac.Probe | ac.Clear
+TierWork = ac.Read | ac.Write | ac.Probe | ac.Purge
 
 
 class Driver:
@@ -59,7 +56,7 @@ class Driver:
         self._quiet.set()
         self._up = dict.fromkeys(tiers, True)
         self._workers = {
-            # One thread more than workers: probes and clearing do not wait for a full lane.
+            # One thread more than workers: probes and purges do not wait for a full lane.
             name: ThreadPoolExecutor(tier.properties.num_workers + 1, f"kvtier-{name}")
             for name, tier in tiers.items()
         }
@@ -188,8 +185,9 @@ class Driver:
             case ac.Probe():
                 present = tier.contains(action.hashes, action.deadline_ns)
                 return ev.ProbeDone(action.probe, tuple(present))
-            case ac.Clear():
-                return ev.ClearDone(action.tier, tier.clear(action.deadline_ns))
+            case ac.Purge():
+                removed = tier.purge(action.selection, action.deadline_ns)
+                return ev.PurgeDone(action.tier, action.selection, removed)
 
     def _read(self, tier: Tier, action: ac.Read) -> ev.Event:
         reads = [
@@ -240,7 +238,7 @@ class Driver:
     def _try(self, name: TierName) -> None:
         """Call a tier that may have recovered, so that its breaker learns whether it has."""
         try:
-            self.tiers[name].contains([_ABSENT_HASH], time.monotonic_ns() + _HEALTH_DEADLINE_NS)
+            self.tiers[name].probe(time.monotonic_ns() + _HEALTH_DEADLINE_NS)
         except TierError as error:
             self._log.warning("tier is still down", tier=name, error=error)
 
@@ -254,8 +252,8 @@ def _faulted(action: TierWork, fault: str) -> ev.Event:
             return ev.WriteDone(action.transfer, (), b"", 0.0, fault)
         case ac.Probe():
             return ev.ProbeDone(action.probe, ())
-        case ac.Clear():
-            return ev.ClearDone(action.tier, Removed(), fault)
+        case ac.Purge():
+            return ev.PurgeDone(action.tier, action.selection, Removed(), fault)
 
 
 def _since(start_ns: int) -> float:

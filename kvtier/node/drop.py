@@ -7,13 +7,11 @@ and counted.
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
-from kvtier.node.action import Action, Clear, Dropped, Order, Reply
+from kvtier.node.action import Action, Dropped, Order, Purge, Reply
 from kvtier.node.cache import Cache
-from kvtier.node.event import ClearDone, Drop
+from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
 from kvtier.node.transfer import Transfers
 from kvtier.observe.table import DROPPED_BLOCKS
@@ -52,6 +50,8 @@ class Drops:
         actions: list[Action] = []
         if TierName.GPU in event.tiers:
             for session in self._sessions.values():
+                if event.selection.key_space not in {b"", session.key_space}:
+                    continue
                 self._num_orders += 1
                 drop.orders[self._num_orders] = session.token
                 actions.append(Order(session.token, self._num_orders))
@@ -69,12 +69,13 @@ class Drops:
                 actions.append(Reply(drop.event.call, answer))
         return actions
 
-    def cleared(self, event: ClearDone) -> None:
-        """Note that a tier was emptied."""
+    def purged(self, event: PurgeDone) -> None:
+        """Note that a selection of blocks was taken out of a tier."""
         index = self._cache.index
         self._transfers.lanes[event.tier].is_clearing = False
         if not event.fault:
             rows = index.in_state(event.tier, Residency.READY)
+            rows = index.selected(rows, event.selection)
             index.move(rows, event.tier, Residency.ABSENT)
             index.forget_absent(rows)
             self._cache.metrics.add(DROPPED_BLOCKS, event.removed.num_blocks, tier=event.tier)
@@ -125,12 +126,13 @@ class Drops:
         index = self._cache.index
         rows = index.rows()
         slots = rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]
+        slots = index.selected(slots, drop.event.selection)
         in_use = slots[
             (index.pins[slots] > 0) | (index.residency(slots, TierName.CPU) == Residency.WRITING)
         ]
         if len(in_use) and not is_overdue:
             return
-        num_blocks, num_bytes = self._cache.evict_all()
+        num_blocks, num_bytes = self._cache.evict_all(drop.event.selection)
         self._cache.metrics.add(DROPPED_BLOCKS, num_blocks, tier=TierName.CPU)
         drop.report(TierName.CPU, Removed(num_blocks, num_bytes), kept=len(in_use))
 
@@ -139,11 +141,13 @@ class Drops:
         if lane is None:
             drop.report(tier, Removed(), error="there is no such tier here")
         elif is_overdue:
-            kept = int(np.size(self._cache.index.in_state(tier, Residency.READY)))
+            rows = self._cache.index.in_state(tier, Residency.READY)
+            kept = len(self._cache.index.selected(rows, drop.event.selection))
             drop.clearing.discard(tier)
             drop.report(tier, Removed(), kept=kept, error="not emptied before the deadline")
         elif tier not in drop.clearing and not lane.is_writing and not lane.is_clearing:
             drop.clearing.add(tier)
             lane.is_clearing = True
-            return [Clear(tier, drop.event.deadline_ns - DROP_GRACE_NS)]
+            until_ns = drop.event.deadline_ns - DROP_GRACE_NS
+            return [Purge(tier, drop.event.selection, until_ns)]
         return []

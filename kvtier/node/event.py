@@ -6,20 +6,21 @@ Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or on
 
 from dataclasses import dataclass, field
 
-from kvtier.core.identity import Headers
+from kvtier.core.identity import EVERYTHING, Headers, Selection
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import TierName
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
 __all__ = [
-    "ClearDone",
     "CompleteStore",
     "Drop",
     "Event",
     "Load",
     "Lookup",
+    "Lost",
     "PrepareStore",
     "ProbeDone",
+    "PurgeDone",
     "ReadDone",
     "Recovered",
     "Register",
@@ -127,11 +128,12 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Empty tiers, once what is on its way to them has arrived."""
+    """Take a selection of blocks out of tiers, once what is on its way to them has arrived."""
 
     call: int
     tiers: tuple[TierName, ...]
     deadline_ns: int
+    selection: Selection = EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,23 @@ class ProbeDone:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearDone:
-    """A tier was emptied, or could not be."""
+class PurgeDone:
+    """A selection of blocks was taken out of a tier, or could not be."""
 
     tier: TierName
+    selection: Selection
     removed: Removed
     fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A tier found by itself that it can serve these blocks no more; ``hashes`` are joined."""
+
+    tier: TierName
+    hashes: bytes
+    reason: str
+    """``corrupt`` or ``expired``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +226,8 @@ Event = (
     | ReadDone
     | WriteDone
     | ProbeDone
-    | ClearDone
+    | PurgeDone
+    | Lost
     | TierUp
     | SlabsReserved
     | Recovered

@@ -109,7 +109,8 @@ class Node:
             ev.ReadDone: self._read_done,
             ev.WriteDone: self._write_done,
             ev.ProbeDone: self._probe_done,
-            ev.ClearDone: self._clear_done,
+            ev.PurgeDone: self._purge_done,
+            ev.Lost: self._lost,
             ev.TierUp: self._tier_up,
             ev.SlabsReserved: self._slabs_reserved,
             ev.Recovered: self._recovered,
@@ -357,11 +358,11 @@ class Node:
                 self.cache.condemn(row)
         # One that was condemned before may have left the CPU tier when this write let go of it.
         index.forget_absent(np.array(rows))
-        self._evicted(lane, event.evicted)
+        self._forget(lane, event.evicted, "capacity")
         return []
 
-    def _evicted(self, lane: Lane, hashes: bytes) -> None:
-        """Note which blocks a tier let go to make room."""
+    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> None:
+        """Note which blocks a tier has let go."""
         if not hashes:
             return
         index, tier = self.cache.index, lane.tier.name
@@ -370,7 +371,7 @@ class Node:
         rows = rows[index.residency(rows, tier) == Residency.READY]
         index.move(rows, tier, Residency.ABSENT)
         index.forget_absent(rows)
-        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason="capacity")
+        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
 
     def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
         num_bytes = int(self.cache.index.payload_bytes[np.array(rows)].sum())
@@ -381,8 +382,12 @@ class Node:
     def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
         return self.drops.start(event, now_ns)
 
-    def _clear_done(self, event: ev.ClearDone, _now_ns: int) -> list[Action]:
-        self.drops.cleared(event)
+    def _purge_done(self, event: ev.PurgeDone, _now_ns: int) -> list[Action]:
+        self.drops.purged(event)
+        return []
+
+    def _lost(self, event: ev.Lost, _now_ns: int) -> list[Action]:
+        self._forget(self.transfers.lanes[event.tier], event.hashes, event.reason)
         return []
 
     def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:

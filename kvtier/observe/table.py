@@ -15,8 +15,10 @@ from kvtier.core.residency import LOWER_TIERS, TierName
 
 __all__ = [
     "ADMISSION_BLOCKS",
+    "BACKGROUND_FAULTS",
     "DAEMON_METRICS",
     "DECODE_TOKENS",
+    "DEMOTED_BLOCKS",
     "DROPPED_BLOCKS",
     "ENGINE_METRICS",
     "EVICTED_BLOCKS",
@@ -30,17 +32,25 @@ __all__ = [
     "POOL_BLOCKS",
     "PREEMPTIONS",
     "PREFILL_TOKENS",
+    "PROBED_LOOKUPS",
     "PROMPT_TOKENS",
+    "QUARANTINED_BLOCKS",
     "READY",
     "REFUSED_SAMPLES",
     "REQUESTS",
     "REQUESTS_LOADING",
     "REQUESTS_RUNNING",
     "REQUESTS_WAITING",
+    "SCRUBBED_BYTES",
     "SESSIONS",
+    "SSD_DIRECT_IO",
+    "SSD_READ_ONLY",
+    "SSD_WRITE_BUDGET_BYTES",
+    "SSD_WRITTEN_BYTES",
     "STEP_SECONDS",
     "TIER_BLOCKS",
     "TIER_CAPACITY_BYTES",
+    "TIER_DEGRADED",
     "TIER_UP",
     "TIER_USED_BYTES",
     "TIME_TO_FIRST_TOKEN_SECONDS",
@@ -123,6 +133,18 @@ LOOKUP_SECONDS = Histogram(
     "Time of one lookup in the daemon, whatever its length.",
     buckets=_TRANSFER_BUCKETS,
 )
+_MISS_REASONS = (
+    "absent",
+    "identity",
+    "checksum",
+    "length",
+    "header",
+    "seal",
+    "expired",
+    "fault",
+    "timeout",
+    "late",
+)
 MISS_BLOCKS = Counter(
     "kvtier_miss_blocks_total",
     "Blocks that a tier should have served and did not, by the reason.",
@@ -130,7 +152,7 @@ MISS_BLOCKS = Counter(
         _LOWER,
         (
             "reason",
-            ("absent", "identity", "checksum", "length", "header", "fault", "timeout", "late"),
+            _MISS_REASONS,
         ),
     ),
 )
@@ -176,6 +198,46 @@ TIER_CAPACITY_BYTES = Gauge(
 TIER_BLOCKS = Gauge("kvtier_tier_blocks", "Blocks that a tier would serve.", (_LOWER,))
 TIER_UP = Gauge(
     "kvtier_tier_up", "1 while a tier answers, 0 while it is off or failing.", (_LOWER,)
+)
+TIER_DEGRADED = Gauge(
+    "kvtier_tier_degraded",
+    "1 while a tier serves but not all of what it is for, such as a read-only disk.",
+    (_LOWER,),
+)
+QUARANTINED_BLOCKS = Counter(
+    "kvtier_quarantined_blocks_total",
+    "Blocks found damaged, by a read, a scrub or fsck, and taken out of service.",
+    (("tier", ("ssd", "remote")),),
+)
+SCRUBBED_BYTES = Counter("kvtier_scrubbed_bytes_total", "Bytes of the SSD tier verified unasked.")
+SSD_WRITTEN_BYTES = Counter(
+    "kvtier_ssd_written_bytes_total",
+    "Bytes written to the drive: blocks that were offered, blocks moved to keep them, and all else."
+    " Write amplification is their sum by blocks.",
+    (("kind", ("blocks", "moved", "metadata")),),
+)
+SSD_READ_ONLY = Gauge(
+    "kvtier_ssd_read_only", "1 while the volume has no room and nothing is written to it."
+)
+SSD_DIRECT_IO = Gauge("kvtier_ssd_direct_io", "1 where the page cache is bypassed.")
+SSD_WRITE_BUDGET_BYTES = Gauge(
+    "kvtier_ssd_write_budget_bytes", "Bytes that may be written now; 0 without a budget."
+)
+PROBED_LOOKUPS = Counter(
+    "kvtier_probed_lookups_total",
+    "Lookups that ended before the prompt did, by whether the remote tier was asked for the rest "
+    "and, if not, why.",
+    (("outcome", ("found", "absent", "late", "too_few", "known_absent", "out", "busy")),),
+)
+DEMOTED_BLOCKS = Counter(
+    "kvtier_demoted_blocks_total",
+    "Blocks written to a slower tier because the CPU tier is about to let them go.",
+    (("tier", ("ssd", "remote")),),
+)
+BACKGROUND_FAULTS = Counter(
+    "kvtier_background_faults_total",
+    "Exceptions in tasks that nobody waits for; each was logged and the task goes on.",
+    (("task", ("health", "scrub", "gauges", "reserve")),),
 )
 LEASES = Gauge("kvtier_leases", "Leases that clients hold.")
 PINS = Gauge("kvtier_pins", "Blocks protected from eviction; 0 when the node is idle.")
@@ -245,6 +307,16 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     TIER_CAPACITY_BYTES,
     TIER_BLOCKS,
     TIER_UP,
+    TIER_DEGRADED,
+    QUARANTINED_BLOCKS,
+    SCRUBBED_BYTES,
+    SSD_WRITTEN_BYTES,
+    SSD_READ_ONLY,
+    SSD_DIRECT_IO,
+    SSD_WRITE_BUDGET_BYTES,
+    PROBED_LOOKUPS,
+    DEMOTED_BLOCKS,
+    BACKGROUND_FAULTS,
     LEASES,
     PINS,
     SESSIONS,

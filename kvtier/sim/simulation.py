@@ -197,7 +197,7 @@ class Simulation:
         def tell() -> None:
             if stage is self._stage:
                 event = stage.fault(work) if told_as_failed else ended[0]
-                if isinstance(event, ev.ClearDone):
+                if isinstance(event, ev.PurgeDone):
                     self._num_cleared += event.removed.num_blocks
                 stage.post(event)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from kvtier.core.identity import BlockHeader
+from kvtier.core.identity import EVERYTHING, BlockHeader
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.base import BlockRead, MissReason, Tier
 from kvtier.tiers.check import seconds_left
@@ -106,7 +106,7 @@ class FaultyTier(AroundTier):
             case Fault.WAIT if not self.release.wait(seconds_left(call.deadline_ns)):
                 raise TierTimeout("nobody released the call in time")
             case Fault.LOSE:
-                self.inner.clear(call.deadline_ns)
+                self.inner.purge(EVERYTHING, call.deadline_ns)
         result = step()
         match fault:
             case Fault.FAIL_AFTER:

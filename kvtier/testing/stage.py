@@ -29,7 +29,7 @@ from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, 
 
 __all__ = ["Stage", "StageSettings", "Work"]
 
-Work = ac.Read | ac.Write | ac.Probe | ac.Clear | ac.Order
+Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.Order
 
 _NEVER_NS = 1 << 62
 """Deadline for the tiers, which look at the real clock; on a stage nobody's patience ends there."""
@@ -155,8 +155,9 @@ class Stage:
                 case ac.Probe():
                     present = self.tiers[work.tier].contains(work.hashes, _NEVER_NS)
                     return ev.ProbeDone(work.probe, tuple(present))
-                case ac.Clear():
-                    return ev.ClearDone(work.tier, self.tiers[work.tier].clear(_NEVER_NS))
+                case ac.Purge():
+                    removed = self.tiers[work.tier].purge(work.selection, _NEVER_NS)
+                    return ev.PurgeDone(work.tier, work.selection, removed)
                 case ac.Order():
                     raise AssertionError("an order is for an engine")
         except TierError:
@@ -172,8 +173,10 @@ class Stage:
                 return ev.WriteDone(work.transfer, (), b"", 0.0, fault="a fault was injected")
             case ac.Probe():
                 return ev.ProbeDone(work.probe, ())
-            case ac.Clear():
-                return ev.ClearDone(work.tier, Removed(), fault="a fault was injected")
+            case ac.Purge():
+                return ev.PurgeDone(
+                    work.tier, work.selection, Removed(), fault="a fault was injected"
+                )
             case ac.Order():
                 raise AssertionError("an order is for an engine")
 

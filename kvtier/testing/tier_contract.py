@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.core.identity import BlockHash, BlockHeader, unpack_headers
+from kvtier.core.identity import EVERYTHING, BlockHash, BlockHeader, unpack_headers
 from kvtier.errors import TierTimeout
 from kvtier.testing.block import aligned_memory, make_block, make_chain, payload_of, read_of
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
@@ -153,7 +153,7 @@ class TierContract:
         """Forget all, count it, and go on."""
         blocks = make_chain(range(6))
         store(tier, *blocks)
-        removed = tier.clear(soon())
+        removed = tier.purge(EVERYTHING, soon())
         assert (removed.num_blocks, removed.num_bytes) == (6, 30_000)
         assert tier.contains(_hashes(*blocks), soon()) == [False] * 6
         assert tier.usage().num_blocks == 0
@@ -190,7 +190,7 @@ class TierContract:
         with pytest.raises(TierTimeout):
             tier.remove(_hashes(block), past)
         with pytest.raises(TierTimeout):
-            tier.clear(past)
+            tier.purge(EVERYTHING, past)
         assert fetch(tier, block) == [MissReason.ABSENT]
 
     def test_serves_several_threads(self, tier: Tier) -> None:

@@ -23,14 +23,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from kvtier.core.identity import BlockHash, BlockHeader, Headers
+from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.residency import TierName
 
 __all__ = [
     "BlockRead",
     "BlockWrite",
+    "Health",
+    "HealthState",
     "MissReason",
     "Removed",
+    "Scrubbed",
     "Tier",
     "TierProperties",
     "TierUsage",
@@ -60,6 +63,11 @@ class MissReason(StrEnum):
     CHECKSUM = "checksum"
     LENGTH = "length"
     HEADER = "header"
+    SEAL = "seal"
+    """Encrypted or signed with a key that is not ours, not at all where it should be, or altered
+    since."""
+    EXPIRED = "expired"
+    """Older than the tier may serve it."""
 
 
 class WriteOutcome(StrEnum):
@@ -111,6 +119,39 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What one step of a scrub saw; of a pass, the steps add up."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    """Read from the medium."""
+    damaged: tuple[BlockHash, ...] = ()
+    """Blocks that failed their check: quarantined, no longer served, free to be stored again."""
+    expired: tuple[BlockHash, ...] = ()
+    """Blocks forgotten because of their age."""
+    is_pass_over: bool = True
+    """The next step begins anew with the first block."""
+
+
+class HealthState(StrEnum):
+    """How well a tier does; a closed set, each one a metric label."""
+
+    UP = "up"
+    DEGRADED = "degraded"
+    """It serves, but not all of what it is for: read-only, say."""
+    OUT = "out"
+    """Nothing is asked of it but, now and then, whether it is back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How well a tier does and, unless it is up, why, in words for an operator."""
+
+    state: HealthState = HealthState.UP
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TierUsage:
     """Occupancy; bytes are those that the medium has allocated, padding and headers included.
 
@@ -142,8 +183,24 @@ class Tier(Protocol):
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Forget blocks; unknown hashes are ignored."""
 
-    def clear(self, deadline_ns: int) -> Removed:
-        """Forget every block of this instance."""
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Forget all blocks of a selection, and let none of their bytes be read again.
+
+        An operator's verb: may take long, and may need all of its deadline. Raises TierTimeout with
+        what was removed until then removed.
+        """
+
+    def probe(self, deadline_ns: int) -> None:
+        """Touch the medium as reads and writes do; raises TierError where that fails."""
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Verify the next blocks, about ``max_bytes`` of them, and quarantine damaged ones.
+
+        Goes on where the last step ended. A shared tier has nothing to scrub.
+        """
+
+    def health(self) -> Health:
+        """Return how the tier does, from memory; never blocks."""
 
     def headers(self) -> Iterator[Headers]:
         """Yield what is kept, in batches, older blocks first; nothing for a shared tier."""

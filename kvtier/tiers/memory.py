@@ -11,14 +11,24 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtier.core.identity import HEADER_BYTES, PACKED_HEADER, BlockHash, BlockHeader, Headers
+from kvtier.core.identity import (
+    HEADER_BYTES,
+    PACKED_HEADER,
+    BlockHash,
+    BlockHeader,
+    HeaderError,
+    Headers,
+    Selection,
+)
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
+    Health,
     MissReason,
     Removed,
+    Scrubbed,
     TierProperties,
     TierUsage,
     WriteOutcome,
@@ -82,17 +92,37 @@ class MemoryTier:
             ]
         return Removed(len(sizes), sum(sizes))
 
-    def clear(self, deadline_ns: int) -> Removed:
-        """Forget every block."""
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Forget the blocks of a selection."""
         with self._opened(deadline_ns):
-            sizes = [self._forget(block_hash) for block_hash in list(self._blocks)]
+            headers = self._headers()
+            meant = headers["block_hash"][selection.mask(headers["space"])]
+            sizes = [self._forget(BlockHash(block_hash.tobytes())) for block_hash in meant]
         return Removed(len(sizes), sum(sizes))
+
+    def probe(self, deadline_ns: int) -> None:
+        """Raise TierError if closed."""
+        with self._opened(deadline_ns):
+            return
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Verify every block at once, and forget damaged ones."""
+        with self._opened(deadline_ns):
+            sizes = [len(block) for block in self._blocks.values()]
+            damaged = tuple(each for each, block in self._blocks.items() if not _is_whole(block))
+            for block_hash in damaged:
+                self._forget(block_hash)
+        return Scrubbed(len(sizes), sum(sizes), damaged)
 
     def headers(self) -> Iterator[Headers]:
         """Yield what is kept, as of now."""
         with self._lock:
-            packed = b"".join(block[:HEADER_BYTES] for block in self._blocks.values())
-        yield np.frombuffer(packed, PACKED_HEADER)
+            headers = self._headers()
+        yield headers
+
+    def health(self) -> Health:
+        """Return that it is up."""
+        return Health()
 
     def usage(self) -> TierUsage:
         """Return occupancy."""
@@ -140,7 +170,19 @@ class MemoryTier:
             self._blocks.move_to_end(wanted.block_hash)
         return result
 
+    def _headers(self) -> Headers:
+        packed = b"".join(block[:HEADER_BYTES] for block in self._blocks.values())
+        return np.frombuffer(packed, PACKED_HEADER)
+
     def _forget(self, block_hash: BlockHash) -> int:
         size_bytes = len(self._blocks.pop(block_hash))
         self._used_bytes -= size_bytes
         return size_bytes - HEADER_BYTES
+
+
+def _is_whole(block: bytearray) -> bool:
+    try:
+        header = BlockHeader.unpack(memoryview(block))
+    except HeaderError:
+        return False
+    return header.matches(memoryview(block)[HEADER_BYTES:])

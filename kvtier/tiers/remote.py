@@ -35,14 +35,17 @@ from kvtier.core.identity import (
     BlockHeader,
     HeaderError,
     Headers,
+    Selection,
 )
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
+    Health,
     MissReason,
     Removed,
+    Scrubbed,
     TierProperties,
     TierUsage,
     WriteOutcome,
@@ -156,8 +159,8 @@ class RemoteTier:
         """Unlink blocks, for every node."""
         return self._unlink([self._key(each) for each in dict.fromkeys(hashes)], deadline_ns)
 
-    def clear(self, deadline_ns: int) -> Removed:
-        """Unlink every block under the prefix, also other nodes'; an operator's verb.
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Unlink the blocks of a selection under the prefix, also other nodes'.
 
         Walks all keys of the server with SCAN, a bounded number at a time. Raises TierTimeout at
         the deadline, with what was removed until then removed.
@@ -170,11 +173,26 @@ class RemoteTier:
             scan = ("SCAN", cursor, "MATCH", glob, "COUNT", _BATCH_COMMANDS_MAX)
             (reply,) = self._ask([scan], deadline_ns)
             cursor, keys = cast("tuple[bytes, list[bytes]]", reply)
-            removed = self._unlink([key for key in keys if pattern.fullmatch(key)], deadline_ns)
+            ours = [key for key in keys if pattern.fullmatch(key)]
+            if not selection.is_all:
+                ours = self._selected(ours, selection, deadline_ns)
+            removed = self._unlink(ours, deadline_ns)
             num_blocks += removed.num_blocks
             num_bytes += removed.num_bytes
             if cursor == b"0":
                 return Removed(num_blocks, num_bytes)
+
+    def probe(self, deadline_ns: int) -> None:
+        """Ask the server whether it is there."""
+        self._ask([("PING",)], deadline_ns)
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Verify nothing: the server is shared, and what it holds is verified when it is read."""
+        return Scrubbed()
+
+    def health(self) -> Health:
+        """Return that nothing is known against it."""
+        return Health()
 
     def headers(self) -> Iterator[Headers]:
         """Yield nothing: what the server holds changes without us."""
@@ -191,6 +209,18 @@ class RemoteTier:
 
     def _key(self, block_hash: BlockHash) -> bytes:
         return self._prefix + block_hash.hex().encode()
+
+    def _selected(self, keys: list[bytes], selection: Selection, deadline_ns: int) -> list[bytes]:
+        """Return those of ``keys`` whose values say that they are of a selection."""
+        chosen: list[bytes] = []
+        for batch in _batches(keys, lambda _: HEADER_BYTES):
+            starts = [("GETRANGE", key, 0, HEADER_BYTES - 1) for key in batch]
+            for key, packed in zip(batch, self._ask(starts, deadline_ns), strict=True):
+                with contextlib.suppress(HeaderError):
+                    header = BlockHeader.unpack(cast("bytes", packed))
+                    if selection.has(header.key_space, header.tenant):
+                        chosen.append(key)
+        return chosen
 
     def _unlink(self, keys: list[bytes], deadline_ns: int) -> Removed:
         num_blocks = num_bytes = 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.identity import EVERYTHING
 from kvtier.testing.faulty_tier import FaultyTier, scripted_faults
 from kvtier.testing.tier_contract import TierContract, soon
 from kvtier.tiers.base import Tier
@@ -49,7 +50,7 @@ class TestRemoteTier(TierContract):
     @pytest.fixture
     def tier(self, redis_server: str) -> Iterator[Tier]:
         tier = RemoteTier(redis_server, key_prefix="contract:", timeout_s=10)
-        tier.clear(soon())
+        tier.purge(EVERYTHING, soon())
         yield tier
         tier.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from kvtier.core.identity import HEADER_BYTES
+from kvtier.core.identity import EVERYTHING, HEADER_BYTES
 from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
@@ -103,7 +103,7 @@ def test_clear_leaves_what_is_not_ours(tier: RemoteTier, client: redis.Redis) ->
     others = [b"other", PREFIX.encode() + b"note", b"test1:" + b"a" * 32]
     for key in others:
         client.set(key, "x")
-    removed = tier.clear(soon())
+    removed = tier.purge(EVERYTHING, soon())
     assert (removed.num_blocks, removed.num_bytes) == (1200, 12_000)
     assert sorted(client.keys()) == sorted(others)
 

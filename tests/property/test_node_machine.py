@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from kvtier.core.identity import unpack_headers
+from kvtier.core.identity import EVERYTHING, unpack_headers
 from kvtier.core.residency import Residency, TierName
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
@@ -137,7 +137,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS)
     def lose(self, tier):
-        self.tiers[tier].clear(FAR_NS)
+        self.tiers[tier].purge(EVERYTHING, FAR_NS)
 
     @rule(place=PLACES)
     def scribble(self, place):

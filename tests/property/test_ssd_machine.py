@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.identity import BlockHash, unpack_headers
+from kvtier.core.identity import EVERYTHING, BlockHash, unpack_headers
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
@@ -90,7 +90,7 @@ class SsdMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.tier.clear(soon())
+        self.tier.purge(EVERYTHING, soon())
         assert [path.name for path in self.directory.iterdir()] == ["lock"]
         self.sound.clear()
         self.doubtful.clear()

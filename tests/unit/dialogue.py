@@ -1,5 +1,6 @@
 """What the dialogues with a node begin with: a stage, an engine, and the names of the tiers."""
 
+from kvtier.core.identity import EVERYTHING
 from kvtier.core.residency import TierName
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage, StageSettings
@@ -26,4 +27,4 @@ def engine_on(stage: Stage, name: str = "engine", payload_bytes: int = 3000) -> 
 
 def empty_cpu(stage: Stage) -> None:
     """Evict what can be evicted, as an operator's drop does."""
-    stage.node.cache.evict_all()
+    stage.node.cache.evict_all(EVERYTHING)

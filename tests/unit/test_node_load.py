@@ -3,6 +3,7 @@
 import pytest
 from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
 
+from kvtier.core.identity import EVERYTHING
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.tiers.base import BlockWrite, MissReason
@@ -298,7 +299,7 @@ def test_a_miss_reason_is_counted():
     stage = open_stage(SSD)
     engine = engine_on(stage)
     blocks = on_slower_tiers(stage, engine, [1])
-    stage.tiers[SSD].clear(1 << 62)
+    stage.tiers[SSD].purge(EVERYTHING, 1 << 62)
     engine.load(blocks)
     stage.settle()
     labels = {"tier": "ssd", "reason": MissReason.ABSENT}

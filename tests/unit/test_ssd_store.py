@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.identity import unpack_headers
+from kvtier.core.identity import EVERYTHING, unpack_headers
 from kvtier.errors import StartError, TierError
 from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
@@ -184,7 +184,7 @@ def test_removed_blocks_stay_away_over_a_restart(ssd: Opener) -> None:
 def test_clearing_leaves_no_file(ssd: Opener) -> None:
     tier = ssd()
     store(tier, *blocks_of(range(25)))
-    tier.clear(soon())
+    tier.purge(EVERYTHING, soon())
     assert [path.name for path in ssd.directory.iterdir()] == ["lock"]
     assert tier.usage().used_bytes == 0
 
@@ -408,7 +408,7 @@ def test_clearing_while_reading_frees_the_space_at_the_end(ssd: Opener) -> None:
     with ThreadPoolExecutor(1) as reader:
         verdict = reader.submit(fetch, tier, *blocks)
         assert reached.wait(30)
-        tier.clear(soon())
+        tier.purge(EVERYTHING, soon())
         assert tier.usage().used_bytes == SEGMENT_BYTES
         released.set()
         assert verdict.result(30) == [None] * 3

@@ -75,6 +75,18 @@ class Disk:
                 'set "auto" or use another directory',
             )
 
+    def probe(self) -> None:
+        """Write a page and read it back, as blocks are; raises OSError."""
+        path = self.directory / _PROBE_NAME
+        page = mmap.mmap(-1, PAGE_BYTES)
+        direct = os.O_DIRECT if self.is_direct else 0
+        try:
+            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | direct) as fd:
+                os.pwritev(fd, [page], 0)
+                os.preadv(fd, [page], 0)
+        finally:
+            path.unlink(missing_ok=True)
+
     def _probe_direct(self) -> bool:
         """Write and read a page past the page cache, in the very directory."""
         path = self.directory / _PROBE_NAME

@@ -6,7 +6,7 @@ What may be lost
   call that was under way, each block is there and whole, or a miss when it is read.
 * Power loss with ``Durability.BATCH``: the same. With ``Durability.SEGMENT``, the default for a
   cache: also blocks since the last full segment or clean stop.
-* Removal is durable once ``remove`` or ``clear`` returns: removed blocks do not come back. Blocks
+* Removal is durable once ``remove`` or ``purge`` returns: removed blocks do not come back. Blocks
   forgotten because they were damaged may; they are checked and missed again.
 
 A block costs a page more than its payload, and each segment a page and a footer.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers
+from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
@@ -31,8 +31,10 @@ from kvtier.lock import let_go
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
+    Health,
     MissReason,
     Removed,
+    Scrubbed,
     TierProperties,
     TierUsage,
     WriteReport,
@@ -173,14 +175,34 @@ class SsdTier:
                     mark_removed(self._disk, segment, pages[numbers == segment.number].tolist())
         return removed
 
-    def clear(self, deadline_ns: int) -> Removed:
-        """Forget every block and remove every file."""
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Forget the blocks of a selection; where that is all, remove every file."""
+        if not selection.is_all:
+            hashes = [
+                BlockHash(each.tobytes())
+                for headers in self.headers()
+                for each in headers["block_hash"][selection.mask(headers["space"])]
+            ]
+            return self.remove(hashes, deadline_ns)
         with self._writing(deadline_ns):
             removed = [self._pool.retire(each) for each in list(self._pool.segments.values())]
             self._disk.sync_directory()
         return Removed(
             sum(each.num_blocks for each in removed), sum(each.num_bytes for each in removed)
         )
+
+    def probe(self, deadline_ns: int) -> None:
+        """Write and read a page of the directory."""
+        with self._writing(deadline_ns):
+            self._disk.probe()
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Verify nothing yet."""
+        return Scrubbed()
+
+    def health(self) -> Health:
+        """Return that the directory is there."""
+        return Health()
 
     def headers(self) -> Iterator[Headers]:
         """Yield what is kept, a batch a segment, in the order of writing; read from the disk."""

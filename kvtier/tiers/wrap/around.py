@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from kvtier.core.identity import BlockHash, BlockHeader, Headers
+from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
+    Health,
     MissReason,
     Removed,
+    Scrubbed,
     Tier,
     TierProperties,
     TierUsage,
@@ -29,7 +31,9 @@ class Operation(StrEnum):
     READ = "read"
     CONTAINS = "contains"
     REMOVE = "remove"
-    CLEAR = "clear"
+    PURGE = "purge"
+    PROBE = "probe"
+    SCRUB = "scrub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +83,28 @@ class AroundTier:
         call = Call(Operation.REMOVE, len(hashes), 0, deadline_ns)
         return self.around(call, lambda: self.inner.remove(hashes, deadline_ns))
 
-    def clear(self, deadline_ns: int) -> Removed:
-        """Clear through ``around``."""
-        call = Call(Operation.CLEAR, 0, 0, deadline_ns)
-        return self.around(call, lambda: self.inner.clear(deadline_ns))
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Purge through ``around``."""
+        call = Call(Operation.PURGE, 0, 0, deadline_ns)
+        return self.around(call, lambda: self.inner.purge(selection, deadline_ns))
+
+    def probe(self, deadline_ns: int) -> None:
+        """Probe through ``around``."""
+        call = Call(Operation.PROBE, 0, 0, deadline_ns)
+        self.around(call, lambda: self.inner.probe(deadline_ns))
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Scrub through ``around``."""
+        call = Call(Operation.SCRUB, 0, max_bytes, deadline_ns)
+        return self.around(call, lambda: self.inner.scrub(max_bytes, deadline_ns))
 
     def headers(self) -> Iterator[Headers]:
         """Yield those of the inner tier."""
         return self.inner.headers()
+
+    def health(self) -> Health:
+        """Return that of the inner tier."""
+        return self.inner.health()
 
     def usage(self) -> TierUsage:
         """Return that of the inner tier."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from kvtier.errors import TierError
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import Health, HealthState, Tier
 from kvtier.tiers.wrap.around import AroundTier, Call
 
 __all__ = ["BreakerState", "BreakerTier"]
@@ -48,18 +48,26 @@ class BreakerTier(AroundTier):
         self._state = BreakerState.CLOSED
         self._num_faults = 0
         self._opened_ns = 0
+        self._last_fault = ""
 
     @property
     def state(self) -> BreakerState:
         """Return which calls go through now."""
         return self._state
 
+    def health(self) -> Health:
+        """Return out with the last fault while the breaker is open, else the inner tier's."""
+        if self._state is BreakerState.CLOSED:
+            return self.inner.health()
+        return Health(HealthState.OUT, self._last_fault)
+
     def around(self, call: Call, step: Callable[[], T]) -> T:
         """Make the call unless the breaker is open."""
         is_probe = self._enter()
         try:
             result = step()
-        except TierError:
+        except TierError as error:
+            self._last_fault = str(error)
             self._count_fault(is_probe)
             raise
         except BaseException:
