@@ -52,10 +52,11 @@ test-all: setup  ## run every test, those that take minutes too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 SEEDS ?= 200
+JOBS  ?= 2
 
 .PHONY: sim
-sim: $(READY)  ## run the node under SEEDS seeds (200), with faults and crashes
-	$(BIN)/python -m kvtier.sim --seeds $(SEEDS)
+sim: $(READY)  ## run the node under SEEDS seeds (200) on JOBS processes (2)
+	$(BIN)/python -m kvtier.sim --seeds $(SEEDS) --jobs $(JOBS)
 
 .PHONY: fmt
 fmt: $(READY)  ## format the code and mend what can be mended

@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-import grpc
 import psutil
 
 from kvtier.client import Client
+from kvtier.client.operator import open_operator
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace, chain_root, hash_blocks
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import Child, work_directory
@@ -83,8 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     figures = {}
     with work_directory() as directory:
         served = Served(directory, settings)
-        with served.daemon() as daemon, grpc.insecure_channel(f"unix:{served.socket}") as channel:
-            stub = operator_pb2_grpc.OperatorStub(channel)
+        with served.daemon() as daemon, open_operator(served.socket) as stub:
             daemon.await_log("arena reserved")
             client = Client(served.socket, space, "bench")
             client.start()

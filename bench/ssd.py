@@ -1,16 +1,20 @@
-"""The SSD tier against the disk itself: the same bytes, in operations of the same size and depth.
+"""The SSD tier against fio on the same disk: direct I/O of equal size, with as much in flight.
 
     python bench/ssd.py [--directory D] [--json]
 
-Writes and reads blocks through SsdTier, and in turn writes and reads plain files with pwritev and
-preadv past the page cache, in batches of as many bytes from as many threads. Prints medians, and
-the ratio of the tier to the disk. Then fabricates a store of a million blocks, and recovers it.
+For blocks of 4 MiB, 1 MiB and 256 KiB: durable writes (each batch of blocks synced before the next)
+and cold reads (past the page cache, in another order than they were written), by SsdTier and by fio
+in turn. Prints medians, and the ratio of the tier to fio. Then fabricates a store of a million
+blocks, and recovers it. Needs fio.
 """
 
 import argparse
 import json
-import os
+import random
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,99 +26,91 @@ import numpy as np
 import psutil
 
 from kvtier.core.identity import EVERYTHING, BlockHeader
-from kvtier.core.limits import PAGE_BYTES
 from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.ssd import SsdTier
-from kvtier.tiers.ssd.disk import DirectIO, Disk
+from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, seal_segment
 
+_BATCH = 8
+"""Blocks of one call, as the node makes them."""
+_THREADS = 4
+"""Calls in flight when reading; writing has one."""
 
-def timed(step: Callable[[], None]) -> float:
+
+def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> float:
+    """Return bytes a second of fio with as many blocks in flight, synced as often."""
+    depth = _BATCH if action == "write" else _BATCH * _THREADS
+    command = ["fio", "--name=limit", f"--directory={directory}", "--filename=limit"]
+    command += ["--direct=1", "--ioengine=libaio", f"--iodepth={depth}", f"--bs={block_bytes}"]
+    command += [f"--rw={'write' if action == 'write' else 'randread'}", f"--size={total_bytes}"]
+    command += ["--output-format=json", "--randrepeat=0"]
+    if action == "write":
+        command += [f"--fdatasync={_BATCH}"]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return float(json.loads(ended.stdout)["jobs"][0][action]["bw_bytes"])
+
+
+class Blocks:
+    """Blocks of one size in aligned memory, in batches, and the same memory to read them into."""
+
+    def __init__(self, block_bytes: int, total_bytes: int) -> None:
+        count = total_bytes // block_bytes // _BATCH * _BATCH
+        self.total_bytes = count * block_bytes
+        arena = aligned_memory(self.total_bytes)
+        slots = [arena[n * block_bytes : (n + 1) * block_bytes] for n in range(count)]
+        blocks = []
+        for slot, block in zip(slots, make_chain(range(count), block_bytes), strict=True):
+            slot[:] = block.payload
+            blocks.append(BlockWrite(block.header, slot))
+        self.batches = [blocks[start : start + _BATCH] for start in range(0, count, _BATCH)]
+
+    def write(self, tier: SsdTier) -> None:
+        for batch in self.batches:
+            assert set(tier.write(batch, soon()).outcomes) == {WriteOutcome.STORED}
+
+    def read(self, tier: SsdTier) -> None:
+        def one(batch: list[BlockWrite]) -> None:
+            results = tier.read([read_of(block, block.payload) for block in batch], soon())
+            assert all(isinstance(result, BlockHeader) for result in results), results
+
+        order = random.Random(0).sample(self.batches, len(self.batches))
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(one, order))
+
+
+def speed(num_bytes: int, step: Callable[[], None]) -> float:
+    """Return bytes a second."""
     started = time.perf_counter()
     step()
-    return time.perf_counter() - started
+    return num_bytes / (time.perf_counter() - started)
 
 
-class Raw:
-    """A preallocated file that batches are written to and read from."""
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.fd, 0, num_bytes)
-        os.fsync(self.fd)
-        self.path = path
-
-    def write(self, batches: list[list[memoryview]], batch_bytes: int) -> None:
-        for number, batch in enumerate(batches):
-            assert os.pwritev(self.fd, batch, number * batch_bytes) == batch_bytes
-
-    def read(self, batches: list[list[memoryview]], batch_bytes: int, depth: int) -> None:
-        def one(number: int) -> None:
-            assert os.preadv(self.fd, batches[number], number * batch_bytes) == batch_bytes
-
-        with ThreadPoolExecutor(depth) as threads:
-            list(threads.map(one, range(len(batches))))
-
-    def remove(self) -> None:
-        os.close(self.fd)
-        self.path.unlink()
-
-
-def write_tier(tier: SsdTier, batches: list[list[BlockWrite]]) -> None:
-    for batch in batches:
-        assert set(tier.write(batch, soon()).outcomes) == {WriteOutcome.STORED}
-
-
-def read_tier(
-    tier: SsdTier, batches: list[list[BlockWrite]], slots: list[list[memoryview]], depth: int
-) -> None:
-    def one(number: int) -> None:
-        pairs = zip(batches[number], slots[number], strict=True)
-        results = tier.read([read_of(block, slot) for block, slot in pairs], soon())
-        assert all(isinstance(result, BlockHeader) for result in results), results
-
-    with ThreadPoolExecutor(depth) as threads:
-        list(threads.map(one, range(len(batches))))
-
-
-def compare(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    payload_bytes, per_batch, depth = options.block_bytes, options.batch, options.depth
-    num_blocks = options.blocks // per_batch * per_batch
-    slot_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
-    arena = aligned_memory(num_blocks * slot_bytes)
-    slots = [arena[n * slot_bytes : (n + 1) * slot_bytes] for n in range(num_blocks)]
-    blocks = []
-    for slot, block in zip(slots, make_chain(range(num_blocks), payload_bytes), strict=True):
-        slot[:payload_bytes] = block.payload
-        blocks.append(BlockWrite(block.header, slot[:payload_bytes]))
-    starts = range(0, num_blocks, per_batch)
-    batches = [blocks[start : start + per_batch] for start in starts]
-    slot_batches = [slots[start : start + per_batch] for start in starts]
-    batch_bytes = per_batch * slot_bytes
-    total_bytes = num_blocks * slot_bytes
-    seconds: dict[str, list[float]] = {}
+def compare(directory: Path, block_bytes: int, options: argparse.Namespace) -> dict[str, float]:
+    blocks = Blocks(block_bytes, options.total_bytes)
+    total = blocks.total_bytes
+    speeds: dict[str, list[float]] = {}
     for run in range(options.runs):
-        raw = Raw(directory / "raw", total_bytes)
-        tier = SsdTier(directory / "ssd", 2 * total_bytes + (1 << 30))
-        steps: list[tuple[str, Callable[[], None]]] = [
-            ("write_disk", partial(raw.write, slot_batches, batch_bytes)),
-            ("write_tier", partial(write_tier, tier, batches)),
-            ("read_disk", partial(raw.read, slot_batches, batch_bytes, depth)),
-            ("read_tier", partial(read_tier, tier, batches, slot_batches, depth)),
-        ]
-        # Whoever goes second finds the disk as the first has left it, so they take turns.
-        for name, step in (steps[i] for i in ([0, 1, 2, 3], [1, 0, 3, 2])[run % 2]):
-            os.sync()  # nobody pays for what another has left in the file system's journal
-            seconds.setdefault(name, []).append(timed(step))
-        raw.remove()
+        durable = SsdOptions(durability=Durability.BATCH)
+        tier = SsdTier(directory / "ssd", 2 * total + (1 << 30), options=durable)
+        steps: list[tuple[str, Callable[[], float]]] = []
+        for action, step in (("write", blocks.write), ("read", blocks.read)):
+            of_fio = partial(fio, directory, action, block_bytes, total)
+            of_tier = partial(speed, total, partial(step, tier))
+            pair = [(f"{action}_fio", of_fio), (f"{action}_tier", of_tier)]
+            # Whoever goes second finds the disk as the first has left it, so they take turns.
+            steps += pair if run % 2 else pair[::-1]
+        for name, measure in steps:
+            speeds.setdefault(name, []).append(measure())
         tier.purge(EVERYTHING, soon())
         tier.close()
-    speed = {name: total_bytes / statistics.median(times) / 1e9 for name, times in seconds.items()}
-    return {f"{name}_gb_per_s": round(value, 3) for name, value in speed.items()} | {
-        "write_ratio": round(speed["write_tier"] / speed["write_disk"], 3),
-        "read_ratio": round(speed["read_tier"] / speed["read_disk"], 3),
+        (directory / "limit").unlink()
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    size = f"{block_bytes >> 10}k"
+    return {f"{name}_{size}_gb_per_s": round(value / 1e9, 3) for name, value in median.items()} | {
+        f"{action}_{size}_ratio": round(median[f"{action}_tier"] / median[f"{action}_fio"], 3)
+        for action in ("write", "read")
     }
 
 
@@ -126,10 +122,12 @@ def recover(directory: Path, num_blocks: int, per_segment: int = 4096) -> dict[s
     size_bytes = 1 << 20
     for number in range(1, num_blocks // per_segment + 1):
         header = make_chain([number], 1)[0].header.pack()
-        entries = np.frombuffer(bytearray((header + bytes(8)) * per_segment), ENTRY_DTYPE)
+        packed = bytearray((header + bytes(8)) * per_segment)
+        entries = np.frombuffer(packed, ENTRY_DTYPE)
         keys = generator.integers(0, 1 << 63, (per_segment, 2), dtype=np.uint64)
         entries["header"]["block_hash"] = keys
         entries["page"] = np.arange(per_segment)
+        entries["written_s"] = int(time.time())
         segment = create_segment(disk, number, size_bytes, bytes(16))
         segment.entries = bytearray(entries.tobytes())
         seal_segment(disk, segment)
@@ -150,16 +148,18 @@ def recover(directory: Path, num_blocks: int, per_segment: int = 4096) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path.cwd())
-    parser.add_argument("--block-bytes", type=int, default=2_949_120)
-    parser.add_argument("--blocks", type=int, default=160)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--block-kib", type=int, nargs="+", default=[4096, 1024, 256])
+    parser.add_argument("--total-bytes", type=int, default=1 << 30)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--recover-blocks", type=int, default=1_000_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit("bench/ssd.py needs fio; install it (apt-get install fio)")
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        figures = compare(Path(scratch), options)
+        for kib in options.block_kib:
+            figures |= compare(Path(scratch), kib << 10, options)
         figures |= recover(Path(scratch) / "many", options.recover_blocks)
     if options.json:
         print(json.dumps(figures))

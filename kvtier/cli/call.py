@@ -1,47 +1,117 @@
 """One call to a running daemon, for commands that ask and print."""
 
 import argparse
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
 
+from kvtier.api.rpc.credentials import read_token
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.errors import StartError
+from kvtier.client.operator import Remote, dial, open_operator
+from kvtier.errors import ConfigError, DaemonUnavailable, StartError
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["add_socket_options", "ask", "socket_of"]
+__all__ = ["Target", "add_socket_options", "ask", "socket_of"]
 
 T = TypeVar("T")
 
+Target = Path | Remote
+"""A daemon on this node by its socket, or one elsewhere."""
 
-def add_socket_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which daemon is meant."""
-    add_config_options(parser, ("--socket", "daemon.socket", "Unix socket of the daemon"))
+_HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):\d{1,5}")
+_DETAILS_MAX = 300
+_CA_BYTES_MAX = 1 << 20
 
 
-def socket_of(options: argparse.Namespace) -> Path:
-    """Return the socket that the options name."""
+def add_socket_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:
+    """Add the options that say which daemon is meant, and ``shortcuts`` to other keys."""
+    add_config_options(parser, *shortcuts)
+    parser.add_argument(
+        "--connect",
+        "--socket",
+        dest="connect",
+        metavar="SOCKET|HOST:PORT",
+        help="Unix socket of the daemon (daemon.socket), or where it listens (rpc.listen)",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with HOST:PORT: the token to show"
+    )
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="with HOST:PORT: certificates to trust, instead of the system's",
+    )
+
+
+def socket_of(options: argparse.Namespace) -> Target:
+    """Return the daemon that the options name. Raises StartError."""
+    given: str | None = options.connect
+    if given is not None and _HOST_AND_PORT.fullmatch(given):
+        return _remote(given, options)
+    for option, value in (("--token-file", options.token_file), ("--ca", options.ca)):
+        if value is not None:
+            raise StartError(option, "is for TCP", "give --connect HOST:PORT, or leave it out")
+    if given == "":  # mostly a shell variable that is not set
+        raise ConfigError("daemon.socket", "is empty", "give a value, or leave the option out")
+    if given is not None:
+        setattr(options, "key:daemon.socket", given)
     return config_of(options).daemon.socket
 
 
-def ask(socket_path: Path, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
-    """Make one call. Raises StartError, for exit code 2, where no daemon answers in time."""
-    if not socket_path.is_socket():
+def _remote(address: str, options: argparse.Namespace) -> Remote:
+    if options.token_file is None:
         raise StartError(
-            "daemon.socket", f"no daemon at {socket_path}", "start one with `kvtier serve`"
+            "--token-file", "is not set", "a daemon asks for a token over TCP: give its file"
         )
-    channel = grpc.insecure_channel(f"unix:{socket_path}")
+    token = read_token(options.token_file, "--token-file")
+    if options.ca is None:
+        return Remote(address, token)
     try:
-        return call(operator_pb2_grpc.OperatorStub(channel))
-    except grpc.RpcError as error:
-        details: Any = cast("grpc.Call", error)
-        problem = f"the daemon at {socket_path} gave no answer"
-        if details.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-            problem = f"no daemon answers at {socket_path}"
+        with options.ca.open("rb") as file:
+            return Remote(address, token, file.read(_CA_BYTES_MAX))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
         raise StartError(
-            "daemon.socket", problem, "look at its log, or start one with `kvtier serve`"
+            "--ca", f"{options.ca} cannot be read: {reason}", "give a readable PEM file"
         ) from error
-    finally:
-        channel.close()
+
+
+def ask(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
+    """Make one call. Raises StartError, for exit code 2, where no daemon answers in time."""
+    try:
+        with _reach(target) as stub:
+            return call(stub)
+    except DaemonUnavailable as error:
+        raise StartError(
+            "daemon.socket", str(error), "look at its log, or start one with `kvtier serve`"
+        ) from error
+    except grpc.RpcError as error:
+        raise _refusal(target, cast("grpc.Call", error)) from error
+
+
+def _reach(
+    target: Target,
+) -> contextlib.AbstractContextManager[operator_pb2_grpc.OperatorStub]:
+    return dial(target) if isinstance(target, Remote) else open_operator(target)
+
+
+def _refusal(target: Target, call: grpc.Call) -> StartError:
+    """Say what became of a call, with what gRPC knows of it."""
+    details = " ".join(str(call.details()).split())[:_DETAILS_MAX]
+    is_remote = isinstance(target, Remote)
+    where = target.address if isinstance(target, Remote) else str(target)
+    field = "--connect" if is_remote else "daemon.socket"
+    match call.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            problem = f"the daemon at {where} gave no answer"
+        case grpc.StatusCode.UNAVAILABLE:
+            # Over TCP the certificate may be at fault, and only the details tell.
+            problem = f"no daemon answers at {where}" + (f": {details}" if is_remote else "")
+        case _:
+            return StartError(field, f"the daemon at {where} refuses: {details}", "do as it says")
+    return StartError(field, problem, "look at its log, or start one with `kvtier serve`")

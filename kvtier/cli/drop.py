@@ -1,14 +1,18 @@
-"""``kvtier drop``: empty tiers, and say what was removed."""
+"""``kvtier drop``: empty tiers, of everything or of a selection, and say what was removed."""
 
 import argparse
 import json
-from pathlib import Path
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtier.cli.call import add_socket_options, ask, socket_of
+from kvtier.cli.call import Target, add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
+from kvtier.cli.selection import add_selection_options, selections_of
 from kvtier.cli.shown import shown_bytes
 from kvtier.client.wire import tier_from_wire, tier_to_wire
+from kvtier.core.identity import Selection
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
 
@@ -17,9 +21,33 @@ __all__ = ["add_parser", "run"]
 _MARGIN_S = 2.0
 
 
+@dataclass(slots=True)
+class _Result:
+    """What became of one tier."""
+
+    tier: str
+    blocks: int = 0
+    bytes: int = 0
+    kept_blocks: int = 0
+    error: str = ""
+
+    def add(self, removed: pb.DropReply.Removed) -> None:
+        """Count one call's part."""
+        self.blocks += removed.blocks
+        self.bytes += removed.bytes
+        self.kept_blocks += removed.kept_blocks
+        self.error = self.error or removed.error
+
+    def __str__(self) -> str:
+        line = f"{self.tier:<7} removed {self.blocks} blocks, {shown_bytes(self.bytes)}"
+        if self.kept_blocks:
+            line += f"; kept {self.kept_blocks} in use"
+        return line + (f"; {self.error}" if self.error else "")
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("drop", help="empty tiers")
+    parser = commands.add_parser("drop", help="empty tiers, of all blocks or some")
     add_socket_options(parser)
     parser.add_argument(
         "--tier",
@@ -28,6 +56,7 @@ def add_parser(commands: Any) -> None:
         choices=[*TierName, "all"],
         help="tier to empty; may be repeated",
     )
+    add_selection_options(parser)
     parser.add_argument(
         "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="how long to wait"
     )
@@ -37,40 +66,38 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Empty the tiers; exit code 1 where one could not be emptied."""
-    path = socket_of(options)
-    names = _tiers_here(path) if "all" in options.tier else map(TierName, options.tier)
-    request = pb.DropRequest(
-        tiers=map(tier_to_wire, names), deadline_ms=int(options.timeout * 1000)
-    )
-    timeout_s = options.timeout + _MARGIN_S
-    reply = ask(path, lambda stub: stub.Drop(request, timeout=timeout_s))
-    results = [
-        {
-            "tier": tier_from_wire(removed.tier).value,
-            "blocks": removed.blocks,
-            "bytes": removed.bytes,
-            "kept_blocks": removed.kept_blocks,
-            "error": removed.error,
-        }
-        for removed in reply.removed
-    ]
+    target = socket_of(options)
+    reply = ask(target, lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S))
+    status = json.loads(reply.json)
+    selections = selections_of(options, status)
+    names = _tiers_here(status) if "all" in options.tier else [*map(TierName, options.tier)]
+    results = {name: _Result(name.value) for name in names}
+    until_s = time.monotonic() + options.timeout
+    for selection in selections:
+        for removed in _drop(target, names, selection, max(0.0, until_s - time.monotonic())):
+            results[tier_from_wire(removed.tier)].add(removed)
     if options.json:
-        print(json.dumps({"removed": results}))
+        print(json.dumps({"removed": [asdict(result) for result in results.values()]}))
     else:
-        for result in results:
-            print(_line(result))
-    return int(any(result["error"] or result["kept_blocks"] for result in results))
+        for result in results.values():
+            print(result)
+    return int(any(result.error or result.kept_blocks for result in results.values()))
 
 
-def _tiers_here(path: Path) -> list[TierName]:
+def _drop(
+    target: Target, names: list[TierName], selection: Selection, timeout_s: float
+) -> list[pb.DropReply.Removed]:
+    request = pb.DropRequest(
+        tiers=map(tier_to_wire, names),
+        deadline_ms=max(1, int(timeout_s * 1000)),
+        key_space=selection.key_space,
+        tenant=selection.tenant,
+    )
+    reply = ask(target, lambda stub: stub.Drop(request, timeout=timeout_s + _MARGIN_S))
+    return list(reply.removed)
+
+
+def _tiers_here(status: Mapping[str, Any]) -> list[TierName]:
     """Return the tiers that the daemon has; the GPU tier is its engines'."""
-    reply = ask(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S))
-    tiers = json.loads(reply.json)["tiers"]
+    tiers = status["tiers"]
     return [name for name in TierName if name is TierName.GPU or tiers[name]["state"] != "off"]
-
-
-def _line(result: dict[str, Any]) -> str:
-    line = f"{result['tier']:<7} removed {result['blocks']} blocks, {shown_bytes(result['bytes'])}"
-    if result["kept_blocks"]:
-        line += f"; kept {result['kept_blocks']} in use"
-    return line + (f"; {result['error']}" if result["error"] else "")

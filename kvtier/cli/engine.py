@@ -17,6 +17,7 @@ from kvtier.lock import hold_lock
 from kvtier.observe.log import Log, start_log
 
 if TYPE_CHECKING:
+    from kvtier.api.http.tenant import Tenants
     from kvtier.engine.engine import Engine
     from kvtier.engine.model import LoadedModel
     from kvtier.engine.pool import BlockPool
@@ -41,6 +42,8 @@ def add_parser(commands: Any) -> None:
         ("--listen", "engine.listen", "host:port of the OpenAI-compatible server"),
         ("--connect", "daemon.socket", "Unix socket of the daemon"),
     )
+    # The daemon's own name for it, as the tools take it too.
+    parser.add_argument("--socket", dest="key:daemon.socket", help=argparse.SUPPRESS)
     parser.add_argument("--alone", action="store_true", help="run without any daemon")
     parser.add_argument("--supervised", metavar="NOTE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -88,6 +91,7 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     from kvtier.engine.model import load_model
     from kvtier.engine.runner import EngineRunner
 
+    tenants = _tenants(config)
     loaded = load_model(
         path,
         device=config.engine.device,
@@ -110,7 +114,9 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
         context_limit=min(loaded.context_limit, pool.num_blocks * settings.engine_block_tokens),
     )
     meter = EngineMeter(CollectorRegistry())
-    app = create_app(runner, served, registry=meter.metrics.registry, observer=meter)
+    app = create_app(
+        runner, served, registry=meter.metrics.registry, observer=meter, tenants=tenants
+    )
     listen = config.engine.listen
     with serve(
         app, listen.host, listen.port, field="engine.listen", grace_seconds=_GRACE_S
@@ -133,6 +139,14 @@ def _settings(config: Config) -> "EngineSettings":
         max_batch_tokens=config.engine.max_batch_tokens,
         max_num_sequences=config.engine.max_sequences,
     )
+
+
+def _tenants(config: Config) -> "Tenants":
+    from kvtier.api.http.tenant import Tenants, read_api_keys
+
+    keys_file = config.engine.api_keys_file
+    is_from_key = config.engine.tenant_from == "api_key"
+    return Tenants(is_from_key, read_api_keys(keys_file) if keys_file else None)
 
 
 def _no_port(settings: "EngineSettings") -> Any:

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from kvtier import __version__
-from kvtier.cli import demo, drop, engine, serve, stat
+from kvtier.cli import demo, drop, engine, fsck, serve, stat
 from kvtier.errors import KvtierError, StartError
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, engine, stat, drop, demo)
+_COMMANDS = (serve, engine, stat, drop, fsck, demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

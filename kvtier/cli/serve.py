@@ -9,8 +9,12 @@ from kvtier.cli.options import add_config_options, config_of
 from kvtier.cli.preflight import check_start
 from kvtier.config import Config
 from kvtier.daemon.daemon import Daemon
+from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.daemon.supervisor import Supervisor
+from kvtier.daemon.tiers import load_keys
+from kvtier.errors import StartError
 from kvtier.observe.log import Log, start_log
+from kvtier.tiers.seal import KeyRing
 
 __all__ = ["add_parser", "run"]
 
@@ -34,27 +38,40 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     start_log(config.daemon.log_level)
     check_start(config)
-    return asyncio.run(_serve(config, options))
+    ring = load_keys(config)
+    stop = Stop(config.daemon.stop_grace_ns / 1e9)
+    reactions: dict[signal.Signals, Reaction] = {
+        signal.SIGTERM: stop.told,
+        signal.SIGINT: stop.told,
+        signal.SIGHUP: lambda _number: _reload(ring),
+    }
+    with signals_heard(reactions):
+        return asyncio.run(_serve(config, options, ring, stop))
 
 
-async def _serve(config: Config, options: argparse.Namespace) -> int:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, number, stopping, loop)
-    async with Daemon(config).serving():
+async def _serve(
+    config: Config, options: argparse.Namespace, ring: KeyRing | None, stop: Stop
+) -> int:
+    stopping = stop.attach()
+    async with Daemon(config, ring=ring, stop=stop).serving():
         if config.engine.model is None:
             await stopping.wait()
             return 0
-        supervisor = Supervisor(config.daemon.socket, _engine_arguments(options))
+        supervisor = Supervisor(config.daemon.socket, _engine_arguments(options), stop)
+        stop.abandon = supervisor.kill
         return await supervisor.run(stopping)
 
 
-def _stop(number: signal.Signals, stopping: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-    """Stop in order; a second signal has its usual, sudden effect."""
-    _log.info("stopping", signal=number.name)
-    loop.remove_signal_handler(number)
-    stopping.set()
+def _reload(ring: KeyRing | None) -> None:
+    """Read the keys again; those of before stay where the file is no good."""
+    if ring is None:
+        return
+    try:
+        ring.reload()
+    except StartError as error:
+        _log.error("the keys stay as they were", error=error)
+    else:
+        _log.info("keys read again")
 
 
 def _engine_arguments(options: argparse.Namespace) -> list[str]:

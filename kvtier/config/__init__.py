@@ -10,6 +10,7 @@ from kvtier.config.model import (
     EngineConfig,
     HttpConfig,
     RemoteConfig,
+    RpcConfig,
     SsdConfig,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "EngineConfig",
     "HttpConfig",
     "RemoteConfig",
+    "RpcConfig",
     "SsdConfig",
     "load_config",
 ]

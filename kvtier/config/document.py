@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from types import UnionType
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -22,7 +22,8 @@ key: defaults, the file, environment variables `KVTIER_SECTION_KEY` (`KVTIER_CPU
 options `--set section.key=value`. An unknown key is an error, and so is a value without its unit.
 
 Sizes are whole bytes or carry a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB
-(powers of 1024). Durations always carry one: ns, us, ms, s, min, h, d.
+(powers of 1024). Durations always carry one: ns, us, ms, s, min, h, d. A list is `[1000, 65532]`
+in the file, and `1000,65532` in a variable or an option.
 """
 
 _EXAMPLE_HEAD = """\
@@ -40,6 +41,8 @@ def _as_toml(name: str, value: object) -> str:
         if name.endswith("_bytes"):
             return f'"{format_size(value)}"'
         return f'"{format_duration(value)}"' if name.endswith("_ns") else str(value)
+    if isinstance(value, tuple):
+        return str(list(value))
     return '""' if value is None else f'"{value}"'
 
 
@@ -57,8 +60,12 @@ def default_of(name: str, field: FieldInfo) -> str:
 def example_of(name: str, field: FieldInfo) -> str:
     """Return a value that the field would take, in TOML."""
     if example := _extra(field).get("example"):
-        return f'"{example}"'
+        return str(example) if _is_list(field) else f'"{example}"'
     return _as_toml(name, field.default)
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
 
 
 def _kind(name: str, field: FieldInfo) -> str:
@@ -68,6 +75,8 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "duration"
     annotation = field.annotation
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if _is_list(field):
+        return "list of numbers"
     if Path in parts:
         return "path"
     if bool in parts:

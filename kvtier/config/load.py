@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -150,9 +150,17 @@ def _from_text(section: str, key: str, text: str, source: str) -> _Given:
     field = section_models()[section].model_fields[_fields(section)[key]]
     if field.annotation is bool:
         return _Given({"true": True, "false": False}.get(text.lower(), text), source)
-    if field.annotation is int and re.fullmatch(r"-?\d{1,18}", text):
-        return _Given(int(text), source)
+    if field.annotation is int:
+        return _Given(_number(text), source)
+    if get_origin(field.annotation) is tuple:
+        items = text.strip("[] ").split(",") if text.strip("[] ") else []
+        return _Given([_number(item.strip()) for item in items], source)
     return _Given(text, source)
+
+
+def _number(text: str) -> int | str:
+    """Return a whole number as one; all else is left for the model to refuse."""
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def _build(section: str, given: Mapping[str, _Given]) -> Section:
@@ -191,6 +199,8 @@ def _read(name: str, field: FieldInfo, value: object) -> object:
         return parse_size(value)
     if name.endswith("_ns"):
         return parse_duration(value)
+    if isinstance(value, list) and get_origin(field.annotation) is tuple:
+        return tuple(value)
     if not isinstance(value, str):
         return value
     if type(None) in kinds and not value:
@@ -238,6 +248,8 @@ def _problem(name: str, error: ErrorDetails) -> str:
             return f"{shown} is none of {limits['expected']}"
         case "int_type":
             return f"{shown} is no whole number"
+        case "tuple_type":
+            return f"{shown} is no list"
         case "bool_type":
             return f"{shown} is neither true nor false"
         case _:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -113,7 +113,7 @@ class DaemonConfig(Section):
         description="Time from SIGTERM to the end of the process, whatever hangs. Keep it below "
         "systemd's TimeoutStopSec and Kubernetes' terminationGracePeriodSeconds.",
     )
-    allowed_uids: tuple[int, ...] = Field(
+    allowed_uids: tuple[Annotated[int, Field(ge=0, le=2**32 - 2)], ...] = Field(
         default=(),
         json_schema_extra=_shown("none", example="[1000, 65532]"),
         description="Users who may attach and operate besides root and the daemon's own; with any, "

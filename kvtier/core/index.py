@@ -21,10 +21,16 @@ from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
 
-__all__ = ["NO_SLOT", "Index", "NewBlocks", "Scope"]
+__all__ = ["NO_SLOT", "WAS_DEMOTED", "WAS_USED", "Index", "NewBlocks", "Scope"]
 
 NO_SLOT = -1
 """The slot of a block that is not in the arena."""
+
+WAS_USED = 1
+"""In ``past``: the block was used since it came into the CPU tier."""
+
+WAS_DEMOTED = 2
+"""In ``past``: it was given to a slower tier once more before it has to go."""
 
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 _FACTS = np.dtype(
@@ -34,6 +40,7 @@ _FACTS = np.dtype(
         ("scope", np.uint32),
         ("payload_bytes", np.uint32),
         ("state", np.uint8, len(LOWER_TIERS)),
+        ("past", np.uint8),
         ("slot", np.int64),
         ("stamp", np.int64),
         ("checksum", np.uint64, 2),
@@ -82,6 +89,8 @@ class Index:
         self.payload_bytes: npt.NDArray[np.uint32]
         self.state: npt.NDArray[np.uint8]
         """Residency by row and lower tier."""
+        self.past: npt.NDArray[np.uint8]
+        """What happened to the block in the CPU tier, as bits; 0 when it comes in."""
         self.slot: npt.NDArray[np.int64]
         """Offset in the arena, ``NO_SLOT`` where the block has none."""
         self.pins: npt.NDArray[np.int32]
@@ -141,6 +150,7 @@ class Index:
         self.scope[fresh] = blocks.scope
         self.payload_bytes[fresh] = blocks.payload_bytes
         self.state[fresh] = Residency.ABSENT
+        self.past[fresh] = 0
         self.slot[fresh] = NO_SLOT
         self.pins[fresh] = 0
         self.stamp[fresh] = 0
@@ -168,7 +178,7 @@ class Index:
 
     def forget_absent(self, rows: Rows) -> None:
         """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
-        rows = np.unique(rows[rows >= 0])
+        rows = np.unique(rows[rows >= 0]) if len(rows) > 1 else rows[rows >= 0]
         gone = rows[(self.state[rows] == Residency.ABSENT).all(axis=1)]
         assert not self.pins[gone].any(), "a pinned block is somewhere"
         if len(gone):
@@ -210,6 +220,10 @@ class Index:
         meant = [number for each, number in scopes if selection.has(each.key_space, each.tenant)]
         return rows[np.isin(self.scope[rows], meant)]
 
+    def keys_of(self, rows: Rows) -> Keys:
+        """Return the block hashes of rows."""
+        return self._table.keys[rows]
+
     def hash_of(self, row: int) -> BlockHash:
         """Return the block hash of a row."""
         return BlockHash(self._table.keys[row].tobytes())
@@ -230,6 +244,11 @@ class Index:
     def parent_rows(self, rows: Rows) -> Rows:
         """Return the row of each row's parent, -1 where the parent is a root or unknown."""
         return self._table.find(self.parent[rows])
+
+    def scope_of(self, row: int) -> Scope:
+        """Return whose block a row is."""
+        scope: Scope = self._scopes[self.scope[row]]
+        return scope
 
     def scopes(self) -> Iterator[tuple[int, Scope]]:
         """Yield every scope remembered, with its number."""

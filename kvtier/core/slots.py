@@ -2,14 +2,22 @@
 
 The arena is cut into slabs of equal size. A slab serves slots of one size, set when its first slot
 is taken and given up when its last one comes back, so that engines with blocks of different sizes
-share one arena without fragmenting it. A slot is named by its offset in the arena.
+share one arena without fragmenting it. A slot is named by its offset in the arena, and has an
+owner: a number that its user chose. It may be *held*: its owner cannot leave it now.
 """
 
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.core.table import Rows
 
 __all__ = ["SlabAllocator", "slot_bytes"]
+
+_NOBODY = -1
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -20,9 +28,17 @@ def slot_bytes(block_bytes: int) -> int:
 @dataclass(slots=True)
 class _Slab:
     slot_bytes: int = 0
-    free: dict[int, None] = field(default_factory=dict)
-    """Offsets, as an ordered set."""
-    num_taken: int = 0
+    owners: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    """By slot, who has it."""
+    free: list[int] = field(default_factory=list)
+    """A stack of slots."""
+    num_held: int = 0
+    next_bytes: int = 0
+    """If not 0, nothing more is taken here, and once empty it serves slots of this size."""
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.owners) - len(self.free)
 
 
 class SlabAllocator:
@@ -35,15 +51,27 @@ class SlabAllocator:
         assert num_slabs > 0
         assert slab_bytes % PAGE_BYTES == 0
         self.slab_bytes = slab_bytes
+        self.held_bytes = 0
+        """Of all slots that are held."""
         self._slabs = [_Slab() for _ in range(num_slabs)]
         self._num_reserved = 0
         self._blank: list[int] = []
         self._partial: dict[int, set[int]] = {}
+        """By slot size, the slabs from which a slot can be taken."""
+        self._slabs_of: dict[int, set[int]] = {}
+        """By slot size, all its slabs; no size without any."""
+        self._num_taken: Counter[int] = Counter()
+        """By slot size, the slots that are taken."""
 
     @property
     def capacity_bytes(self) -> int:
         """Return the size of the whole arena."""
         return len(self._slabs) * self.slab_bytes
+
+    @property
+    def num_reserved(self) -> int:
+        """Return how many slabs have memory behind them."""
+        return self._num_reserved
 
     @property
     def reserved_bytes(self) -> int:
@@ -54,58 +82,142 @@ class SlabAllocator:
         """Make the first ``num_slabs`` slabs usable; never takes any back."""
         num_slabs = min(num_slabs, len(self._slabs))
         fresh = range(self._num_reserved, num_slabs)
-        self._blank.extend(reversed(fresh))
+        # Low offsets first, so that a small cache touches little memory.
+        self._blank = [*reversed(fresh), *self._blank]
         self._num_reserved = max(self._num_reserved, num_slabs)
 
-    def take(self, size: int) -> int | None:
+    def take(self, size: int, owner: int) -> int | None:
         """Return the offset of a free slot of ``size`` bytes, or None when there is none."""
         assert 0 < size <= self.slab_bytes
-        partial = self._partial.setdefault(size, set())
-        if not partial:
+        if not self._partial.get(size):
             if not self._blank:
                 return None
             self._open(self._blank.pop(), size)
-        number = min(partial)
+        number = min(self._partial[size])
         slab = self._slabs[number]
-        slab.num_taken += 1
-        offset, _ = slab.free.popitem()
+        place = slab.free.pop()
+        slab.owners[place] = owner
+        self._num_taken[size] += 1
         if not slab.free:
-            partial.remove(number)
-        return offset
+            self._partial[size].remove(number)
+        return number * self.slab_bytes + place * size
 
     def give(self, offset: int) -> None:
-        """Take back a slot; the last one of a slab makes the slab blank again."""
-        number = offset // self.slab_bytes
+        """Take back a slot that is not held; the last one of a slab makes the slab blank again."""
+        number, place = self._place_of(offset)
         slab = self._slabs[number]
-        assert slab.num_taken > 0, "a slot is given back once"
-        assert offset not in slab.free, "a slot is given back once"
-        slab.num_taken -= 1
-        slab.free[offset] = None
-        self._partial[slab.slot_bytes].add(number)
+        assert slab.owners[place] != _NOBODY, "a slot is given back once"
+        slab.owners[place] = _NOBODY
+        slab.free.append(place)
+        self._num_taken[slab.slot_bytes] -= 1
+        if not slab.next_bytes:
+            self._partial[slab.slot_bytes].add(number)
         if slab.num_taken == 0:
-            self._partial[slab.slot_bytes].remove(number)
-            self._slabs[number] = _Slab()
-            self._blank.append(number)
+            self._close(number)
+
+    def hold(self, offset: int) -> None:
+        """Note that a slot's owner cannot leave it until the matching ``let_go``."""
+        slab = self._slabs[offset // self.slab_bytes]
+        slab.num_held += 1
+        self.held_bytes += slab.slot_bytes
+
+    def let_go(self, offset: int) -> None:
+        """End one ``hold``."""
+        slab = self._slabs[offset // self.slab_bytes]
+        assert slab.num_held > 0, "every let_go has its hold"
+        slab.num_held -= 1
+        self.held_bytes -= slab.slot_bytes
+
+    # Sizes and their slabs
+
+    def sizes(self) -> Set[int]:
+        """Return the slot sizes that have slabs."""
+        return self._slabs_of.keys()
+
+    def num_slabs_of(self, size: int) -> int:
+        """Return how many slabs serve slots of a size."""
+        return len(self._slabs_of.get(size, ()))
+
+    def has_room_share(self, size: int, share: float) -> bool:
+        """Tell whether at least this share of all slots that a size can have is free."""
+        num_slabs = self.num_slabs_of(size) + len(self._blank)
+        num_slots = num_slabs * (self.slab_bytes // size)
+        return num_slots - self._num_taken[size] >= share * num_slots
+
+    def owners_of(self, size: int) -> Rows:
+        """Return the owners of all slots of a size."""
+        slabs = [self._slabs[number].owners for number in self._slabs_of.get(size, ())]
+        owners: Rows = np.concatenate(slabs) if slabs else np.empty(0, np.int64)
+        taken: Rows = owners[owners != _NOBODY]
+        return taken
+
+    def owners_in(self, number: int) -> Rows:
+        """Return the owners of the slots of one slab."""
+        owners = self._slabs[number].owners
+        taken: Rows = owners[owners != _NOBODY]
+        return taken
+
+    def slab_at(self, offset: int) -> int:
+        """Return the number of the slab around ``offset``."""
+        return offset // self.slab_bytes
+
+    def slabs_by_held(self, size: int) -> list[tuple[int, int]]:
+        """Return for each slab of a size that is not being drained how many of its slots are held.
+
+        As pairs of that count and the slab, in ascending order.
+        """
+        numbers = self._slabs_of.get(size, ())
+        slabs = ((self._slabs[number], number) for number in numbers)
+        return sorted((slab.num_held, number) for slab, number in slabs if not slab.next_bytes)
+
+    def drain(self, number: int, size: int) -> None:
+        """Take nothing more from a slab, and let it serve slots of ``size`` once it is empty."""
+        slab = self._slabs[number]
+        assert slab.slot_bytes != size
+        slab.next_bytes = size
+        self._partial[slab.slot_bytes].discard(number)
+        if slab.num_taken == 0:
+            self._close(number)
+
+    def clear(self, number: int) -> None:
+        """Make a slab without any taken slot blank."""
+        assert self._slabs[number].num_taken == 0
+        self._close(number)
+
+    def num_draining_for(self, size: int) -> int:
+        """Return how many slabs are being drained for a size."""
+        return sum(slab.next_bytes == size for slab in self._slabs)
 
     def size_at(self, offset: int) -> int:
         """Return the slot size of the slab at ``offset``."""
         return self._slabs[offset // self.slab_bytes].slot_bytes
 
-    def num_taken_at(self, offset: int) -> int:
-        """Return how many slots of the slab at ``offset`` are taken."""
-        return self._slabs[offset // self.slab_bytes].num_taken
-
-    def slab_range(self, offset: int) -> tuple[int, int]:
-        """Return the half-open range of offsets of the slab around ``offset``."""
-        start = offset // self.slab_bytes * self.slab_bytes
-        return start, start + self.slab_bytes
-
     def used_bytes(self) -> int:
         """Return the bytes of the slots that are taken."""
-        return sum(slab.num_taken * slab.slot_bytes for slab in self._slabs)
+        return sum(size * count for size, count in self._num_taken.items())
+
+    def _place_of(self, offset: int) -> tuple[int, int]:
+        number, inside = divmod(offset, self.slab_bytes)
+        return number, inside // self._slabs[number].slot_bytes
 
     def _open(self, number: int, size: int) -> None:
-        start = number * self.slab_bytes
-        offsets = range(start, start + self.slab_bytes - size + 1, size)
-        self._slabs[number] = _Slab(size, dict.fromkeys(reversed(offsets)))
-        self._partial[size].add(number)
+        num_slots = self.slab_bytes // size
+        owners = np.full(num_slots, _NOBODY, np.int64)
+        self._slabs[number] = _Slab(size, owners, list(reversed(range(num_slots))))
+        self._partial.setdefault(size, set()).add(number)
+        self._slabs_of.setdefault(size, set()).add(number)
+
+    def _close(self, number: int) -> None:
+        """Make an empty slab blank, or let it serve the size it was drained for."""
+        slab = self._slabs[number]
+        assert slab.num_held == 0, "an empty slab with held slots"
+        self._partial[slab.slot_bytes].discard(number)
+        self._slabs_of[slab.slot_bytes].remove(number)
+        if not self._slabs_of[slab.slot_bytes]:
+            del self._slabs_of[slab.slot_bytes], self._partial[slab.slot_bytes]
+            del self._num_taken[slab.slot_bytes]
+        self._slabs[number] = _Slab()
+        if slab.next_bytes:
+            self._open(number, slab.next_bytes)
+        else:
+            self._blank.append(number)

@@ -81,10 +81,11 @@ class HashTable:
     def remove(self, keys: Keys) -> Rows:
         """Forget keys and return the rows they had, -1 where a key was absent or a repeat."""
         rows, buckets = self._probe(keys)
-        _, firsts = np.unique(rows, return_index=True)
-        repeats = np.ones(len(rows), dtype=bool)
-        repeats[firsts] = False
-        rows[repeats] = -1
+        if len(rows) > 1:
+            _, firsts = np.unique(rows, return_index=True)
+            repeats = np.ones(len(rows), dtype=bool)
+            repeats[firsts] = False
+            rows[repeats] = -1
         gone = rows >= 0
         self._buckets[buckets[gone]] = _TOMBSTONE
         count = int(gone.sum())

@@ -2,235 +2,208 @@
 
 Order of start: what can be refused comes before what takes memory or time. The sockets come last:
 a client that can connect can be served. Order of stop: no more calls, then what is on its way to
-the SSD within the time given, then the tiers.
+the SSD within the time given, then the tiers. Each step of it has a deadline; the one for all of
+them together is kept by ``Stop``.
 """
 
 import asyncio
-import contextlib
 import gc
 import os
 import secrets
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
-import grpc
 from prometheus_client import CollectorRegistry
 
-from kvtier.api.http.daemon import create_daemon_app
-from kvtier.api.http.server import serve
-from kvtier.api.rpc.engine_service import EngineService
-from kvtier.api.rpc.operator_service import OperatorService
 from kvtier.config import Config
 from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.residency import TierName
+from kvtier.daemon.background import Background
+from kvtier.daemon.closing import Closing
+from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.key_spaces import SavedKeySpaces
+from kvtier.daemon.memory import Reservation
+from kvtier.daemon.sockets import Sockets
 from kvtier.daemon.stat import Status
-from kvtier.errors import StartError
+from kvtier.daemon.stop import Stop
+from kvtier.daemon.tiers import open_tiers, slow_tiers
 from kvtier.lock import hold_lock, let_go
 from kvtier.node import event as ev
+from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier
+from kvtier.node.scrub import Scrubber
+from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS, READY
 from kvtier.tiers.host import HostArena
-from kvtier.tiers.remote import RemoteTier
-from kvtier.tiers.ssd.disk import DirectIO
-from kvtier.tiers.ssd.store import SsdOptions, SsdTier
+from kvtier.tiers.seal import KeyRing
 from kvtier.tiers.wrap.breaker import BreakerTier
-from kvtier.transfer.shm import ArenaServer, arena_socket
-from kvtier.v1 import engine_pb2_grpc, operator_pb2_grpc
 
-__all__ = ["Daemon"]
+__all__ = ["Daemon", "OpenTiers"]
 
 _log = Log("kvtier.daemon")
 
-_COOL_DOWN_NS = 1_000_000_000
-"""How long a failing tier is left alone: it is back within seconds of its recovery."""
+_HEALTH_PERIOD_S = 0.5
+_GAUGES_PERIOD_S = 1.0
+_SCRUB_PERIOD_S = 1.0
+_RESERVE_PERIOD_S = 10.0
+"""Between attempts to get memory that was not there."""
 
-_BEAT_PERIOD_S = 1.0
-_BEAT_MAX_S = 10.0
-"""A loop that has not moved for this long is stuck, and health says so."""
+_CLOSE_SHARE = 0.25
+"""Of the time left, kept from writing what waits for closing the tiers."""
 
-_GRPC_GRACE_S = 1.0
-_FLUSH_S = 10.0
+_HUNG_CLOSE_S = 1.0
+"""For closing a tier that has not answered for long: not worth more of the grace."""
+
+
+OpenTiers = Callable[[Config, KeyRing | None], dict[TierName, BreakerTier]]
+"""Opens the tiers below the CPU."""
 
 
 class Daemon:
-    """One daemon of ``config``. Use ``serving`` once."""
+    """One daemon of ``config``, with the keys of ``ring``. Use ``serving`` once."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ring: KeyRing | None = None,
+        stop: Stop | None = None,
+        open_tiers: OpenTiers = open_tiers,
+    ) -> None:
         self.config = config
         self.boot = secrets.token_hex(8)
         self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
-        self.http_url = ""
+        self._ring = ring
+        self._open_tiers = open_tiers
+        # Without one from outside this is a guest in a process that others end.
+        self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
         self._is_ready = False
-        self._beat_s = time.monotonic()
+        self._crews: dict[TierName, Crew] = {}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Daemon"]:
         """Be ready within the context; everything is closed after it. Raises StartError."""
         os.umask(0o077)  # sockets and files are this user's alone
-        async with AsyncExitStack() as stack:
-            socket_path = self.config.daemon.socket
-            lock = hold_lock(
-                socket_path.with_name(socket_path.name + ".lock"),
-                "daemon.socket",
-                str(socket_path),
-            )
-            stack.callback(let_go, lock)
-            tiers = self._open_tiers()
-            for tier in tiers.values():
-                stack.push_async_callback(asyncio.to_thread, tier.close)
-            arena = HostArena(*self._slabs())
-            stack.callback(arena.close)
-            driver = Driver(self._node(tiers), arena, tiers)
-            stack.push_async_callback(self._stop_driver, driver)
-            self._recover(driver, tiers)
-            reserving = asyncio.create_task(self._reserve(driver, arena))
-            stack.push_async_callback(_cancel, reserving)
-            await self._open_sockets(stack, driver, arena)
+        async with Closing(self._stop) as closing:
+            path = self.config.daemon.socket
+            lock = hold_lock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
+            closing.add("letting go of the lock", partial(let_go, lock))
+            driver, arena = self._open_node(closing)
+            background = Background(self.metrics)
+            reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
+            health = NodeHealth(driver, reservation.health)
+            spaces = self._key_spaces(driver)
+            status = Status(driver, health, spaces, self.config.engine.block_tokens)
+            scrubber = Scrubber(driver, TierName.SSD) if TierName.SSD in driver.tiers else None
+            sockets = Sockets(self.config, closing, driver)
+            sockets.open_http(health, lambda: self._is_ready)
+            closing.add("stopping the background tasks", background.stop)
+            self._supervise(background, driver, status, scrubber)
+            background.every(_RESERVE_PERIOD_S, "reserve", reservation.step)
+            closing.add("writing what waits for the tiers", partial(self._flush, driver))
+            await sockets.open_arena(arena, self.boot)
+            await sockets.open_rpc(status.document, scrubber, spaces.forget_unused)
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
             gc.freeze()
-            self._is_ready = True
-            self.metrics.set(READY, 1)
-            _log.info(
-                "ready",
-                socket=socket_path,
-                http=self.http_url or "off",
-                pid=os.getpid(),
-                boot=self.boot,
-            )
+            self._note_ready(sockets)
             yield self
+            self._stop.begin()
             self._is_ready = False
             self.metrics.set(READY, 0)
 
-    def _slabs(self) -> tuple[int, int]:
-        cpu = self.config.cpu
-        return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
-
-    def _open_tiers(self) -> dict[TierName, BreakerTier]:
-        tiers: dict[TierName, BreakerTier] = {}
-        ssd, remote = self.config.ssd, self.config.remote
-        if ssd.enabled:
-            options = SsdOptions(
-                direct_io=DirectIO(ssd.direct_io),
-                free_space_floor_bytes=ssd.free_space_floor_bytes,
-                num_workers=ssd.io_threads,
-            )
-            opened = SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
-            tiers[TierName.SSD] = BreakerTier(opened, cool_down_ns=_COOL_DOWN_NS)
-        if remote.url:
-            server = RemoteTier(
-                remote.url,
-                key_prefix=remote.key_prefix,
-                ttl_s=remote.ttl_ns / 1e9,
-                timeout_s=remote.deadline_ns / 1e9,
-                num_workers=remote.io_threads,
-            )
-            tiers[TierName.REMOTE] = BreakerTier(server, cool_down_ns=_COOL_DOWN_NS)
-        return tiers
-
-    def _node(self, tiers: dict[TierName, BreakerTier]) -> Node:
-        ssd, remote = self.config.ssd, self.config.remote
-        deadlines_ns = {TierName.SSD: ssd.deadline_ns, TierName.REMOTE: remote.deadline_ns}
-        # The SSD's queue is bounded by its share of the arena alone.
-        queues_bytes = {
-            TierName.SSD: self.config.cpu.capacity_bytes,
-            TierName.REMOTE: remote.in_flight_bytes,
-        }
+    def _open_node(self, closing: Closing) -> tuple[Driver, HostArena]:
+        """Open tiers and arena, and a node that knows what they hold."""
+        tiers = self._open_tiers(self.config, self._ring)
+        # The last one is closed first: the SSD has something to lose by not being closed.
+        for name in reversed(tiers):
+            closing.add(f"closing the {name} tier", partial(self._close, name, tiers[name]))
+        arena = HostArena(*self._slabs())
+        closing.add("closing the arena", arena.close)
         num_slabs, slab_bytes = self._slabs()
         settings = NodeSettings(
             boot=self.boot,
             num_slabs=num_slabs,
             slab_bytes=slab_bytes,
             lease_ns=self.config.daemon.lease_ns,
-            tiers=tuple(
-                SlowTier(
-                    name,
-                    tier.properties.num_workers,
-                    deadlines_ns[name],
-                    queues_bytes[name],
-                )
-                for name, tier in tiers.items()
-            ),
+            tiers=slow_tiers(self.config, tiers),
         )
-        return Node(settings, LeafLru(), AdmitEverything(), self.metrics)
-
-    def _recover(self, driver: Driver, tiers: dict[TierName, BreakerTier]) -> None:
+        node = Node(settings, LeafLru(), AdmitEverything(), self.metrics)
+        driver = Driver(node, arena, tiers)
+        self._crews = driver.crews
+        self._stop.hanging = self._hanging
+        closing.add("stopping the driver", driver.stop)
         for name, tier in tiers.items():
-            num_blocks = 0
-            for headers in tier.headers():
-                driver.post(ev.Recovered(name, headers))
-                num_blocks += len(headers)
-            if tier.properties.is_persistent and not tier.properties.is_shared:
-                _log.info("tier opened", tier=name, blocks=num_blocks, **tier.usage().detail)
+            _recover(driver, name, tier)
+        return driver, arena
 
-    async def _reserve(self, driver: Driver, arena: HostArena) -> None:
-        """Put memory behind the arena, slab by slab, while serving from what is there already."""
-        for slab in range(arena.num_slabs):
-            try:
-                await asyncio.to_thread(arena.reserve, slab)
-            except StartError as error:  # others took the memory since the start
-                _log.error("the arena stays smaller than it was to be", error=error)
-                return
-            driver.post(ev.SlabsReserved(slab + 1))
-        _log.info("arena reserved", bytes=arena.capacity_bytes)
+    def _slabs(self) -> tuple[int, int]:
+        cpu = self.config.cpu
+        return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
 
-    async def _open_sockets(self, stack: AsyncExitStack, driver: Driver, arena: HostArena) -> None:
-        socket_path = self.config.daemon.socket
-        status = Status(driver, self.config.engine.block_tokens)
-        listen = self.config.http.listen
-        if listen is not None:
-            app = create_daemon_app(
-                is_alive=lambda: time.monotonic() - self._beat_s < _BEAT_MAX_S,
-                is_ready=lambda: self._is_ready,
-                registry=self.metrics.registry,
-            )
-            server = serve(app, listen.host, listen.port, field="http.listen")
-            self.http_url = server.url
-            stack.push_async_callback(asyncio.to_thread, server.stop)
-            beating = asyncio.create_task(self._beat(status))
-            stack.push_async_callback(_cancel, beating)
-        path = arena_socket(socket_path)
-        path.unlink(missing_ok=True)
-        passing = ArenaServer(arena, self.boot, lambda ticket: driver.post(ev.SessionEnded(ticket)))
-        await passing.start(path)
-        stack.callback(path.unlink, missing_ok=True)
-        stack.push_async_callback(passing.stop)
-        await self._open_rpc(stack, driver, passing, status)
+    def _key_spaces(self, driver: Driver) -> SavedKeySpaces:
+        ssd = self.config.ssd
+        spaces = SavedKeySpaces(driver, ssd.directory if ssd.enabled else None)
+        driver.on_register = spaces.registered
+        return spaces
 
-    async def _open_rpc(
-        self, stack: AsyncExitStack, driver: Driver, passing: ArenaServer, status: Status
+    def _supervise(
+        self,
+        background: Background,
+        driver: Driver,
+        status: Status,
+        scrubber: Scrubber | None,
     ) -> None:
-        server = grpc.aio.server()
-        engine_pb2_grpc.add_EngineServicer_to_server(EngineService(driver, passing), server)
-        operator_pb2_grpc.add_OperatorServicer_to_server(
-            OperatorService(driver, status.document), server
+        for crew in driver.crews.values():
+            check = partial(driver.check_health, crew)
+            background.every(_HEALTH_PERIOD_S, "health", check)
+        background.every(_GAUGES_PERIOD_S, "gauges", status.refresh)
+        rate_bytes = self.config.ssd.scrub_rate_bytes
+        if scrubber is not None and rate_bytes:
+            step = partial(scrubber.step, int(rate_bytes * _SCRUB_PERIOD_S))
+            background.every(_SCRUB_PERIOD_S, "scrub", step)
+
+    def _note_ready(self, sockets: Sockets) -> None:
+        self._is_ready = True
+        self._stop.stage = "serving"
+        self.metrics.set(READY, 1)
+        _log.info(
+            "ready",
+            socket=self.config.daemon.socket,
+            http=sockets.http_url or "off",
+            rpc_port=sockets.rpc_port or "off",
+            pid=os.getpid(),
+            boot=self.boot,
         )
-        server.add_insecure_port(f"unix:{self.config.daemon.socket}")
-        await server.start()
-        stack.push_async_callback(server.stop, _GRPC_GRACE_S)
-        stack.callback(driver.end_orders)
 
-    async def _beat(self, status: Status) -> None:
-        """Show that the loop moves, and keep the gauges current for scrapes on other threads."""
-        while True:
-            self._beat_s = time.monotonic()
-            status.refresh_gauges()
-            await asyncio.sleep(_BEAT_PERIOD_S)
-
-    async def _stop_driver(self, driver: Driver) -> None:
-        if not await driver.flush(_FLUSH_S):
+    async def _flush(self, driver: Driver) -> None:
+        if not await driver.flush(self._stop.left_s * (1 - _CLOSE_SHARE)):
             _log.warning("stopped with blocks still unwritten")
-        await driver.stop()
+
+    async def _close(self, name: TierName, tier: BreakerTier) -> None:
+        is_hung = name in self._crews and self._crews[name].late_calls()
+        closed = in_thread(tier.close, f"kvtier-{name}-close")
+        await asyncio.wait_for(closed, _HUNG_CLOSE_S if is_hung else self._stop.left_s)
+
+    def _hanging(self) -> str:
+        """Return which calls hang; from any thread."""
+        return "; ".join(
+            f"{name}: {call.name} for {call.seconds:.0f} s"
+            for name, crew in self._crews.items()
+            for call in crew.late_calls()
+        )
 
 
-async def _cancel(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+def _recover(driver: Driver, name: TierName, tier: BreakerTier) -> None:
+    """Tell the node what a tier was found to hold."""
+    num_blocks = 0
+    for headers in tier.headers():
+        driver.post(ev.Recovered(name, headers))
+        num_blocks += len(headers)
+    if tier.properties.is_persistent and not tier.properties.is_shared:
+        _log.info("tier opened", tier=name, blocks=num_blocks, **tier.usage().detail)

@@ -13,19 +13,26 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvtier.daemon.stop import Stop
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock, let_go
 from kvtier.observe.log import Log
 
-__all__ = ["Supervisor", "engine_lock"]
+__all__ = ["Supervisor", "engine_is_running", "engine_lock"]
 
 _log = Log("kvtier.supervisor")
 
-_STOP_TIMEOUT_S = 15.0
-"""What an engine gets to end its requests, before it is killed."""
+_STOP_SHARE = 0.45
+"""Of the grace, what an engine gets to end its requests, before it is killed."""
+
+_UNWANTED_STOP_S = 15.0
+"""The same for one that is stopped for another reason than the daemon's end."""
+
+_KILL_S = 2.0
+"""For the kernel to end a killed process; one in a dead disk is left to it."""
 
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Between restarts, longer each time, so that a broken engine does not keep the machine busy."""
@@ -42,6 +49,18 @@ def engine_lock(socket_path: Path) -> Path:
     return socket_path.with_name(socket_path.name + ".engine")
 
 
+def engine_is_running(socket_path: Path) -> bool:
+    """Tell whether there is an engine that a daemon at ``socket_path`` has started."""
+    lock = engine_lock(socket_path)
+    if not lock.exists():
+        return False
+    try:
+        let_go(hold_lock(lock, "daemon.socket", "the engine"))
+    except StartError:
+        return True
+    return False
+
+
 def _arguments_note(arguments: Sequence[str]) -> str:
     """Return what the engine's lock says of the options it was started with."""
     digest = hashlib.sha256("\0".join(arguments).encode()).hexdigest()
@@ -51,13 +70,21 @@ def _arguments_note(arguments: Sequence[str]) -> str:
 class Supervisor:
     """Keeps one engine running beside the daemon at ``socket_path``."""
 
-    def __init__(self, socket_path: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, socket_path: Path, arguments: Sequence[str], stop: Stop) -> None:
         self._socket_path = socket_path
+        self._stop = stop
+        self._descriptor = -1
+        """The pidfd of the engine that is watched, for a sudden end."""
         self._note = _arguments_note(arguments)
         self._command = [
             *(sys.executable, "-m", "kvtier", "engine"),
             *("--supervised", self._note, *arguments),
         ]
+
+    def kill(self) -> None:
+        """End the engine at once; from any thread."""
+        with contextlib.suppress(OSError):  # there is none, or it has ended
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Keep the engine running until ``stopping`` is set; returns the exit code to end with."""
@@ -69,30 +96,39 @@ class Supervisor:
                 continue
             loop = asyncio.get_running_loop()
             started_s = loop.time()
-            child = await asyncio.create_subprocess_exec(*self._command)
-            _log.info("engine started", pid=child.pid)
-            code = await self._attend(child, stopping)
+            code = await self._run_child(stopping)
             if stopping.is_set():
                 return 0
             if code == _START_ERROR:
                 return _START_ERROR  # it has said why on standard error
             num_failures = 0 if loop.time() - started_s > _HEALTHY_S else num_failures + 1
             pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
-            _log.error("engine ended", pid=child.pid, code=code, restart_in_s=pause_s)
+            _log.error("engine ended", code=code, restart_in_s=pause_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause_s)
         return 0
+
+    async def _run_child(self, stopping: asyncio.Event) -> int | None:
+        """Start an engine and wait for its end; returns its exit code where there is one."""
+        try:
+            child = await asyncio.create_subprocess_exec(*self._command)
+        except OSError as error:  # no memory or no descriptor left, for now
+            _log.error("the engine cannot be started", error=error)
+            return None
+        _log.info("engine started", pid=child.pid)
+        with self._watched(child.pid):
+            return await self._attend(child, stopping)
 
     async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> None:
         """Watch an engine of an earlier daemon, or stop it where it is not the one wanted."""
         if is_same:
             _log.info("adopted the engine of an earlier daemon", pid=pid)
-            await self._watch(pid, stopping)
+            await self._watch(pid, stopping, lambda: _STOP_SHARE * self._stop.left_s)
             return
         _log.info("stopping an engine with other options", pid=pid)
         unwanted = asyncio.Event()
         unwanted.set()
-        await self._watch(pid, unwanted)
+        await self._watch(pid, unwanted, lambda: min(_UNWANTED_STOP_S, self._stop.left_s))
 
     async def _attend(
         self, child: asyncio.subprocess.Process, stopping: asyncio.Event
@@ -102,21 +138,29 @@ class Supervisor:
         told = asyncio.create_task(stopping.wait())
         await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
+        if ended.done():
+            return ended.result()
+        self._stop.stage = "waiting for the engine to end"
+        child.terminate()
+        await asyncio.wait({ended}, timeout=_STOP_SHARE * self._stop.left_s)
         if not ended.done():
-            child.terminate()
-            try:
-                await asyncio.wait_for(asyncio.shield(ended), _STOP_TIMEOUT_S)
-            except TimeoutError:
-                _log.error("engine did not stop in time and is killed", pid=child.pid)
-                child.kill()
-        return await ended
+            _log.error("engine did not stop in time and is killed", pid=child.pid)
+            child.kill()
+            await asyncio.wait({ended}, timeout=_KILL_S)
+        if ended.done():
+            return ended.result()
+        ended.cancel()
+        return None
 
-    async def _watch(self, pid: int, stopping: asyncio.Event) -> None:
+    async def _watch(self, pid: int, stopping: asyncio.Event, grace_s: Callable[[], float]) -> None:
         """Wait for the end of an engine that is not our child, or stop it."""
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
+        with self._watched(pid) as descriptor:
+            if descriptor is not None:
+                await self._await_end(descriptor, stopping, grace_s)
+
+    async def _await_end(
+        self, descriptor: int, stopping: asyncio.Event, grace_s: Callable[[], float]
+    ) -> None:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(descriptor, ended.set)
@@ -125,14 +169,27 @@ class Supervisor:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
-            if not ended.is_set():
-                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-                try:
-                    await asyncio.wait_for(ended.wait(), _STOP_TIMEOUT_S)
-                except TimeoutError:
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            for number, timeout_s in ((signal.SIGTERM, grace_s()), (signal.SIGKILL, _KILL_S)):
+                if not ended.is_set():
+                    signal.pidfd_send_signal(descriptor, number)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), timeout_s)
         finally:
             loop.remove_reader(descriptor)
+
+    @contextlib.contextmanager
+    def _watched(self, pid: int) -> Iterator[int | None]:
+        """Hold the process's pidfd, which names it even if its number is given to another."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            yield None
+            return
+        self._descriptor = descriptor
+        try:
+            yield descriptor
+        finally:
+            self._descriptor = -1
             os.close(descriptor)
 
     def _running(self) -> tuple[int, bool]:

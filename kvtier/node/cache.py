@@ -7,17 +7,26 @@ Rules
 * ``claim``, then bytes are copied by somebody, then ``publish`` or ``abandon``; in between nobody
   reads the slot.
 * A block that is pinned, or named in the call that makes room, is not evicted.
+* A block that is *expelled* is served no more, and leaves once nobody reads or fills its slot.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
 from kvtier.core.eviction import Eviction
 from kvtier.core.identity import BlockHeader, Selection
-from kvtier.core.index import NO_SLOT, Index
-from kvtier.core.limits import INDEX_ROWS_MAX
+from kvtier.core.index import NO_SLOT, WAS_USED, Index, Scope
+from kvtier.core.limits import (
+    DRAINS_MAX,
+    INDEX_ROWS_MAX,
+    SIZE_KEPT_NS,
+    SLAB_VICTIMS_MAX,
+    VICTIMS_TAKEN_AT_ONCE,
+)
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.share import donors
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows, as_keys
 from kvtier.observe.metrics import Metrics
@@ -32,14 +41,30 @@ class Cache:
     def __init__(self, slots: SlabAllocator, eviction: Eviction, metrics: Metrics) -> None:
         self.index = Index()
         self.slots = slots
-        self._eviction = eviction
+        self.eviction = eviction
         self.metrics = metrics
         self.num_pins = 0
         """Pins of all rows together; 0 when the node is idle."""
+        self.num_claims = 0
+        """Slots given out so far."""
+        self.closed: list[Selection] = []
+        """Whose blocks are being dropped: none is served, and none comes in."""
+        self.expelled: set[int] = set()
+        """Rows that leave once they are unpinned, or written."""
+        self._used_ns: dict[int, int] = {}
+        """By slot size, when a block of it was last used."""
+        self._now_ns = 0
 
-    def touch(self, rows: Rows) -> int:
+    def is_closed(self, scope: Scope) -> bool:
+        """Tell whether a scope's blocks are being dropped from the CPU tier."""
+        return any(each.has(scope.key_space, scope.tenant) for each in self.closed)
+
+    def touch(self, rows: Rows, payload_bytes: int, now_ns: int) -> int:
         """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
-        return self._eviction.touch(self.index, rows)
+        self._used_ns[slot_bytes(payload_bytes)] = self._now_ns = now_ns
+        is_here = self.index.residency(rows, TierName.CPU) == Residency.READY
+        self.index.past[rows[is_here]] |= WAS_USED
+        return self.eviction.touch(self.index, rows)
 
     def make_rows(self, count: int) -> int:
         """Return for how many more blocks the index has room, forgetting some where it lacks it.
@@ -57,59 +82,89 @@ class Cache:
             index.forget_absent(forgettable)
         return max(0, INDEX_ROWS_MAX - len(index))
 
-    def claim(self, row: int, mark: int) -> bool:
+    def claim(self, row: int, mark: int, num_more: int = 0) -> bool:
         """Give a row that is absent from the CPU tier a slot to be written, evicting if need be.
 
-        Spares blocks touched at ``mark`` or later. False: no room; nothing has changed for the
-        row, though others may have been evicted.
+        Spares blocks touched at ``mark`` or later; ``num_more`` claims of that size are to follow.
+        False: no room; nothing has changed for the row, though others may have been evicted.
         """
         assert self.index.slot[row] == NO_SLOT
-        size = slot_bytes(int(self.index.payload_bytes[row]))
-        offset = self.slots.take(size)
-        if offset is None:
-            offset = self._make_room(size, mark)
+        size = self.size_of(row)
+        offset = self.slots.take(size, row)
+        if offset is None and self._make_room(size, mark, 1 + num_more):
+            offset = self.slots.take(size, row)
         if offset is None:
             return False
+        self.num_claims += 1
+        self.slots.hold(offset)
         self.index.slot[row] = offset
+        self.index.past[row] = 0
         self.index.move(row, TierName.CPU, Residency.WRITING)
         return True
 
-    def publish(self, row: int, checksum: bytes) -> None:
-        """Make a claimed row readable."""
+    def publish(self, row: int, checksum: bytes) -> bool:
+        """Make a claimed row readable; False if it was expelled meanwhile, and so is not."""
         assert self.state(row, TierName.CPU) == Residency.WRITING
         self.index.checksum[row] = as_keys(checksum)[0]
         self.index.move(row, TierName.CPU, Residency.READY)
         if self.index.pins[row] == 0:
-            self._eviction.offer(self.index, row)
+            self.slots.let_go(int(self.index.slot[row]))
+            self.eviction.offer(self.index, row)
+        if row in self.expelled:
+            self._expel_ready(row)
+            return False
+        return True
 
     def abandon(self, row: int) -> None:
         """Take a claimed row's slot back; the row is forgotten if it is nowhere else."""
         assert self.state(row, TierName.CPU) == Residency.WRITING
         self._vacate(row)
 
-    def evict(self, row: int) -> None:
-        """Drop a ready, unpinned row from the CPU tier; forgotten if it is nowhere else."""
-        assert self.state(row, TierName.CPU) == Residency.READY
-        assert self.index.pins[row] == 0, "a pinned block is not evicted"
-        self._vacate(row)
+    def evict(self, rows: Rows) -> None:
+        """Drop ready, unpinned rows from the CPU tier; forgotten if they are nowhere else."""
+        index = self.index
+        assert (index.residency(rows, TierName.CPU) == Residency.READY).all()
+        assert not index.pins[rows].any(), "a pinned block is not evicted"
+        for offset in index.slot[rows].tolist():
+            self.slots.give(offset)
+        self._note_gone(rows)
 
     def evict_all(self, selection: Selection) -> tuple[int, int]:
-        """Drop the ready, unpinned rows of a selection; returns blocks and bytes."""
+        """Drop the ready, unpinned rows of a selection; returns blocks and payload bytes."""
         index = self.index
         rows = index.selected(index.in_state(TierName.CPU, Residency.READY), selection)
         rows = rows[index.pins[rows] == 0]
-        num_bytes = sum(self.slots.size_at(int(offset)) for offset in index.slot[rows])
-        for row in rows.tolist():
-            self.evict(row)
+        num_bytes = int(index.payload_bytes[rows].sum())
+        self.evict(rows)
         return len(rows), num_bytes
+
+    def held(self, selection: Selection) -> Rows:
+        """Return the rows of a selection that are pinned or being filled."""
+        index = self.index
+        rows = index.rows()
+        state = index.residency(rows, TierName.CPU)
+        rows = rows[
+            (state != Residency.ABSENT) & ((state != Residency.READY) | (index.pins[rows] > 0))
+        ]
+        return index.selected(rows, selection)
+
+    def expel(self, rows: Rows) -> None:
+        """Serve rows of the CPU tier no more; each leaves once nobody holds or fills it."""
+        for row in rows.tolist():
+            if self.state(row, TierName.CPU) == Residency.READY:
+                self._expel_ready(row)
+            else:
+                self.expelled.add(row)
 
     def pin(self, row: int) -> None:
         """Keep a row's slot from being evicted until the matching ``unpin``."""
         self.index.pins[row] += 1
         self.num_pins += 1
+        if self.index.pins[row] == 1 and self.state(row, TierName.CPU) == Residency.READY:
+            self.slots.hold(int(self.index.slot[row]))
 
     def unpin(self, row: int) -> None:
-        """End one ``pin``; the last one of a condemned row lets it go."""
+        """End one ``pin``; the last one of an expelled row lets it go."""
         assert self.index.pins[row] > 0, "every unpin has its pin"
         self.index.pins[row] -= 1
         self.num_pins -= 1
@@ -119,18 +174,26 @@ class Cache:
         if state == Residency.EVICTING:
             self._vacate(row)
         elif state == Residency.READY:
-            self._eviction.offer(self.index, row)
+            self.slots.let_go(int(self.index.slot[row]))
+            self.eviction.offer(self.index, row)
 
     def condemn(self, row: int) -> None:
         """Serve a ready row no more, because its bytes are not those that were stored."""
         if self.state(row, TierName.CPU) != Residency.READY:
             return
         self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="corrupt")
-        if self.index.pins[row] == 0:
-            self.evict(row)
-            return
-        # The checksum stays: a write that waits needs it, to find that these bytes fail it.
-        self.index.move(row, TierName.CPU, Residency.EVICTING)
+        self._expel_ready(row)
+
+    def is_held(self, row: int) -> bool:
+        """Tell whether a row has a slot that it cannot leave now."""
+        state = self.state(row, TierName.CPU)
+        return state != Residency.ABSENT and (
+            state != Residency.READY or bool(self.index.pins[row] > 0)
+        )
+
+    def size_of(self, row: int) -> int:
+        """Return the size of the slot that a row has or needs."""
+        return slot_bytes(int(self.index.payload_bytes[row]))
 
     def state(self, row: int, tier: TierName) -> int:
         """Return a row's residency in a tier."""
@@ -148,39 +211,91 @@ class Cache:
         """Return the arena offsets of rows that have slots."""
         return tuple(int(self.index.slot[row]) for row in rows)
 
+    def _expel_ready(self, row: int) -> None:
+        if self.index.pins[row] == 0:
+            self.evict(np.array([row]))
+            return
+        # The checksum stays: a write that waits needs it, to find bytes that fail it.
+        self.expelled.add(row)
+        self.index.move(row, TierName.CPU, Residency.EVICTING)
+
     def _vacate(self, row: int) -> None:
+        """Take back the slot of a row that is held: written or expelled."""
         offset = int(self.index.slot[row])
+        self.slots.let_go(offset)
         self.slots.give(offset)
-        self.index.checksum[row] = 0
-        self.index.slot[row] = NO_SLOT
-        self.index.move(row, TierName.CPU, Residency.ABSENT)
-        self.index.forget_absent(np.array([row]))
+        self._note_gone(np.array([row]))
 
-    def _make_room(self, size: int, mark: int) -> int | None:
-        for row in self._eviction.victims(self.index, mark):
-            offset = int(self.index.slot[row])
-            if self.slots.size_at(offset) == size:
-                self.evict(row)
-                self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="capacity")
+    def _note_gone(self, rows: Rows) -> None:
+        self.index.checksum[rows] = 0
+        self.index.slot[rows] = NO_SLOT
+        self.index.move(rows, TierName.CPU, Residency.ABSENT)
+        self.expelled.difference_update(rows.tolist())
+        self.index.forget_absent(rows)
+
+    # Making room
+
+    def _make_room(self, size: int, mark: int, num_wanted: int) -> bool:
+        """Evict so that a slot of ``size`` is free, if that can be, or more that are wanted."""
+        slabs_of = {each: self.slots.num_slabs_of(each) for each in self.slots.sizes()}
+        oldest_ns = self._now_ns - SIZE_KEPT_NS
+        in_use = {each for each, used_ns in self._used_ns.items() if used_ns > oldest_ns}
+        for donor in donors(size, slabs_of, in_use, self.slots.num_reserved):
+            if donor == size:
+                has_room = self._evict_oldest(size, mark, num_wanted)
             else:
-                self._evict_slab(offset, mark)
-            freed = self.slots.take(size)
-            if freed is not None:
-                return freed
-        return None
+                has_room = self._empty_slab(donor)
+            if has_room:
+                return True
+        self._begin_drain(size, slabs_of)
+        return False
 
-    def _evict_slab(self, offset: int, mark: int) -> None:
-        """Empty the slab around ``offset``, so that another size may use it, if all of it can go.
+    def _evict_oldest(self, size: int, mark: int, count: int) -> bool:
+        victims = self.eviction.victims(self.index, self.slots, size, mark)
+        rows = np.array(list(islice(victims, min(count, VICTIMS_TAKEN_AT_ONCE))), np.int64)
+        self.evict(rows)
+        victims.close()  # not before, or they would be proposed again
+        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
+        return len(rows) > 0
+
+    def _empty_slab(self, size: int) -> bool:
+        """Empty one slab of a size, all of which can go, so that another size may use it.
 
         Evicting by age alone would empty nearly the whole arena before one slab came free.
         """
-        index = self.index
-        start, end = self.slots.slab_range(offset)
-        rows = index.in_state(TierName.CPU, Residency.READY)
-        inside = (index.slot[rows] >= start) & (index.slot[rows] < end)
-        rows = rows[inside & (index.pins[rows] == 0) & (index.stamp[rows] < mark)]
-        if len(rows) < self.slots.num_taken_at(offset):
+        idle = {slab for num_held, slab in self.slots.slabs_by_held(size) if num_held == 0}
+        if not idle:
+            return False
+        victims = self.eviction.victims(self.index, self.slots, size)
+        slabs = (
+            self.slots.slab_at(int(self.index.slot[row]))
+            for row in islice(victims, SLAB_VICTIMS_MAX)
+        )
+        number = next((slab for slab in slabs if slab in idle), min(idle))
+        rows = self.slots.owners_in(number)
+        if len(rows):
+            self.evict(rows)
+            self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
+        else:
+            self.slots.clear(number)
+        return True
+
+    def _begin_drain(self, size: int, slabs_of: dict[int, int]) -> None:
+        """Let no more blocks be used in one slab, so that a size without any gets it.
+
+        Where a block that many read sits in every slab, none would ever be free of pins. Now the
+        slab is once the leases of today have ended, which have deadlines.
+        """
+        if size in slabs_of or self.slots.num_draining_for(size) >= DRAINS_MAX:
             return
-        for row in rows.tolist():
-            self.evict(row)
-        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
+        for _, number in sorted(
+            pair for each in slabs_of for pair in self.slots.slabs_by_held(each)
+        ):
+            rows = self.slots.owners_in(number)
+            if (self.index.residency(rows, TierName.CPU) == Residency.READY).all():
+                num_held = int((self.index.pins[rows] > 0).sum())
+                self.slots.drain(number, size)
+                self.expel(rows)
+                gone = len(rows) - num_held
+                self.metrics.add(EVICTED_BLOCKS, gone, tier=TierName.CPU, reason="capacity")
+                return

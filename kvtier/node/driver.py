@@ -7,31 +7,34 @@ completion is posted back to the loop. A timer wakes the node at the deadline it
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
+from kvtier.node.crew import Crew
 from kvtier.node.node import Node
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
+    HealthState,
     MissReason,
     Removed,
     Tier,
 )
 from kvtier.tiers.host import HostArena
-from kvtier.tiers.wrap.breaker import BreakerState, BreakerTier
+from kvtier.tiers.wrap.breaker import BreakerTier
 
 __all__ = ["Driver", "TierWork"]
 
-_HEALTH_PERIOD_S = 0.5
-"""How often a tier that is out is looked at; its breaker decides when to try it."""
+_ORDERS_MAX = 64
+"""Orders that an engine may leave unanswered; more are not sent, and their drops say so."""
 
-_HEALTH_DEADLINE_NS = 1_000_000_000
+_BROKEN_PAUSE_S = 0.1
+"""After an event that the node could not take, so that one that comes again does not spin."""
 
 _NO_MORE_ORDERS = 0
 
@@ -41,10 +44,18 @@ TierWork = ac.Read | ac.Write | ac.Probe | ac.Purge
 class Driver:
     """Runs ``node`` over ``arena`` and ``tiers`` on the running loop."""
 
-    def __init__(self, node: Node, arena: HostArena, tiers: Mapping[TierName, BreakerTier]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        arena: HostArena,
+        tiers: Mapping[TierName, BreakerTier],
+    ) -> None:
         self.node = node
         self.tiers = tiers
+        self.crews = {name: Crew(tier, node.metrics) for name, tier in tiers.items()}
         self._arena = arena
+        self.on_register: Callable[[ev.Register], None] = lambda _event: None
+        """Called for each engine that was let in."""
         self._log = Repeated(Log("kvtier.node"))
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
@@ -54,13 +65,8 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._up = dict.fromkeys(tiers, True)
-        self._workers = {
-            # One thread more than workers: probes and purges do not wait for a full lane.
-            name: ThreadPoolExecutor(tier.properties.num_workers + 1, f"kvtier-{name}")
-            for name, tier in tiers.items()
-        }
-        self._watch = self._loop.create_task(self._watch_health())
+        self._moved_ns = dict.fromkeys(tiers, time.monotonic_ns())
+        """When a tier last ended a transfer, or had none to do."""
 
     async def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
         """Hand the node a call and wait for its answer."""
@@ -92,7 +98,7 @@ class Driver:
 
     async def orders(self, session: str) -> AsyncGenerator[int, None]:
         """Yield the orders for a session until the driver stops or this is cancelled."""
-        queue = self._orders[session] = asyncio.Queue()
+        queue = self._orders[session] = asyncio.Queue(_ORDERS_MAX)
         try:
             while order := await queue.get():
                 yield order
@@ -101,16 +107,28 @@ class Driver:
 
     def post(self, event: ev.Event) -> None:
         """Let the node take an event in, and carry out what it wants done."""
-        for action in self.node.handle(event, time.monotonic_ns()):
+        if isinstance(event, ev.ReadDone | ev.WriteDone):
+            self._note_moved(event.transfer)
+        try:
+            actions = self.node.handle(event, time.monotonic_ns())
+        except BaseException:  # a bug; the node is woken all the same for what others wait for
+            self._arm(_BROKEN_PAUSE_S)
+            raise
+        for action in actions:
             self._perform(action)
+        sessions = self.node.sessions.values()
+        if isinstance(event, ev.Register) and any(s.ticket == event.ticket for s in sessions):
+            self.on_register(event)
         self._arm()
-        if all(lane.is_idle for lane in self.node.transfers.lanes.values()):
+        now_ns = time.monotonic_ns()
+        lanes = self.node.transfers.lanes.values()
+        if all(lane.is_idle or not lane.is_usable(now_ns) for lane in lanes):
             self._quiet.set()
         else:
             self._quiet.clear()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued for any tier; False if that did not come in time."""
+        """Wait until nothing is on its way to a tier that is up; False if that takes longer."""
         try:
             await asyncio.wait_for(self._quiet.wait(), timeout_s)
         except TimeoutError:
@@ -120,27 +138,64 @@ class Driver:
     def end_orders(self) -> None:
         """End every ``orders``, so that no call of a client outlives the others."""
         for queue in self._orders.values():
+            if queue.full():
+                queue.get_nowait()
             queue.put_nowait(_NO_MORE_ORDERS)
 
-    async def stop(self) -> None:
-        """Stop all threads that can be stopped; calls still open are cancelled."""
-        self._watch.cancel()
+    def stop(self) -> None:
+        """Begin nothing more; calls still open are cancelled, and threads left to themselves."""
         if self._timer:
             self._timer.cancel()
         for future in self._calls.values():
             future.cancel()
-        for workers in self._workers.values():
-            workers.shutdown(wait=False, cancel_futures=True)
+        for crew in self.crews.values():
+            crew.stop()
+
+    async def check_health(self, crew: Crew) -> None:
+        """Tell the node whether a tier is up, and have it touched if it is time."""
+        crew.check(partial(self._note_health, crew.tier.properties.name))
+
+    def stalled(self, limit_s: float) -> list[TierName]:
+        """Return the tiers that count as up, have work queued, and moved nothing for so long."""
+        now_ns = time.monotonic_ns()
+        stalled = []
+        for name, lane in self.node.transfers.lanes.items():
+            if not (lane.reads or lane.writes) or not lane.is_usable(now_ns):
+                self._moved_ns[name] = now_ns
+            elif now_ns - self._moved_ns[name] > limit_s * 1e9:
+                stalled.append(name)
+        return stalled
+
+    def is_reading(self, name: TierName) -> bool:
+        """Tell whether reads wait for a tier or are under way."""
+        lane = self.node.transfers.lanes[name]
+        return bool(lane.reads) or any(flight.is_read for flight in lane.flights.values())
+
+    def _note_health(self, name: TierName, before: HealthState, now: HealthState) -> None:
+        if HealthState.OUT in {before, now}:
+            self.post(ev.TierUp(name, now is not HealthState.OUT))
+
+    def _note_moved(self, transfer: int) -> None:
+        for name, lane in self.node.transfers.lanes.items():
+            if transfer in lane.flights:
+                self._moved_ns[name] = time.monotonic_ns()
+
+    # Actions
 
     def _perform(self, action: ac.Action) -> None:
         match action:
             case ac.Reply() | ac.Progress():
                 self._answer(action)
             case ac.Order():
-                if action.session in self._orders:
-                    self._orders[action.session].put_nowait(action.order)
+                orders = self._orders.get(action.session)
+                if orders is not None and not orders.full():
+                    orders.put_nowait(action.order)
             case _:
-                self._workers[action.tier].submit(self._work, action)
+                what = type(action).__name__.lower()
+                work = partial(self._work, action)
+                if not self.crews[action.tier].submit(work, what, action.deadline_ns):
+                    event = _faulted(action, "too much waits for the tier's threads")
+                    self._loop.call_soon(self.post, event)
 
     def _answer(self, action: ac.Reply | ac.Progress) -> None:
         if action.call in self._streams:
@@ -150,13 +205,13 @@ class Driver:
             if future and not future.done():
                 future.set_result(action.answer)
 
-    def _arm(self) -> None:
+    def _arm(self, least_s: float = 0.0) -> None:
         if self._timer:
             self._timer.cancel()
             self._timer = None
         at_ns = self.node.next_deadline_ns()
         if at_ns is not None:
-            delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+            delay_s = max(least_s, (at_ns - time.monotonic_ns()) / 1e9)
             self._timer = self._loop.call_later(delay_s, self.post, ev.Tick())
 
     # On the tiers' threads
@@ -172,8 +227,7 @@ class Driver:
             # A bug in a tier. Told as a fault, so that nobody waits for it for ever.
             Log("kvtier.node").exception("a tier broke", tier=action.tier)
             event = _faulted(action, repr(error))
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.post, event)
+        self.crews[action.tier].to_loop(partial(self.post, event))
 
     def _done(self, action: TierWork) -> ev.Event:
         tier = self.tiers[action.tier]
@@ -218,29 +272,6 @@ class Driver:
         outcomes = iter(report.outcomes)
         results = tuple(next(outcomes) if ok else None for ok in is_whole)
         return ev.WriteDone(action.transfer, results, b"".join(report.evicted), _since(start_ns))
-
-    # Health
-
-    async def _watch_health(self) -> None:
-        while True:
-            await asyncio.sleep(_HEALTH_PERIOD_S)
-            for name, tier in self.tiers.items():
-                if tier.state is BreakerState.OPEN:
-                    self._workers[name].submit(self._try, name)
-                self._note_health(name, is_up=tier.state is BreakerState.CLOSED)
-
-    def _note_health(self, name: TierName, *, is_up: bool) -> None:
-        if is_up != self._up[name]:
-            self._up[name] = is_up
-            Log("kvtier.node").warning("tier is up" if is_up else "tier is down", tier=name)
-            self.post(ev.TierUp(name, is_up))
-
-    def _try(self, name: TierName) -> None:
-        """Call a tier that may have recovered, so that its breaker learns whether it has."""
-        try:
-            self.tiers[name].probe(time.monotonic_ns() + _HEALTH_DEADLINE_NS)
-        except TierError as error:
-            self._log.warning("tier is still down", tier=name, error=error)
 
 
 def _faulted(action: TierWork, fault: str) -> ev.Event:

@@ -1,19 +1,28 @@
-"""Drops: an operator empties tiers.
+"""Drops: an operator takes blocks out of tiers.
 
-A drop first lets what is under way come to rest, so that a block being written cannot appear after
-it; then each tier is emptied and says what it lost. What is still in use at the deadline is kept
-and counted.
+Theory
+------
+A block must not come back after a drop: not with a write that was under way, not read up from a
+tier that is emptied later, not because a store began before and ends after it. So from its first
+step to its answer a drop *closes* the tiers that it names to the blocks that it means. None of them
+is served from there, none comes in, and what was on its way in leaves as soon as it has arrived.
+The CPU tier lets go at once of what nobody uses; a slower one is purged when no such block is being
+written to it. What is still held at the deadline is counted as kept, and is served no more.
 """
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import Keys, as_keys
 from kvtier.node.action import Action, Dropped, Order, Purge, Reply
 from kvtier.node.cache import Cache
 from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
-from kvtier.node.transfer import Transfers
+from kvtier.node.transfer import Lane, Transfers
 from kvtier.observe.table import DROPPED_BLOCKS
 from kvtier.tiers.base import Removed
 
@@ -24,10 +33,17 @@ __all__ = ["Drops"]
 class _Pending:
     event: Drop
     done: dict[TierName, Dropped] = field(default_factory=dict)
-    clearing: set[TierName] = field(default_factory=set)
+    purging: set[TierName] = field(default_factory=set)
     orders: dict[int, str] = field(default_factory=dict)
     """Order numbers not yet answered, with the session that owes the answer."""
     gpu: Removed = field(default_factory=Removed)
+    cpu: Removed = field(default_factory=Removed)
+    """What left the CPU tier at once."""
+    held: Keys = field(default_factory=lambda: as_keys(b""))
+    """What could not, because somebody read or filled it."""
+    held_bytes: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    was_ready: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    """Which of those were blocks already."""
 
     def report(self, tier: TierName, removed: Removed, kept: int = 0, error: str = "") -> None:
         self.done[tier] = Dropped(tier, removed.num_blocks, removed.num_bytes, kept, error)
@@ -49,12 +65,13 @@ class Drops:
         self._pending.append(drop)
         actions: list[Action] = []
         if TierName.GPU in event.tiers:
-            for session in self._sessions.values():
-                if event.selection.key_space not in {b"", session.key_space}:
-                    continue
-                self._num_orders += 1
-                drop.orders[self._num_orders] = session.token
-                actions.append(Order(session.token, self._num_orders))
+            actions += self._order(drop)
+        if TierName.CPU in event.tiers:
+            self._cache.closed.append(event.selection)
+            self._expel(drop)
+        for lane in self._lanes(event):
+            lane.closed.append(event.selection)
+            self._transfers.cancel_writes(lane, event.selection)
         return actions + self.advance(now_ns)
 
     def advance(self, now_ns: int) -> list[Action]:
@@ -65,23 +82,24 @@ class Drops:
             actions += self._step(drop, is_overdue)
             if len(drop.done) == len(set(drop.event.tiers)):
                 self._pending.remove(drop)
+                self._reopen(drop.event)
                 answer = tuple(drop.done[tier] for tier in drop.event.tiers)
                 actions.append(Reply(drop.event.call, answer))
         return actions
 
     def purged(self, event: PurgeDone) -> None:
         """Note that a selection of blocks was taken out of a tier."""
-        index = self._cache.index
-        self._transfers.lanes[event.tier].is_clearing = False
+        self._transfers.lanes[event.tier].purging = None
         if not event.fault:
+            index = self._cache.index
             rows = index.in_state(event.tier, Residency.READY)
             rows = index.selected(rows, event.selection)
             index.move(rows, event.tier, Residency.ABSENT)
             index.forget_absent(rows)
             self._cache.metrics.add(DROPPED_BLOCKS, event.removed.num_blocks, tier=event.tier)
         for drop in self._pending:
-            if event.tier in drop.clearing:
-                drop.clearing.remove(event.tier)
+            if event.tier in drop.purging:
+                drop.purging.remove(event.tier)
                 drop.report(event.tier, event.removed, error=event.fault)
 
     def answered(self, order: int, removed: Removed) -> None:
@@ -101,6 +119,35 @@ class Drops:
     def next_deadline_ns(self) -> int | None:
         """Return when the next drop must be answered."""
         return min((d.event.deadline_ns - DROP_GRACE_NS for d in self._pending), default=None)
+
+    def _lanes(self, event: Drop) -> list[Lane]:
+        return [self._transfers.lanes[t] for t in event.tiers if t in self._transfers.lanes]
+
+    def _order(self, drop: _Pending) -> list[Action]:
+        """Have engines empty their own tier; they know no selection but all."""
+        actions: list[Action] = []
+        for session in self._sessions.values():
+            if drop.event.selection.key_space in {b"", session.key_space}:
+                self._num_orders += 1
+                drop.orders[self._num_orders] = session.token
+                actions.append(Order(session.token, self._num_orders))
+        return actions
+
+    def _expel(self, drop: _Pending) -> None:
+        """Take out of the CPU tier what can go, and mark the rest to follow."""
+        cache, index = self._cache, self._cache.index
+        drop.cpu = Removed(*cache.evict_all(drop.event.selection))
+        held = cache.held(drop.event.selection)
+        drop.held = index.keys_of(held)
+        drop.held_bytes = index.payload_bytes[held].copy()
+        drop.was_ready = index.residency(held, TierName.CPU) == Residency.READY
+        cache.expel(held)
+
+    def _reopen(self, event: Drop) -> None:
+        if TierName.CPU in event.tiers:
+            self._cache.closed.remove(event.selection)
+        for lane in self._lanes(event):
+            lane.closed.remove(event.selection)
 
     def _step(self, drop: _Pending, is_overdue: bool) -> list[Action]:
         actions: list[Action] = []
@@ -124,30 +171,31 @@ class Drops:
 
     def _step_cpu(self, drop: _Pending, is_overdue: bool) -> None:
         index = self._cache.index
-        rows = index.rows()
-        slots = rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]
-        slots = index.selected(slots, drop.event.selection)
-        in_use = slots[
-            (index.pins[slots] > 0) | (index.residency(slots, TierName.CPU) == Residency.WRITING)
-        ]
-        if len(in_use) and not is_overdue:
+        rows = index.find(drop.held)
+        is_held = rows >= 0
+        is_held[is_held] = index.residency(rows[is_held], TierName.CPU) != Residency.ABSENT
+        num_kept = int(is_held.sum())
+        if num_kept and not is_overdue:
             return
-        num_blocks, num_bytes = self._cache.evict_all(drop.event.selection)
-        self._cache.metrics.add(DROPPED_BLOCKS, num_blocks, tier=TierName.CPU)
-        drop.report(TierName.CPU, Removed(num_blocks, num_bytes), kept=len(in_use))
+        gone = drop.was_ready & ~is_held
+        removed = Removed(
+            drop.cpu.num_blocks + int(gone.sum()),
+            drop.cpu.num_bytes + int(drop.held_bytes[gone].sum()),
+        )
+        self._cache.metrics.add(DROPPED_BLOCKS, removed.num_blocks, tier=TierName.CPU)
+        drop.report(TierName.CPU, removed, kept=num_kept)
 
     def _step_slow(self, drop: _Pending, tier: TierName, is_overdue: bool) -> list[Action]:
-        lane = self._transfers.lanes.get(tier)
+        lane, selection = self._transfers.lanes.get(tier), drop.event.selection
         if lane is None:
             drop.report(tier, Removed(), error="there is no such tier here")
         elif is_overdue:
             rows = self._cache.index.in_state(tier, Residency.READY)
-            kept = len(self._cache.index.selected(rows, drop.event.selection))
-            drop.clearing.discard(tier)
+            kept = len(self._cache.index.selected(rows, selection))
+            drop.purging.discard(tier)
             drop.report(tier, Removed(), kept=kept, error="not emptied before the deadline")
-        elif tier not in drop.clearing and not lane.is_writing and not lane.is_clearing:
-            drop.clearing.add(tier)
-            lane.is_clearing = True
-            until_ns = drop.event.deadline_ns - DROP_GRACE_NS
-            return [Purge(tier, drop.event.selection, until_ns)]
+        elif lane.purging is None and not self._transfers.writing(lane, selection):
+            drop.purging.add(tier)
+            lane.purging = selection
+            return [Purge(tier, selection, drop.event.deadline_ns - DROP_GRACE_NS)]
         return []

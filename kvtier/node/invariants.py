@@ -46,6 +46,10 @@ def _check_slots(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None
     assert (starts[order][1:] >= ends[:-1]).all(), "two slots overlap"
     assert not len(ends) or ends[-1] <= cache.slots.reserved_bytes, "a slot without memory"
     assert int(sizes.sum()) == cache.slots.used_bytes(), "bytes counted are not bytes used"
+    owners = [cache.slots.owners_of(size) for size in cache.slots.sizes()]
+    assert sorted(row for each in owners for row in each.tolist()) == sorted(taken.tolist())
+    is_held = (state[slots != NO_SLOT] != Residency.READY) | (cache.index.pins[taken] > 0)
+    assert int(sizes[is_held].sum()) == cache.slots.held_bytes, "held bytes are not those of pins"
 
 
 def _check_checksums(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
@@ -74,7 +78,7 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
         for row in lease.rows
     )
     for lane in node.transfers.lanes.values():
-        expected.update(row for row, _ in lane.writes)
+        expected.update(row for row in lane.writes)
         for flight in lane.flights.values():
             expected.update(() if flight.is_read else flight.rows)
     pins = node.cache.index.pins[rows]
@@ -82,7 +86,10 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
     assert pinned == dict(expected), "pins are not those of leases and writes"
     assert (state[pins != 0] != Residency.ABSENT).all(), "a pinned block is nowhere"
     evicting = rows[state == Residency.EVICTING]
-    assert node.cache.index.pins[evicting].all(), "a condemned block that nobody holds"
+    assert node.cache.index.pins[evicting].all(), "an expelled block that nobody holds"
+    leaving = set(rows[(state == Residency.EVICTING)].tolist())
+    leaving |= node.cache.expelled & set(rows[state == Residency.WRITING].tolist())
+    assert leaving == node.cache.expelled, "a block is expelled and does not leave"
 
 
 def _check_lanes(node: Node) -> None:
@@ -91,9 +98,9 @@ def _check_lanes(node: Node) -> None:
     reading: list[int] = []
     for name, lane in node.transfers.lanes.items():
         flights = lane.flights.values()
-        reading += [row for row, _ in lane.reads]
+        reading += lane.reads
         reading += [row for flight in flights if flight.is_read for row in flight.rows]
-        writing = [row for row, _ in lane.writes]
+        writing = list(lane.writes)
         writing += [row for flight in flights if not flight.is_read for row in flight.rows]
         assert sorted(writing) == sorted(index.in_state(name, Residency.WRITING).tolist())
         num_bytes = sum(slot_bytes(int(n)) for n in index.payload_bytes[np.array(writing, int)])
@@ -113,6 +120,10 @@ def _check_stores(node: Node) -> None:
     """Require that a session's account of what it holds is that of its leases."""
     sizes = node.cache.index.payload_bytes
     for session in node.sessions.values():
+        leased = Counter(row for lease in session.loads.values() for row in lease.rows)
+        assert leased == session.leased.counts, "blocks on lease are not those of leases"
+        num_bytes = sum(slot_bytes(int(sizes[row])) for row in leased)
+        assert num_bytes == session.leased.num_bytes, "bytes on lease are not those of leases"
         for lease in session.stores.values():
             num_bytes = sum(slot_bytes(int(sizes[row])) for row in lease.rows)
             assert lease.num_bytes == num_bytes, "a store's bytes are not those of its blocks"

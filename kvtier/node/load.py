@@ -3,7 +3,9 @@
 A load covers the leading run of blocks that some tier has. Those in the CPU tier are ready at once;
 the others are claimed and read, and blocks that another load or store is bringing are waited for:
 each block is read once, however many wait for it. A block that does not come ends the run there.
-The lease pins all its blocks until it is released, or expires.
+The lease pins all its blocks until it is released, or expires. An engine's leases together may
+hold twice of what they leave to others: a load that asks for more gets what fits, and ends with
+``no_room``.
 """
 
 from collections import defaultdict
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvtier.core.limits import LEASES_PER_SESSION_MAX
+from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
 from kvtier.node.action import Action, Progress, Refused, Released, Reply
@@ -48,8 +50,8 @@ class Loads:
         self._num_leases += 1
         lease = LoadLease(
             number=self._num_leases,
-            session=session.token,
             call=event.call,
+            leased=session.leased,
             rows=[],
             tiers=[],
             deadline_ns=event.deadline_ns,
@@ -95,15 +97,28 @@ class Loads:
 
         In the end the row is still claimed if the next tier is being read, else abandoned.
         """
-        while self._remaining.get(row):
+        while self._waiting.get(row) and self._remaining.get(row):
             tier = self._remaining[row].pop(0)
             lane = self._transfers.lanes.get(tier)
             if lane and lane.is_usable(now_ns):
-                for lease in self._waiting.get(row, {}).values():
+                for lease in self._waiting[row].values():
                     lease.tiers[lease.rows.index(row)] = tier
                 self._transfers.read(row, tier, now_ns)
                 return []
         return self.block_lost(row, "failed")
+
+    def block_stuck(self, row: int) -> list[Action]:
+        """End every load that waits for a row whose read is overdue; its slot stays with the read.
+
+        No other tier is tried: its bytes would need the very slot.
+        """
+        actions: list[Action] = []
+        for lease in list(self._waiting.pop(row, {}).values()):
+            lease.end = "late"
+            self._count_late(lease)
+            self._cut(lease, lease.rows.index(row))
+            actions += self._advance(lease)
+        return actions
 
     def block_lost(self, row: int, end: str) -> list[Action]:
         """End every load that waits for a claimed row, and abandon the row."""
@@ -133,17 +148,27 @@ class Loads:
 
     def _gather(self, lease: LoadLease, before: Rows, run: Run, now_ns: int) -> None:
         """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
-        mark = self._cache.touch(np.concatenate([before, run.rows]))
+        used = np.concatenate([before, run.rows])
+        mark = self._cache.touch(used, run.payload_bytes, now_ns)
         for place, row in enumerate(run.rows.tolist()):
             tiers = run.sources(place)
-            if not self._bring(row, tiers, mark, now_ns):
+            if not (self._may_hold(lease, row) and self._bring(row, tiers, mark, now_ns)):
                 lease.end = "no_room"
                 break
             self._cache.pin(row)
+            lease.leased.add(row, self._cache.size_of(row))
             lease.rows.append(row)
             lease.tiers.append(tiers[0])
             if not self._is_ready(row):
                 self._waiting[row][lease.number] = lease
+
+    def _may_hold(self, lease: LoadLease, row: int) -> bool:
+        """Tell whether an engine may hold one more block: not where it is too much already."""
+        if self._cache.is_held(row):
+            return True
+        slots, size, num_bytes = self._cache.slots, self._cache.size_of(row), lease.leased.num_bytes
+        left_bytes = slots.reserved_bytes - slots.held_bytes - size
+        return not num_bytes or num_bytes + size <= ENGINE_SHARE * left_bytes
 
     def _bring(self, row: int, tiers: tuple[TierName, ...], mark: int, now_ns: int) -> bool:
         if self._cache.state(row, TierName.CPU) != Residency.ABSENT:
@@ -189,13 +214,21 @@ class Loads:
         return self._cache.state(row, TierName.CPU) == Residency.EVICTING
 
     def _cut(self, lease: LoadLease, length: int) -> None:
-        """Let go of a lease's rows from ``length`` on. Reads under way go on, as promotions."""
+        """Let go of a lease's rows from ``length`` on.
+
+        Reads under way go on, as promotions; those that wait are given up with the last lease.
+        """
         for row in lease.rows[length:]:
             waiting = self._waiting.get(row, {})
             waiting.pop(lease.number, None)
-            if not waiting:
-                self._waiting.pop(row, None)
+            lease.leased.remove(row, self._cache.size_of(row))
             self._cache.unpin(row)
+            if waiting:
+                continue
+            self._waiting.pop(row, None)
+            if self._transfers.cancel_read(row):
+                del self._remaining[row]
+                self._cache.abandon(row)
         del lease.rows[length:], lease.tiers[length:]
 
     def _count_late(self, lease: LoadLease) -> None:

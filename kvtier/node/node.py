@@ -15,6 +15,7 @@ Rules
 * An ended transfer is told once, however late; until then its slots belong to it.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,22 +25,18 @@ import numpy as np
 from kvtier.core.admission import Admission
 from kvtier.core.eviction import Eviction
 from kvtier.core.identity import HASH_BYTES, split_hashes
-from kvtier.core.index import NewBlocks, Scope
+from kvtier.core.index import Scope
 from kvtier.core.layout import KNOWN_LAYOUTS
-from kvtier.core.limits import (
-    CHAIN_BLOCKS_MAX,
-    PROBE_BLOCKS_MAX,
-    PROBE_GRACE_NS,
-    PROBES_MAX,
-    SESSIONS_MAX,
-)
+from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.node import event as ev
-from kvtier.node.action import Action, Found, Probe, Refused, Registered, Released, Reply
+from kvtier.node.action import Action, Found, Refused, Registered, Released, Reply
 from kvtier.node.cache import Cache
+from kvtier.node.demotion import Demotion
 from kvtier.node.drop import Drops
 from kvtier.node.load import Loads
+from kvtier.node.probe import PendingLookup, Probes
 from kvtier.node.run import Chain, Run, find_run
 from kvtier.node.session import EngineReport, Session
 from kvtier.node.store import Stores
@@ -49,6 +46,7 @@ from kvtier.observe.table import (
     EVICTED_BLOCKS,
     LOOKUP_BLOCKS,
     MISS_BLOCKS,
+    QUARANTINED_BLOCKS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
 )
@@ -69,12 +67,10 @@ class NodeSettings:
     tiers: tuple[SlowTier, ...] = ()
 
 
-@dataclass(slots=True)
-class _PendingLookup:
-    event: ev.Lookup
-    chain: Chain
-    first_probed: int
-    deadline_ns: int
+_DAMAGE = frozenset(
+    {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
+)
+"""Why a read found nothing, where something was there and is not what was written."""
 
 
 class Node:
@@ -93,8 +89,8 @@ class Node:
         self.loads = Loads(self.cache, self.transfers, settings.lease_ns)
         self.stores = Stores(self.cache, self.loads, self.transfers, admission, settings.lease_ns)
         self.drops = Drops(self.cache, self.transfers, self.sessions)
-        self._probes: dict[int, _PendingLookup] = {}
-        self._num_probes = 0
+        self.probes = Probes(self.cache)
+        self._demotion = Demotion(self.cache, self.transfers)
         self._num_sessions = 0
         self._reactions: dict[type, Callable[..., list[Action]]] = {
             ev.Register: self._register,
@@ -120,10 +116,13 @@ class Node:
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Take one event in, and return what is to be done about it, in order."""
         actions = self._reactions[type(event)](event, now_ns)
+        for row in self.transfers.note_overdue(now_ns):
+            actions += self.loads.block_stuck(row)
         for lane, rows in self.transfers.shed_unusable(now_ns):
             for row in rows:
                 self.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
                 actions += self.loads.block_missed(row, now_ns)
+        self._demotion.advance(now_ns)
         actions += self.drops.advance(now_ns)
         actions += self.transfers.pump(now_ns)
         return actions
@@ -133,7 +132,7 @@ class Node:
         deadlines = [
             self.drops.next_deadline_ns(),
             self.transfers.next_deadline_ns(),
-            *(probe.deadline_ns for probe in self._probes.values()),
+            self.probes.next_deadline_ns(),
         ]
         deadlines += [
             lease.expires_ns if lease.is_ended else lease.deadline_ns
@@ -162,7 +161,9 @@ class Node:
             full = f"{SESSIONS_MAX} engines are attached already"
             return [Reply(event.call, Refused("too_many", full))]
         self._num_sessions += 1
-        token = f"{self.boot}.{self._num_sessions}"
+        # Only who holds the ticket can know it: each later call is let in by this alone.
+        secret = f"kvtier.session {self.boot}.{self._num_sessions} {event.ticket}"
+        token = hashlib.sha256(secret.encode()).hexdigest()[:32]
         self.sessions[token] = Session(
             token=token,
             ticket=event.ticket,
@@ -217,46 +218,30 @@ class Node:
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self._find(chain, event.first, now_ns)
-        deadline_ns = event.deadline_ns - PROBE_GRACE_NS
-        can_probe = run.reason == "absent" and self._can_probe(deadline_ns, now_ns)
-        if not can_probe or _has_repeats(event.hashes):
-            return [self._found(event, run)]
-        first = event.first + len(run)
-        self._num_probes += 1
-        self._probes[self._num_probes] = _PendingLookup(event, chain, first, deadline_ns)
-        asked = split_hashes(event.hashes[first * HASH_BYTES :])[:PROBE_BLOCKS_MAX]
-        return [Probe(self._num_probes, TierName.REMOTE, tuple(asked), deadline_ns)]
-
-    def _can_probe(self, deadline_ns: int, now_ns: int) -> bool:
         remote = self.transfers.lanes.get(TierName.REMOTE)
-        has_time = deadline_ns > now_ns and len(self._probes) < PROBES_MAX
-        return has_time and remote is not None and remote.is_usable(now_ns)
+        is_open = run.reason == "absent" and not self.cache.is_closed(chain.scope)
+        if remote is None or not is_open or _has_repeats(event.hashes):
+            return [self._found(event, run)]
+        probe = self.probes.start(
+            event,
+            chain,
+            event.first + len(run),
+            session.layout.block_tokens,
+            lane=remote,
+            now_ns=now_ns,
+        )
+        return [self._found(event, run) if probe is None else probe]
 
     def _probe_done(self, event: ev.ProbeDone, now_ns: int) -> list[Action]:
-        probe = self._probes.pop(event.probe, None)
-        if probe is None:
-            return []
-        length = next(
-            (i for i, is_there in enumerate(event.present) if not is_there), len(event.present)
-        )
-        if probe.event.session not in self.sessions:
-            return [_unknown_session(probe.event.call)]
-        length = min(length, self.cache.make_rows(length))
-        if length:
-            first, end = probe.first_probed, probe.first_probed + length
-            index = self.cache.index
-            rows = index.add(
-                NewBlocks(
-                    keys=probe.chain.keys[first:end],
-                    parents=probe.chain.parents[first:end],
-                    first_position=first,
-                    scope=index.scope_id(probe.chain.scope),
-                    payload_bytes=probe.chain.payload_bytes,
-                )
-            )
-            fresh = rows[index.residency(rows, TierName.REMOTE) == Residency.ABSENT]
-            index.move(fresh, TierName.REMOTE, Residency.READY)
-        return [self._found(probe.event, self._find(probe.chain, probe.event.first, now_ns))]
+        lookup = self.probes.end(event, now_ns)
+        return [] if lookup is None else [self._answer(lookup, now_ns)]
+
+    def _answer(self, lookup: PendingLookup, now_ns: int) -> Reply:
+        """Answer a lookup that waited with what is known now."""
+        if lookup.event.session not in self.sessions:
+            return _unknown_session(lookup.event.call)
+        run = self._find(lookup.chain, lookup.event.first, now_ns)
+        return self._found(lookup.event, run)
 
     def _load(self, event: ev.Load, now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
@@ -277,10 +262,17 @@ class Node:
         return actions if event.call is None else [*actions, Reply(event.call, released)]
 
     def _find(self, chain: Chain, first: int, now_ns: int) -> Run:
-        usable = frozenset(
-            name for name, lane in self.transfers.lanes.items() if lane.is_usable(now_ns)
-        )
-        return find_run(self.cache.index, chain, first, usable)
+        usable = {
+            name
+            for name, lane in self.transfers.lanes.items()
+            if lane.is_usable(now_ns) and not lane.is_closed(chain.scope)
+        }
+        if self.cache.is_closed(chain.scope):
+            usable.clear()  # whatever is loaded goes through the CPU tier
+        else:
+            usable.add(TierName.CPU)
+        run = find_run(self.cache.index, chain, first, frozenset(usable))
+        return run.without(self.transfers.stuck())
 
     def _found(self, event: ev.Lookup, run: Run) -> Reply:
         runs = run.by_tier()
@@ -331,6 +323,7 @@ class Node:
         for row, result in zip(rows, event.results, strict=True):
             if isinstance(result, MissReason):
                 self.metrics.add(MISS_BLOCKS, tier=tier, reason=result)
+                self.metrics.add(QUARANTINED_BLOCKS, result in _DAMAGE, tier=tier)
                 # Before the row may be forgotten: it is in the CPU tier's state writing till then.
                 self.cache.index.move(row, tier, Residency.ABSENT)
                 actions += self.loads.block_missed(row, now_ns)
@@ -356,6 +349,8 @@ class Node:
             if result is None:
                 self.metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
                 self.cache.condemn(row)
+        if tier is TierName.REMOTE:
+            self.probes.note_stored(index.hash_of(row) for row in rows)
         # One that was condemned before may have left the CPU tier when this write let go of it.
         index.forget_absent(np.array(rows))
         self._forget(lane, event.evicted, "capacity")
@@ -365,6 +360,9 @@ class Node:
         """Note which blocks a tier has let go."""
         if not hashes:
             return
+        if reason == "corrupt":
+            num_blocks = len(hashes) // HASH_BYTES
+            self.metrics.add(QUARANTINED_BLOCKS, num_blocks, tier=lane.tier.name)
         index, tier = self.cache.index, lane.tier.name
         rows = index.find(np.frombuffer(hashes, dtype="<u8").reshape(-1, 2))
         rows = rows[rows >= 0]
@@ -380,7 +378,11 @@ class Node:
     # The rest
 
     def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
-        return self.drops.start(event, now_ns)
+        actions = self.drops.start(event, now_ns)
+        if {TierName.CPU, TierName.REMOTE} & set(event.tiers):
+            interrupted = self.probes.interrupt(event.selection)
+            actions += [self._answer(lookup, now_ns) for lookup in interrupted]
+        return actions
 
     def _purge_done(self, event: ev.PurgeDone, _now_ns: int) -> list[Action]:
         self.drops.purged(event)
@@ -404,12 +406,8 @@ class Node:
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:
         actions = self.loads.expire(self.sessions.values(), now_ns)
-        for number, probe in list(self._probes.items()):
-            if probe.deadline_ns <= now_ns:
-                del self._probes[number]
-                run = self._find(probe.chain, probe.event.first, now_ns)
-                actions.append(self._found(probe.event, run))
-        return actions
+        late = self.probes.expire(now_ns)
+        return actions + [self._answer(lookup, now_ns) for lookup in late]
 
 
 def _unknown_session(call: int) -> Reply:

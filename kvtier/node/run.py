@@ -1,6 +1,7 @@
 """A run of a chain: which blocks, from one on, some tier has, from where, and why it ends."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -48,11 +49,25 @@ class Run:
     masks: npt.NDArray[np.uint8]
     is_writing: npt.NDArray[np.bool_]
     """Blocks on their way into the CPU tier: pending rather than hits."""
+    payload_bytes: int
     reason: str
     """``complete``, or the first block beyond is ``absent`` or of another ``identity``."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def without(self, stuck: Sequence[int]) -> "Run":
+        """Return the run up to the first of these rows, which do not count as there."""
+        if not stuck or not (is_stuck := np.isin(self.rows, stuck)).any():
+            return self
+        end = int(is_stuck.argmax())
+        return replace(
+            self,
+            rows=self.rows[:end],
+            masks=self.masks[:end],
+            is_writing=self.is_writing[:end],
+            reason="absent",
+        )
 
     def sources(self, index: int) -> tuple[TierName, ...]:
         """Return the tiers that have a block, fastest first."""
@@ -85,7 +100,7 @@ def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:
 
 
 def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]) -> Run:
-    """Return the run of blocks from ``first`` on in the CPU tier and in ``usable`` tiers.
+    """Return the run of blocks from ``first`` on in ``usable`` tiers.
 
     Changes nothing.
     """
@@ -93,10 +108,10 @@ def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]
     rows = rows[first : max(first, own_end)]
     state = index.facts(rows)["state"] * (rows >= 0)[:, None]
     is_there = state == Residency.READY
-    is_there &= np.array([tier is TierName.CPU or tier in usable for tier in LOWER_TIERS])
-    is_writing = state[:, 0] == Residency.WRITING
+    is_there &= np.array([tier in usable for tier in LOWER_TIERS])
+    is_writing = (state[:, 0] == Residency.WRITING) & (TierName.CPU in usable)
     is_there[:, 0] |= is_writing
-    # While somebody still holds a condemned block's slot, nothing can be read into the CPU tier.
+    # While somebody still holds an expelled block's slot, nothing can be read into the CPU tier.
     is_there &= (state[:, 0] != Residency.EVICTING)[:, None]
     masks = is_there @ _BITS
     gaps = np.flatnonzero(masks == 0)
@@ -106,4 +121,4 @@ def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]
         reason = "absent"
     elif first + length < len(chain.keys):
         reason = "identity"
-    return Run(rows[:length], masks[:length], is_writing[:length], reason)
+    return Run(rows[:length], masks[:length], is_writing[:length], chain.payload_bytes, reason)

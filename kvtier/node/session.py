@@ -7,12 +7,13 @@ leases run out by their deadline (it is told so, and throws away what it copied)
 its unfinished stores stay reserved, since it might still be writing to them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import TierName
 
-__all__ = ["EngineReport", "LoadLease", "Session", "StoreLease"]
+__all__ = ["EngineReport", "Leased", "LoadLease", "Session", "StoreLease"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,35 @@ class EngineReport:
 
 
 @dataclass(slots=True)
+class Leased:
+    """What the loads of one engine hold: a block that many of them share counts once."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    """By row, how many leases have it."""
+    num_bytes: int = 0
+
+    def add(self, row: int, size: int) -> None:
+        """Note that one more lease has a row."""
+        self.counts[row] += 1
+        if self.counts[row] == 1:
+            self.num_bytes += size
+
+    def remove(self, row: int, size: int) -> None:
+        """Note that one lease less has a row."""
+        self.counts[row] -= 1
+        if not self.counts[row]:
+            del self.counts[row]
+            self.num_bytes -= size
+
+
+@dataclass(slots=True)
 class LoadLease:
     """Blocks leased to be copied out of the arena, in chain order; all of them pinned."""
 
     number: int
-    session: str
     call: int
+    leased: Leased
+    """Of its session."""
     rows: list[int]
     tiers: list[TierName]
     deadline_ns: int
@@ -69,6 +93,7 @@ class Session:
     report: EngineReport = EngineReport()
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)
+    leased: Leased = field(default_factory=Leased)
 
     @property
     def store_bytes(self) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvtier.core.admission import Admission, Admit, Offer
-from kvtier.core.index import NewBlocks
-from kvtier.core.limits import INDEX_ROWS_MAX, STORE_ARENA_SHARE
+from kvtier.core.index import NewBlocks, Scope
+from kvtier.core.limits import ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
@@ -45,7 +45,8 @@ class Stores:
         self._lease_ns = lease_ns
         self._metrics = cache.metrics
         self._num_leases = 0
-        self._share_bytes = int(cache.slots.capacity_bytes * STORE_ARENA_SHARE)
+        self._held_bytes = 0
+        """Of all stores that are not completed."""
 
     def prepare(self, session: Session, chain: Chain, first: int, now_ns: int) -> Granted:
         """Lease slots for the blocks from ``first`` on that no local tier has, as far as admitted.
@@ -67,12 +68,15 @@ class Stores:
             )
         )
         before = known[: min(first, own_end)]
-        mark = self._cache.touch(np.concatenate([before[before >= 0], rows]))
-        lacking = self._lacking(rows, now_ns)
+        used = np.concatenate([before[before >= 0], rows])
+        mark = self._cache.touch(used, chain.payload_bytes, now_ns)
+        lacking = self._lacking(rows, chain.scope, now_ns)
         num_admitted, reason = self._judge(session, lacking, first)
+        if self._cache.is_closed(chain.scope):
+            num_admitted, reason = 0, "dropping"
         claimed: list[int] = []
         for place in lacking[:num_admitted]:
-            if not self._cache.claim(int(rows[place]), mark):
+            if not self._cache.claim(int(rows[place]), mark, num_admitted - len(claimed) - 1):
                 reason = "no_room"
                 break
             claimed.append(place)
@@ -99,22 +103,28 @@ class Stores:
         lease = session.stores.pop(event.lease, None)
         if lease is None:
             return Stored(0), []
+        self._held_bytes -= lease.num_bytes
         actions: list[Action] = []
         whole = lease.rows[: len(event.checksums)]
-        for row, checksum in zip(whole, event.checksums, strict=False):
-            self._cache.publish(row, checksum)
+        # What was dropped meanwhile is not published, though its waiters have to hear of it.
+        ready = [
+            row
+            for row, checksum in zip(whole, event.checksums, strict=False)
+            if self._cache.publish(row, checksum)
+        ]
         for row in whole:
             actions += self._loads.block_ready(row)
         for row in lease.rows[len(whole) :]:
             actions += self._loads.block_lost(row, "failed")
-        if whole:
-            self._transfers.offer(whole, now_ns)
-        return Stored(len(whole)), actions
+        if ready:
+            self._transfers.offer(ready, now_ns)
+        return Stored(len(ready)), actions
 
     def abandon(self, session: Session) -> list[Action]:
         """Give up every store of a client that is gone."""
         actions: list[Action] = []
         for lease in session.stores.values():
+            self._held_bytes -= lease.num_bytes
             for row in lease.rows:
                 actions += self._loads.block_lost(row, "failed")
         session.stores.clear()
@@ -126,12 +136,12 @@ class Stores:
             lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
         )
 
-    def _lacking(self, rows: Rows, now_ns: int) -> list[int]:
+    def _lacking(self, rows: Rows, scope: Scope, now_ns: int) -> list[int]:
         """Return the places of rows that no local tier can serve, nor is about to."""
         index = self._cache.index
         outside = index.residency(rows, TierName.CPU) == Residency.ABSENT
         ssd = self._transfers.lanes.get(TierName.SSD)
-        if ssd is not None and ssd.is_usable(now_ns):
+        if ssd is not None and ssd.is_usable(now_ns) and not ssd.is_closed(scope):
             outside &= index.residency(rows, TierName.SSD) != Residency.READY
         places: list[int] = np.flatnonzero(outside).tolist()
         return places
@@ -143,14 +153,18 @@ class Stores:
             return 0, ""
         if len(self._cache.index) >= INDEX_ROWS_MAX:
             return 0, "index_full"
+        held_bytes = session.store_bytes
+        share_bytes = int(self._cache.slots.reserved_bytes * STORE_ARENA_SHARE)
+        left_bytes = share_bytes - (self._held_bytes - held_bytes)
         verdict = self._admission.judge(
             Offer(
                 tier=TierName.CPU,
                 num_blocks=len(lacking),
                 first_position=first + lacking[0],
                 payload_bytes=size,
-                queued_bytes=session.store_bytes,
-                queued_bytes_max=self._share_bytes,
+                queued_bytes=held_bytes,
+                # At most twice of what is left is two thirds of all.
+                queued_bytes_max=left_bytes * ENGINE_SHARE // (ENGINE_SHARE + 1),
             )
         )
         if isinstance(verdict, Admit):
@@ -167,6 +181,7 @@ class Stores:
             expires_ns=now_ns + self._lease_ns,
         )
         session.stores[lease.number] = lease
+        self._held_bytes += lease.num_bytes
         return lease
 
     def _count(self, present: int, admitted: int, refused: int) -> None:

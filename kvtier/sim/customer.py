@@ -4,25 +4,19 @@ Each job is a generator that yields how long to wait, in nanoseconds, so that an
 interleave in any order under one seed.
 """
 
-import random
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from kvtier.core.identity import NO_TENANT
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
-from kvtier.sim.weather import Weather
+from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.fake_engine import Blocks, FakeEngine, FakeLoad
 
-__all__ = ["MS", "Customer", "Job", "Tally"]
-
-MS = 1_000_000
-"""Nanoseconds in a millisecond, in which jobs count."""
+__all__ = ["Customer", "Job", "Tally"]
 
 Job = Generator[int, None, None]
 """Yields how long to wait before it is resumed."""
 
-_TENANTS = (NO_TENANT, b"tenant number 1.")
 _DOCUMENTS = 5
 _PROMPT_BLOCKS_MAX = 14
 
@@ -47,12 +41,10 @@ class Tally:
 class Customer:
     """One engine and its habits."""
 
-    def __init__(
-        self, engine: FakeEngine, draw: random.Random, weather: Weather, tally: Tally
-    ) -> None:
+    def __init__(self, engine: FakeEngine, world: World, tally: Tally) -> None:
         self.engine = engine
-        self._draw = draw
-        self._weather = weather
+        self._draw = world.draw
+        self._weather = world.weather
         self._tally = tally
 
     def prompt(self) -> Blocks:
@@ -63,7 +55,7 @@ class Customer:
         own = draw.choice((0, 0, 1, 3))
         numbers = [1000 * document + place for place in range(shared)]
         numbers += [draw.randrange(100_000, 100_020) for _ in range(own)]
-        return self.engine.chain(numbers, draw.choice(_TENANTS))
+        return self.engine.chain(numbers, draw.choice(TENANTS))
 
     def work(self) -> Job:
         """Serve one prompt after the other until the daemon is gone."""

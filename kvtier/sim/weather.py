@@ -18,10 +18,18 @@ class Weather:
     """A tier's call ends in a fault, with nothing done."""
     fail_after: float = 0.0
     """A tier's call ends in a fault, although all was done."""
+    tear: float = 0.0
+    """A write ends in a fault and leaves half a block behind."""
     hang: float = 0.0
     """A tier's call ends long after its deadline."""
+    vanish: float = 0.0
+    """A tier's call never ends: its thread is lost."""
+    stall: float = 0.0
+    """A tier is slow for a while."""
+    full: float = 0.0
+    """A tier takes nothing in for a while."""
     rot: float = 0.0
-    """A byte of a block kept by a tier is wrong from now on."""
+    """A bit of a block kept by a tier is wrong from now on."""
     lose: float = 0.0
     """A tier has lost a block."""
     outage: float = 0.0
@@ -32,8 +40,10 @@ class Weather:
     """An engine dies, in the middle of whatever it does."""
     crash: float = 0.0
     """The node dies and is started anew; the SSD and the remote tier keep what they have."""
+    suspend: float = 0.0
+    """The clock jumps: the machine slept, or the process was stopped."""
     drop: float = 0.0
-    """An operator empties tiers."""
+    """An operator takes blocks out of tiers."""
     forget: float = 0.0
     """An engine does not release, does not complete, or stops half-way."""
     dawdle: float = 0.0
@@ -46,14 +56,19 @@ CALM = Weather()
 _USUAL = Weather(
     fail_before=0.1,
     fail_after=0.05,
+    tear=0.1,
     hang=0.05,
-    rot=0.08,
+    vanish=0.01,
+    stall=0.1,
+    full=0.15,
+    rot=0.15,
     lose=0.08,
     outage=0.15,
     scribble=0.15,
     die=0.06,
     crash=0.04,
-    drop=0.15,
+    suspend=0.05,
+    drop=0.2,
     forget=0.12,
     dawdle=0.03,
 )

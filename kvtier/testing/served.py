@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.client.operator import open_operator
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
@@ -65,8 +65,15 @@ def complete(url: str, prompt: list[int] | str, max_tokens: int = 8, **more: Any
 class Served:
     """One node's daemon and engines, all with the same settings, in a directory of its own."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, str | int] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment`` is what its processes get beside this one's own."""
         self.directory = directory
+        self.environment = dict(environment or {})
         self.socket = directory / "k.sock"
         self.http_port = free_port()
         defaults: dict[str, str | int] = {
@@ -95,7 +102,8 @@ class Served:
         """Start ``kvtier COMMAND``; returns at once."""
         self._num_started += 1
         log_path = self.directory / f"{command}.{self._num_started}.log"
-        return Child(kvtier_command(command, *self.arguments(**changes), *more), log_path)
+        words = kvtier_command(command, *self.arguments(**changes), *more)
+        return Child(words, log_path, self.environment)
 
     def daemon(self, **changes: str | int) -> Child:
         """Start a daemon and wait until it is ready."""
@@ -129,6 +137,16 @@ class Served:
         with self._stub() as stub:
             return list(stub.Drop(request, timeout=_CALL_TIMEOUT_S).removed)
 
+    def fsck(self, *more: str) -> tuple[int, Any]:
+        """Check the store, which no daemon has open; returns the exit code and the report."""
+        directory = str(self.settings["ssd.directory"])
+        words = kvtier_command("fsck", "--directory", directory, "--json", *more)
+        self._num_started += 1
+        with Child(words, self.directory / f"fsck.{self._num_started}.log") as child:
+            code = child.wait(_ANSWER_TIMEOUT_S)
+            assert code in {0, 1}, child.log
+            return code, json.loads(child.log.splitlines()[-1])
+
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the daemon's series of that name and with these labels."""
         text = fetch(f"http://127.0.0.1:{self.http_port}/metrics").decode()
@@ -154,6 +172,25 @@ class Served:
 
         return await_true(look, "the node is idle", timeout_s)
 
+    def await_state(self, tier: str, *states: str, timeout_s: float = _CALL_TIMEOUT_S) -> str:
+        """Wait until the status says one of ``states`` of a tier; returns the reason it gives."""
+
+        def look() -> Any:
+            document = self.stat()["tiers"][tier]
+            return document if document["state"] in states else None
+
+        document = await_true(look, f"the {tier} tier is {' or '.join(states)}", timeout_s)
+        return str(document.get("reason", ""))
+
+    def await_moved(self, route: str, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        """Wait until more bytes have gone over a route than have now, as ``cpu_to_ssd``."""
+
+        def moved() -> float:
+            return float(self.stat()["transfers"][route]["bytes"])
+
+        before = moved()
+        await_true(lambda: moved() > before, f"bytes go over {route}", timeout_s)
+
     def await_blocks(self, tier: str, num_blocks: int) -> Any:
         """Wait until a tier holds so many blocks and nothing is on its way any more."""
 
@@ -166,5 +203,5 @@ class Served:
 
     @contextlib.contextmanager
     def _stub(self) -> Iterator[operator_pb2_grpc.OperatorStub]:
-        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
-            yield operator_pb2_grpc.OperatorStub(channel)
+        with open_operator(self.socket, _CALL_TIMEOUT_S) as stub:
+            yield stub

@@ -2,42 +2,34 @@
 
 Theory
 ------
-A client connects to the arena socket and is sent, as one message, the arena's file descriptor and
-a ticket. The connection then stays open without another byte: it is the client's lifeline. When
-the client's process ends, however it ends, the kernel closes the connection, and the daemon knows
-at once that nobody maps the arena under that ticket any more.
+A client that is let in at the arena's door is sent the arena's file descriptor beside its ticket.
+While it holds the ticket's lifeline it may have the arena mapped; once the kernel has closed that,
+the daemon knows at once that nobody maps the arena under that ticket any more.
 
 The mapping is proved rather than assumed. The daemon leaves a random pattern in the arena's last
 page and the client must answer with a digest of what it reads there; the client leaves a digest in
 turn, which the daemon must find. Two processes that do not see the same memory never get further.
 """
 
-import asyncio
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 import secrets
 import socket
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvtier.core.limits import PAGE_BYTES, SESSIONS_MAX
-from kvtier.errors import DaemonUnavailable
-from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.host import HostArena
+from kvtier.transfer.door import Door, Greeting, Visitor, knock
 
 __all__ = ["ArenaServer", "Attachment", "arena_socket", "attach"]
 
 _PATTERN_BYTES = 32
 _SPOT_BYTES = PAGE_BYTES // SESSIONS_MAX
-_MESSAGE_BYTES_MAX = 1024
 _POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
-_ACCEPT_PAUSE_S = 0.2
 assert _SPOT_BYTES >= 2 * _PATTERN_BYTES
 
 
@@ -50,117 +42,59 @@ def _answer(pattern: bytes) -> bytes:
     return hashlib.sha256(b"client" + pattern).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Visitor:
-    spot: int
-    pid: int
-    connection: socket.socket
-    pattern: bytes
-
-
 class ArenaServer:
-    """Passes ``arena`` to whoever connects; ``on_end(ticket)`` is called when one is gone."""
+    """Passes ``arena`` to whoever may have it; ``on_end(ticket)`` is called when one is gone."""
 
-    def __init__(self, arena: HostArena, boot: str, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        boot: str,
+        on_end: Callable[[str], None],
+        allowed_uids: Collection[int] = (),
+    ) -> None:
         self._arena = arena
         self._boot = boot
         self._on_end = on_end
-        self._visitors: dict[str, _Visitor] = {}
-        self._spots = list(range(SESSIONS_MAX))
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._warnings = Repeated(Log("kvtier.transfer"))
+        self._patterns: dict[str, bytes] = {}
+        self._door = Door(allowed_uids, SESSIONS_MAX, greet=self._greet, on_end=self._end)
 
     async def start(self, path: Path) -> None:
-        """Listen at ``path``, which only this user may then connect to."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(SESSIONS_MAX)
-        self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener))
+        """Listen at ``path``, in place of what an earlier daemon left there."""
+        await self._door.start(path)
 
     def proves(self, ticket: str, proof: bytes) -> bool:
         """Tell whether the client of a ticket sees the same memory as this process."""
-        visitor = self._visitors.get(ticket)
+        visitor = self._door.visitor(ticket)
         if visitor is None:
             return False
-        start = visitor.spot * _SPOT_BYTES + _PATTERN_BYTES
+        start = visitor.place * _SPOT_BYTES + _PATTERN_BYTES
         left = bytes(self._arena.proof[start : start + _PATTERN_BYTES])
-        wanted = _answer(visitor.pattern)
+        wanted = _answer(self._patterns[ticket])
         return secrets.compare_digest(proof, wanted) and secrets.compare_digest(left, wanted)
 
     def pid_of(self, ticket: str) -> int:
         """Return the process that holds a ticket, as the kernel tells it; 0 if it is gone."""
-        visitor = self._visitors.get(ticket)
+        visitor = self._door.visitor(ticket)
         return visitor.pid if visitor else 0
 
     async def stop(self) -> None:
         """Accept nobody any more and let all clients go."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._accepting
-        if self._listener is not None:
-            self._listener.close()
-        for ticket in list(self._visitors):
-            self._end(ticket)
+        await self._door.stop()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptor is left; the client waits in the queue
-                self._warnings.warning("no client can be let in", error=error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if self._spots:
-                self._welcome(connection)
-            else:
-                connection.close()
-
-    def _welcome(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-        )
-        ticket, pattern = secrets.token_hex(16), secrets.token_bytes(_PATTERN_BYTES)
-        spot = self._spots.pop()
-        self._visitors[ticket] = _Visitor(
-            spot, struct.unpack("3i", credentials)[0], connection, pattern
-        )
-        start = spot * _SPOT_BYTES
+    def _greet(self, visitor: Visitor) -> Greeting:
+        pattern = self._patterns[visitor.ticket] = secrets.token_bytes(_PATTERN_BYTES)
+        start = visitor.place * _SPOT_BYTES
         self._arena.proof[start : start + _PATTERN_BYTES] = pattern
-        message = {
-            "ticket": ticket,
+        fields: dict[str, str | int] = {
             "boot": self._boot,
             "size_bytes": self._arena.size_bytes,
             "proof_offset": self._arena.capacity_bytes + start,
         }
-        try:
-            socket.send_fds(connection, [json.dumps(message).encode()], [self._arena.fd])
-        except OSError:
-            self._end(ticket)
-            return
-        asyncio.get_running_loop().add_reader(connection, self._listen, ticket)
+        return Greeting(fields, (self._arena.fd,))
 
-    def _listen(self, ticket: str) -> None:
-        """Notice the end of a client. A client that says something breaks the protocol."""
-        try:
-            with contextlib.suppress(ConnectionError):
-                self._visitors[ticket].connection.recv(1)
-        except BlockingIOError:
-            return
-        self._end(ticket)
-
-    def _end(self, ticket: str) -> None:
-        visitor = self._visitors.pop(ticket)
-        asyncio.get_running_loop().remove_reader(visitor.connection)
-        visitor.connection.close()
-        self._spots.append(visitor.spot)
-        self._on_end(ticket)
+    def _end(self, visitor: Visitor) -> None:
+        del self._patterns[visitor.ticket]
+        self._on_end(visitor.ticket)
 
 
 class Attachment:
@@ -211,15 +145,5 @@ class Attachment:
 
 def attach(socket_path: Path, timeout_s: float) -> Attachment:
     """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(str(arena_socket(socket_path)))
-        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES_MAX, 1)
-    except OSError as error:
-        connection.close()
-        raise DaemonUnavailable(f"no daemon at {socket_path}: {error}") from error
-    if not fds:
-        connection.close()
-        raise DaemonUnavailable(f"the daemon at {socket_path} has no room for another client")
-    return Attachment(connection, fds[0], json.loads(message))
+    connection, message, (fd,) = knock(arena_socket(socket_path), timeout_s, num_fds=1)
+    return Attachment(connection, fd, message)

@@ -100,7 +100,13 @@ class DropRequest(_message.Message):
 
     TIERS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    KEY_SPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
+    key_space: _builtins.bytes
+    """only its blocks; empty: those of every key space"""
+    tenant: _builtins.bytes
+    """only its blocks; empty: those of every tenant"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[_engine_pb2.Tier.ValueType]: ...
     def __init__(
@@ -108,10 +114,12 @@ class DropRequest(_message.Message):
         *,
         tiers: _abc.Iterable[_engine_pb2.Tier.ValueType] | None = ...,
         deadline_ms: _builtins.int = ...,
+        key_space: _builtins.bytes = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "key_space", b"key_space", "tenant", b"tenant", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,3 +174,61 @@ class DropReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropReply: _TypeAlias = DropReply  # noqa: Y015
+
+@_typing.final
+class FsckRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckRequest: _TypeAlias = FsckRequest  # noqa: Y015
+
+@_typing.final
+class FsckReply(_message.Message):
+    """What was seen so far; the last message is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    DAMAGED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRED_BLOCKS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    BLOCKS_IN_ALL_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    bytes: _builtins.int
+    damaged_blocks: _builtins.int
+    expired_blocks: _builtins.int
+    blocks_in_all: _builtins.int
+    """that the tier holds now"""
+    over: _builtins.bool
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the first ones, by block hash"""
+
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        damaged_blocks: _builtins.int = ...,
+        expired_blocks: _builtins.int = ...,
+        damaged: _abc.Iterable[_builtins.str] | None = ...,
+        blocks_in_all: _builtins.int = ...,
+        over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_in_all", b"blocks_in_all", "bytes", b"bytes", "damaged", b"damaged", "damaged_blocks", b"damaged_blocks", "expired_blocks", b"expired_blocks", "over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckReply: _TypeAlias = FsckReply  # noqa: Y015

@@ -49,6 +49,11 @@ class OperatorStub:
                 request_serializer=kvtier_dot_v1_dot_operator__pb2.DropRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_operator__pb2.DropReply.FromString,
                 _registered_method=True)
+        self.Fsck = channel.unary_stream(
+                '/kvtier.v1.Operator/Fsck',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.FsckRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.FsckReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -73,6 +78,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fsck(self, request, context):
+        """Verify every block of the SSD tier now, and quarantine those that are damaged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +102,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Drop,
                     request_deserializer=kvtier_dot_v1_dot_operator__pb2.DropRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_operator__pb2.DropReply.SerializeToString,
+            ),
+            'Fsck': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fsck,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.FsckRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.FsckReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +190,33 @@ class Operator:
             '/kvtier.v1.Operator/Drop',
             kvtier_dot_v1_dot_operator__pb2.DropRequest.SerializeToString,
             kvtier_dot_v1_dot_operator__pb2.DropReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fsck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.Operator/Fsck',
+            kvtier_dot_v1_dot_operator__pb2.FsckRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.FsckReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class OperatorStub:
     Stat: _grpc.UnaryUnaryMultiCallable[_operator_pb2.StatRequest, _operator_pb2.StatReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DropRequest, _operator_pb2.DropReply]
     """Empty tiers, after what is being written to them has come to rest."""
+    Fsck: _grpc.UnaryStreamMultiCallable[_operator_pb2.FsckRequest, _operator_pb2.FsckReply]
+    """Verify every block of the SSD tier now, and quarantine those that are damaged."""
 
 @_typing.type_check_only
 class OperatorAsyncStub(OperatorStub):
@@ -43,6 +45,8 @@ class OperatorAsyncStub(OperatorStub):
     Stat: _aio.UnaryUnaryMultiCallable[_operator_pb2.StatRequest, _operator_pb2.StatReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_operator_pb2.DropRequest, _operator_pb2.DropReply]  # type: ignore[assignment]
     """Empty tiers, after what is being written to them has come to rest."""
+    Fsck: _aio.UnaryStreamMultiCallable[_operator_pb2.FsckRequest, _operator_pb2.FsckReply]  # type: ignore[assignment]
+    """Verify every block of the SSD tier now, and quarantine those that are damaged."""
 
 class OperatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,5 +70,13 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.DropReply, _abc.Awaitable[_operator_pb2.DropReply]]:
         """Empty tiers, after what is being written to them has come to rest."""
+
+    @_abc_1.abstractmethod
+    def Fsck(
+        self,
+        request: _operator_pb2.FsckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operator_pb2.FsckReply], _abc.AsyncIterator[_operator_pb2.FsckReply]]:
+        """Verify every block of the SSD tier now, and quarantine those that are damaged."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,6 +1,7 @@
 """Every tier and every wrapper passes the same suite."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from kvtier.testing.faulty_tier import FaultyTier, scripted_faults
 from kvtier.testing.tier_contract import TierContract, soon
 from kvtier.tiers.base import Tier
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
-from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
 from kvtier.tiers.wrap import BreakerTier, Call, CallOutcome, DeadlineTier, InstrumentTier
 
@@ -47,9 +49,20 @@ class TestSsdTier(TierContract):
 
 @pytest.mark.redis
 class TestRemoteTier(TierContract):
-    @pytest.fixture
-    def tier(self, redis_server: str) -> Iterator[Tier]:
-        tier = RemoteTier(redis_server, key_prefix="contract:", timeout_s=10)
+    @pytest.fixture(params=["plain", "split", "encrypted"])
+    def tier(
+        self, request: pytest.FixtureRequest, redis_server: str, tmp_path: Path
+    ) -> Iterator[Tier]:
+        options = RemoteOptions(key_prefix="contract:", timeout_s=10)
+        if request.param != "plain":
+            options = replace(options, value_bytes=1024)
+        if request.param == "encrypted":
+            file = tmp_path / "keys"
+            file.write_text(f"first {7:064x}\n")
+            file.chmod(0o600)
+            seal = Seal(SealMode.ENCRYPT, KeyRing.load(file), "remote")
+            options = replace(options, seal=seal)
+        tier = RemoteTier(redis_server, options)
         tier.purge(EVERYTHING, soon())
         yield tier
         tier.close()

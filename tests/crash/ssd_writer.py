@@ -1,61 +1,129 @@
-"""The child of test_ssd_crash: works on an SSD tier, says what is done, and is killed at a step."""
+"""The child of test_ssd_crash: works on an SSD tier, says what is done, and is killed.
+
+Before each step of the store the hook counts; at the one it was told, the process kills itself. Or
+a timer does, whose signal nobody catches: at any moment, in the middle of a system call too. Who
+gets to the end of the work is killed there, with nothing closed.
+
+It says a line in one system call before and after each thing it does, so that what is said was so:
+``writing N``, ``stored N``, ``evicted N``, ``removing N``, ``removed N``, ``purging``, ``purged``,
+``giving_up`` before a file is removed, and ``wrote`` once a write has returned and said all.
+"""
 
 import os
+import random
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
-from kvtier.testing.block import make_block
+from kvtier.core.identity import NO_TENANT, Selection, tenant_digest
+from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import soon
-from kvtier.tiers.base import WriteOutcome
+from kvtier.tiers.base import BlockWrite, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
 
-SEGMENT_BYTES = 8 << 20
-CAPACITY_BYTES = 4 * SEGMENT_BYTES
-"""Room for three segments, with what is kept back for the rest."""
+SEGMENT_BYTES = 512 << 10
+CAPACITIES_BYTES = {"roomy": 16 << 20, "tight": 2 << 20}
+"""Roomy: nothing is ever given up. Tight, of three segments: one is, all the time."""
 
-SIZES = [300_000, 5_000_000, 1_000, 700_000]
-"""The second takes more than one operation from unaligned memory: it can be torn."""
-
-
-def size_of(number: int) -> int:
-    return SIZES[number % len(SIZES)]
-
-
-def say(word: str, block_hash: bytes) -> None:
-    """Tell the parent in one system call, so that a line is there or not."""
-    os.write(1, f"{word} {block_hash.hex()}\n".encode())
+NUM_BLOCKS = 96
+NUM_ACTIONS = 50
+SIZES = (1_000, 40_000, 150_000, 9_000, 4_096)
+TENANT = tenant_digest("of whom everything is purged")
+COUNT = "count"
+"""Instead of a step: tell at the end which steps there were, and how many of each."""
 
 
-def work(tier: SsdTier) -> None:
-    for number in range(24):
-        block = make_block(number, size_of(number))
-        report = tier.write([block], soon())
-        for block_hash in report.evicted:
-            say("evicted", block_hash)
-        if report.outcomes == (WriteOutcome.STORED,):
-            say("stored", block.header.block_hash)
-        if number % 5 == 4:
-            gone = make_block(number - 2, size_of(number - 2)).header.block_hash
-            say("removing", gone)
-            tier.remove([gone], soon())
-            say("removed", gone)
+def block(number: int) -> BlockWrite:
+    tenant = TENANT if number % 7 == 0 else NO_TENANT
+    return make_block(number, SIZES[number % len(SIZES)], tenant=tenant)
+
+
+def say(word: str, *numbers: int) -> None:
+    lines = [f"{word} {number}\n" for number in numbers] or [f"{word}\n"]
+    os.write(1, "".join(lines).encode())
+
+
+class Work:
+    def __init__(self, tier: SsdTier, seed: int) -> None:
+        self._tier = tier
+        self._choose = random.Random(seed)
+        self._blocks = [block(number) for number in range(NUM_BLOCKS)]
+        self._numbers = {each.header.block_hash: n for n, each in enumerate(self._blocks)}
+
+    def run(self) -> None:
+        for _ in range(NUM_ACTIONS):
+            choice = self._choose.random()
+            if choice < 0.7:
+                self._write()
+            elif choice < 0.85:
+                self._read()
+            elif choice < 0.93:
+                self._remove()
+            elif choice < 0.97:
+                self._scrub()
+            else:
+                self._purge()
+
+    def _some(self) -> list[int]:
+        return self._choose.sample(range(NUM_BLOCKS), self._choose.randrange(1, 5))
+
+    def _write(self) -> None:
+        numbers = self._some()
+        say("writing", *numbers)
+        report = self._tier.write([self._blocks[number] for number in numbers], soon())
+        outcomes = zip(numbers, report.outcomes, strict=True)
+        if evicted := [self._numbers[block_hash] for block_hash in report.evicted]:
+            say("evicted", *evicted)
+        if stored := [number for number, outcome in outcomes if outcome is WriteOutcome.STORED]:
+            say("stored", *stored)
+        say("wrote")
+
+    def _read(self) -> None:
+        """Have blocks that are worth being moved when their segment is given up."""
+        self._tier.read([read_of(self._blocks[number]) for number in range(12)], soon())
+
+    def _remove(self) -> None:
+        numbers = self._some()
+        say("removing", *numbers)
+        self._tier.remove([self._blocks[n].header.block_hash for n in numbers], soon())
+        say("removed", *numbers)
+
+    def _scrub(self) -> None:
+        self._tier.scrub(SEGMENT_BYTES, soon())
+        say("wrote")
+
+    def _purge(self) -> None:
+        say("purging")
+        self._tier.purge(Selection(tenant=TENANT), soon())
+        say("purged")
 
 
 def main() -> None:
-    directory, step, occurrence, mode, durability = sys.argv[1:]
-    remaining = int(occurrence)
+    directory, room, seed, step, occurrence, delay_s = sys.argv[1:]
+    counts: Counter[str] = Counter()
 
     def hook(reached: str) -> None:
-        nonlocal remaining
-        remaining -= reached == step
-        if remaining == 0:
+        counts[reached] += 1
+        if reached == "segment.unlink":
+            say("giving_up")
+        if reached == step and counts[step] == int(occurrence):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    options = SsdOptions(DirectIO(mode), Durability(durability), hook=hook)
-    tier = SsdTier(Path(directory), CAPACITY_BYTES, SEGMENT_BYTES, options)
-    work(tier)
-    tier.close()
+    choose = random.Random(int(seed))
+    options = SsdOptions(
+        choose.choice([DirectIO.AUTO, DirectIO.AUTO, DirectIO.OFF]),
+        choose.choice([Durability.SEGMENT, Durability.SEGMENT, Durability.BATCH]),
+        hook=hook,
+    )
+    if float(delay_s):
+        signal.setitimer(signal.ITIMER_REAL, float(delay_s))
+    tier = SsdTier(Path(directory), CAPACITIES_BYTES[room], SEGMENT_BYTES, options)
+    Work(tier, int(seed)).run()
+    if step == COUNT:
+        for name, count in counts.items():
+            say(name, count)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

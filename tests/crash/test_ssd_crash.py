@@ -1,119 +1,189 @@
-"""A process killed at any step of a write, a removal or a start leaves a tier that is right."""
+"""A process killed at any step of the store, or at any moment, leaves a tier that is right.
 
+A directory lives through several kills, one after the other; each time a copy of it is opened and
+compared with what the killed process had said. The store promises that nothing it reported as
+stored is lost to a kill, so that is what is asserted, not a share of it.
+"""
+
+import random
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from ssd_writer import CAPACITY_BYTES, SEGMENT_BYTES, size_of
+from ssd_writer import CAPACITIES_BYTES, COUNT, NUM_BLOCKS, SEGMENT_BYTES, block
 
 from kvtier.core.identity import unpack_headers
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.base import MissReason
+from kvtier.tiers.base import BlockWrite, MissReason
 from kvtier.tiers.ssd import SsdTier
 
 WRITER = Path(__file__).with_name("ssd_writer.py")
-IN_A_BLOCK = ("record.write", 3)
-"""Between two operations of one block: its header is on the disk, its payload is not."""
+ROUNDS = 200
+ROUNDS_OF_A_LIFE = 10
+DELAY_MAX_S = 0.6
+"""A child needs about as long for its work, of which a third goes by before it begins."""
 
-POINTS = [
-    ("segment.create", 1),
-    ("segment.create", 3),
-    ("segment.header", 1),
-    ("segment.header", 4),
-    ("record.write", 1),
-    IN_A_BLOCK,
-    ("record.write", 12),
-    ("record.publish", 1),
-    ("record.publish", 9),
-    ("segment.sync", 2),
-    ("segment.footer", 1),
-    ("segment.footer", 3),
-    ("segment.unlink", 1),
-    ("footer.drop", 1),
-    ("record.remove", 1),
-    ("record.remove", 2),
-    ("never", 1),
-]
+TORN = {MissReason.CHECKSUM, MissReason.HEADER}
 
 
-def run_writer(
-    directory: Path, step: str, occurrence: int, mode: str, durability: str
-) -> tuple[int, list[tuple[str, bytes]]]:
-    """Run the child; returns its exit status and what it said."""
+@dataclass(frozen=True)
+class Kill:
+    """When a child is killed: before a step of the store, or after a time."""
+
+    step: str = "never"
+    occurrence: int = 1
+    delay_s: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """What a store must hold, may hold and must not hold, after what was said."""
+
+    there: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    is_giving_up: bool = False
+    """It was killed in a call that gave up a segment, before it could say which blocks went."""
+
+    def hear(self, lines: Sequence[str]) -> None:
+        self.is_giving_up = False
+        tenants = {number for number in range(NUM_BLOCKS) if number % 7 == 0}
+        for word, *numbers in map(str.split, lines):
+            named = set(map(int, numbers))
+            if word in {"writing", "stored"}:
+                self.gone -= named
+            if word == "stored":
+                self.there |= named
+            if word in {"removing", "evicted"}:
+                self.there -= named
+            if word == "purging":
+                self.there -= tenants
+            if word in {"removed", "purged"}:
+                self.gone |= named or tenants
+            if word in {"giving_up", "wrote", "removed", "purged"}:
+                self.is_giving_up = word == "giving_up"
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[BlockWrite]:
+    return [block(number) for number in range(NUM_BLOCKS)]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """The steps of the store by name, and how many of each there are in the work of a child."""
+    directory = tmp_path_factory.mktemp("count")
+    lines = run_writer(directory / "ssd", "tight", 1, Kill(COUNT))
+    pairs = [line.split() for line in lines if "." in line]
+    return {name: int(count) for name, count in pairs}
+
+
+def run_writer(directory: Path, room: str, seed: int, kill: Kill) -> list[str]:
+    """Run a child until it is killed; returns what it said."""
+    words = [kill.step, str(kill.occurrence), str(kill.delay_s)]
     child = subprocess.run(
-        [sys.executable, WRITER, directory, step, str(occurrence), mode, durability],
+        [sys.executable, WRITER, directory, room, str(seed), *words],
         stdout=subprocess.PIPE,
         check=False,
-        timeout=100,
+        timeout=60,
+        text=True,
     )
-    lines = [line.split() for line in child.stdout.decode().splitlines()]
-    return child.returncode, [(word, bytes.fromhex(block_hash)) for word, block_hash in lines]
+    assert child.returncode in {-signal.SIGKILL, -signal.SIGALRM}, child.stdout
+    return child.stdout.splitlines()
 
 
-def promised(said: list[tuple[str, bytes]]) -> tuple[set[bytes], set[bytes]]:
-    """Return the blocks that must be there, and those that must not."""
-    there: set[bytes] = set()
-    gone: set[bytes] = set()
-    for word, block_hash in said:
-        if word == "stored":
-            there.add(block_hash)
-        else:
-            there.discard(block_hash)
-        if word == "removed":
-            gone.add(block_hash)
-    return there, gone
-
-
-def check(
-    directory: Path, said: list[tuple[str, bytes]], *, may_evict: bool, is_torn: bool = False
-) -> None:
-    there, gone = promised(said)
-    blocks = [make_block(number, size_of(number)) for number in range(24)]
-    tier = SsdTier(directory, CAPACITY_BYTES, SEGMENT_BYTES)
+def reopened(
+    directory: Path, room: str, ledger: Ledger, blocks: Sequence[BlockWrite]
+) -> tuple[int, int]:
+    """Check a store against the ledger; returns how many blocks should be there, and are."""
+    capacity_bytes = CAPACITIES_BYTES[room]
+    tier = SsdTier(directory, capacity_bytes, SEGMENT_BYTES)
     try:
         files = {path.name: path.stat() for path in directory.iterdir()}
         segments = [stat for name, stat in files.items() if name.endswith(".segment")]
-        assert len(files) == len(segments) + 1, "only the lock beside the segments"
+        assert set(files) <= {"lock"} | {name for name in files if name.endswith(".segment")}
         assert tier.usage().used_bytes == sum(stat.st_size for stat in segments)
-        assert sum(stat.st_blocks * 512 for stat in files.values()) <= CAPACITY_BYTES
+        assert sum(stat.st_blocks * 512 for stat in files.values()) <= capacity_bytes
         assert tier.usage().num_blocks == len(unpack_headers(tier.headers()))
-        verdicts = fetch(tier, *blocks)
-        assert set(verdicts) <= {None, MissReason.ABSENT, MissReason.CHECKSUM}
-        if is_torn:
-            assert MissReason.CHECKSUM in verdicts
-        served = {
-            block.header.block_hash
-            for block, verdict in zip(blocks, verdicts, strict=True)
-            if verdict is None
-        }
-        assert not served & gone
-        if not may_evict:
-            assert there <= served
-        store(tier, blocks[0], blocks[2])
-        assert fetch(tier, blocks[0], blocks[2]) == [None, None]
-        assert not tier.remove([make_block(99).header.block_hash], soon()).num_blocks
+        verdicts = fetch(tier, *blocks)  # fails for a wrong byte
+        assert set(verdicts) <= {None, MissReason.ABSENT} | TORN
+        served = {number for number, verdict in enumerate(verdicts) if verdict is None}
+        assert not served & ledger.gone, "what was removed stays away"
+        wanted = set() if ledger.is_giving_up else set(ledger.there)
+        lost = wanted - served
+        print(f"{len(wanted)} should be there, {len(lost)} are lost: {sorted(lost)}")
+        assert not lost
+        fresh = make_block(NUM_BLOCKS + 1, 30_000)
+        store(tier, fresh)
+        assert fetch(tier, fresh) == [None]
+        torn = [blocks[n] for n, verdict in enumerate(verdicts) if verdict in TORN]
+        store(tier, *torn)
+        assert set(fetch(tier, *torn)) <= {None}, "a torn block may be stored again"
+        assert not tier.remove([make_block(NUM_BLOCKS + 2).header.block_hash], soon()).num_blocks
     finally:
         tier.close()
+    ledger.there &= served
+    return len(wanted), len(wanted - lost)
+
+
+def live(
+    directory: Path, room: str, seed: int, kills: Sequence[Kill], blocks: Sequence[BlockWrite]
+) -> tuple[int, int]:
+    """Let a store live through kills, checking a copy of it after each."""
+    ledger = Ledger()
+    num_wanted = num_served = 0
+    for number, kill in enumerate(kills):
+        print(f"{room} store of seed {seed}, round {number}: {kill}")
+        ledger.hear(run_writer(directory / "ssd", room, seed + number, kill))
+        copy = directory / f"copy{number}"
+        if (directory / "ssd").is_dir():
+            shutil.copytree(directory / "ssd", copy)
+            wanted, served = reopened(copy, room, ledger, blocks)
+            num_wanted, num_served = num_wanted + wanted, num_served + served
+            shutil.rmtree(copy)
+    return num_wanted, num_served
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "occurrence"), POINTS)
-def test_killed_at_a_step(tmp_path: Path, step: str, occurrence: int) -> None:
-    durability = "batch" if step == "segment.sync" else "segment"
-    status, said = run_writer(tmp_path / "ssd", step, occurrence, "auto", durability)
-    assert status == (0 if step == "never" else -signal.SIGKILL), said
-    # Killed when it had given up a segment, but before the write returned that says so.
-    may_evict = step in {"segment.unlink", "segment.create", "segment.header"}
-    is_torn = (step, occurrence) == IN_A_BLOCK
-    check(tmp_path / "ssd", said, may_evict=may_evict, is_torn=is_torn)
+@pytest.mark.parametrize("room", ["roomy", "tight"])
+def test_killed_before_each_step(
+    tmp_path: Path, room: str, steps: dict[str, int], blocks: list[BlockWrite]
+) -> None:
+    assert {"segment.create", "record.write", "record.publish", "segment.unlink"} <= set(steps)
+    kills = [Kill(step, 1 + count // 2) for step, count in steps.items()]
+    print(live(tmp_path, room, 50, kills, blocks))
 
 
-@pytest.mark.slow
-def test_killed_again_and_again(tmp_path: Path) -> None:
-    for occurrence in (2, 5, 1, 4):
-        status, said = run_writer(tmp_path / "ssd", "record.write", occurrence, "off", "segment")
-        assert status == -signal.SIGKILL
-    check(tmp_path / "ssd", said, may_evict=True)
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("room", ["roomy", "tight"])
+def test_killed_at_every_step_and_at_any_moment(
+    tmp_path: Path, room: str, steps: dict[str, int], blocks: list[BlockWrite]
+) -> None:
+    seed = {"roomy": 1000, "tight": 2000}[room]
+    choose = random.Random(seed)
+    names = list(steps) * ROUNDS
+    kills = []
+    for number in range(ROUNDS // 2):
+        at_a_step = Kill(names[number], choose.randint(1, steps[names[number]]))
+        at_a_moment = Kill(delay_s=choose.uniform(0.01, DELAY_MAX_S))
+        kills.append(at_a_moment if number % 2 else at_a_step)
+    lives = [kills[at : at + ROUNDS_OF_A_LIFE] for at in range(0, len(kills), ROUNDS_OF_A_LIFE)]
+
+    def run(number: int) -> tuple[int, int]:
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        return live(directory, room, seed + 100 * number, lives[number], blocks)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, range(len(lives))))
+    num_wanted, num_served = (sum(column) for column in zip(*results, strict=True))
+    print(f"{len(kills)} rounds: {num_served} of {num_wanted} published blocks are there")
+    assert num_wanted > 10 * len(kills)
+    assert num_served >= 0.99 * num_wanted

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import ClientDeadlines
-from kvtier.core.identity import HEADER_BYTES
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
+from kvtier.tiers.remote.value import HEAD_BYTES
 from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
 from tests.engine.models import Reference
 from tests.integration.redis_child import RedisServer
@@ -188,7 +188,7 @@ def test_values_that_others_changed(tiny: LoadedModel, reference: Reference) -> 
                 after = node.metric("kvtier_miss_blocks_total", tier="remote", reason=reason)
                 assert after == misses + 1
                 node.await_idle()
-                assert client.get(key)[HEADER_BYTES:] == value[HEADER_BYTES:], "stored again"
+                assert client.get(key)[HEAD_BYTES:] == value[HEAD_BYTES:], "stored again"
             node.drop("cpu")
             assert engine.complete(1).tiers["remote"] == FULL
 

@@ -35,6 +35,10 @@ def key_space(
     )
 
 
+Prompt = int | tuple[int, ...]
+"""One token again and again, or one token a block, of which there are at least ``num_blocks``."""
+
+
 class PatternEngine:
     """Stores and loads prompts of ``num_blocks`` blocks, and checks every byte that comes back."""
 
@@ -44,12 +48,14 @@ class PatternEngine:
         space: KeySpace | None = None,
         tenant: bytes = NO_TENANT,
         deadlines: ClientDeadlines | None = None,
+        *,
+        name: str = "pattern",
     ) -> None:
         self.space = space or key_space()
         self.tenant = tenant
         # Generous: these tests are about what is answered, others about when.
         self.deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
-        self.client = Client(socket_path, self.space, "pattern", deadlines=self.deadlines)
+        self.client = Client(socket_path, self.space, name, deadlines=self.deadlines)
 
     def __enter__(self) -> Self:
         self.client.start()
@@ -64,11 +70,13 @@ class PatternEngine:
     ) -> None:
         self.client.close()
 
-    def chain(self, prompt: int, num_blocks: int) -> list[BlockHash]:
+    def chain(self, prompt: Prompt, num_blocks: int) -> list[BlockHash]:
         root = chain_root(self.space.digest, self.tenant)
-        return hash_blocks(root, [prompt] * (BLOCK_TOKENS * num_blocks), BLOCK_TOKENS)
+        words = prompt if isinstance(prompt, tuple) else (prompt,) * num_blocks
+        tokens = [word for word in words[:num_blocks] for _ in range(BLOCK_TOKENS)]
+        return hash_blocks(root, tokens, BLOCK_TOKENS)
 
-    def payloads(self, prompt: int, num_blocks: int) -> list[bytes]:
+    def payloads(self, prompt: Prompt, num_blocks: int) -> list[bytes]:
         hashes = self.chain(prompt, num_blocks)
         parents = [chain_root(self.space.digest, self.tenant), *hashes]
         size = self.space.layout.block_bytes
@@ -77,7 +85,7 @@ class PatternEngine:
             for index, (own, parent) in enumerate(zip(hashes, parents, strict=False))
         ]
 
-    def store(self, prompt: int, num_blocks: int = 4, first: int = 0) -> int:
+    def store(self, prompt: Prompt, num_blocks: int = 4, first: int = 0) -> int:
         payloads = self.payloads(prompt, num_blocks)
 
         def copy(index: int, slot: memoryview) -> None:
@@ -85,14 +93,14 @@ class PatternEngine:
 
         return self.client.store(self.tenant, self.chain(prompt, num_blocks), first, copy)
 
-    def lookup(self, prompt: int, num_blocks: int = 4, first: int = 0) -> tuple[list[str], str]:
+    def lookup(self, prompt: Prompt, num_blocks: int = 4, first: int = 0) -> tuple[list[str], str]:
         chain = self.chain(prompt, num_blocks)
         tiers, reason = self.client.lookup(self.tenant, chain, first)
         return [tier.value for tier in tiers], reason
 
     def load(
         self,
-        prompt: int,
+        prompt: Prompt,
         num_blocks: int = 4,
         first: int = 0,
         on_block: Callable[[LoadedBlock], None] = lambda _: None,

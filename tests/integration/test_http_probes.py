@@ -2,11 +2,13 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from starlette.applications import Starlette
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.daemon import create_daemon_app
@@ -130,13 +132,26 @@ def test_a_bug_is_answered_without_its_trace(client):
     assert "Traceback" not in response.text
 
 
+def daemon_app(
+    complaint: Callable[[], str] = str,
+    is_ready: Callable[[], bool] = lambda: True,
+    tiers: Callable[[], dict[str, Any]] = dict,
+    registry: CollectorRegistry | None = None,
+) -> Starlette:
+    return create_daemon_app(
+        complaint=complaint,
+        is_ready=is_ready,
+        tiers=tiers,
+        registry=registry or CollectorRegistry(),
+    )
+
+
 def test_the_daemon_has_probes_and_nothing_else():
-    state = {"alive": True, "ready": False}
+    state = {"complaint": "", "ready": False}
+    tiers = {"ssd": {"state": "out", "reason": "no such directory"}}
     registry = CollectorRegistry()
     Counter("kvtier_things_total", "Things.", registry=registry)
-    app = create_daemon_app(
-        is_alive=lambda: state["alive"], is_ready=lambda: state["ready"], registry=registry
-    )
+    app = daemon_app(lambda: state["complaint"], lambda: state["ready"], lambda: tiers, registry)
     with (
         serve(app, "127.0.0.1", 0) as server,
         httpx.Client(base_url=server.url, timeout=20) as client,
@@ -144,18 +159,19 @@ def test_the_daemon_has_probes_and_nothing_else():
         assert client.get("/healthz").status_code == 200
         assert client.get("/readyz").status_code == 503
         state["ready"] = True
-        assert client.get("/readyz").status_code == 200
-        state["alive"] = False
-        assert client.get("/healthz").status_code == 503
+        told = client.get("/readyz")
+        assert told.status_code == 200, "a tier that is out makes no daemon unready"
+        assert told.json() == {"ready": True, "tiers": tiers}
+        state["complaint"] = "the loop has not moved for 11 s"
+        told = client.get("/healthz")
+        assert (told.status_code, told.text) == (503, state["complaint"])
         assert "kvtier_things_total 0.0" in client.get("/metrics").text
         assert client.post("/v1/completions").json()["error"]["code"] is None
 
 
 def test_a_port_in_use_names_the_field_and_the_remedy(service):
     server = service[1]
-    app = create_daemon_app(
-        is_alive=lambda: True, is_ready=lambda: True, registry=CollectorRegistry()
-    )
+    app = daemon_app()
     with pytest.raises(StartError, match=r"http\.listen: .*in use.*free port") as caught:
         serve(app, server.host, server.port, field="http.listen")
     assert caught.value.field == "http.listen"
@@ -165,18 +181,14 @@ def test_a_port_in_use_names_the_field_and_the_remedy(service):
     ("host", "port"), [("192.0.2.1", 0), ("no such host", 0), ("::1", 1 << 20)]
 )
 def test_an_address_that_cannot_be_had_is_refused(host, port):
-    app = create_daemon_app(
-        is_alive=lambda: True, is_ready=lambda: True, registry=CollectorRegistry()
-    )
+    app = daemon_app()
     with pytest.raises(StartError, match=r"engine\.listen"):
         serve(app, host, port, field="engine.listen")
 
 
 @pytest.mark.slow
 def test_a_stopped_server_leaves_its_port():
-    app = create_daemon_app(
-        is_alive=lambda: True, is_ready=lambda: True, registry=CollectorRegistry()
-    )
+    app = daemon_app()
     with serve(app, "127.0.0.1", 0) as first:
         assert httpx.get(f"{first.url}/healthz").status_code == 200
     first.stop()

@@ -41,7 +41,7 @@ def test_a_million_blocks_in_the_index(redis_server: str) -> None:
             before, arena = daemon.memory_bytes()
             assert arena <= 17 << 20
             for chain in chains(engine):
-                server.mset({f"{PREFIX}{block_hash.hex()}": b"" for block_hash in chain})
+                server.mset({f"{PREFIX}{{{block_hash.hex()}}}": b"" for block_hash in chain})
                 tiers, _ = engine.client.lookup(engine.tenant, chain, 0)
                 assert len(tiers) == CHAIN_BLOCKS
             status = node.stat()

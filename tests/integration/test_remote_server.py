@@ -1,19 +1,22 @@
 """RemoteTier against a real server: what others do to its values, and what the server does."""
 
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 
-from kvtier.core.identity import EVERYTHING, HEADER_BYTES
+from kvtier.core.identity import EVERYTHING, HEADER_BYTES, NO_TENANT, Selection
 from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
-from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
+from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.seal import Codec, Stamp
 
 pytestmark = pytest.mark.redis
 PREFIX = "test[1]*:"
@@ -29,20 +32,28 @@ def client(redis_server: str) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def tier(redis_server: str, client: redis.Redis) -> Iterator[RemoteTier]:
-    tier = RemoteTier(redis_server, key_prefix=PREFIX, ttl_s=100, timeout_s=5)
+    tier = RemoteTier(
+        redis_server, RemoteOptions(key_prefix=PREFIX, ttl_s=100, timeout_s=5, now_s=lambda: 1000.5)
+    )
     yield tier
     tier.close()
 
 
 def key_of(block: BlockWrite) -> str:
-    return PREFIX + block.header.block_hash.hex()
+    return PREFIX + "{" + block.header.block_hash.hex() + "}"
+
+
+def value_of(block: BlockWrite, payload: bytes | None = None, written_s: int = 0) -> bytes:
+    """Return what a plain tier stores for a block, or what it would for another payload."""
+    stamp = Stamp(Codec.PLAIN, 0, written_s, bytes(12)).pack()
+    return block.header.pack() + stamp + (block.payload if payload is None else payload)
 
 
 def test_one_value_a_block_and_it_expires(tier: RemoteTier, client: redis.Redis) -> None:
     block = make_block(1)
     store(tier, block)
     assert client.keys() == [key_of(block).encode()]
-    assert client.get(key_of(block)) == block.header.pack() + block.payload
+    assert client.get(key_of(block)) == value_of(block, written_s=1000)
     assert 0 < client.pttl(key_of(block)) <= 100_000
 
 
@@ -60,10 +71,10 @@ def test_storing_again_renews(tier: RemoteTier, client: redis.Redis) -> None:
         (b"", MissReason.HEADER),
         (b"not a block", MissReason.HEADER),
         (b"x" * 5128, MissReason.HEADER),
-        (make_block(1).header.pack() + bytes(5000), MissReason.CHECKSUM),
-        (make_block(1).header.pack() + make_block(1).payload[:-1], MissReason.LENGTH),
-        (make_block(1).header.pack() + bytes(make_block(1).payload) + b"x", MissReason.LENGTH),
-        (make_block(2).header.pack() + make_block(2).payload, MissReason.IDENTITY),
+        (value_of(make_block(1), bytes(5000)), MissReason.CHECKSUM),
+        (value_of(make_block(1))[:-1], MissReason.LENGTH),
+        (value_of(make_block(1)) + b"x", MissReason.LENGTH),
+        (value_of(make_block(2)), MissReason.IDENTITY),
     ],
     ids=["empty", "short", "text", "other bytes", "cut", "longer", "another block"],
 )
@@ -81,7 +92,7 @@ def test_a_value_that_was_changed_is_a_miss_and_unlinked(
 
 def test_any_flipped_byte_is_found(tier: RemoteTier, client: redis.Redis) -> None:
     block = make_block(1, 50)
-    value = block.header.pack() + block.payload
+    value = value_of(block)
     for position in [*range(HEADER_BYTES - 24), *range(HEADER_BYTES, len(value))]:
         damaged = bytearray(value)
         damaged[position] ^= 4
@@ -89,12 +100,21 @@ def test_any_flipped_byte_is_found(tier: RemoteTier, client: redis.Redis) -> Non
         assert fetch(tier, block) != [None], position
 
 
-def test_a_key_of_another_type_is_a_fault(tier: RemoteTier, client: redis.Redis) -> None:
-    block = make_block(1)
+def test_a_key_of_another_type_is_a_miss_and_unlinked(
+    tier: RemoteTier, client: redis.Redis
+) -> None:
+    block, other = make_block(1), make_block(2)
+    store(tier, other)
     client.lpush(key_of(block), "x")
-    assert fetch(tier, block) == [MissReason.ABSENT]
-    with pytest.raises(TierError):
-        tier.remove([block.header.block_hash], soon())
+    assert fetch(tier, block, other) == [MissReason.HEADER, None]
+    store(tier, block)
+    assert fetch(tier, block) == [None]
+    client.unlink(key_of(block))
+    client.lpush(key_of(block), "x")
+    assert tier.remove([block.header.block_hash], soon()).num_blocks == 1
+    client.lpush(key_of(block), "x")
+    store(tier, block)
+    assert fetch(tier, block) == [None]
 
 
 def test_clear_leaves_what_is_not_ours(tier: RemoteTier, client: redis.Redis) -> None:
@@ -123,17 +143,34 @@ def test_a_full_server_rejects(tier: RemoteTier, client: redis.Redis) -> None:
         report = tier.write([make_block(2), kept], soon())
         assert report.outcomes == (WriteOutcome.REJECTED, WriteOutcome.STORED)
         assert fetch(tier, kept) == [None]
+        tier.probe(soon())
+        assert tier.health().state is HealthState.DEGRADED
+        assert "full: maxmemory is reached" in tier.health().reason
+        before = client.info("stats")["total_net_input_bytes"]
+        assert tier.write([make_block(3, 1 << 20)], soon()).outcomes == (WriteOutcome.REJECTED,)
+        assert client.info("stats")["total_net_input_bytes"] - before < 10_000, "it is not sent"
     finally:
         client.config_set("maxmemory", 0)
+    store(tier, make_block(2))
+    assert tier.health() == Health()
 
 
-def test_a_replica_that_is_read_only_is_a_fault(tier: RemoteTier, client: redis.Redis) -> None:
+def test_a_replica_rejects_and_serves(tier: RemoteTier, client: redis.Redis) -> None:
+    kept = make_block(1)
+    store(tier, kept)
     client.replicaof("127.0.0.1", "1")
     try:
-        with pytest.raises(TierError, match="ReadOnlyError"):
-            tier.write([make_block(1)], soon())
+        assert tier.write([make_block(2)], soon()).outcomes == (WriteOutcome.REJECTED,)
+        assert tier.health().state is HealthState.DEGRADED
+        assert "read-only: it is a replica" in tier.health().reason
+        assert fetch(tier, kept) == [None]
+        tier.probe(soon())
+        assert tier.health().state is HealthState.DEGRADED
     finally:
         client.replicaof("NO", "ONE")
+    tier.probe(soon())
+    assert tier.health() == Health()
+    store(tier, make_block(2))
 
 
 def test_goes_on_after_the_server_dropped_the_link(tier: RemoteTier, client: redis.Redis) -> None:
@@ -147,7 +184,9 @@ def test_goes_on_after_the_server_dropped_the_link(tier: RemoteTier, client: red
 
 def test_a_server_that_does_not_answer_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tier = RemoteTier(f"redis://:x@127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+        tier = RemoteTier(
+            f"redis://:x@127.0.0.1:{silent.getsockname()[1]}", RemoteOptions(timeout_s=0.2)
+        )
         started = time.monotonic()
         with pytest.raises(TierTimeout):
             fetch(tier, make_block(1))
@@ -156,7 +195,7 @@ def test_a_server_that_does_not_answer_times_out() -> None:
 
 
 def test_waits_no_longer_than_the_deadline(redis_server: str, client: redis.Redis) -> None:
-    tier = RemoteTier(redis_server, key_prefix=PREFIX, timeout_s=20)
+    tier = RemoteTier(redis_server, RemoteOptions(key_prefix=PREFIX, timeout_s=20))
     store(tier, make_block(1))
     client.client_pause(1_500)
     started = time.monotonic()
@@ -203,13 +242,13 @@ def test_logs_in_as_a_user_and_never_tells_the_password(
         "kv", enabled=True, passwords=[f"+{password}"], keys=["*"], commands=["+@all"]
     )
     place = redis_server.rpartition("@")[2]
-    tier = RemoteTier(f"redis://kv:{written}@{place}", timeout_s=5)
+    tier = RemoteTier(f"redis://kv:{written}@{place}", RemoteOptions(timeout_s=5))
     store(tier, make_block(1))
     assert fetch(tier, make_block(1)) == [None]
     assert password not in repr(tier) + str(tier.usage())
     client.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+changed"])
     tier.close()
-    tier = RemoteTier(f"redis://kv:{written}@{place}", timeout_s=5)
+    tier = RemoteTier(f"redis://kv:{written}@{place}", RemoteOptions(timeout_s=5))
     with pytest.raises(TierError) as raised:
         fetch(tier, make_block(1))
     assert password not in repr(raised.value)
@@ -228,7 +267,63 @@ def test_a_bad_url_is_named_without_its_secrets(url: str) -> None:
 def test_a_unix_socket(redis_server: str, client: redis.Redis) -> None:
     path = client.config_get("unixsocket")["unixsocket"]
     password = redis_server.split("@", maxsplit=1)[0].rpartition(":")[2]
-    tier = RemoteTier(f"unix://:{password}@{path}", timeout_s=5)
+    tier = RemoteTier(f"unix://:{password}@{path}", RemoteOptions(timeout_s=5))
     store(tier, make_block(1))
     assert fetch(tier, make_block(1)) == [None]
     tier.close()
+
+
+def test_the_documented_rights_are_enough(redis_server: str, client: redis.Redis) -> None:
+    page = (Path(__file__).parents[2] / "docs/operations/redis.md").read_text()
+    (line,) = re.findall("^ACL SETUSER kvtier (.*)$", page, flags=re.MULTILINE)
+    client.execute_command("ACL SETUSER", "kvtier", *line.split())
+    client.acl_log_reset()
+    place = redis_server.rpartition("@")[2]
+    tier = RemoteTier(f"redis://kvtier:PASSWORD@{place}", RemoteOptions(timeout_s=5))
+    blocks = make_chain(range(3), 3 << 20)
+    store(tier, *blocks)
+    store(tier, *blocks)
+    assert fetch(tier, *blocks) == [None] * 3
+    hashes = [block.header.block_hash for block in blocks]
+    assert tier.contains(hashes, soon()) == [True] * 3
+    tier.probe(soon())
+    assert tier.remove(hashes[:1], soon()).num_blocks == 1
+    assert tier.purge(Selection(tenant=NO_TENANT), soon()).num_blocks == 2
+    assert tier.health() == Health()
+    refused = client.acl_log()
+    assert not refused, refused
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "words"),
+    [
+        (0, "noeviction", "no maxmemory"),
+        (1 << 30, "noeviction", "evicts nothing"),
+        (1 << 30, "allkeys-lru", ""),
+    ],
+)
+def test_it_warns_once_of_a_server_that_will_fill_up(
+    redis_server: str,
+    client: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+    limit: int,
+    policy: str,
+    words: str,
+) -> None:
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("maxmemory", limit)
+    try:
+        for _ in range(2):
+            tier = RemoteTier(redis_server, RemoteOptions(key_prefix=PREFIX, timeout_s=5))
+            caplog.clear()
+            for number in range(2):
+                store(tier, make_block(number))
+                client.client_kill_filter(_type="normal", skipme=True)
+            lines = [record.getMessage() for record in caplog.records]
+            assert len(lines) == bool(words)
+            assert all(words in line for line in lines)
+            tier.close()
+    finally:
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")

@@ -12,11 +12,12 @@ from kvtier.core.eviction import leaf_lru
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.index import Index, NewBlocks, Scope
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
-from kvtier.core.slots import slot_bytes
+from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import as_keys
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
 
 CPU = TierName.CPU
+SIZE = 4096
 PATHS = st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 2), st.integers(0, 3)).map(
     lambda p: (
         [p[0] * 10 + place for place in range(p[1])]
@@ -26,12 +27,16 @@ PATHS = st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 2), st.in
 """Prompts that share beginnings: some of a document, then some of another text."""
 
 
-class IndexMachine(RuleBasedStateMachine):
-    """``slot`` stands for the arena: a row's slot is its own number."""
+def one_slab():
+    slots = SlabAllocator(1, 200 * SIZE)
+    slots.reserve(1)
+    return slots
 
+
+class IndexMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.index, self.lru = Index(), leaf_lru.LeafLru()
+        self.index, self.lru, self.slots = Index(), leaf_lru.LeafLru(), one_slab()
         self.scope = self.index.scope_id(Scope(TEST_KEY_SPACE, NO_TENANT))
         self.state: dict[BlockHash, dict[TierName, Residency]] = {}
         self.parent: dict[BlockHash, BlockHash] = {}
@@ -56,7 +61,8 @@ class IndexMachine(RuleBasedStateMachine):
             )
         )
         self.lru.touch(self.index, rows)
-        self.index.slot[rows] = rows
+        for row in rows[self.index.slot[rows] < 0].tolist():
+            self.index.slot[row] = self.slots.take(SIZE, row)
         self.index.move(rows, CPU, Residency.READY)
         for row, header in zip(rows.tolist(), headers, strict=True):
             self.lru.offer(self.index, row)
@@ -117,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
             and block_hash not in known
         ][:count]
         taken = []
-        for row in self.lru.victims(self.index, mark):
+        for row in self.lru.victims(self.index, self.slots, SIZE, mark):
             taken.append(self.index.hash_of(row))
             self.forget(taken[-1], row)
             if len(taken) == count:
@@ -127,11 +133,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def propose_and_take_none(self):
         mark = self.lru.touch(self.index, np.empty(0, np.int64))
-        assert len(list(self.lru.victims(self.index, mark))) == sum(
+        assert len(list(self.lru.victims(self.index, self.slots, SIZE, mark))) == sum(
             self.state[h][CPU] == Residency.READY and not self.pins[h] for h in self.state
         )
 
     def forget(self, block_hash, row):
+        self.slots.give(int(self.index.slot[row]))
         self.index.slot[row] = -1
         self.index.move(row, CPU, Residency.ABSENT)
         self.index.forget_absent(np.array([row]))
@@ -167,7 +174,7 @@ TestIndex.settings = settings(
 
 def test_the_order_is_exact_whatever_is_scanned_at_once(monkeypatch):
     monkeypatch.setattr(leaf_lru, "VICTIMS_SCANNED_AT_ONCE", 3)
-    index, lru = Index(), leaf_lru.LeafLru()
+    index, lru, slots = Index(), leaf_lru.LeafLru(), one_slab()
     scope = index.scope_id(Scope(TEST_KEY_SPACE, NO_TENANT))
     headers = [block.header for block in make_chain(range(20), 100)]
     rows = index.add(
@@ -180,17 +187,17 @@ def test_the_order_is_exact_whatever_is_scanned_at_once(monkeypatch):
         )
     )
     lru.touch(index, rows)
-    index.slot[rows] = rows * slot_bytes(100)
+    index.slot[rows] = [slots.take(SIZE, row) for row in rows.tolist()]
     index.move(rows, CPU, Residency.READY)
     index.pins[rows[10:]] = 1  # the tail is pinned when the scan comes
     mark = lru.touch(index, np.empty(0, np.int64))
-    victims = lru.victims(index, mark)
+    victims = lru.victims(index, slots, SIZE, mark)
     first = next(victims)
     assert first == rows[9]
     victims.close()
     index.pins[rows[10:]] = 0
     for row in rows[10:].tolist():
         lru.offer(index, row)
-    order = [rows.tolist().index(row) for row in lru.victims(index, mark)]
+    order = [rows.tolist().index(row) for row in lru.victims(index, slots, SIZE, mark)]
     assert all(child > parent for child, parent in pairwise(order)), "leaves before parents"
     assert len(order) == 20

@@ -11,21 +11,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from kvtier.core.identity import EVERYTHING, unpack_headers
+from kvtier.core.identity import EVERYTHING, Selection
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import slot_bytes
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.testing.block import payload_of
+from kvtier.sim.medium import Medium
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage, StageSettings
-from kvtier.tiers.base import BlockWrite
-from kvtier.tiers.memory import MemoryTier
 
 MS = 1_000_000
 FAR_NS = 1 << 62
 PLACES = st.integers(0, 1000)
-ENGINES = st.sampled_from([0, 1, 2])
+ENGINES = st.sampled_from([0, 1, 2, 3])
 PATHS = st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 2)).map(
     lambda p: [p[0] * 100 + place for place in range(p[1])] + [50 + p[2]] * bool(p[2])
 )
@@ -36,14 +35,15 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.tiers = {
-            TierName.SSD: MemoryTier(60_000),
-            TierName.REMOTE: MemoryTier(90_000, name=TierName.REMOTE),
+            TierName.SSD: Medium(60_000, TierName.SSD, random.Random(1)),
+            TierName.REMOTE: Medium(90_000, TierName.REMOTE, random.Random(2)),
         }
         self.num_boots = 0
         self.engines = [
             FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
             FakeEngine("b", key_space=b"key space no. 1.", payload_bytes=3000),
             FakeEngine("c", key_space=b"key space no. 2.", payload_bytes=9000),
+            FakeEngine("d", key_space=b"key space no. 3.", payload_bytes=16_000),
         ]
         self.boot()
 
@@ -53,7 +53,7 @@ class NodeMachine(RuleBasedStateMachine):
             self.tiers, StageSettings(num_slabs=4, slab_bytes=16_384), boot=f"{self.num_boots}"
         )
         self.stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
-        self.loads, self.stores = [], []
+        self.loads, self.stores, self.lost = [], [], []
         for engine in self.engines:
             engine.attach(self.stage)
 
@@ -64,7 +64,15 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(who=ENGINES, path=PATHS)
     def store(self, who, path):
-        self.engines[who].store(self.engines[who].chain(path))
+        granted = self.engines[who].store(self.engines[who].chain(path))
+        if granted.reason == "no_room":
+            self.check_nothing_could_go(self.engines[who])
+
+    def check_nothing_could_go(self, engine):
+        """A slab of another size can only be had whole."""
+        slots = self.stage.node.cache.slots
+        others = [size for size in slots.sizes() if size != slot_bytes(engine.layout.block_bytes)]
+        assert all(num_held for size in others for num_held, _ in slots.slabs_by_held(size))
 
     @rule(who=ENGINES, path=PATHS, steps=st.integers(0, 12))
     def begin_store(self, who, path, steps):
@@ -117,6 +125,33 @@ class NodeMachine(RuleBasedStateMachine):
         if not isinstance(work, ac.Order):
             self.stage.fail(work)
 
+    @precondition(lambda self: self.stage.waiting and len(self.lost) < 2)
+    @rule(place=PLACES, is_done=st.booleans())
+    def lose_completion(self, place, is_done):
+        """A thread hangs for ever, with its work done or not."""
+        work = self.stage.waiting[place % len(self.stage.waiting)]
+        if not isinstance(work, ac.Order):
+            self.stage.waiting.remove(work)
+            self.lost.append(work)
+            if is_done:
+                self.stage.completion(work)
+
+    @rule(tier=TIERS, is_full=st.booleans())
+    def fill(self, tier, is_full):
+        self.tiers[tier].is_full = is_full
+
+    @rule(tier=TIERS, is_age=st.booleans())
+    def scrub(self, tier, is_age):
+        medium = self.tiers[tier]
+        gone = medium.expire() if is_age else medium.scrub(1 << 20, FAR_NS).damaged
+        self.stage.post(ev.Lost(tier, b"".join(gone), "expired" if is_age else "corrupt"))
+
+    @rule(elapsed_ms=st.integers(100, 100_000))
+    def suspend(self, elapsed_ms):
+        self.stage.excuse()
+        self.stage.clock.now_ns += elapsed_ms * MS
+        self.stage.post(ev.Tick())
+
     @rule()
     def settle(self):
         self.stage.settle()
@@ -125,15 +160,9 @@ class NodeMachine(RuleBasedStateMachine):
     def wait(self, elapsed_ms):
         self.stage.advance(elapsed_ms * MS)
 
-    @rule(tier=TIERS, place=PLACES)
-    def rot(self, tier, place):
-        headers = unpack_headers(self.tiers[tier].headers())
-        if headers:
-            header = headers[place % len(headers)]
-            payload = bytearray(payload_of(header))
-            payload[place] ^= 1
-            self.tiers[tier].remove([header.block_hash], FAR_NS)
-            self.tiers[tier].write([BlockWrite(header, memoryview(payload))], FAR_NS)
+    @rule(tier=TIERS)
+    def rot(self, tier):
+        self.tiers[tier].rot()
 
     @rule(tier=TIERS)
     def lose(self, tier):
@@ -150,10 +179,15 @@ class NodeMachine(RuleBasedStateMachine):
     def tier_up(self, tier, is_up):
         self.stage.post(ev.TierUp(tier, is_up))
 
-    @rule(tiers=st.lists(st.sampled_from(list(TierName)), unique=True))
-    def drop(self, tiers):
+    @rule(
+        tiers=st.lists(st.sampled_from(list(TierName)), unique=True),
+        space=st.sampled_from([b"", b"key space no. 1.", b"key space no. 2."]),
+        tenant=st.sampled_from([b"", bytes(16)]),
+    )
+    def drop(self, tiers, space, tenant):
         deadline_ns = self.stage.clock() + 400 * MS
-        self.stage.call(lambda call: ev.Drop(call, tuple(tiers), deadline_ns))
+        selection = Selection(space, tenant)
+        self.stage.call(lambda call: ev.Drop(call, tuple(tiers), deadline_ns, selection))
 
     @rule(who=ENGINES)
     def die(self, who):
@@ -199,7 +233,8 @@ class NodeMachine(RuleBasedStateMachine):
             engine.die()
         self.stage.advance(500 * MS)  # what was promised by a deadline is due
         self.stage.settle()
-        self.stage.check_idle()
+        self.stage.advance(500 * MS)
+        self.stage.check_idle(self.lost)
 
 
 TestNode = pytest.mark.slow(NodeMachine.TestCase)

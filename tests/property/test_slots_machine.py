@@ -25,7 +25,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(size=SIZES)
     def take(self, size):
-        offset = self.slots.take(size)
+        offset = self.slots.take(size, len(self.taken))
         if offset is None:
             assert not self.has_room(size), "there was room"
             return

@@ -1,42 +1,66 @@
 """SsdTier against a naive model, with what disks and operators do to files as rules.
 
-The model knows what was stored and not given up, and which blocks may have been damaged. Every
-block that is served must be right to the last byte (``fetch`` checks that); every block that
-nothing has happened to must be served.
+The model knows what was stored and not given up, and which blocks may have been damaged or are too
+old. Every block that is served must be right to the last byte (``fetch`` checks that); every block
+that nothing has happened to must be served; and nothing of a tenant that was purged may be in the
+files, whatever was done to them.
 """
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.identity import EVERYTHING, BlockHash, unpack_headers
+from kvtier.core.identity import (
+    EVERYTHING,
+    BlockHash,
+    Selection,
+    tenant_digest,
+    unpack_headers,
+)
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
+from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 
 SEGMENT_BYTES = 64 << 10
 SIZES = [0, 100, 4096, 9000, 30_000]
+TENANTS = [tenant_digest(name) for name in ("alice", "bob")]
+MAX_AGE_S = 1000
 numbers = st.integers(0, 29)
 
 
 def block_of(number: int) -> BlockWrite:
-    return make_block(number, SIZES[number % len(SIZES)])
+    return make_block(
+        number, SIZES[number % len(SIZES)], tenant=TENANTS[number // len(SIZES) % len(TENANTS)]
+    )
+
+
+def seal_of(directory: Path) -> Seal:
+    path = directory / "keys"
+    path.touch(mode=0o600)
+    path.write_text("test " + "42" * 32)
+    return Seal(SealMode.ENCRYPT, KeyRing.load(path), "ssd")
 
 
 class SsdMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="kvtier-ssd-"))
+        self.parent = Path(tempfile.mkdtemp(prefix="kvtier-ssd-"))
+        self.directory = self.parent / "ssd"
         self.sound: set[BlockHash] = set()
         """Must be served."""
         self.doubtful: set[BlockHash] = set()
         """May be served: their files were damaged."""
+        self.expired: set[BlockHash] = set()
+        """Must not be served, and may still be counted."""
+        self.now_s = 1_800_000_000
         self.damaged_files: set[int] = set()
         self.num_segments = 4
 
@@ -44,9 +68,11 @@ class SsdMachine(RuleBasedStateMachine):
     def capacity_bytes(self) -> int:
         return self.num_segments * SEGMENT_BYTES + METADATA_BYTES
 
-    @initialize(mode=st.sampled_from([DirectIO.AUTO, DirectIO.OFF]))
-    def open(self, mode: DirectIO) -> None:
-        self.options = SsdOptions(mode)
+    @initialize(mode=st.sampled_from([DirectIO.AUTO, DirectIO.OFF]), is_sealed=st.booleans())
+    def open(self, mode: DirectIO, is_sealed: bool) -> None:
+        self.options = SsdOptions(mode, max_age_s=MAX_AGE_S, now_s=lambda: self.now_s)
+        if is_sealed:
+            self.options = replace(self.options, seal=seal_of(self.parent))
         self.tier = SsdTier(self.directory, self.capacity_bytes, SEGMENT_BYTES, self.options)
 
     @rule(chosen=st.lists(numbers, min_size=1, max_size=6))
@@ -57,6 +83,7 @@ class SsdMachine(RuleBasedStateMachine):
         assert not evicted & {block.header.block_hash for block in blocks}
         self.sound -= evicted
         self.doubtful -= evicted
+        self.expired -= {block.header.block_hash for block in blocks}
         for block, outcome in zip(blocks, report.outcomes, strict=True):
             if outcome is WriteOutcome.REJECTED:
                 assert block.header.block_hash not in self.sound
@@ -72,6 +99,8 @@ class SsdMachine(RuleBasedStateMachine):
             block_hash = block.header.block_hash
             if block_hash in self.sound:
                 assert verdict is None
+            elif block_hash in self.expired:
+                assert verdict in {MissReason.EXPIRED, MissReason.ABSENT}
             elif block_hash in self.doubtful:
                 assert verdict is not MissReason.IDENTITY
                 if verdict is not None:
@@ -84,7 +113,8 @@ class SsdMachine(RuleBasedStateMachine):
         hashes = [block_of(number).header.block_hash for number in chosen]
         removed = self.tier.remove(hashes, soon())
         sound, doubtful = self.sound & set(hashes), self.doubtful & set(hashes)
-        assert len(sound) <= removed.num_blocks <= len(sound | doubtful)
+        expired = self.expired & set(hashes)
+        assert len(sound) <= removed.num_blocks <= len(sound | doubtful | expired)
         self.sound -= sound
         # A record forgotten as damaged is not known any more, and so cannot be removed for good.
 
@@ -94,6 +124,28 @@ class SsdMachine(RuleBasedStateMachine):
         assert [path.name for path in self.directory.iterdir()] == ["lock"]
         self.sound.clear()
         self.doubtful.clear()
+        self.expired.clear()
+
+    @rule(tenant=st.sampled_from(TENANTS))
+    def purge(self, tenant: bytes) -> None:
+        self.tier.purge(Selection(tenant=tenant), soon())
+        blocks = [block for block in map(block_of, range(30)) if block.header.tenant == tenant]
+        meant = {block.header.block_hash for block in blocks}
+        content = b"".join(path.read_bytes() for path in self.directory.glob("*.segment"))
+        for block in blocks:
+            for part in (block.header.block_hash, bytes(block.payload[:16])):
+                assert len(part) < 16 or part not in content
+        self.sound -= meant
+        self.doubtful -= meant
+        self.expired -= meant
+
+    @rule()
+    def grow_old(self) -> None:
+        self.now_s += MAX_AGE_S + 1
+        self.expired |= self.sound | self.doubtful
+        self.sound.clear()
+        self.doubtful.clear()
+        assert not any(self.tier.contains(sorted(self.expired), soon()))
 
     @rule(num_segments=st.integers(2, 5))
     def reopen(self, num_segments: int) -> None:
@@ -142,12 +194,14 @@ class SsdMachine(RuleBasedStateMachine):
     def counts_what_is_there(self) -> None:
         if hasattr(self, "tier"):
             usage = self.tier.usage()
-            assert len(self.sound) <= usage.num_blocks <= len(self.sound | self.doubtful)
+            known = self.sound | self.doubtful | self.expired
+            assert len(self.sound) <= usage.num_blocks <= len(known)
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):
             self.tier.close()
-        shutil.rmtree(self.directory)
+            del self.tier  # the options know this machine, so it goes with the collector, and late
+        shutil.rmtree(self.parent)
 
 
 def _flip(path: Path, offset: int, bit: int) -> None:

@@ -1,7 +1,8 @@
 """What the dialogues with a node begin with: a stage, an engine, and the names of the tiers."""
 
-from kvtier.core.identity import EVERYTHING
-from kvtier.core.residency import TierName
+from kvtier.core.identity import EVERYTHING, Selection
+from kvtier.core.residency import Residency, TierName
+from kvtier.node import event as ev
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage, StageSettings
 from kvtier.tiers.base import Tier
@@ -23,6 +24,25 @@ def engine_on(stage: Stage, name: str = "engine", payload_bytes: int = 3000) -> 
     engine = FakeEngine(name, key_space=space, payload_bytes=payload_bytes)
     engine.attach(stage)
     return engine
+
+
+def drop(
+    stage: Stage, *tiers: TierName, selection: Selection = EVERYTHING, within_ns: int = 1000 * MS
+) -> int:
+    """Take a selection out of tiers; the answer to this call may come later."""
+    deadline_ns = stage.clock() + within_ns
+    return stage.call(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
+
+
+def metric(stage: Stage, name: str, **labels: str) -> float | None:
+    return stage.metrics.registry.get_sample_value(name, labels)
+
+
+def rows_of(stage: Stage, tier: TierName, selection: Selection = EVERYTHING) -> int:
+    """How many blocks of a selection are in a tier, in whatever state."""
+    index = stage.node.cache.index
+    rows = index.selected(index.rows(), selection)
+    return int((index.residency(rows, tier) != Residency.ABSENT).sum())
 
 
 def empty_cpu(stage: Stage) -> None:

@@ -5,11 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.preflight import MemoryFiles, available_memory_bytes, check_pool, check_start
+from kvtier.cli.preflight import check_pool, check_start
 from kvtier.config import Config, load_config
+from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
+from kvtier.daemon.supervisor import engine_lock
 from kvtier.errors import StartError
+from kvtier.lock import hold_lock, let_go
 
 GIB = 1 << 30
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    from tests.engine.models import save_tiny
+
+    return str(save_tiny(tmp_path / "tiny-llama"))
 
 
 def configured(tmp_path: Path, **overrides: str) -> Config:
@@ -79,10 +89,25 @@ def test_a_larger_pool_than_the_machine_has_room_for(tmp_path):
     assert caught.value.field == "engine.pool"
     assert "8192MiB" in caught.value.remedy
     check_pool(configured(tmp_path, engine__pool="8GiB"), files)
-    # Elsewhere than in this memory the device itself says what it has; and the daemon need not
-    # have room for a pool, which an engine that outlived the last daemon has already.
+    # Elsewhere than in this memory the device itself says what it has.
     check_pool(configured(tmp_path, engine__pool="9GiB", engine__device="cuda"), files)
-    check_start(config, files)
+    check_start(config, files)  # without a model this daemon starts no engine
+
+
+def test_what_one_command_starts_has_to_fit_together(tmp_path, tiny):
+    files = machine(tmp_path, free_gib=8)
+    sizes = {"cpu__capacity": "4GiB", "engine__pool": "4GiB"}
+    check_start(configured(tmp_path, **sizes), files)
+    together = configured(tmp_path, **sizes, engine__model=tiny)
+    error = refused(together, files)
+    assert error.field == "cpu.capacity"
+    assert "4352MiB for all else" in error.problem
+    assert "at most 3840MiB" in error.remedy
+    on_device = configured(tmp_path, **sizes, engine__model=tiny, engine__device="cuda")
+    check_start(on_device, files)
+    lock = hold_lock(engine_lock(together.daemon.socket), "daemon.socket", "the engine")
+    check_start(together, files)  # an engine that outlived the last daemon has its pool already
+    let_go(lock)
 
 
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/a/b\n"), (1, "4:cpu,memory:/a/b\n3:x:/\n")])

@@ -267,17 +267,17 @@ def test_a_stuck_tier_keeps_its_slots_and_is_left_alone():
 
 def test_a_load_takes_what_the_arena_has_room_for():
     stage = open_stage(SSD, slots=4)
-    engine = engine_on(stage)
+    engine, others = engine_on(stage), [engine_on(stage, name) for name in ("b", "c", "d")]
     blocks = engine.chain([0, 1])
     for length in (1, 2):  # one block at a time is this engine's share
         engine.store(blocks[:length])
         stage.settle()
     empty_cpu(stage)
-    for number in range(10, 13):
-        held = engine.chain([number])
-        engine.store(held)
+    for number, other in enumerate(others):
+        held = other.chain([10 + number])
+        other.store(held)
         stage.settle()
-        engine.load(held)
+        other.load(held)
     load = engine.load(blocks)
     stage.settle()
     assert load.take() == [SSD]

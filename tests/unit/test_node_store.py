@@ -67,7 +67,7 @@ def test_a_store_is_completed_once():
 
 
 def test_two_racing_stores_write_once():
-    stage = open_stage()
+    stage = open_stage(slots=24)
     first, second = engine_on(stage, "first"), engine_on(stage, "second")
     blocks = first.chain(range(6))
     granted = first.prepare(blocks[:4])
@@ -141,8 +141,8 @@ def test_an_engine_holds_a_share_of_the_arena_and_no_more():
 
 def test_an_arena_full_of_leased_blocks_has_no_room():
     stage = open_stage(slots=4)
-    engine = engine_on(stage)
     for number in range(4):
+        engine = engine_on(stage, f"engine {number}")
         blocks = engine.chain([number])
         engine.store(blocks)
         engine.load(blocks)
@@ -162,15 +162,36 @@ def test_slabs_are_given_up_to_blocks_of_another_size():
     assert [small.found(small.chain([n])) for n in range(16)].count((CPU,)) == 12
 
 
-def test_a_slab_is_not_emptied_in_vain():
+def test_a_slab_with_a_pinned_block_is_not_emptied():
     stage = open_stage(slots=16, slabs=4)
     small, large = engine_on(stage, "small"), engine_on(stage, "large", payload_bytes=9000)
     for number in range(16):
         small.store(small.chain([number]))
-    for number in range(0, 16, 4):  # one leased block in each slab
-        small.load(small.chain([number]))
-    assert large.prepare(large.chain([1])).reason == "no_room"
-    assert [small.found(small.chain([n])) for n in range(16)] == [(CPU,)] * 16
+    held = large.chain([1])
+    small.load(small.chain([4]))  # in the second slab
+    assert large.store(held).indexes == (0,)
+    assert [small.found(small.chain([n])) for n in range(16)].count((CPU,)) == 12
+    assert small.found(small.chain([4])) == (CPU,)
+
+
+def test_a_block_size_gets_a_slab_though_a_block_is_pinned_in_every_one():
+    """At the latest when the leases on one slab end; till then no_room, and one slab is lost."""
+    stage = open_stage(slots=16, slabs=4)
+    small, large = engine_on(stage, "small"), engine_on(stage, "large", payload_bytes=9000)
+    for number in range(16):
+        small.store(small.chain([number]))
+    pinned = [small.chain([number]) for number in range(0, 16, 4)]
+    loads = [small.load(blocks) for blocks in pinned]
+    blocks = large.chain([1])
+    for _ in range(3):
+        assert large.prepare(blocks).reason == "no_room"
+    assert [small.found(small.chain([n])) for n in range(16)].count((CPU,)) == 8  # two slabs
+    for load, again in zip(loads, pinned, strict=True):  # never a moment without a lease
+        small.load(again)
+        assert load.take() == [CPU]
+        load.release()
+    assert large.store(blocks).indexes == (0,)
+    assert small.found(pinned[2]) == (CPU,)
 
 
 def test_an_index_at_its_bound_forgets_what_only_the_remote_tier_has(monkeypatch):

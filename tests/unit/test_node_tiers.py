@@ -1,18 +1,13 @@
 """Dialogues: writes below, probes, drops, and engines that go."""
 
 import pytest
-from dialogue import CPU, GPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
+from dialogue import CPU, GPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, open_stage
 
 from kvtier.core.residency import Residency
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage
-
-
-def drop(stage, *tiers, within_ns=1000 * MS):
-    return stage.call(lambda call: ev.Drop(call, tiers, stage.clock() + within_ns))
-
 
 # Writes
 
@@ -228,7 +223,12 @@ def test_nothing_is_written_to_a_tier_while_it_is_emptied():
     stage.carry_out(clear)
     assert stage.answers[call][0].num_blocks == 1
     stage.settle()
-    assert stage.holds(blocks[0].header, SSD)
+    assert not stage.holds(blocks[0].header, SSD)
+    assert engine.found(blocks) == (CPU,)
+    later = engine.chain([3])
+    engine.store(later)
+    stage.settle()
+    assert stage.holds(later[0].header, SSD)
 
 
 def test_a_drop_does_not_wait_for_reads():

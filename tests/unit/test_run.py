@@ -7,7 +7,7 @@ from kvtier.node.run import Chain, find_run
 
 CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 HEADERS = chain(1, 2, 3, 4)
-ALL = frozenset({SSD, REMOTE})
+ALL = frozenset({CPU, SSD, REMOTE})
 
 
 def asked(scope=SCOPE, payload_bytes=5000, headers=HEADERS):
@@ -83,3 +83,9 @@ def test_finding_changes_nothing():
     find_run(index, asked(), 0, ALL)
     assert len(index) == 1
     assert np.array_equal(before, index.state)
+
+
+def test_a_tier_that_is_not_to_be_used_is_passed_over():
+    index = known((2, 2, 2), (1, 0, 0))
+    assert find_run(index, asked(), 0, frozenset({SSD})).by_tier() == ((SSD, 1),)
+    assert len(find_run(index, asked(), 1, frozenset({SSD}))) == 0

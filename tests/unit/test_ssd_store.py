@@ -5,73 +5,31 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ssd_files import (
+    BLOCK_BYTES,
+    CAPACITY_BYTES,
+    SEGMENT_BYTES,
+    Opener,
+    blocks_of,
+    damage,
+    present,
+)
 
 from kvtier.core.identity import EVERYTHING, unpack_headers
-from kvtier.errors import StartError, TierError
+from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
+from kvtier.tiers.base import MissReason, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.pool import METADATA_BYTES
-
-SEGMENT_BYTES = 256 << 10
-CAPACITY_BYTES = 4 * SEGMENT_BYTES + METADATA_BYTES
-BLOCK_BYTES = 20_000
-"""Ten of them to a segment: with its header page a record takes 24 KiB."""
-
-
-class Opener:
-    """Opens tiers on one directory, and closes what a test leaves open."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.tiers: list[SsdTier] = []
-
-    def __call__(
-        self, capacity_bytes: int = CAPACITY_BYTES, options: SsdOptions | None = None
-    ) -> SsdTier:
-        tier = SsdTier(self.directory, capacity_bytes, SEGMENT_BYTES, options)
-        self.tiers.append(tier)
-        return tier
-
-    def disk_bytes(self) -> int:
-        """Return what the directory's files have allocated."""
-        return sum(path.stat().st_blocks * 512 for path in self.directory.iterdir())
-
-    def segments(self) -> list[Path]:
-        return sorted(self.directory.glob("*.segment"))
-
-
-@pytest.fixture
-def ssd(tmp_path: Path):
-    opener = Opener(tmp_path / "ssd")
-    yield opener
-    for tier in opener.tiers:
-        tier.close()
-
-
-def blocks_of(numbers: range) -> list[BlockWrite]:
-    return [make_block(number, BLOCK_BYTES) for number in numbers]
-
-
-def present(tier: SsdTier, blocks: Sequence[BlockWrite]) -> list[bool]:
-    return tier.contains([block.header.block_hash for block in blocks], soon())
-
-
-def damage(path: Path, offset: int, content: bytes | None = None) -> None:
-    """Flip a bit of a file, or overwrite a part of it."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        changed = content if content is not None else bytes([file.read(1)[0] ^ 1])
-        file.seek(offset)
-        file.write(changed)
 
 
 def failing_once(step: str, error: int) -> Callable[[str], None]:
@@ -414,6 +372,46 @@ def test_clearing_while_reading_frees_the_space_at_the_end(ssd: Opener) -> None:
         assert verdict.result(30) == [None] * 3
     assert tier.usage().used_bytes == 0
     assert not ssd.segments()
+
+
+def test_a_read_does_not_wait_for_a_write_that_is_under_way(ssd: Opener) -> None:
+    """Nor do look-ups and listings: only other changes of files do."""
+    reached, released = threading.Event(), threading.Event()
+
+    def hook(step: str) -> None:
+        if step == "record.write" and first.is_set():
+            reached.set()
+            assert released.wait(30)
+
+    first = threading.Event()
+    tier = ssd(options=SsdOptions(hook=hook))
+    blocks = blocks_of(range(3))
+    store(tier, *blocks)
+    first.set()
+    with ThreadPoolExecutor(1) as writer:
+        report = writer.submit(tier.write, [make_block(50)], soon())
+        assert reached.wait(30)
+        try:
+            assert fetch(tier, *blocks) == [None] * 3
+            assert present(tier, blocks) == [True] * 3
+            assert len(unpack_headers(tier.headers())) == 3
+            assert tier.usage().num_blocks == 3
+            with pytest.raises(TierTimeout):
+                tier.remove([blocks[0].header.block_hash], time.monotonic_ns() + 10_000_000)
+        finally:
+            released.set()
+        assert report.result(30).outcomes == (WriteOutcome.STORED,)
+
+
+def test_counts_what_it_writes(ssd: Opener) -> None:
+    tier = ssd()
+    store(tier, *blocks_of(range(15)))
+    detail = tier.usage().detail
+    assert detail["block_bytes"] == 15 * BLOCK_BYTES
+    assert detail["written_blocks_bytes"] == 15 * 20_480
+    # Two segments' headers, a page a record, and the footer of the first.
+    assert detail["written_metadata_bytes"] == (2 + 15 + 1) * 4096
+    assert detail["written_moved_bytes"] == 0
 
 
 def test_a_second_process_is_told_who_holds_the_directory(ssd: Opener) -> None:

@@ -3,11 +3,12 @@ import time
 
 import pytest
 
+from kvtier.core.identity import EVERYTHING
 from kvtier.errors import TierError, TierTimeout
 from kvtier.testing.block import make_block, read_of
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults, seeded_faults
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.base import MissReason
+from kvtier.tiers.base import Health, HealthState, MissReason
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
 from kvtier.tiers.wrap import (
     BreakerState,
@@ -19,7 +20,7 @@ from kvtier.tiers.wrap import (
     Operation,
 )
 
-READ, WRITE = Operation.READ, Operation.WRITE
+READ, WRITE, PROBE = Operation.READ, Operation.WRITE, Operation.PROBE
 CAPACITY_BYTES = 1 << 20
 
 
@@ -35,37 +36,59 @@ def in_ms(milliseconds: int) -> int:
     return time.monotonic_ns() + milliseconds * 1_000_000
 
 
-def test_breaker_opens_probes_and_closes() -> None:
+def breaker(*faults: tuple[Operation, Fault], faults_max: int = 2) -> tuple[BreakerTier, Clock]:
     clock = Clock()
-    faults = [(READ, Fault.FAIL_BEFORE), (READ, Fault.TIMEOUT_AFTER), (READ, Fault.FAIL_BEFORE)]
     faulty = FaultyTier(MemoryTier(CAPACITY_BYTES), scripted_faults(*faults))
-    tier = BreakerTier(faulty, faults_max=2, cool_down_ns=100, clock_ns=clock)
-    block = make_block(1)
-    store(tier, block)
+    tier = BreakerTier(faulty, faults_max=faults_max, cool_down_ns=100, clock_ns=clock)
+    return tier, clock
+
+
+def opened(*more: tuple[Operation, Fault]) -> tuple[BreakerTier, Clock]:
+    """Return a breaker that two reads have opened; ``more`` faults are to come."""
+    tier, clock = breaker((READ, Fault.FAIL_BEFORE), (READ, Fault.TIMEOUT_AFTER), *more)
     for _ in range(2):
         with pytest.raises(TierError):
-            fetch(tier, block)
+            fetch(tier, make_block(1))
     assert tier.state is BreakerState.OPEN
-    calls = len(faulty.log)
+    return tier, clock
+
+
+def test_breaker_opens_probes_and_closes() -> None:
+    tier, clock = opened((PROBE, Fault.FAIL_BEFORE))
+    calls = len(tier.inner.log)
     with pytest.raises(TierError, match="left alone"):
-        fetch(tier, block)
-    assert len(faulty.log) == calls
+        fetch(tier, make_block(1))
+    assert len(tier.inner.log) == calls
     clock.now_ns = 100
     with pytest.raises(TierError, match="injected"):
-        fetch(tier, block)  # the probe fails: open for as long again
+        tier.probe(soon())  # it fails: open for as long again
     clock.now_ns = 199
     with pytest.raises(TierError, match="left alone"):
-        fetch(tier, block)
+        tier.probe(soon())
     clock.now_ns = 200
-    assert fetch(tier, block) == [None]
+    tier.probe(soon())
     assert tier.state is BreakerState.CLOSED
+    assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
+
+
+def test_nobodys_call_is_the_experiment() -> None:
+    tier, clock = opened()
+    clock.now_ns = 10_000
+    for call in (
+        lambda: fetch(tier, make_block(1)),
+        lambda: tier.write([make_block(1)], soon()),
+        lambda: tier.contains([], soon()),
+        lambda: tier.purge(EVERYTHING, soon()),
+        lambda: tier.scrub(1, soon()),
+    ):
+        with pytest.raises(TierError, match="left alone"):
+            call()
+    assert tier.state is BreakerState.OPEN
+    assert tier.needs_probe(10**12)
 
 
 def test_breaker_counts_faults_in_a_row_only() -> None:
-    faults = [(READ, Fault.FAIL_BEFORE), (WRITE, Fault.FAIL_BEFORE)]
-    tier = BreakerTier(
-        FaultyTier(MemoryTier(CAPACITY_BYTES), scripted_faults(*faults)), faults_max=2
-    )
+    tier, _ = breaker((READ, Fault.FAIL_BEFORE), (WRITE, Fault.FAIL_BEFORE))
     with pytest.raises(TierError):
         fetch(tier, make_block(1))
     assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
@@ -74,21 +97,61 @@ def test_breaker_counts_faults_in_a_row_only() -> None:
     assert tier.state is BreakerState.CLOSED
 
 
-def test_breaker_lets_one_probe_through_at_a_time() -> None:
-    clock = Clock()
-    script = scripted_faults((READ, Fault.FAIL_BEFORE), (READ, Fault.WAIT))
-    faulty = FaultyTier(MemoryTier(CAPACITY_BYTES), script)
-    tier = BreakerTier(faulty, faults_max=1, cool_down_ns=100, clock_ns=clock)
+def test_reads_that_still_come_do_not_hide_a_medium_that_cannot_be_touched() -> None:
+    tier, _ = breaker((PROBE, Fault.FAIL_BEFORE), (PROBE, Fault.FAIL_BEFORE))
+    for _ in range(2):
+        assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
+        with pytest.raises(TierError):
+            tier.probe(soon())
+    assert tier.state is BreakerState.OPEN
+    assert tier.health() == Health(HealthState.OUT, "a fault was injected before the call")
+
+
+def test_what_asks_too_much_is_no_fault_of_the_medium() -> None:
+    tier, _ = breaker(
+        (Operation.PURGE, Fault.TIMEOUT_AFTER), (Operation.SCRUB, Fault.TIMEOUT_AFTER), faults_max=1
+    )
+    with pytest.raises(TierTimeout):
+        tier.purge(EVERYTHING, soon())
+    with pytest.raises(TierTimeout):
+        tier.scrub(1, soon())
+    assert tier.state is BreakerState.CLOSED
+
+
+def test_a_call_after_its_own_deadline_asks_nobody_and_tells_nothing() -> None:
+    tier, clock = breaker(faults_max=1)
+    clock.now_ns = 1000
+    with pytest.raises(TierTimeout, match="passed before"):
+        tier.contains([], 1000)
+    assert tier.inner.log == []
+    assert tier.state is BreakerState.CLOSED
+
+
+def test_a_medium_is_touched_once_a_period_and_soon_after_a_fault() -> None:
+    tier, clock = breaker((READ, Fault.FAIL_BEFORE))
+    assert not tier.needs_probe(50)
+    clock.now_ns = 50
+    assert tier.needs_probe(50)
+    tier.probe(soon())
+    assert not tier.needs_probe(50)
     with pytest.raises(TierError):
         fetch(tier, make_block(1))
+    assert tier.needs_probe(50)
+    tier.probe(soon())
+    assert not tier.needs_probe(50)
+
+
+def test_breaker_lets_one_probe_through_at_a_time() -> None:
+    tier, clock = opened((PROBE, Fault.WAIT))
     clock.now_ns = 100
-    probe = threading.Thread(target=fetch, args=(tier, make_block(1)))
+    probe = threading.Thread(target=tier.probe, args=(soon(),))
     probe.start()
-    while len(faulty.log) < 2:
+    while len(tier.inner.log) < 3:
         assert probe.is_alive()
+    assert not tier.needs_probe(0)
     with pytest.raises(TierError, match="left alone"):
-        fetch(tier, make_block(1))
-    faulty.release.set()
+        tier.probe(soon())
+    tier.inner.release.set()
     probe.join(30)
     assert tier.state is BreakerState.CLOSED
 

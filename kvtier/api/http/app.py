@@ -19,6 +19,7 @@ from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.probe import probe_routes
 from kvtier.api.http.reply import CHAT, COMPLETION
 from kvtier.api.http.service import ChatModel, EngineService, NoObserver, Observer
+from kvtier.api.http.tenant import Tenants
 
 __all__ = ["create_app"]
 
@@ -30,24 +31,27 @@ def create_app(
     registry: CollectorRegistry,
     observer: Observer | None = None,
     limits: ServerLimits | None = None,
+    tenants: Tenants | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """Return the application. It holds no thread and needs no closing."""
     limits = limits or ServerLimits()
+    tenants = tenants or Tenants()
     backend = Backend(service, model, observer or NoObserver(), clock, limits.silence_seconds)
     gate = Gate(limits.open_prompts, limits.prompts_per_call)
-    complete = Exchange(CompletionBody, read_completion, COMPLETION, backend, gate, limits)
-    chat = Exchange(ChatBody, read_chat, CHAT, backend, gate, limits)
+    complete = Exchange(CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants)
+    chat = Exchange(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
+    probes = probe_routes(
+        is_alive=lambda: not service.is_stuck,
+        is_ready=lambda: service.is_ready,
+        registry=registry,
+    )
     app = Starlette(
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/models", _models(model)),
-            *probe_routes(
-                is_alive=lambda: not service.is_stuck,
-                is_ready=lambda: service.is_ready,
-                registry=registry,
-            ),
+            Route("/v1/models", _models(model, tenants)),
+            *(_guarded(route, tenants) if route.path == "/metrics" else route for route in probes),
         ],
         exception_handlers=error_responses(),
     )
@@ -55,7 +59,16 @@ def create_app(
     return app
 
 
-def _models(model: ChatModel) -> Callable[[Request], Response]:
+def _guarded(metrics: Route, tenants: Tenants) -> Route:
+    async def guarded(request: Request) -> Response:
+        tenants.check_scrape(request)
+        response: Response = await metrics.endpoint(request)
+        return response
+
+    return Route(metrics.path, guarded)
+
+
+def _models(model: ChatModel, tenants: Tenants) -> Callable[[Request], Response]:
     card = {
         "id": model.model_id,
         "object": "model",
@@ -64,7 +77,8 @@ def _models(model: ChatModel) -> Callable[[Request], Response]:
         "max_model_len": model.context_limit,  # vLLM's name; load generators look for it
     }
 
-    def models(_request: Request) -> Response:
+    def models(request: Request) -> Response:
+        tenants.key_of(request)
         return JSONResponse({"object": "list", "data": [card]})
 
     return models

@@ -14,6 +14,7 @@ __all__ = [
     "engine_failed",
     "engine_silent",
     "error_responses",
+    "no_key",
     "not_ready",
     "overloaded",
 ]
@@ -58,11 +59,18 @@ class ApiError(KvtierError):
         headers = dict(headers or {})
         if self.status in {429, 503}:
             headers["retry-after"] = str(_RETRY_AFTER_SECONDS)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
 
     def event(self) -> bytes:
         """Return the event that ends a stream which has already begun."""
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+
+
+def no_key(message: str) -> ApiError:
+    """Say that a call does not show who it comes from; in the words that clients look for."""
+    return ApiError(message, status=401, code="invalid_api_key")
 
 
 def overloaded() -> ApiError:

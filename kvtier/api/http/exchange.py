@@ -20,6 +20,7 @@ from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.reply import Json, Reply, Shape
 from kvtier.api.http.service import ChatModel, Outcome
 from kvtier.api.http.stream import events
+from kvtier.api.http.tenant import Tenants
 
 __all__ = ["Exchange"]
 
@@ -47,6 +48,7 @@ class Exchange(Generic[BodyT]):
     backend: Backend
     gate: Gate
     limits: ServerLimits
+    tenants: Tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -61,12 +63,13 @@ class Exchange(Generic[BodyT]):
         """Take a call in and submit it; whatever is refused is refused here."""
         began_seconds = self.backend.clock()
         try:
+            key = self.tenants.key_of(request)
             if not self.backend.engine.is_ready:
                 raise not_ready()
             place = exits.enter_context(self.gate.enter())
             raw = await read_body(request, self.limits)
             # In a thread: a long text takes as long to tokenize as many tokens of other streams.
-            call = await _unless_gone(request.receive, asyncio.to_thread(self._read, raw))
+            call = await _unless_gone(request.receive, asyncio.to_thread(self._read, raw, key))
             place.widen(len(call.requests))
             generation = Generation(call, self.backend, began_seconds)
             exits.enter_context(closing(generation))
@@ -76,10 +79,11 @@ class Exchange(Generic[BodyT]):
             raise
         return generation
 
-    def _read(self, raw: bytes) -> Call:
+    def _read(self, raw: bytes, key: str) -> Call:
         body = parse_body(raw, self.body_shape)
         self.gate.check(body.num_prompts)
-        return self.read_call(body, self.backend.model)
+        salt = self.tenants.salt_of(key, body.cache_salt)
+        return self.read_call(body.model_copy(update={"cache_salt": salt}), self.backend.model)
 
     async def _answer(self, generation: Generation, send: Send) -> None:
         call = generation.call

@@ -1,11 +1,12 @@
 """Health, readiness and metrics: what orchestrators and Prometheus ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 __all__ = ["probe_routes"]
@@ -16,14 +17,24 @@ def probe_routes(
     is_alive: Callable[[], bool],
     is_ready: Callable[[], bool],
     registry: CollectorRegistry,
+    complaint: Callable[[], str] = str,
+    report: Callable[[], Mapping[str, Any]] = dict,
 ) -> list[Route]:
-    """Return the three routes; both questions are asked anew at each call and must not block."""
+    """Return the three routes; every question is asked anew at each call and must not block.
+
+    ``complaint`` is said where the process is not alive, and ``report`` is what readiness tells
+    beside the verdict, as JSON; without one the verdict is told in a word.
+    """
 
     async def healthz(_request: Request) -> Response:
-        return _verdict(is_alive(), good="alive", bad="stuck")
+        return _verdict(is_alive(), good="alive", bad=complaint() or "stuck")
 
     async def readyz(_request: Request) -> Response:
-        return _verdict(is_ready(), good="ready", bad="not ready")
+        more = report()
+        if not more:
+            return _verdict(is_ready(), good="ready", bad="not ready")
+        is_good = is_ready()
+        return JSONResponse({"ready": is_good, **more}, 200 if is_good else 503)
 
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

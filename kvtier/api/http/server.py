@@ -1,19 +1,20 @@
 """An application on a TCP port, in a thread of its own."""
 
-import logging
+import asyncio
 import socket
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from kvtier.errors import StartError
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["HttpServer", "serve"]
 
-_log = logging.getLogger(__name__)
+_log = Log("kvtier.http")
 
 _START_SECONDS = 10.0
 """Starting takes milliseconds; past this the machine is in trouble, and it is better said."""
@@ -25,7 +26,7 @@ _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
 
 _BACKLOG = 256
-"""As many as may be inside. asyncio also writes so many lines when it runs out of descriptors."""
+"""As many as may be inside."""
 
 
 class HttpServer:
@@ -105,10 +106,21 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.has_begun = threading.Event()
+        self._warnings = Repeated(_log)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._complain)
         await super().startup(sockets)
         self.has_begun.set()
+
+    def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say what nobody caught, once in a while.
+
+        Without descriptors left, asyncio tells it once for each place in the backlog, and tries
+        again a second later.
+        """
+        error = context.get("exception", "none")
+        self._warnings.warning(f"the loop: {context['message']}", error=repr(error))
 
 
 def _bind(host: str, port: int, field: str) -> socket.socket:

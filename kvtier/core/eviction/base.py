@@ -1,9 +1,10 @@
 """The seam between the CPU tier and the policy that empties it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Protocol
 
 from kvtier.core.index import Index
+from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import Rows
 
 __all__ = ["Eviction"]
@@ -13,7 +14,9 @@ class Eviction(Protocol):
     """Orders the blocks of the CPU tier by how little is lost without them.
 
     A policy proposes and never removes: its user skips what is pinned or not ready, and a block
-    named in a ``touch`` is not proposed to make room for that very chain.
+    named in a ``touch`` is not proposed to make room for that very chain. Blocks of each slot size
+    have an order of their own, since one cannot take the place of another; the owner of a slot is
+    the row of its block.
     """
 
     def touch(self, index: Index, rows: Rows) -> int:
@@ -26,8 +29,14 @@ class Eviction(Protocol):
     def offer(self, index: Index, row: int) -> None:
         """Note that a row has become ready and unpinned, so that it may be proposed."""
 
-    def victims(self, index: Index, before: int) -> Iterator[int]:
-        """Yield rows that are ready and unpinned in the CPU tier, the least worth first.
+    def victims(
+        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+    ) -> Generator[int, None, None]:
+        """Yield rows that are ready and unpinned in slots of ``size``, the least worth first.
 
-        Proposes no block of a use whose mark is ``before`` or later.
+        Proposes no block of a use whose mark is ``before`` or later. What was not taken when the
+        generator is closed is proposed again.
         """
+
+    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+        """Return about ``count`` of the rows that will be proposed next, in about that order."""

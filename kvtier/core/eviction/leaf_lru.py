@@ -6,12 +6,13 @@ A use touches a chain's leading blocks, and stamps them so that each parent is n
 Any use of a child is a use of its ancestors, so a parent is never older than its child, and plain
 order of stamps takes tails before heads: no child is stranded by the loss of its parent.
 
-Finding the oldest is a partial sort over the index, good for thousands of evictions. What has been
-used since is recognised by its stamp and passed over, and what was pinned is offered again when it
-no longer is, so the order is exactly that of use.
+Finding the oldest is a partial sort over the blocks of one slot size, good for thousands of
+evictions. What has been used since is recognised by its stamp and passed over, and what was pinned
+is offered again when it no longer is, so the order is exactly that of use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
@@ -19,9 +20,19 @@ import numpy as np
 from kvtier.core.index import Index
 from kvtier.core.limits import VICTIMS_SCANNED_AT_ONCE
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows
 
 __all__ = ["LeafLru"]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The blocks of one slot size that go next."""
+
+    candidates: list[tuple[int, int]] = field(default_factory=list)
+    """A heap of rows by the stamp they had: all that are evictable up to ``scanned``."""
+    scanned: int = 0
 
 
 class LeafLru:
@@ -29,9 +40,8 @@ class LeafLru:
 
     def __init__(self) -> None:
         self._clock = 1
-        self._candidates: list[tuple[int, int]] = []
-        """A heap of rows by the stamp they had: all that are evictable up to ``_scanned``."""
-        self._scanned = 0
+        self._queues: dict[int, _Queue] = {}
+        """By slot size; there are as many as sizes of blocks were ever met."""
 
     def touch(self, index: Index, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""
@@ -42,19 +52,23 @@ class LeafLru:
 
     def offer(self, index: Index, row: int) -> None:
         """Take in a row that the last scan had to leave out; a younger one comes with the next."""
-        stamp = int(index.stamp[row])
-        if stamp <= self._scanned:
-            heappush(self._candidates, (stamp, row))
+        queue = self._queues.get(slot_bytes(int(index.payload_bytes[row])))
+        if queue is not None and (stamp := int(index.stamp[row])) <= queue.scanned:
+            heappush(queue.candidates, (stamp, row))
 
-    def victims(self, index: Index, before: int) -> Iterator[int]:
-        """Yield the least recently used rows; each is looked at once a call."""
+    def victims(
+        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+    ) -> Generator[int, None, None]:
+        """Yield the least recently used rows of a size; each is looked at once a call."""
+        queue = self._queues.setdefault(size, _Queue())
+        before = self._clock if before is None else before
         proposed: list[tuple[int, int]] = []
         last = (0, -1)
         try:
-            while (self._candidates or self._scan(index, before)) and (
-                self._candidates[0][0] < before
-            ):
-                stamp, row = candidate = heappop(self._candidates)
+            while (
+                queue.candidates or self._scan(index, slots.owners_of(size), queue, before)
+            ) and (queue.candidates[0][0] < before):
+                stamp, row = candidate = heappop(queue.candidates)
                 is_repeat, last = candidate == last, candidate
                 if is_repeat or not self._is_evictable(index, row, stamp):
                     continue  # used since, gone, or pinned: then it is offered again
@@ -63,23 +77,45 @@ class LeafLru:
         finally:
             for stamp, row in proposed:
                 if self._is_evictable(index, row, stamp):
-                    heappush(self._candidates, (stamp, row))  # it was not taken
+                    heappush(queue.candidates, (stamp, row))  # it was not taken
 
-    def _scan(self, index: Index, before: int) -> bool:
-        """Take in the next rows by age; False if there are no more."""
-        rows = index.in_state(TierName.CPU, Residency.READY)
-        stamps = index.stamp[rows]
-        rows = rows[(index.pins[rows] == 0) & (stamps > self._scanned) & (stamps < before)]
-        stamps = index.stamp[rows]
-        self._scanned = max(self._scanned, before - 1)
-        if len(rows) > VICTIMS_SCANNED_AT_ONCE:
-            oldest = np.argpartition(stamps, VICTIMS_SCANNED_AT_ONCE)[:VICTIMS_SCANNED_AT_ONCE]
-            rows, stamps = rows[oldest], stamps[oldest]
-            self._scanned = int(stamps.max())
-        order = np.argsort(stamps)
-        # Sorted, and so a heap already.
-        self._candidates = list(zip(stamps[order].tolist(), rows[order].tolist(), strict=True))
-        return bool(self._candidates)
+    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+        """Return the front of the heap, which holds the oldest in nearly the right order."""
+        queue = self._queues.setdefault(size, _Queue())
+        if not queue.candidates:
+            self._scan(index, slots.owners_of(size), queue, self._clock)
+        front = np.array(queue.candidates[:count], np.int64).reshape(-1, 2)
+        rows: Rows = front[index.stamp[front[:, 1]] == front[:, 0], 1]
+        is_ready = index.residency(rows, TierName.CPU) == Residency.READY
+        evictable: Rows = rows[is_ready & (index.pins[rows] == 0)]
+        return evictable
+
+    @staticmethod
+    def _scan(index: Index, rows: Rows, queue: _Queue, before: int) -> bool:
+        """Take in the next of ``rows`` by age; False if there are no more."""
+        while True:
+            stamps = index.stamp[rows]
+            is_next = (stamps > queue.scanned) & (stamps < before)
+            rows, stamps = rows[is_next], stamps[is_next]
+            queue.scanned = max(queue.scanned, before - 1)
+            is_last = len(rows) <= VICTIMS_SCANNED_AT_ONCE
+            taken, taken_stamps = rows, stamps
+            if not is_last:
+                oldest = np.argpartition(stamps, VICTIMS_SCANNED_AT_ONCE)[:VICTIMS_SCANNED_AT_ONCE]
+                taken, taken_stamps = rows[oldest], stamps[oldest]
+                queue.scanned = int(taken_stamps.max())
+            # Only these are looked at more closely: each look at another column of a million rows
+            # takes as long as finding the oldest of them.
+            is_ready = index.residency(taken, TierName.CPU) == Residency.READY
+            is_ready &= index.pins[taken] == 0
+            taken, taken_stamps = taken[is_ready], taken_stamps[is_ready]
+            order = np.argsort(taken_stamps)
+            # Sorted, and so a heap already.
+            queue.candidates = list(
+                zip(taken_stamps[order].tolist(), taken[order].tolist(), strict=True)
+            )
+            if is_last or queue.candidates:
+                return bool(queue.candidates)
 
     @staticmethod
     def _is_evictable(index: Index, row: int, stamp: int) -> bool:

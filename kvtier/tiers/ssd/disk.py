@@ -6,9 +6,12 @@ process or raise an OSError there.
 """
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -26,6 +29,8 @@ __all__ = [
     "PageWriter",
     "ShortRead",
     "StepHook",
+    "Written",
+    "new_staging",
     "no_hook",
 ]
 
@@ -37,6 +42,12 @@ STAGING_BYTES = 4 << 20
 
 _PIECES_MAX = 1000
 """Pieces of one operation; Linux takes 1024."""
+
+_FALLOC_FL_ZERO_RANGE = 0x10
+"""linux/falloc.h; Python has no name for it."""
+
+_ZEROS_BYTES_MAX = 1 << 20
+"""Zeros written at a time where the file system has no better way."""
 
 _PROBE_NAME = "probe"
 _ZEROS = bytes(PAGE_BYTES)
@@ -57,6 +68,27 @@ class ShortRead(OSError):
     """A file ended before the bytes that should be in it."""
 
 
+@dataclass(slots=True)
+class Written:
+    """What went to the disk since the start; written by the one that changes files."""
+
+    blocks_bytes: int = 0
+    """Payloads that were offered, with their padding."""
+    moved_bytes: int = 0
+    """Payloads that were written once more, to be kept."""
+    metadata_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum."""
+        return self.blocks_bytes + self.moved_bytes + self.metadata_bytes
+
+
+def new_staging() -> memoryview:
+    """Return a staging buffer, which takes memory once it is used."""
+    return memoryview(mmap.mmap(-1, STAGING_BYTES))
+
+
 def no_hook(_step: str) -> None:
     """Let every step pass."""
 
@@ -67,6 +99,7 @@ class Disk:
     def __init__(self, directory: Path, mode: DirectIO, hook: StepHook = no_hook) -> None:
         self.directory = directory
         self.hook = hook
+        self.written = Written()
         self.is_direct = mode is not DirectIO.OFF and self._probe_direct()
         if mode is DirectIO.ON and not self.is_direct:
             raise StartError(
@@ -77,29 +110,29 @@ class Disk:
 
     def probe(self) -> None:
         """Write a page and read it back, as blocks are; raises OSError."""
-        path = self.directory / _PROBE_NAME
-        page = mmap.mmap(-1, PAGE_BYTES)
-        direct = os.O_DIRECT if self.is_direct else 0
-        try:
-            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | direct) as fd:
-                os.pwritev(fd, [page], 0)
-                os.preadv(fd, [page], 0)
-        finally:
-            path.unlink(missing_ok=True)
+        self._probe(os.O_DIRECT if self.is_direct else 0)
 
     def _probe_direct(self) -> bool:
         """Write and read a page past the page cache, in the very directory."""
-        path = self.directory / _PROBE_NAME
-        page = mmap.mmap(-1, PAGE_BYTES)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW
-            with _opened(path, flags) as fd:
-                os.pwritev(fd, [page], 0)
-                return os.preadv(fd, [page], 0) == PAGE_BYTES
+            self._probe(os.O_DIRECT)
         except OSError:
             return False
+        return True
+
+    def _probe(self, flags: int) -> None:
+        path = self.directory / _PROBE_NAME
+        written, found = mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES)
+        written[:] = os.urandom(PAGE_BYTES)
+        self.hook("probe")
+        try:
+            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags) as fd:
+                num_bytes = os.pwritev(fd, [written], 0)
+                num_bytes = min(num_bytes, os.preadv(fd, [found], 0))
         finally:
             path.unlink(missing_ok=True)
+        if num_bytes < PAGE_BYTES or found[:] != written[:]:
+            raise OSError(errno.EIO, "a page that was written does not read the same")
 
     @contextlib.contextmanager
     def opened(self, path: Path, *, writing: bool = False) -> Iterator[int]:
@@ -126,6 +159,7 @@ class Disk:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+        self.written.metadata_bytes += PAGE_BYTES
         self.sync_directory()
 
     def overwrite(self, path: Path, offset: int, content: bytes, step: str) -> None:
@@ -135,15 +169,34 @@ class Disk:
             pages[: len(content)] = content
             os.pwrite(fd, pages, offset)
             os.fdatasync(fd)
+            self.written.metadata_bytes += len(pages)
 
     def rewrite(self, path: Path, pages: list[int], change: Callable[[bytes], bytes]) -> None:
-        """Change single pages in place and make that durable."""
+        """Change single pages in place and make that durable; raises ShortRead past the end."""
         with self.opened(path, writing=True) as fd, mmap.mmap(-1, PAGE_BYTES) as page:
             for number in pages:
-                os.preadv(fd, [page], number * PAGE_BYTES)
+                if os.preadv(fd, [page], number * PAGE_BYTES) < PAGE_BYTES:
+                    raise ShortRead(f"{path.name} ends before page {number}")
                 page[:] = change(page[:]).ljust(PAGE_BYTES, b"\0")
                 os.pwritev(fd, [page], number * PAGE_BYTES)
             os.fdatasync(fd)
+        self.written.metadata_bytes += PAGE_BYTES * len(pages)
+
+    def zero(self, path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+        """Let ranges [start, end) of whole pages read as zeros, their space kept; durable."""
+        self.hook("segment.zero")
+        with self.opened(path, writing=True) as fd:
+            for start, end in ranges:
+                if not _zero_range(fd, start, end - start):
+                    self._write_zeros(fd, start, end)
+            os.fdatasync(fd)
+
+    def _write_zeros(self, fd: int, start: int, end: int) -> None:
+        with mmap.mmap(-1, min(_ZEROS_BYTES_MAX, end - start)) as zeros:
+            while start < end:
+                written = os.pwrite(fd, memoryview(zeros)[: end - start], start)
+                self.written.metadata_bytes += written
+                start += written
 
     def sync(self, path: Path) -> None:
         """Make what was written to a file durable."""
@@ -168,10 +221,9 @@ class Disk:
         with _opened(self.directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
             os.fsync(fd)
 
-    def free_bytes(self) -> int:
-        """Return what the volume has left for us."""
-        volume = os.statvfs(self.directory)
-        return volume.f_bavail * volume.f_frsize
+    def measure(self) -> os.statvfs_result:
+        """Return what the volume has, and has left for us."""
+        return os.statvfs(self.directory)
 
 
 @contextlib.contextmanager
@@ -181,6 +233,18 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _zero_range(fd: int, start: int, size_bytes: int) -> bool:
+    """Have the file system zero a range without writing it; False where it cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_int64
+    if libc.fallocate(fd, _FALLOC_FL_ZERO_RANGE, size(start), size(size_bytes)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def _is_aligned(view: memoryview) -> bool:

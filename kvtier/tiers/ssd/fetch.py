@@ -1,6 +1,11 @@
-"""Reading blocks: where they are, neighbours together, and nothing served unchecked."""
+"""Reading blocks: where they are, neighbours together, and nothing served unchecked.
 
-from collections.abc import Sequence
+A block that fails a check is read once more by itself: a fault on the way is not one of the record.
+One that fails again is forgotten and quarantined. Where the medium fails, the blocks are forgotten
+and their records left alone, since they may be readable another time.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,14 +13,16 @@ import numpy as np
 from kvtier.core.identity import BlockHeader
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.base import BlockRead, MissReason
-from kvtier.tiers.check import check_header, check_payload
+from kvtier.tiers.check import check_header
+from kvtier.tiers.seal import Seal
 from kvtier.tiers.ssd.disk import PageReader, ShortRead
 from kvtier.tiers.ssd.index import space_mark
 from kvtier.tiers.ssd.pool import SegmentPool
+from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState, padded, record_bytes
 from kvtier.tiers.ssd.segment import Segment
 
-__all__ = ["Located", "fetch_run", "locate", "runs_of"]
+__all__ = ["Fetcher", "Located", "forget", "locate", "runs_of"]
 
 _RUN_BYTES_MAX = 32 << 20
 """Bytes of one run: the deadline is looked at between runs."""
@@ -31,27 +38,47 @@ class Located:
     page: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What a record turned out to be, and whether that is the record's own fault."""
+
+    result: BlockHeader | MissReason
+    is_damage: bool = False
+
+
+_Results = list[BlockHeader | MissReason]
+
+
 def locate(
-    pool: SegmentPool, blocks: Sequence[BlockRead]
-) -> tuple[list[BlockHeader | MissReason], list[Located]]:
-    """Find the records of blocks; pins each one's segment. The others are misses already."""
+    pool: SegmentPool, blocks: Sequence[BlockRead], oldest_s: int
+) -> tuple[_Results, list[Located]]:
+    """Find the records of blocks; pins each one's segment. The others are misses already.
+
+    Blocks written before ``oldest_s`` are forgotten.
+    """
     spaces = np.frombuffer(b"".join(b.key_space + b.tenant for b in blocks), "<u8").reshape(-1, 4)
     marks = space_mark(spaces).tolist()
-    results: list[BlockHeader | MissReason] = [MissReason.ABSENT] * len(blocks)
+    results: _Results = [MissReason.ABSENT] * len(blocks)
     located: list[Located] = []
+    expired: set[int] = set()
     with pool.lock:
         index = pool.index
         rows = index.find([block.block_hash for block in blocks])
         for position in np.flatnonzero(rows >= 0).tolist():
-            row, wanted = rows[position], blocks[position]
+            row, wanted = int(rows[position]), blocks[position]
             if index.space[row] != marks[position]:
                 results[position] = MissReason.IDENTITY
             elif index.payload_bytes[row] != wanted.payload_bytes:
                 results[position] = MissReason.LENGTH
+            elif index.written_s[row] < oldest_s:
+                results[position] = MissReason.EXPIRED
+                expired.add(row)
             else:
                 segment = pool.segments[int(index.segment[row])]
                 segment.num_pins += 1
                 located.append(Located(position, wanted, segment, int(index.page[row])))
+        index.touch(rows[np.array([each.position for each in located], dtype=np.int64)])
+        index.drop(np.array(sorted(expired), dtype=np.int64))
     return results, located
 
 
@@ -72,75 +99,101 @@ def runs_of(located: list[Located]) -> list[list[Located]]:
     return runs
 
 
-def fetch_run(
-    pool: SegmentPool,
-    run: list[Located],
-    staging: memoryview,
-    results: list[BlockHeader | MissReason],
-) -> None:
-    """Read a run and judge each of its blocks; damaged ones are forgotten.
+class Fetcher:
+    """Reads runs of records and judges them; any number of calls at once."""
 
-    Where the medium fails, the whole run is forgotten before the OSError goes on: a bad sector that
-    is asked for again and again would otherwise take the tier down. The records stay on the disk.
-    """
-    try:
-        heads = _read_run(pool, run, staging)
-    except (ShortRead, FileNotFoundError):
-        if len(run) > 1:
-            for each in run:
-                fetch_run(pool, [each], staging, results)
-            return
-        results[run[0].position] = MissReason.LENGTH
-        _forget(pool, run)
-        return
-    except OSError:
-        _forget(pool, run)
-        raise
-    for each, head in zip(run, heads, strict=True):
-        results[each.position] = _judge(each, head)
-    _forget(pool, [each for each in run if isinstance(results[each.position], MissReason)])
+    def __init__(self, pool: SegmentPool, seal: Seal, quarantine: Quarantine) -> None:
+        self._pool = pool
+        self._seal = seal
+        self._quarantine = quarantine
+
+    def fetch(self, run: list[Located], staging: memoryview, results: _Results) -> None:
+        """Read a run and note each block's result.
+
+        Where the medium fails, the whole run is forgotten before the OSError goes on: a bad sector
+        that is asked for again and again would otherwise take the tier down.
+        """
+        try:
+            verdicts = self._read(run, staging)
+            for place, verdict in enumerate(verdicts):
+                if verdict.is_damage:
+                    verdicts[place] = self._read([run[place]], staging)[0]
+        except (ShortRead, FileNotFoundError):
+            if len(run) > 1:
+                for each in run:
+                    self.fetch([each], staging, results)
+                return
+            verdicts = [_Verdict(MissReason.LENGTH)]
+        except OSError:
+            forget(self._pool, run)
+            raise
+        missed, damaged = [], []
+        for each, verdict in zip(run, verdicts, strict=True):
+            results[each.position] = verdict.result
+            if verdict.is_damage:
+                damaged.append(each)
+            elif verdict.result in _GONE:
+                missed.append(each)
+        forget(self._pool, missed)
+        for each in forget(self._pool, damaged):
+            self._quarantine.add(each.segment, [each.page])
+
+    def _read(self, run: list[Located], staging: memoryview) -> list[_Verdict]:
+        pool = self._pool
+        heads = [bytearray(RECORD_HEAD_BYTES) for _ in run]
+        with pool.disk.opened(run[0].segment.path) as fd:
+            reader = PageReader(pool.disk, fd, run[0].page * PAGE_BYTES, staging)
+            for each, head in zip(run, heads, strict=True):
+                reader.add(memoryview(head))
+                payload_bytes = each.wanted.payload_bytes
+                whole = padded(payload_bytes)
+                into = each.wanted.into
+                reader.add(into[: whole if len(into) >= whole else payload_bytes])
+            reader.flush()
+            pool.disk.drop_cache(fd)
+        return [self._judge(each, bytes(head)) for each, head in zip(run, heads, strict=True)]
+
+    def _judge(self, each: Located, packed: bytes) -> _Verdict:
+        head = RecordHead.unpack(packed, each.segment.number)
+        if head is None:
+            return _Verdict(MissReason.HEADER, is_damage=True)
+        if head.state is not RecordState.LIVE:
+            return _Verdict(MissReason.ABSENT)
+        wanted = each.wanted
+        header = check_header(wanted, head.header)
+        if isinstance(header, MissReason):
+            # Under its own hash it is somebody's who asked in vain; under another it is no record.
+            found = BlockHeader.unpack(head.header) if header is MissReason.IDENTITY else None
+            is_owned = found is not None and found.block_hash == wanted.block_hash
+            return _Verdict(header, is_damage=not is_owned)
+        result = self._seal.open(header, head.stamp, wanted.into[: wanted.payload_bytes])
+        return _Verdict(result, is_damage=self._is_damage(result, head))
+
+    def _is_damage(self, result: BlockHeader | MissReason, head: RecordHead) -> bool:
+        """Tell a rotten block from one whose key we do not have, which another start may open."""
+        if result is MissReason.SEAL:
+            return self._seal.may_open(head.stamp)
+        return isinstance(result, MissReason)
 
 
-def _read_run(pool: SegmentPool, run: list[Located], staging: memoryview) -> list[bytearray]:
-    heads = [bytearray(RECORD_HEAD_BYTES) for _ in run]
-    with pool.disk.opened(run[0].segment.path) as fd:
-        reader = PageReader(pool.disk, fd, run[0].page * PAGE_BYTES, staging)
-        for each, head in zip(run, heads, strict=True):
-            reader.add(memoryview(head))
-            payload_bytes = each.wanted.payload_bytes
-            whole = padded(payload_bytes)
-            into = each.wanted.into
-            reader.add(into[: whole if len(into) >= whole else payload_bytes])
-        reader.flush()
-        pool.disk.drop_cache(fd)
-    return heads
+_GONE = frozenset({MissReason.ABSENT, MissReason.LENGTH, MissReason.SEAL})
+"""Misses after which a block is forgotten, although its record is not known to be damaged."""
 
 
-def _judge(each: Located, packed: bytearray) -> BlockHeader | MissReason:
-    head = RecordHead.unpack(bytes(packed), each.segment.number)
-    if head is None:
-        return MissReason.HEADER
-    if head.state is RecordState.REMOVED:
-        return MissReason.ABSENT
-    header = check_header(each.wanted, head.header)
-    if isinstance(header, MissReason):
-        return header
-    return check_payload(header, each.wanted.into[: each.wanted.payload_bytes])
-
-
-def _forget(pool: SegmentPool, gone: list[Located]) -> None:
-    """Drop blocks from the index, unless they have been stored anew elsewhere meanwhile."""
+def forget(pool: SegmentPool, gone: Iterable[Located]) -> list[Located]:
+    """Drop blocks from the index and return them, but for those that are elsewhere by now."""
+    unique = list({each.wanted.block_hash: each for each in gone}.values())
     with pool.lock:
         index = pool.index
-        rows = np.unique(index.find([each.wanted.block_hash for each in gone]))
-        places = {(each.segment.number, each.page) for each in gone}
-        index.drop(
-            np.array(
-                [
-                    row
-                    for row in rows[rows >= 0].tolist()
-                    if (int(index.segment[row]), int(index.page[row])) in places
-                ],
-                dtype=np.int64,
-            )
+        rows = index.find([each.wanted.block_hash for each in unique])
+        is_there = np.array(
+            [
+                row >= 0
+                and index.segment[row] == each.segment.number
+                and index.page[row] == each.page
+                for row, each in zip(rows.tolist(), unique, strict=True)
+            ],
+            dtype=bool,
         )
+        index.drop(rows[is_there])
+    return [each for each, there in zip(unique, is_there.tolist(), strict=True) if there]

@@ -1,4 +1,4 @@
-"""Which block is where, in numpy columns beside a hash table: 44 bytes a block.
+"""Which block is where, in numpy columns beside a hash table: 49 bytes a block.
 
 Only what a look-up needs is here; the rest of a block's header is read from the disk together with
 its payload, and is what counts: a row may be wrong, and then the block is a miss.
@@ -10,20 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash
-from kvtier.core.limits import INDEX_ROWS_MAX
+from kvtier.core.limits import INDEX_ROWS_MAX, PAGE_BYTES
 from kvtier.core.table import HashTable, Rows, as_keys
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.segment import Entries
 
-__all__ = ["NOWHERE", "Index", "space_mark"]
+__all__ = ["NOWHERE", "READS_MAX", "Index", "Weights", "space_mark"]
 
 NOWHERE = 0
 """The segment of a row that is not in use; segments count from 1."""
+
+READS_MAX = 3
+"""As far as reads of a block are counted: two bits, as S3-FIFO has it (SOSP'23)."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
 
 _Column = npt.NDArray[np.uint32]
+
+Weights = npt.NDArray[np.float64]
+"""Bytes by segment."""
 
 
 def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
@@ -33,7 +39,7 @@ def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
 
 
 class Index:
-    """Rows of (segment, page, payload bytes, space mark) by block hash. Not thread-safe."""
+    """Rows of (segment, page, payload bytes, space mark, time) by block hash. Not thread-safe."""
 
     def __init__(self) -> None:
         self._table = HashTable(INDEX_ROWS_MAX)
@@ -42,6 +48,9 @@ class Index:
         self.page: _Column = np.zeros(capacity, np.uint32)
         self.payload_bytes: _Column = np.zeros(capacity, np.uint32)
         self.space: _Column = np.zeros(capacity, np.uint32)
+        self.written_s: _Column = np.zeros(capacity, np.uint32)
+        self.reads: npt.NDArray[np.uint8] = np.zeros(capacity, np.uint8)
+        """Since the block was written or last moved, up to ``READS_MAX``."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -54,6 +63,17 @@ class Index:
         """Return the row of each entry's block, -1 where it is absent."""
         return self._table.find(np.ascontiguousarray(entries["header"]["block_hash"]))
 
+    def rows_at(self, entries: Entries, segment: int) -> Rows:
+        """Return the rows of those entries' blocks whose record is this very one."""
+        return self.find_entries(entries[self.is_at(entries, segment)])
+
+    def is_at(self, entries: Entries, segment: int) -> npt.NDArray[np.bool_]:
+        """Tell of which entries the block is here in this very record."""
+        rows = self.find_entries(entries)
+        is_here = (self.segment[rows] == segment) & (self.page[rows] == entries["page"])
+        is_at: npt.NDArray[np.bool_] = (rows >= 0) & is_here
+        return is_at
+
     def put(self, entries: Entries, segments: _Column | int) -> None:
         """Point each entry's block at its record; of several, the last one stays."""
         headers = entries["header"]
@@ -64,6 +84,8 @@ class Index:
         self.page[rows] = entries["page"]
         self.payload_bytes[rows] = headers["payload_bytes"]
         self.space[rows] = space_mark(headers["space"])
+        self.written_s[rows] = entries["written_s"]
+        self.reads[rows] = 0
 
     def drop(self, rows: Rows) -> None:
         """Forget the blocks of distinct rows that are in use."""
@@ -74,6 +96,43 @@ class Index:
         """Return the rows whose blocks are in a segment."""
         return np.flatnonzero(self.segment[: self._table.extent] == segment)
 
+    def expired_rows(self, oldest_s: int) -> Rows:
+        """Return the rows of blocks that were written before ``oldest_s``."""
+        extent = self._table.extent
+        is_old = self.written_s[:extent] < oldest_s
+        return np.flatnonzero(is_old & (self.segment[:extent] != NOWHERE))
+
+    def written_bytes(self, oldest_s: int) -> int:
+        """Return the bytes of records that were written at ``oldest_s`` or later."""
+        extent = self._table.extent
+        is_recent = (self.written_s[:extent] >= oldest_s) & (self.segment[:extent] != NOWHERE)
+        sizes = self.payload_bytes[:extent][is_recent]
+        return int(sizes.sum(dtype=np.int64)) + PAGE_BYTES * len(sizes)
+
+    def touch(self, rows: Rows) -> None:
+        """Note a read of each row."""
+        self.reads[rows] = np.minimum(self.reads[rows] + 1, READS_MAX)
+
+    def forget_reads(self) -> None:
+        """Halve all counts of reads, so that what was read long ago counts less and less."""
+        self.reads[: self._table.extent] >>= 1
+
+    def weigh(self, first: int, last: int) -> tuple[Weights, Weights]:
+        """Return the bytes of the records of each segment ``[first, last]``, and of those read.
+
+        Needs no lock: it may be off by what happens meanwhile.
+        """
+        extent, num_segments = self._table.extent, last - first + 1
+        places = self.segment[:extent].astype(np.int64) - first
+        places[(places < 0) | (places > num_segments)] = num_segments
+        sizes = self.payload_bytes[:extent] + np.float64(PAGE_BYTES)
+        is_read = self.reads[:extent] > 0
+        live, read = (
+            np.bincount(places[chosen], sizes[chosen], num_segments + 1).astype(np.float64)
+            for chosen in (slice(None), is_read)
+        )
+        return live[:num_segments], read[:num_segments]
+
     def hashes_of(self, rows: Rows) -> list[BlockHash]:
         """Return the blocks of rows that are in use."""
         return [BlockHash(key.tobytes()) for key in self._table.keys[rows]]
@@ -82,9 +141,22 @@ class Index:
         """Count the blocks of rows that are in use, and the bytes of their payloads."""
         return Removed(len(rows), int(self.payload_bytes[rows].sum(dtype=np.int64)))
 
+    def payload_total_bytes(self) -> int:
+        """Return the bytes of all payloads. Needs no lock: off by what happens meanwhile."""
+        extent = self._table.extent
+        is_used = self.segment[:extent] != NOWHERE
+        return int(self.payload_bytes[:extent].sum(where=is_used, dtype=np.int64))
+
     def live_segments(self) -> set[int]:
         """Return the segments that have blocks."""
-        return set(np.unique(self.segment[: self._table.extent]).tolist()) - {NOWHERE}
+        numbers = self.segment[: self._table.extent]
+        if not numbers.any():
+            return set()
+        first = int(numbers[numbers != NOWHERE].min())
+        # Flags and not a sort, which takes a second for four million rows, under the pool's lock.
+        has_blocks = np.zeros(int(numbers.max()) - first + 2, dtype=bool)
+        has_blocks[np.maximum(numbers, first - 1) - (first - 1)] = True
+        return set((np.flatnonzero(has_blocks[1:]) + first).tolist())
 
     def _grow(self) -> None:
         added = np.zeros(self._table.capacity - len(self.segment), np.uint32)
@@ -92,3 +164,5 @@ class Index:
         self.page = np.concatenate([self.page, added])
         self.payload_bytes = np.concatenate([self.payload_bytes, added])
         self.space = np.concatenate([self.space, added])
+        self.written_s = np.concatenate([self.written_s, added])
+        self.reads = np.concatenate([self.reads, added.astype(np.uint8)])

@@ -1,48 +1,62 @@
-"""The segments of a store: which there are, who reads them, and which goes when space is needed.
+"""The segments of a store: which there are, who reads them, and how space is made for one more.
 
 Rules
 -----
-* Sizes of files plus ``METADATA_BYTES`` never exceed the capacity: room is made before a file is.
-  A file that is being read while its blocks are given up counts until its last reader is done.
-* The oldest segment goes first, unless a reader has it pinned or the caller protects it.
+* Sizes of files plus ``metadata_bytes`` never exceed the capacity: room is made before a file is.
+  A file that is being read while its blocks are given up counts until its last reader is done, and
+  one that cannot be removed until it can.
+* Which segment goes is the choice of victim.py, unless a reader has it pinned or the caller
+  protects it. What is worth keeping of it was moved before, by reclaim.py.
 * ``lock`` guards everything here. Files are made and removed by the one appending thread; only a
   retired file's last reader may remove it elsewhere.
 """
 
-import errno
+import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from kvtier.core.identity import BlockHash
+from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.base import Removed
+from kvtier.tiers.ssd.budget import WriteBudget
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.index import Index
 from kvtier.tiers.ssd.segment import Segment, create_segment, seal_segment
+from kvtier.tiers.ssd.victim import choose_victim
+from kvtier.tiers.ssd.volume import NO_SPACE, Volume
 
-__all__ = ["METADATA_BYTES", "NO_SPACE", "SegmentPool"]
+__all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
 METADATA_BYTES = 64 << 10
-"""Kept back for what is no segment: the lock file, the probe at start, the directory itself."""
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that giving up a segment may cure."""
+"""The least kept back for what is no segment: the lock file, the probe, the directory itself."""
 
 _RECLAIMS_MAX = 2
-"""Segments given up for a new one: one for its space, one more to give space back to the volume.
-A volume below its floor is so relieved write by write, not by one that empties the store."""
+"""Segments given up for one new one: more than one where another size was set before."""
+
+
+def metadata_bytes(num_segments: int) -> int:
+    """Return what is kept back of the capacity: ext4 may spend a page a file on its extents."""
+    return max(METADATA_BYTES, num_segments * PAGE_BYTES)
 
 
 class SegmentPool:
     """Segments by number, oldest first, and the index of what is in them."""
 
     def __init__(
-        self, disk: Disk, capacity_bytes: int, segment_bytes: int, free_space_floor_bytes: int
+        self,
+        disk: Disk,
+        capacity_bytes: int,
+        segment_bytes: int,
+        *,
+        volume: Volume,
+        budget: WriteBudget,
     ) -> None:
         self.disk = disk
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = segment_bytes
-        self.free_space_floor_bytes = free_space_floor_bytes
+        self.volume = volume
+        self.budget = budget
         self.lock = threading.Lock()
         self.index = Index()
         self.segments: dict[int, Segment] = {}
@@ -50,6 +64,10 @@ class SegmentPool:
         self.next_number = 1
         self.allocated_bytes = 0
         self._evicted: list[BlockHash] = []
+        self._unremoved: list[Segment] = []
+        """Retired, and their files could not be removed."""
+        self._num_reclaims = 0
+        """Since the counts of reads were halved."""
         self._instance = os.urandom(16)
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
@@ -61,28 +79,28 @@ class SegmentPool:
     def open_segment(self, payload_bytes: int, protected: Collection[int]) -> Segment | None:
         """Return a segment with room for a record, or None where none can be had.
 
-        Raises OSError for anything but a lack of space.
+        The volume is read-only afterwards where it was the one to lack room. Raises OSError for
+        anything else.
         """
         if self.active is not None:
             if self.active.fitting([payload_bytes]):
                 return self.active
-            self.seal()
-        while self._make_room(protected):
-            try:
-                self.active = create_segment(
-                    self.disk, self.next_number, self.segment_bytes, self._instance
-                )
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                if not self.reclaim(protected):
-                    return None
-                protected = self.segments.keys()  # try once more, give up nothing else
-                continue
-            self.next_number += 1
-            self.adopt(self.active)
-            return self.active
-        return None
+            self._leave_active()
+        with contextlib.suppress(OSError):  # counted all the while, and tried again next time
+            self.sweep()
+        if not self._fit_capacity(protected):
+            return None
+        made = self._make_segment()
+        if isinstance(made, str) and self.relieve(protected):
+            made = self._make_segment()
+            if isinstance(made, str):
+                self.volume.note_in_vain()
+        if isinstance(made, str):
+            self.volume.stop(made)
+            return None
+        self.adopt(made)
+        self.active = made
+        return made
 
     def adopt(self, segment: Segment) -> None:
         """Count a segment in."""
@@ -96,10 +114,34 @@ class SegmentPool:
         if segment is not None:
             seal_segment(self.disk, segment)
 
-    def reclaim(self, protected: Collection[int]) -> bool:
-        """Give up the oldest segment that may go; False where none may."""
+    def is_within_capacity(self, num_more: int) -> bool:
+        """Tell whether so many segments more would still be within the capacity."""
+        used_bytes = self.allocated_bytes + num_more * self.segment_bytes
+        return used_bytes + metadata_bytes(len(self.segments) + num_more) <= self.capacity_bytes
+
+    def replaces(self) -> bool:
+        """Tell whether the next segment takes the place of another."""
+        is_full = not self.is_within_capacity(1)
+        return is_full or self.volume.shortage(self.segment_bytes) is not None
+
+    def victim(self, protected: Collection[int]) -> Segment | None:
+        """Return the segment to go next; None where none may."""
         with self.lock:
-            victim = next(self._victims(protected), None)
+            candidates = sorted(
+                number
+                for number, segment in self.segments.items()
+                if segment.num_pins == 0 and segment is not self.active and number not in protected
+            )
+        number = choose_victim(self.index, candidates, self.segment_bytes)
+        return None if number is None else self.segments[number]
+
+    def relieve(self, protected: Collection[int]) -> bool:
+        """Give up a segment for what others took: never the last, nor soon after one in vain."""
+        return len(self.segments) > 1 and self.volume.may_relieve() and self.reclaim(protected)
+
+    def reclaim(self, protected: Collection[int]) -> bool:
+        """Give up the segment that is to go next; False where none may."""
+        victim = self.victim(protected)
         if victim is None:
             return False
         self.give_up(victim)
@@ -109,6 +151,10 @@ class SegmentPool:
         """Retire a segment and report its blocks as evicted."""
         with self.lock:
             self._evicted += self.index.hashes_of(self.index.rows_of(segment.number))
+            self._num_reclaims += 1
+            if self._num_reclaims >= len(self.segments):  # the store has been turned over
+                self._num_reclaims = 0
+                self.index.forget_reads()
         self.retire(segment)
 
     def retire(self, segment: Segment) -> Removed:
@@ -120,6 +166,23 @@ class SegmentPool:
             self._remove_file(segment)
         return removed
 
+    def sweep(self) -> None:
+        """Remove the files of retired segments that could not be removed; raises OSError."""
+        with self.lock:
+            unremoved, self._unremoved = self._unremoved, []
+        for segment in unremoved:
+            self._remove_file(segment)
+        if self._unremoved:
+            raise OSError(f"{self._unremoved[0].path.name} cannot be removed")
+
+    def unpin(self, segment: Segment) -> None:
+        """End reading a segment; pinning is ``num_pins += 1`` under the lock."""
+        with self.lock:
+            segment.num_pins -= 1
+            is_last = segment.is_retired and segment.num_pins == 0
+        if is_last:
+            self._remove_file(segment)
+
     def _detach(self, segment: Segment) -> Removed:
         rows = self.index.rows_of(segment.number)
         removed = self.index.sizes_of(rows)
@@ -130,35 +193,42 @@ class SegmentPool:
             self.active = None
         return removed
 
-    def unpin(self, segment: Segment) -> None:
-        """End reading a segment; pinning is ``num_pins += 1`` under the lock."""
-        with self.lock:
-            segment.num_pins -= 1
-            is_last = segment.is_retired and segment.num_pins == 0
-        if is_last:
-            self._remove_file(segment)
+    def _leave_active(self) -> None:
+        """Seal the active segment; one that stays without a footer is walked by the next start."""
+        try:
+            self.seal()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
 
-    def _victims(self, protected: Collection[int]) -> Iterator[Segment]:
-        for segment in sorted(self.segments.values(), key=lambda each: each.number):
-            is_free = segment.num_pins == 0 and segment is not self.active
-            if is_free and segment.number not in protected:
-                yield segment
+    def _make_segment(self) -> Segment | str:
+        """Return a new segment, or what the volume lacks, in words."""
+        shortage = self.volume.shortage(self.segment_bytes)
+        if shortage is not None:
+            return shortage
+        number, self.next_number = self.next_number, self.next_number + 1
+        try:
+            return create_segment(self.disk, number, self.segment_bytes, self._instance)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return f"the volume has no room for a segment: {error.strerror}"
 
-    def _make_room(self, protected: Collection[int]) -> bool:
-        """Give up segments until one more is within the capacity and above the volume's floor."""
+    def _fit_capacity(self, protected: Collection[int]) -> bool:
+        """Give up segments until one more is within the capacity."""
         for _ in range(_RECLAIMS_MAX):
-            if self._has_room():
+            if self.is_within_capacity(1):
                 return True
             if not self.reclaim(protected):
                 return False
-        return self._has_room()
-
-    def _has_room(self) -> bool:
-        within = self.allocated_bytes + self.segment_bytes + METADATA_BYTES <= self.capacity_bytes
-        free_bytes = self.disk.free_bytes()
-        return within and free_bytes - self.segment_bytes >= self.free_space_floor_bytes
+        return self.is_within_capacity(1)
 
     def _remove_file(self, segment: Segment) -> None:
-        self.disk.unlink(segment.path)
+        try:
+            self.disk.unlink(segment.path)
+        except OSError:
+            with self.lock:
+                self._unremoved.append(segment)
+            return
         with self.lock:
             self.allocated_bytes -= segment.size_bytes

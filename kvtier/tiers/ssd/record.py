@@ -2,10 +2,18 @@
 
 ::
 
-    page 0   [0, 128)    the packed BlockHeader
-             [128, 152)  mark: magic, segment number, opening, state
-             [152, 160)  xxh3-64 of [0, 152)
-    page 1…  the payload, padded with zeros
+    page 0   [0, 128)    the packed BlockHeader; of a sealed block, its checksum field is the tag
+             [128, 136)  mark: magic "KVTRECRD"
+             [136, 144)        segment number, u64
+             [144, 148)        opening, u32
+             [148, 152)        state, u32: 0 live, 1 removed, 2 quarantined
+             [152, 184)  the packed Stamp: codec, key id, when written, nonce
+             [184, 192)  xxh3-64 of [0, 184)
+             [192, 4096) zeros
+    page 1…  the payload as stored, padded with zeros
+
+Numbers are little-endian. A change of state rewrites page 0 in place, and nothing else of a record
+ever changes but by a purge: that leaves of a header its lengths alone, and of a payload zeros.
 
 Theory
 ------
@@ -20,17 +28,20 @@ cannot come back to life behind a newer record that happens to end where the lef
 """
 
 import struct
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import xxhash
 
 from kvtier.core.identity import HEADER_BYTES
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.seal import STAMP_BYTES, Stamp
 
 __all__ = [
     "RECORD_HEAD_BYTES",
     "RecordHead",
     "RecordState",
+    "anonymous",
     "padded",
     "record_bytes",
 ]
@@ -38,7 +49,9 @@ __all__ = [
 _MAGIC = b"KVTRECRD"
 _MARK = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
-RECORD_HEAD_BYTES = HEADER_BYTES + _MARK.size + _CHECK.size
+_STAMP_AT = HEADER_BYTES + _MARK.size
+_CHECK_AT = _STAMP_AT + STAMP_BYTES
+RECORD_HEAD_BYTES = _CHECK_AT + _CHECK.size
 """The used part of a header page."""
 
 _PAYLOAD_BYTES = struct.Struct("<Q")
@@ -47,10 +60,12 @@ _PAYLOAD_BYTES_AT = 80
 
 
 class RecordState(IntEnum):
-    """Whether a record still counts."""
+    """Whether a record still counts, and if not, why; a closed set on the disk."""
 
     LIVE = 0
     REMOVED = 1
+    QUARANTINED = 2
+    """Failed a check; kept for whoever wants to know, never served."""
 
 
 def padded(size_bytes: int) -> int:
@@ -63,20 +78,27 @@ def record_bytes(payload_bytes: int) -> int:
     return PAGE_BYTES + padded(payload_bytes)
 
 
+def anonymous(header: bytes) -> bytes:
+    """Return what may stay of a packed header once its block must not be told any more."""
+    kept = slice(_PAYLOAD_BYTES_AT, _PAYLOAD_BYTES_AT + _PAYLOAD_BYTES.size)
+    return (bytes(_PAYLOAD_BYTES_AT) + header[kept]).ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
 class RecordHead:
     """The used part of a header page, written and read back."""
 
-    __slots__ = ("header", "opening", "state")
-
-    def __init__(self, header: bytes, opening: int, state: RecordState = RecordState.LIVE) -> None:
-        assert len(header) == HEADER_BYTES
-        self.header = header
-        self.opening = opening
-        self.state = state
+    header: bytes
+    """Packed."""
+    stamp: Stamp
+    opening: int
+    state: RecordState = RecordState.LIVE
 
     def pack(self, segment_number: int) -> bytes:
         """Return ``RECORD_HEAD_BYTES`` bytes for a record of that segment."""
-        marked = self.header + _MARK.pack(_MAGIC, segment_number, self.opening, self.state)
+        assert len(self.header) == HEADER_BYTES
+        mark = _MARK.pack(_MAGIC, segment_number, self.opening, self.state)
+        marked = self.header + mark + self.stamp.pack()
         return marked + _CHECK.pack(xxhash.xxh3_64_intdigest(marked))
 
     @classmethod
@@ -87,13 +109,24 @@ class RecordHead:
         magic, number, opening, state = _MARK.unpack_from(packed, HEADER_BYTES)
         if magic != _MAGIC or number != segment_number:
             return None
-        (check,) = _CHECK.unpack_from(packed, RECORD_HEAD_BYTES - _CHECK.size)
-        if check != xxhash.xxh3_64_intdigest(packed[: RECORD_HEAD_BYTES - _CHECK.size]):
+        (check,) = _CHECK.unpack_from(packed, _CHECK_AT)
+        if check != xxhash.xxh3_64_intdigest(packed[:_CHECK_AT]):
             return None
-        return cls(packed[:HEADER_BYTES], opening, RecordState(state))
+        stamp = Stamp.unpack(packed[_STAMP_AT:_CHECK_AT])
+        if stamp is None or state > RecordState.QUARANTINED:
+            return None
+        return cls(packed[:HEADER_BYTES], stamp, opening, RecordState(state))
 
     @property
     def payload_bytes(self) -> int:
         """Return the length of the payload that follows."""
         (payload_bytes,) = _PAYLOAD_BYTES.unpack_from(self.header, _PAYLOAD_BYTES_AT)
         return int(payload_bytes)
+
+    def marked(self, state: RecordState) -> "RecordHead":
+        """Return the head of the same record in another state."""
+        return replace(self, state=state)
+
+    def erased(self) -> "RecordHead":
+        """Return the head of a removed record that tells nothing but how to hop over it."""
+        return replace(self, header=anonymous(self.header), state=RecordState.REMOVED)

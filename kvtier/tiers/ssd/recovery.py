@@ -6,13 +6,15 @@ it takes space and serves nobody. Where the capacity has become smaller, the old
 before the first block is served.
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.tiers.ssd.pool import METADATA_BYTES, SegmentPool
+from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.segment import (
+    STRUCK_S,
     Entries,
     Segment,
     load_segment,
@@ -27,6 +29,10 @@ _ENTRIES_AT_ONCE = 1 << 14
 Four times as many leave 35 MB of holes in the heap behind."""
 
 
+_NUMBER_MAX = (1 << 32) - 2
+"""Of segments: what a row of the index can say. A file of another number is nothing of ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What was wrong with the files found."""
@@ -36,13 +42,16 @@ class Recovered:
     num_unreadable: int
 
 
-def recover(pool: SegmentPool) -> Recovered:
-    """Fill an empty pool from its directory."""
+def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
+    """Fill an empty pool from its directory, with what was not written before ``oldest_s``.
+
+    A record that no longer counts hides the earlier ones of its block: of several, some may have
+    been left behind by a crash, or by a sector that could not be read for a while.
+    """
     num_dropped = 0
     unreadable: set[int] = set()
     batch = _Batch(pool)
     for number, path in _segment_paths(pool.disk.directory):
-        pool.next_number = number + 1
         try:
             loaded = load_segment(pool.disk, path)
         except OSError:
@@ -50,6 +59,7 @@ def recover(pool: SegmentPool) -> Recovered:
             size_bytes = path.lstat().st_size
             pool.adopt(Segment(path, number, size_bytes, tail_bytes=size_bytes))
             unreadable.add(number)
+            pool.next_number = number + 1
             continue
         if loaded is None:
             pool.disk.unlink(path)
@@ -57,8 +67,11 @@ def recover(pool: SegmentPool) -> Recovered:
             continue
         segment, entries = loaded
         pool.adopt(segment)
+        pool.next_number = number + 1
         batch.add(number, entries)
     batch.flush()
+    pool.budget.recall(pool.index.written_bytes(pool.budget.day_ago_s()))
+    pool.index.drop(pool.index.expired_rows(max(oldest_s, STRUCK_S + 1)))
     num_dropped += _retire_surplus(pool, pool.index.live_segments() | unreadable)
     for segment in pool.segments.values():
         _resume(pool, segment)
@@ -68,7 +81,11 @@ def recover(pool: SegmentPool) -> Recovered:
 def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
     files = (path for path in directory.iterdir() if not path.is_dir())
     numbered = ((segment_number(path), path) for path in files)
-    return sorted((number, path) for number, path in numbered if number is not None)
+    return sorted(
+        (number, path)
+        for number, path in numbered
+        if number is not None and 0 < number <= _NUMBER_MAX
+    )
 
 
 def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
@@ -76,7 +93,7 @@ def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
     for number in sorted(pool.segments.keys() - needed):
         pool.retire(pool.segments[number])
     num_retired = 0
-    while pool.segments and pool.allocated_bytes + METADATA_BYTES > pool.capacity_bytes:
+    while pool.segments and not pool.is_within_capacity(0):
         pool.retire(pool.segments[min(pool.segments)])
         num_retired += 1
     return num_retired
@@ -114,4 +131,5 @@ def _resume(pool: SegmentPool, segment: Segment) -> None:
         segment.opening += 1
         pool.active = segment
     else:
-        seal_segment(pool.disk, segment)
+        with contextlib.suppress(OSError):  # without a footer it is walked again next time
+            seal_segment(pool.disk, segment)

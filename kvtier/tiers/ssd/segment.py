@@ -10,6 +10,9 @@
 A sealed segment has a footer, so that recovery reads a few pages of it instead of one page a
 record. The footer is a shortcut: without a valid one the records are walked. Room for it is kept
 from the start, so sealing never fails for want of space.
+
+An entry repeats a record's header, its page and when it was written, in seconds since 1970. A
+record that no longer counts keeps its entry and is *struck*: written at 0, before all others.
 """
 
 import os
@@ -32,21 +35,31 @@ from kvtier.tiers.ssd.record import (
     padded,
     record_bytes,
 )
+from kvtier.tiers.ssd.resync import find_record
 
 __all__ = [
     "ENTRY_DTYPE",
+    "STRUCK_S",
     "Entries",
     "Segment",
+    "claimed_version",
     "create_segment",
+    "declared_size",
+    "entries_of",
+    "erase_records",
     "footer_bytes",
+    "is_erased",
+    "is_in_place",
     "load_segment",
-    "mark_removed",
-    "read_entries",
+    "mark_records",
     "seal_segment",
     "segment_number",
+    "strike",
+    "walk_records",
+    "written_since",
 ]
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 """Of segments; another version is not read, and its space is taken back."""
 
 _HEADER = struct.Struct("<8sHH4x16sQQ")
@@ -58,8 +71,14 @@ _TRAILER_BYTES = _TRAILER.size + _CHECK.size
 _PLACE = struct.Struct("<II")
 _SUFFIX = ".segment"
 
-ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("padding", "<u4")])
-"""One record in a footer: its block's header and the page its record starts at."""
+ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("written_s", "<u4")])
+"""One record in a footer: its block's header, the page its record starts at, and its time."""
+
+STRUCK_S = 0
+"""``written_s`` of a record that no longer counts."""
+
+_LATEST_S = (1 << 32) - 1
+"""What an entry can say of when."""
 
 Entries = npt.NDArray[np.void]
 """An array of ``ENTRY_DTYPE``, in the order of appending."""
@@ -77,8 +96,6 @@ class Segment:
     opening: int = 0
     entries: bytearray = field(default_factory=bytearray)
     """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
-    removed_pages: set[int] = field(default_factory=set)
-    """Records of ``entries`` that have been removed since."""
     has_footer: bool = False
     num_faults: int = 0
     """Failed appends since the last that succeeded."""
@@ -97,12 +114,18 @@ class Segment:
             count += 1
         return count
 
-    def note(self, header: bytes, payload_bytes: int) -> int:
+    def note(self, header: bytes, payload_bytes: int, written_s: int) -> int:
         """Append an entry for a record that starts at the tail; returns its page."""
         page = self.tail_bytes // PAGE_BYTES
-        self.entries += header + _PLACE.pack(page, 0)
+        self.entries += header + _PLACE.pack(page, min(written_s, _LATEST_S))
         self.tail_bytes += record_bytes(payload_bytes)
         return page
+
+
+def written_since(entries: Entries, oldest_s: int) -> Entries:
+    """Return the entries that count and are not older than ``oldest_s``."""
+    is_kept = entries["written_s"] >= max(oldest_s, STRUCK_S + 1)
+    return entries if is_kept.all() else entries[is_kept]
 
 
 def footer_bytes(num_records: int) -> int:
@@ -128,56 +151,119 @@ def create_segment(disk: Disk, number: int, size_bytes: int, instance: bytes) ->
 
 def seal_segment(disk: Disk, segment: Segment) -> None:
     """Write the footer and make the whole segment durable; nothing is appended afterwards."""
-    entries = np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
-    if segment.removed_pages:
-        entries = entries[~np.isin(entries["page"], list(segment.removed_pages))]
-    packed = entries.tobytes()
-    trailer = _TRAILER.pack(_TRAILER_MAGIC, segment.number, len(entries), segment.opening)
-    check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed + trailer))
-    size = footer_bytes(len(entries))
-    footer = packed.ljust(size - _TRAILER_BYTES, b"\0") + trailer + check
-    disk.overwrite(segment.path, segment.size_bytes - size, footer, "segment.footer")
+    _write_footer(disk, segment, bytes(segment.entries), "segment.footer")
     segment.has_footer = True
     segment.entries = bytearray()
-    segment.removed_pages = set()
 
 
-def mark_removed(disk: Disk, segment: Segment, pages: list[int]) -> None:
-    """Make the removal of records durable, so that recovery does not find them again."""
-    if segment.has_footer:
-        last_page = segment.size_bytes - PAGE_BYTES
-        disk.overwrite(segment.path, last_page, bytes(PAGE_BYTES), "footer.drop")
-        segment.has_footer = False
-    else:
-        segment.removed_pages.update(pages)
+def _write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> None:
+    count = len(packed) // ENTRY_DTYPE.itemsize
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, segment.number, count, segment.opening)
+    check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed + trailer))
+    size = footer_bytes(count)
+    footer = packed.ljust(size - _TRAILER_BYTES, b"\0") + trailer + check
+    disk.overwrite(segment.path, segment.size_bytes - size, footer, step)
+
+
+def mark_records(disk: Disk, segment: Segment, pages: list[int], state: RecordState) -> None:
+    """Make it durable that records no longer count, so that recovery does not find them again.
+
+    Marks each record, and strikes its entry. Between the two, a record whose entry is found by a
+    restart is a miss when it is read.
+    """
     disk.hook("record.remove")
-    disk.rewrite(segment.path, pages, lambda page: _removed(page, segment.number))
+    disk.rewrite(segment.path, pages, lambda page: _marked(page, segment.number, state))
+    strike(disk, segment, pages)
 
 
-def _removed(page: bytes, number: int) -> bytes:
+def strike(disk: Disk, segment: Segment, pages: list[int]) -> None:
+    """Let the entries of records no longer count, on the disk where there is a footer."""
+    if not segment.has_footer:
+        # Sealed and yet without a footer: recovery walks the records, and needs no entries.
+        _strike(np.frombuffer(segment.entries, ENTRY_DTYPE), pages)
+        return
+    with disk.opened_buffered(segment.path) as fd:
+        read = _read_footer(fd, segment)
+    if read is None:
+        segment.has_footer = False  # rotten since: recovery walks the records
+        return
+    entries = read.copy()
+    _strike(entries, pages)
+    _write_footer(disk, segment, entries.tobytes(), "footer.drop")
+
+
+def _strike(entries: Entries, pages: list[int]) -> None:
+    entries["written_s"][np.isin(entries["page"], pages)] = STRUCK_S
+
+
+def _marked(page: bytes, number: int, state: RecordState) -> bytes:
     head = RecordHead.unpack(page[:RECORD_HEAD_BYTES], number)
     if head is None:
         return page  # damaged: recovery will not take it for a record either
-    return RecordHead(head.header, head.opening, RecordState.REMOVED).pack(number)
+    return head.marked(state).pack(number)
+
+
+def is_erased(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Tell which entries have lost their headers to a purge."""
+    erased: npt.NDArray[np.bool_] = (entries["header"]["block_hash"] == 0).all(axis=1)
+    return erased
+
+
+def erase_records(
+    disk: Disk, segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
+) -> None:
+    """Leave nothing of some records but what it takes to hop over them, and zero free space.
+
+    ``entries`` are all of the segment, which nobody appends to meanwhile.
+    """
+    pages = entries["page"][is_meant].tolist()
+    disk.zero(segment.path, _free_ranges(segment, entries, is_meant))
+    # Only now: whoever finds a head erased takes the payload to be.
+    disk.hook("record.erase")
+    disk.rewrite(segment.path, pages, lambda page: _erased(page, segment.number))
+    changed = entries.copy()
+    headers = changed["header"]
+    sizes = headers["payload_bytes"][is_meant]
+    headers[is_meant] = np.zeros((), PACKED_HEADER)
+    headers["payload_bytes"][is_meant] = sizes
+    changed["written_s"][is_meant] = STRUCK_S
+    if segment.entries:
+        segment.entries[:] = changed.tobytes()
+    elif segment.has_footer:
+        _write_footer(disk, segment, changed.tobytes(), "footer.drop")
+
+
+def _erased(page: bytes, number: int) -> bytes:
+    head = RecordHead.unpack(page[:RECORD_HEAD_BYTES], number)
+    return b"" if head is None else head.erased().pack(number)
+
+
+def _free_ranges(
+    segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """Return [start, end) of the payloads that are meant, and of what belongs to no record."""
+    ranges = []
+    end = PAGE_BYTES
+    columns = (entries["page"], entries["header"]["payload_bytes"], is_meant)
+    for page, payload_bytes, meant in zip(*(each.tolist() for each in columns), strict=True):
+        start = page * PAGE_BYTES
+        ranges.append((end, start))
+        end = start + record_bytes(payload_bytes)
+        if meant:
+            ranges.append((start + PAGE_BYTES, end))
+    footer = footer_bytes(len(entries)) if segment.has_footer else 0
+    ranges.append((end, segment.size_bytes - footer))
+    return [(start, end) for start, end in ranges if start < end]
 
 
 def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:
     """Read a segment back: as much of it as is whole; None where nothing can be made of it."""
-    number = segment_number(path)
     with disk.opened_buffered(path) as fd:
-        packed = os.pread(fd, PAGE_BYTES, 0)[: _HEADER.size + _CHECK.size]
+        size_bytes = declared_size(fd, segment_number(path))
         file_bytes = os.fstat(fd).st_size
-        if len(packed) < _HEADER.size + _CHECK.size:
+        if size_bytes is None or file_bytes > size_bytes:
             return None
-        magic, version, _, _, written_number, size_bytes = _HEADER.unpack_from(packed)
-        (check,) = _CHECK.unpack_from(packed, _HEADER.size)
-        if (
-            check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size])
-            or (magic, version, written_number) != (_HEADER_MAGIC, _FORMAT_VERSION, number)
-            or file_bytes > size_bytes
-        ):
-            return None
-        segment = Segment(path, written_number, file_bytes)
+        segment = Segment(path, segment_number(path) or 0, file_bytes)
         entries = _read_footer(fd, segment)
         if entries is None:
             entries = _walk(fd, segment)
@@ -186,15 +272,56 @@ def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:
     return segment, entries
 
 
-def read_entries(disk: Disk, segment: Segment) -> Entries:
-    """Read the entries of a segment that is not appended to now."""
+def is_in_place(disk: Disk, segment: Segment) -> bool:
+    """Tell whether a segment's file is there, and as large as it was; raises OSError."""
+    try:
+        with disk.opened_buffered(segment.path) as fd:
+            size_bytes = declared_size(fd, segment.number)
+            return size_bytes is not None and os.fstat(fd).st_size == segment.size_bytes
+    except FileNotFoundError:
+        return False
+
+
+def declared_size(fd: int, number: int | None) -> int | None:
+    """Return the size in a segment's header; None where that is not the header of this one."""
+    packed = os.pread(fd, _HEADER.size + _CHECK.size, 0)
+    if len(packed) < _HEADER.size + _CHECK.size:
+        return None
+    magic, version, _, _, written_number, size_bytes = _HEADER.unpack_from(packed)
+    (check,) = _CHECK.unpack_from(packed, _HEADER.size)
+    if check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size]):
+        return None
+    is_ours = (magic, version, written_number) == (_HEADER_MAGIC, _FORMAT_VERSION, number)
+    return int(size_bytes) if is_ours else None
+
+
+def entries_of(disk: Disk, segment: Segment) -> Entries:
+    """Return the entries of all records, struck ones included: from memory, or read.
+
+    Of a segment that is appended to, the caller keeps others from appending.
+    """
+    if segment.entries:
+        return np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
     with disk.opened_buffered(segment.path) as fd:
         entries = _read_footer(fd, segment)
-        return (
-            _walk(fd, Segment(segment.path, segment.number, segment.size_bytes))
-            if (entries is None)
-            else entries
-        )
+        if entries is None:
+            entries = _walk(fd, Segment(segment.path, segment.number, segment.size_bytes))
+    return entries
+
+
+def claimed_version(disk: Disk, path: Path) -> int | None:
+    """Return the format version that a file says it has; None where it is no segment at all."""
+    with disk.opened_buffered(path) as fd:
+        packed = os.pread(fd, _HEADER.size, 0)
+    magic, version = struct.unpack_from("<8sH", packed.ljust(_HEADER.size, b"\0"))
+    return version if magic == _HEADER_MAGIC else None
+
+
+def walk_records(disk: Disk, segment: Segment) -> tuple[Segment, Entries]:
+    """Return the segment as its records alone tell it, ready to be sealed, and their entries."""
+    walked = Segment(segment.path, segment.number, segment.size_bytes)
+    with disk.opened_buffered(segment.path) as fd:
+        return walked, _walk(fd, walked)
 
 
 def _read_footer(fd: int, segment: Segment) -> Entries | None:
@@ -216,25 +343,33 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
 
 
 def _walk(fd: int, segment: Segment) -> Entries:
-    """Hop from record to record up to the first that is not whole; sets the tail."""
+    """Hop from record to record, and over what is none to the next that is; sets the tail."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    num_bytes = RECORD_HEAD_BYTES
+    end = segment.tail_bytes
     while True:
-        try:
-            packed = os.pread(fd, num_bytes, segment.tail_bytes)
-        except OSError:
-            break  # an unreadable sector ends the segment like a torn record
-        head = RecordHead.unpack(packed, segment.number)
-        if head is None or head.opening < segment.opening:
-            break
-        payload_bytes = head.payload_bytes
-        if not segment.fitting([payload_bytes]):
-            break
+        head = _head_at_tail(fd, segment)
+        if head is None:
+            start = segment.tail_bytes + PAGE_BYTES
+            found = find_record(fd, segment.number, segment.opening, start, segment.size_bytes)
+            if found is None:
+                break
+            segment.tail_bytes = found
+            continue
         segment.opening = head.opening
-        page = segment.note(head.header, payload_bytes)
-        if head.state is RecordState.REMOVED:
-            segment.removed_pages.add(page)
-    entries = np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
-    if segment.removed_pages:
-        entries = entries[~np.isin(entries["page"], list(segment.removed_pages))]
-    return entries
+        written_s = head.stamp.written_s if head.state is RecordState.LIVE else STRUCK_S
+        segment.note(head.header, head.payload_bytes, written_s)
+        end = segment.tail_bytes
+    segment.tail_bytes = end
+    return np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
+
+
+def _head_at_tail(fd: int, segment: Segment) -> RecordHead | None:
+    """Return the head of the record that begins there; None of a leftover, or an unreadable one."""
+    try:
+        packed = os.pread(fd, RECORD_HEAD_BYTES, segment.tail_bytes)
+    except OSError:
+        return None
+    head = RecordHead.unpack(packed, segment.number)
+    if head is None or head.opening < segment.opening:
+        return None
+    return head if segment.fitting([head.payload_bytes]) else None

@@ -2,36 +2,37 @@
 
 What may be lost
 ----------------
-* Killed process (also by SIGKILL or for memory): every block that ``write`` reported stays. Of a
+* Killed process (also by SIGKILL or for memory): no block that ``write`` reported as stored. Of a
   call that was under way, each block is there and whole, or a miss when it is read.
-* Power loss with ``Durability.BATCH``: the same. With ``Durability.SEGMENT``, the default for a
-  cache: also blocks since the last full segment or clean stop.
-* Removal is durable once ``remove`` or ``purge`` returns: removed blocks do not come back. Blocks
-  forgotten because they were damaged may; they are checked and missed again.
+* Power loss, with ``Durability.BATCH``: the same. With ``Durability.SEGMENT``, the default for a
+  cache: also blocks written since the last full segment or clean stop, those before a lost one
+  included or not, as the drive happened to write them. Buffered (without direct I/O) each ``write``
+  is synced, so there ``SEGMENT`` loses no more than ``BATCH``.
+* Nothing wrong is ever served after either: a block that reached the disk in part is a miss.
+* Removal is durable once ``remove`` or ``purge`` returns, also against power loss: removed blocks
+  do not come back. Of a purge, nor do their bytes. Blocks given up for space may come back after a
+  power loss, within the capacity. So may damaged ones before they are marked, as misses.
 
 A block costs a page more than its payload, and each segment a page and a footer.
 """
 
 import contextlib
-import mmap
+import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers, Selection
-from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
-from kvtier.lock import let_go
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
     Health,
+    HealthState,
     MissReason,
     Removed,
     Scrubbed,
@@ -40,43 +41,27 @@ from kvtier.tiers.base import (
     WriteReport,
 )
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.ssd.append import append_blocks
-from kvtier.tiers.ssd.disk import STAGING_BYTES, DirectIO, Disk, StepHook, no_hook
-from kvtier.tiers.ssd.fetch import fetch_run, locate, runs_of
-from kvtier.tiers.ssd.lock import lock_directory
-from kvtier.tiers.ssd.pool import METADATA_BYTES, SegmentPool
+from kvtier.tiers.ssd.age import AgeLimit
+from kvtier.tiers.ssd.append import Appender
+from kvtier.tiers.ssd.budget import WriteBudget
+from kvtier.tiers.ssd.disk import Disk, new_staging
+from kvtier.tiers.ssd.fetch import Fetcher, locate, runs_of
+from kvtier.tiers.ssd.lock import DirectoryLock
+from kvtier.tiers.ssd.options import Durability, SsdOptions, check_sizes
+from kvtier.tiers.ssd.pool import SegmentPool
+from kvtier.tiers.ssd.presence import check_presence
+from kvtier.tiers.ssd.purge import purge_all, purge_selected, remove_blocks
+from kvtier.tiers.ssd.quarantine import Quarantine
+from kvtier.tiers.ssd.reclaim import Reclaimer
 from kvtier.tiers.ssd.recovery import recover
-from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, mark_removed, read_entries
+from kvtier.tiers.ssd.scrub import Scrubber
+from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, entries_of, written_since
+from kvtier.tiers.ssd.volume import Volume
 
-__all__ = ["Durability", "SsdOptions", "SsdTier"]
+__all__ = ["SsdTier"]
 
-_SEGMENTS_MIN = 2
-"""One to append to and one to keep: with less, each new segment would empty the tier."""
-
-_SEGMENT_BYTES_MIN = 4 * PAGE_BYTES
-"""A header, one record of two pages, a footer."""
-
-
-class Durability(StrEnum):
-    """When written blocks are made to survive a power loss."""
-
-    BATCH = "batch"
-    """Before ``write`` returns."""
-    SEGMENT = "segment"
-    """When a segment is full, and on ``close``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SsdOptions:
-    """What has a good default."""
-
-    direct_io: DirectIO = DirectIO.AUTO
-    durability: Durability = Durability.SEGMENT
-    free_space_floor_bytes: int = 0
-    """Space of the volume that is left to others."""
-    num_workers: int = 4
-    """Calls that may read at once; each has a staging buffer."""
-    hook: StepHook = no_hook
+_CLOSE_S = 10
+"""How long ``close`` waits for a write to end: what a slow drive may take for one, and no more."""
 
 
 class SsdTier:
@@ -93,31 +78,37 @@ class SsdTier:
         options: SsdOptions | None = None,
     ) -> None:
         options = options or SsdOptions()
-        _check_sizes(capacity_bytes, segment_bytes)
+        check_sizes(capacity_bytes, segment_bytes)
         self.properties = TierProperties(
             TierName.SSD, is_persistent=True, is_shared=False, num_workers=options.num_workers
         )
-        self._directory_lock = lock_directory(directory)
+        self._age = AgeLimit(options.max_age_s, options.now_s)
+        self._directory_lock = DirectoryLock(directory)
         try:
             self._disk = Disk(directory, options.direct_io, options.hook)
-            self._pool = SegmentPool(
-                self._disk, capacity_bytes, segment_bytes, options.free_space_floor_bytes
-            )
-            self._recovered = recover(self._pool)
+            self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
+            self._recovered = recover(self._pool, self._age.oldest_s())
         except OSError as error:
-            let_go(self._directory_lock)
+            self._directory_lock.release()
             raise StartError(
                 "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
             ) from error
         except StartError:
-            let_go(self._directory_lock)
+            self._directory_lock.release()
             raise
-        self._is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
+        is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
+        self._quarantine = Quarantine()
+        self._appender = Appender(self._pool, options.seal, self._age, is_synced=is_synced)
+        self._reclaimer = Reclaimer(self._pool, options.seal, self._age, self._appender.staging)
+        self._fetcher = Fetcher(self._pool, options.seal, self._quarantine)
+        start = int.from_bytes(os.urandom(4))
+        self._scrubber = Scrubber(
+            self._pool, options.seal, self._age, self._quarantine, start=start
+        )
         self._writer_lock = threading.Lock()
-        self._writer_staging = _staging()
         self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)
         for _ in range(options.num_workers):
-            self._stagings.put_nowait(_staging())
+            self._stagings.put_nowait(new_staging())
         self._is_closed = False
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
@@ -127,85 +118,78 @@ class SsdTier:
         reported by the next one that does not.
         """
         with self._writing(deadline_ns):
-            outcomes = append_blocks(
-                self._pool,
-                blocks,
-                self._writer_staging,
-                is_synced=self._is_synced,
-                deadline_ns=deadline_ns,
-            )
+            self._quarantine.mark(self._disk)
+            self._reclaimer.prepare(blocks, deadline_ns)
+            outcomes = self._appender.append(blocks, deadline_ns)
             return WriteReport(outcomes, self._pool.take_evicted())
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
         """Fetch blocks, neighbours in one operation; damaged ones are forgotten."""
         with self._faults(), contextlib.ExitStack() as pins:
             seconds_left(deadline_ns)
-            results, located = locate(self._pool, blocks)
+            results, located = locate(self._pool, blocks, self._age.oldest_s())
             for each in located:
                 pins.callback(self._pool.unpin, each.segment)
             for run in runs_of(located):
                 with self._staging(deadline_ns) as staging:
-                    fetch_run(self._pool, run, staging, results)
+                    self._fetcher.fetch(run, staging, results)
         return results
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
         """Tell for each hash whether it is in the index."""
         with self._faults():
             seconds_left(deadline_ns)
+            index = self._pool.index
             with self._pool.lock:
-                present: list[bool] = (self._pool.index.find(hashes) >= 0).tolist()
-        return present
+                rows = index.find(hashes)
+                present = (rows >= 0) & (index.written_s[rows] >= self._age.oldest_s())
+        return [bool(each) for each in present]
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Forget blocks, also for the time after a restart."""
-        pool = self._pool
         with self._writing(deadline_ns):
-            with pool.lock:
-                rows = np.unique(pool.index.find(hashes))
-                rows = rows[rows >= 0]
-                numbers, pages = pool.index.segment[rows], pool.index.page[rows]
-                removed = pool.index.sizes_of(rows)
-                pool.index.drop(rows)
-                segments = [pool.segments[number] for number in np.unique(numbers).tolist()]
-                empty = set(np.unique(numbers).tolist()) - pool.index.live_segments()
-            for segment in segments:
-                if segment.number in empty:
-                    pool.retire(segment)
-                else:
-                    mark_removed(self._disk, segment, pages[numbers == segment.number].tolist())
-        return removed
+            return remove_blocks(self._pool, hashes, deadline_ns)
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Forget the blocks of a selection; where that is all, remove every file."""
-        if not selection.is_all:
-            hashes = [
-                BlockHash(each.tobytes())
-                for headers in self.headers()
-                for each in headers["block_hash"][selection.mask(headers["space"])]
-            ]
-            return self.remove(hashes, deadline_ns)
+        """Forget the blocks of a selection and erase their bytes; of all, remove every file.
+
+        A file that cannot be read or changed is removed whole, and the blocks of others in it are
+        reported as evicted. Reads that are under way may still see what they were reading.
+        """
         with self._writing(deadline_ns):
-            removed = [self._pool.retire(each) for each in list(self._pool.segments.values())]
-            self._disk.sync_directory()
-        return Removed(
-            sum(each.num_blocks for each in removed), sum(each.num_bytes for each in removed)
-        )
+            if selection.is_all:
+                return purge_all(self._pool)
+            return purge_selected(self._pool, selection, deadline_ns)
 
     def probe(self, deadline_ns: int) -> None:
-        """Write and read a page of the directory."""
+        """Write and read a page of the directory, which must be the one that was opened.
+
+        Where somebody took it away, or files out of it, the store goes on with what is left: the
+        probe that finds this raises TierError, and the next one does not.
+        """
         with self._writing(deadline_ns):
-            self._disk.probe()
+            check_presence(self._pool, self._directory_lock)
+            self._pool.volume.takes_writes()  # where nobody writes, it is asked here whether it can
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify nothing yet."""
-        return Scrubbed()
+        """Verify the next records; forget what is too old, and give up segments that are dead."""
+        with self._writing(deadline_ns):
+            self._quarantine.mark(self._disk)
+            self._scrubber.expire()
+            self._scrubber.drop_dead()
+        with self._faults():
+            return self._scrubber.step(max_bytes, deadline_ns)
 
     def health(self) -> Health:
-        """Return that the directory is there."""
-        return Health()
+        """Return degraded, with the reason, while nothing is written."""
+        reason = self._pool.volume.read_only
+        return Health(HealthState.DEGRADED, f"read-only: {reason}") if reason else Health()
 
     def headers(self) -> Iterator[Headers]:
-        """Yield what is kept, a batch a segment, in the order of writing; read from the disk."""
+        """Yield what is kept, a batch a segment, in the order of writing; read from the disk.
+
+        As it is there: the header of a sealed block has the tag for its checksum.
+        """
         with self._pool.lock:
             segments = sorted(self._pool.segments.values(), key=lambda segment: segment.number)
         for segment in segments:
@@ -213,34 +197,51 @@ class SsdTier:
 
     def usage(self) -> TierUsage:
         """Return occupancy: the files' full sizes, whether filled yet or not."""
-        pool = self._pool
-        return TierUsage(
-            len(pool.index),
-            pool.allocated_bytes,
-            pool.capacity_bytes,
-            {
-                "direct_io": self._disk.is_direct,
-                "segments": len(pool.segments),
-                "segment_bytes": pool.segment_bytes,
-                "files_dropped_at_start": self._recovered.num_dropped,
-                "files_unreadable_at_start": self._recovered.num_unreadable,
-            },
-        )
+        pool, written = self._pool, self._disk.written
+        detail: dict[str, str | int | float | bool] = {
+            "direct_io": self._disk.is_direct,
+            "segments": len(pool.segments),
+            "segment_bytes": pool.segment_bytes,
+            "block_bytes": pool.index.payload_total_bytes(),
+            "written_blocks_bytes": written.blocks_bytes,
+            "written_moved_bytes": written.moved_bytes,
+            "written_metadata_bytes": written.metadata_bytes,
+            "read_only": pool.volume.read_only is not None,
+            "quarantined_blocks": self._quarantine.num_blocks,
+            "files_dropped_at_start": self._recovered.num_dropped,
+            "files_unreadable_at_start": self._recovered.num_unreadable,
+        }
+        if pool.budget.is_limited:
+            detail["write_budget_bytes"] = pool.budget.available_bytes()
+        return TierUsage(len(pool.index), pool.allocated_bytes, pool.capacity_bytes, detail)
 
     def close(self) -> None:
-        """Make everything durable and let another process have the directory."""
-        with self._writer_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            try:
-                if self._pool.active is not None:
-                    with contextlib.suppress(FileNotFoundError):  # removed by someone: a miss
-                        self._disk.sync(self._pool.active.path)
-            except OSError as error:
-                raise TierError(f"ssd: the last blocks may be lost: {error.strerror}") from error
-            finally:
-                let_go(self._directory_lock)
+        """Make everything durable and let another process have the directory.
+
+        Raises TierError where that fails, or a write that hangs does not let it.
+        """
+        if not self._writer_lock.acquire(timeout=_CLOSE_S):
+            raise TierTimeout("ssd: a write did not end; the last blocks may be lost")
+        try:
+            if not self._is_closed:
+                self._is_closed = True
+                self._end()
+        finally:
+            self._writer_lock.release()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # what stays comes back as what it was
+            self._pool.sweep()
+        try:
+            while self._quarantine.mark(self._disk):
+                pass
+            if self._pool.active is not None:
+                with contextlib.suppress(FileNotFoundError):  # removed by someone: a miss
+                    self._disk.sync(self._pool.active.path)
+        except OSError as error:
+            raise TierError(f"ssd: the last blocks may be lost: {error.strerror}") from error
+        finally:
+            self._directory_lock.release()
 
     def _headers_of(self, segment: Segment) -> Headers:
         """Read the headers of a segment's blocks; empty once the segment has been given up."""
@@ -254,11 +255,10 @@ class SsdTier:
             with self._faults():
                 entries = np.frombuffer(packed, ENTRY_DTYPE)
                 if not packed:
-                    entries = read_entries(self._disk, segment)
+                    entries = entries_of(self._disk, segment)
+            entries = written_since(entries, self._age.oldest_s())
             with pool.lock:
-                rows = pool.index.find_entries(entries)
-                is_here = pool.index.segment[rows] == segment.number
-                is_live = (rows >= 0) & is_here & (pool.index.page[rows] == entries["page"])
+                is_live = pool.index.is_at(entries, segment.number)
             live: Headers = entries["header"][is_live]
             return live
         finally:
@@ -298,20 +298,17 @@ class SsdTier:
             self._stagings.put_nowait(staging)
 
 
-def _staging() -> memoryview:
-    return memoryview(mmap.mmap(-1, STAGING_BYTES))
-
-
-def _check_sizes(capacity_bytes: int, segment_bytes: int) -> None:
-    if segment_bytes % PAGE_BYTES or segment_bytes < _SEGMENT_BYTES_MIN:
-        raise StartError(
-            "ssd.segment",
-            f"{segment_bytes} bytes are no multiple of {PAGE_BYTES} from {_SEGMENT_BYTES_MIN} up",
-            "set a size such as 256MiB",
-        )
-    if capacity_bytes < _SEGMENTS_MIN * segment_bytes + METADATA_BYTES:
-        raise StartError(
-            "ssd.capacity",
-            f"{capacity_bytes} bytes have no room for {_SEGMENTS_MIN} segments of {segment_bytes}",
-            "raise ssd.capacity or lower ssd.segment",
-        )
+def _new_pool(
+    disk: Disk, capacity_bytes: int, segment_bytes: int, options: SsdOptions
+) -> SegmentPool:
+    """Return a pool that knows no files yet."""
+    volume = Volume(
+        disk.measure,
+        options.now_s,
+        free_space_floor_bytes=options.free_space_floor_bytes,
+        free_inodes_floor=options.free_inodes_floor,
+    )
+    budget = WriteBudget(
+        options.write_budget_bytes, lambda: disk.written.total_bytes, options.now_s
+    )
+    return SegmentPool(disk, capacity_bytes, segment_bytes, volume=volume, budget=budget)

@@ -1,0 +1,145 @@
+"""``kvtier fsck``: verify every block of an SSD store, and put right what can be.
+
+A store that a daemon has open is verified by that daemon: ``--connect`` names it.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from kvtier.cli.call import add_socket_options, socket_of
+from kvtier.cli.fsck_running import fsck_running
+from kvtier.cli.options import config_of, seconds
+from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.config import Config
+from kvtier.errors import StartError
+from kvtier.tiers.seal import KeyRing, Seal, SealMode
+from kvtier.tiers.ssd.disk import DirectIO, Disk
+from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
+from kvtier.tiers.ssd.lock import DirectoryLock
+from kvtier.tiers.ssd.segment import segment_number
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("fsck", help="verify an SSD store")
+    add_socket_options(
+        parser,
+        ("--directory", "ssd.directory", "store that no daemon has open"),
+        ("--key-file", "seal.key_file", "keys of an encrypted store"),
+    )
+    parser.add_argument(
+        "--repair", action="store_true", help="put right what can be; otherwise nothing is changed"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="with --connect: how long to wait for the daemon",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check a store; exit code 1 where there are faults and they are left."""
+    if options.connect is not None:
+        return fsck_running(socket_of(options), options.timeout, is_json=options.json)
+    config = config_of(options)
+    purpose = Purpose.REPAIR if options.repair else Purpose.CHECK
+    report = _checked(config, purpose)
+    if options.json:
+        document = _document(report) | {
+            "capacity_bytes": config.ssd.capacity_bytes,
+            "faults": report.num_faults,
+        }
+        print(json.dumps(document))
+    else:
+        print("\n".join(_lines(report, config.ssd.capacity_bytes, purpose)))
+    left = report.num_left if options.repair else report.num_faults
+    return int(left > 0)
+
+
+def _document(report: Report) -> dict[str, Any]:
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    return {
+        name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()
+    }
+
+
+def _checked(config: Config, purpose: Purpose) -> Report:
+    """Hold the directory and look at it. Raises StartError where it is no store, or is in use."""
+    directory = config.ssd.directory
+    _require_store(directory)
+    ring = KeyRing.load(config.seal.key_file) if config.seal.key_file else None
+    lock = DirectoryLock(directory)
+    try:
+        disk = Disk(directory, DirectIO.OFF)
+        return Fsck(disk, Seal(SealMode.OFF, ring, "ssd"), purpose).run(_note_progress)
+    except OSError as error:
+        raise StartError(
+            "ssd.directory", f"{directory}: {error.strerror}", "make it readable for this user"
+        ) from error
+    finally:
+        lock.release()
+
+
+def _require_store(directory: Path) -> None:
+    """Refuse a directory that is none, so that nothing is made where a name was mistyped."""
+    try:
+        names = [path for path in directory.iterdir() if segment_number(path) is not None]
+        is_store = bool(names) or (directory / "lock").exists()
+    except OSError as error:
+        raise StartError(
+            "ssd.directory", f"{directory}: {error.strerror}", "name the directory of a store"
+        ) from None
+    if not is_store:
+        raise StartError(
+            "ssd.directory", f"{directory} has no store", "name the directory of a store"
+        )
+
+
+def _note_progress(num_done: int, num_files: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{num_done} of {num_files} files", end="\r", file=sys.stderr)
+
+
+def _lines(report: Report, capacity_bytes: int, purpose: Purpose) -> Iterator[str]:
+    yield (
+        f"{shown_count(report.segments)} segments, {shown_count(report.records)} records, "
+        f"{shown_count(report.live_blocks)} blocks of {shown_bytes(report.live_bytes)}; "
+        f"{shown_bytes(report.used_bytes)} of {shown_bytes(capacity_bytes)} used"
+    )
+    notes = {
+        "removed records": report.removed_records,
+        "quarantined records": report.quarantined_records,
+        "records sealed with keys that were not given": report.unchecked_records,
+        "other files": report.foreign_files,
+    }
+    faults = {
+        **{f"records damaged ({why})": count for why, count in report.damaged_records.items()},
+        "duplicate records": report.duplicate_records,
+        "footers missing": report.footers_missing,
+        "footers wrong": report.footers_wrong,
+        "unreachable bytes": report.unreachable_bytes,
+        "files cut short": report.files_cut_short,
+        "files that are no segments": report.unreadable_files,
+        "files of another version": report.other_version_files,
+        "records that cannot be read": report.unreadable_records,
+    }
+    yield from (f"{name}: {shown_count(count)}" for name, count in notes.items() if count)
+    yield from (f"FAULT {name}: {shown_count(count)}" for name, count in faults.items() if count)
+    yield from (f"FAILED {line}" for line in report.failed)
+    yield from (f"repaired: {name}: {count}" for name, count in report.repaired.items())
+    if not report.num_faults:
+        yield "clean"
+    elif purpose is Purpose.CHECK:
+        yield "nothing was changed; --repair puts right what can be"

@@ -1,0 +1,57 @@
+"""An operator's way to a daemon: over its Unix socket with a ticket, or over TCP with a token."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from kvtier.transfer.door import knock
+from kvtier.v1 import operator_pb2_grpc
+
+__all__ = ["Remote", "dial", "open_operator", "operator_door"]
+
+_KNOCK_TIMEOUT_S = 1.0
+"""The door is opened by the kernel's queue and one turn of the daemon's loop."""
+
+
+def operator_door(socket_path: Path) -> Path:
+    """Return where a daemon gives tickets to operators, given where it serves its calls."""
+    return socket_path.with_name(socket_path.name + ".tools")
+
+
+@contextlib.contextmanager
+def open_operator(
+    socket_path: Path, timeout_s: float = _KNOCK_TIMEOUT_S
+) -> Iterator[operator_pb2_grpc.OperatorStub]:
+    """Yield the operator's calls of the daemon at ``socket_path``.
+
+    Raises DaemonUnavailable where nobody lets us in.
+    """
+    lifeline, message, _ = knock(operator_door(socket_path), timeout_s)
+    with lifeline:
+        transport = grpc.local_channel_credentials(grpc.LocalConnectionType.UDS)
+        ticket = grpc.access_token_call_credentials(str(message["ticket"]))
+        both = grpc.composite_channel_credentials(transport, ticket)
+        with grpc.secure_channel(f"unix:{socket_path}", both) as channel:
+            yield operator_pb2_grpc.OperatorStub(channel)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A daemon elsewhere, and what it takes to be let in; ``ca`` None: the system's."""
+
+    address: str
+    token: str = field(repr=False)
+    ca: bytes | None = None
+
+
+@contextlib.contextmanager
+def dial(remote: Remote) -> Iterator[operator_pb2_grpc.OperatorStub]:
+    """Yield the operator's calls of a daemon that listens on TCP; connects with the first one."""
+    transport = grpc.ssl_channel_credentials(remote.ca)
+    token = grpc.access_token_call_credentials(remote.token)
+    both = grpc.composite_channel_credentials(transport, token)
+    with grpc.secure_channel(remote.address, both) as channel:
+        yield operator_pb2_grpc.OperatorStub(channel)

@@ -1,0 +1,81 @@
+"""How the node does, in a form that any thread may read at any time.
+
+The HTTP server has a thread of its own, so that it answers when the loop does not; what it tells
+was noted by the loop a moment ago, and how long ago is part of the answer.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.node.driver import Driver
+from kvtier.observe.table import TIER_DEGRADED, TIER_UP
+from kvtier.tiers.base import Health, HealthState
+
+__all__ = ["NodeHealth", "told"]
+
+_BEAT_MAX_S = 10.0
+"""A loop that has not moved for this long is stuck: its longest step takes a tenth of a second."""
+
+_STALL_MAX_S = 30.0
+"""Nor does it do its work where a tier is up, has work queued, and ended nothing for this long:
+longer than any transfer may take before its tier counts as out."""
+
+
+class NodeHealth:
+    """Asks ``driver`` for the slower tiers, and ``cpu`` for the CPU tier."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        cpu: Callable[[], Health],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._cpu = cpu
+        self._clock_s = clock_s
+        self._beat_s = clock_s()
+        self._stalled: tuple[TierName, ...] = ()
+        self._tiers: Mapping[TierName, Health] = {}
+
+    def of(self, name: TierName) -> Health | None:
+        """Return how a tier does now; None where there is no such tier. On the loop's thread."""
+        if name is TierName.CPU:
+            return self._cpu()
+        crew = self._driver.crews.get(name)
+        return crew.health() if crew else None
+
+    def refresh(self) -> None:
+        """Note how everything does, and set the gauges. On the loop's thread, as often as may be.
+
+        That this is called at all shows that the loop moves.
+        """
+        self._beat_s = self._clock_s()
+        self._stalled = tuple(self._driver.stalled(_STALL_MAX_S))
+        found = {name: self.of(name) for name in LOWER_TIERS}
+        self._tiers = {name: health for name, health in found.items() if health is not None}
+        metrics = self._driver.node.metrics
+        for name in LOWER_TIERS:
+            state = self._tiers[name].state if name in self._tiers else HealthState.OUT
+            metrics.set(TIER_UP, state is not HealthState.OUT, tier=name)
+            metrics.set(TIER_DEGRADED, state is HealthState.DEGRADED, tier=name)
+
+    def complaint(self) -> str:
+        """Return why the process is not alive, or nothing where it is. From any thread."""
+        silent_s = self._clock_s() - self._beat_s
+        if silent_s > _BEAT_MAX_S:
+            return f"the loop has not moved for {silent_s:.0f} s"
+        if self._stalled:
+            names = ", ".join(self._stalled)
+            return f"{names}: work is queued, and none of it has ended for {_STALL_MAX_S:.0f} s"
+        return ""
+
+    def document(self) -> dict[str, Any]:
+        """Return state and reason of each tier there is, as noted last. From any thread."""
+        return {name: told(health) for name, health in self._tiers.items()}
+
+
+def told(health: Health) -> dict[str, str]:
+    """Return a tier's health as part of a document."""
+    return {"state": health.state.value, "reason": health.reason}

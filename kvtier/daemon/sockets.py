@@ -1,0 +1,103 @@
+"""Where others reach the daemon: HTTP for probes, the arena's door, and gRPC."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvtier.api.http.daemon import create_daemon_app
+from kvtier.api.http.server import serve
+from kvtier.api.rpc.credentials import read_credentials
+from kvtier.api.rpc.engine_service import EngineService
+from kvtier.api.rpc.operator_service import OperatorService
+from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
+from kvtier.client.operator import operator_door
+from kvtier.config import Config
+from kvtier.daemon.closing import Closing
+from kvtier.daemon.health import NodeHealth
+from kvtier.node import event as ev
+from kvtier.node.driver import Driver
+from kvtier.node.scrub import Scrubber
+from kvtier.node.workers import in_thread
+from kvtier.tiers.host import HostArena
+from kvtier.transfer.door import Door
+from kvtier.transfer.shm import ArenaServer, arena_socket
+
+__all__ = ["Sockets"]
+
+_CALLS_GRACE_S = 1.0
+"""For calls under way; new ones are refused at once, so that engines compute for themselves."""
+
+_CALLS_END_S = 3.0
+"""For a server to end, its calls cancelled."""
+
+_HTTP_GRACE_S = 1.0
+
+
+class Sockets:
+    """Opens what ``config`` says, one after the other; ``closing`` is to end each."""
+
+    def __init__(self, config: Config, closing: Closing, driver: Driver) -> None:
+        self.http_url = ""
+        self.rpc_port = 0
+        self._config = config
+        self._closing = closing
+        self._driver = driver
+        self._passing: ArenaServer | None = None
+
+    def open_http(self, health: NodeHealth, is_ready: Callable[[], bool]) -> None:
+        """Serve probes and metrics, where that is wanted."""
+        listen = self._config.http.listen
+        if listen is None:
+            return
+        app = create_daemon_app(
+            complaint=health.complaint,
+            is_ready=is_ready,
+            tiers=health.document,
+            registry=self._driver.node.metrics.registry,
+        )
+        server = serve(
+            app, listen.host, listen.port, field="http.listen", grace_seconds=_HTTP_GRACE_S
+        )
+        self.http_url = server.url
+        stopping = partial(in_thread, server.stop, "kvtier-http-stop")
+        self._closing.add("stopping the HTTP server", stopping)
+
+    async def open_arena(self, arena: HostArena, boot: str) -> None:
+        """Pass the arena to engines that connect."""
+        path = arena_socket(self._config.daemon.socket)
+        passing = self._passing = ArenaServer(
+            arena,
+            boot,
+            lambda ticket: self._driver.post(ev.SessionEnded(ticket)),
+            self._config.daemon.allowed_uids,
+        )
+        await passing.start(path)
+        self._closing.add("removing a socket", partial(path.unlink, missing_ok=True))
+        self._closing.add("closing the arena's door", passing.stop, most_s=_CALLS_END_S)
+
+    async def open_rpc(
+        self,
+        stat: Callable[[], dict[str, Any]],
+        scrubber: Scrubber | None,
+        on_emptied: Callable[[], None],
+    ) -> None:
+        """Serve engines and operators; ``open_arena`` comes before."""
+        assert self._passing is not None
+        daemon, listen = self._config.daemon, self._config.rpc.listen
+        operator = OperatorService(self._driver, stat, scrubber, on_emptied)
+        door = Door(daemon.allowed_uids, OPERATORS_MAX)
+        door_path = operator_door(daemon.socket)
+        await door.start(door_path)
+        self._closing.add("removing a socket", partial(door_path.unlink, missing_ok=True))
+        self._closing.add("closing the operators' door", door.stop, most_s=_CALLS_END_S)
+        engine = EngineService(self._driver, self._passing)
+        server = await open_unix(daemon.socket, door, daemon.allowed_uids, engine, operator)
+        self._close_calls(server.stop)
+        if listen is not None:
+            credentials = read_credentials(self._config.rpc)
+            remote, self.rpc_port = await open_tcp(listen, credentials, operator)
+            self._close_calls(remote.stop)
+        self._closing.add("ending orders", self._driver.end_orders)
+
+    def _close_calls(self, stop: Callable[[float], Any]) -> None:
+        self._closing.add("ending calls", partial(stop, _CALLS_GRACE_S), most_s=_CALLS_END_S)

@@ -1,0 +1,134 @@
+"""The end of the process: orderly when told once, at once when told twice, never after the grace.
+
+Theory
+------
+The loop that stops things in order is the very thing that may be stuck: in a disk that does not
+answer, in a child that cannot be reaped. So signals are heard on a thread of their own, woken by
+the C level of the interpreter, and another thread waits for the end of the grace. Both end the
+process by ``os._exit``, which asks nobody. The exit code is 0 all the same: what was reported as
+written is on the disk, and the next start takes it up as after a crash.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from kvtier.observe.log import Log
+
+__all__ = ["Reaction", "Stop", "signals_heard"]
+
+_log = Log("kvtier.daemon")
+
+_MARGIN_SHARE = 0.1
+_MARGIN_MAX_S = 1.0
+"""Of the grace, kept for the end itself."""
+
+_LAST_WORDS_S = 0.3
+"""For the last line of the log: nobody waits for whoever does not read it."""
+
+Reaction = Callable[[signal.Signals], None]
+"""What a signal does; on the thread that hears signals."""
+
+
+@contextlib.contextmanager
+def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
+    """Have signals answered by ``reactions`` on a thread of their own; on the main thread only."""
+    hearing, telling = socket.socketpair()
+    telling.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in reactions}
+    fd_before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
+
+    def hear() -> None:
+        with hearing:
+            while told := hearing.recv(1):
+                react = reactions.get(signal.Signals(told[0]))
+                if react is not None:
+                    react(signal.Signals(told[0]))
+
+    listener = threading.Thread(target=hear, name="kvtier-signals", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, reaction in before.items():
+            signal.signal(number, reaction)
+        telling.close()
+
+
+class Stop:
+    """Tells one loop to stop, once, and sees to it that the process ends within ``grace_s``.
+
+    ``end`` ends it, given its exit code.
+    """
+
+    def __init__(self, grace_s: float, end: Callable[[int], object] = os._exit) -> None:
+        self._end_process = end
+        self.stage = "starting"
+        """What is being done, for the last words."""
+        self._grace_s = grace_s
+        self._lock = threading.Lock()
+        self._began_s: float | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self.hanging: Callable[[], str] = str
+        """Whom to ask what hangs; from any thread."""
+        self.abandon: Callable[[], None] = lambda: None
+        """What to do where the end is sudden; from any thread."""
+
+    @property
+    def left_s(self) -> float:
+        """Return the time that an orderly stop has left; all of it before one began."""
+        margin_s = min(_MARGIN_MAX_S, _MARGIN_SHARE * self._grace_s)
+        began_s = self._began_s or time.monotonic()
+        return max(0.0, began_s + self._grace_s - margin_s - time.monotonic())
+
+    def told(self, number: signal.Signals) -> None:
+        """Begin to stop; told again, end at once. From any thread but the loop's."""
+        if not self.begin():
+            self._end(f"told again to stop, by {number.name}")
+            return
+        self._wake()
+        _log.info("stopping", signal=number.name, grace_s=self._grace_s)
+
+    def attach(self) -> asyncio.Event:
+        """Return the event of the running loop that is set when it is to stop."""
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(stopping.set)
+
+        self._wake = wake
+        if self._began_s is not None:
+            stopping.set()
+        return stopping
+
+    def begin(self) -> bool:
+        """Let the grace run from now on; False where it runs already."""
+        with self._lock:
+            if self._began_s is not None:
+                return False
+            self._began_s = time.monotonic()
+        late = threading.Timer(self._grace_s, self._end, ["the grace is over"])
+        late.daemon = True
+        late.start()
+        return True
+
+    def _end(self, why: str) -> None:
+        """End the process now."""
+        words = threading.Thread(target=self._say_last_words, args=(why,), daemon=True)
+        words.start()
+        with contextlib.suppress(Exception):  # nothing may keep the process from its end
+            self.abandon()
+        words.join(_LAST_WORDS_S)
+        self._end_process(0)
+
+    def _say_last_words(self, why: str) -> None:
+        hanging = "; ".join(part for part in (self.stage, self.hanging()) if part)
+        _log.warning("ended before everything was in order", why=why, hanging=hanging)

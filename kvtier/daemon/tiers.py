@@ -1,0 +1,97 @@
+"""The tiers of a configuration, opened."""
+
+from collections.abc import Mapping
+
+from kvtier.config import Config
+from kvtier.core.residency import TierName
+from kvtier.errors import StartError
+from kvtier.node.transfer import SlowTier
+from kvtier.tiers.base import Tier
+from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.seal import KeyRing, Seal, SealMode
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import Durability, SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
+from kvtier.tiers.wrap.breaker import BreakerTier
+
+__all__ = ["load_keys", "open_tiers", "slow_tiers"]
+
+_COOL_DOWN_NS = 1_000_000_000
+"""How long a failing tier is left alone: it is back within seconds of its recovery."""
+
+
+def load_keys(config: Config) -> KeyRing | None:
+    """Read the key file, where there is one. Raises StartError."""
+    return KeyRing.load(config.seal.key_file) if config.seal.key_file else None
+
+
+def open_tiers(config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
+    """Open the tiers below the CPU; a server is not asked yet. All or none. Raises StartError."""
+    tiers: dict[TierName, Tier] = {}
+    try:
+        if config.ssd.enabled:
+            tiers[TierName.SSD] = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"))
+        if config.remote.url:
+            seal = Seal(SealMode(config.remote.seal), ring, "remote")
+            tiers[TierName.REMOTE] = _remote(config, seal)
+    except StartError:
+        for tier in tiers.values():
+            tier.close()
+        raise
+    return {name: BreakerTier(tier, cool_down_ns=_COOL_DOWN_NS) for name, tier in tiers.items()}
+
+
+def slow_tiers(config: Config, tiers: Mapping[TierName, Tier]) -> tuple[SlowTier, ...]:
+    """Return what the node must know of the tiers."""
+    ssd, remote = config.ssd, config.remote
+    deadlines_ns = {TierName.SSD: ssd.deadline_ns, TierName.REMOTE: remote.deadline_ns}
+    # The SSD's queue is bounded by its share of the arena alone.
+    queues_bytes = {
+        TierName.SSD: config.cpu.capacity_bytes,
+        TierName.REMOTE: remote.in_flight_bytes,
+    }
+    return tuple(
+        SlowTier(
+            name,
+            tier.properties.num_workers,
+            deadlines_ns[name],
+            queues_bytes[name],
+            min_tokens=remote.min_tokens if tier.properties.is_shared else 0,
+        )
+        for name, tier in tiers.items()
+    )
+
+
+def _ssd(config: Config, seal: Seal) -> SsdTier:
+    ssd = config.ssd
+    options = SsdOptions(
+        direct_io=DirectIO(ssd.direct_io),
+        durability=Durability(ssd.durability),
+        free_space_floor_bytes=ssd.free_space_floor_bytes,
+        free_inodes_floor=ssd.free_inodes_floor,
+        write_budget_bytes=ssd.write_budget_bytes,
+        max_age_s=_whole_seconds(ssd.max_age_ns),
+        seal=seal,
+        num_workers=ssd.io_threads,
+    )
+    return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
+
+
+def _whole_seconds(time_ns: int) -> int:
+    """Round up: an age of half a second is a limit, and 0 is none."""
+    return -(-time_ns // 1_000_000_000)
+
+
+def _remote(config: Config, seal: Seal) -> RemoteTier:
+    remote = config.remote
+    options = RemoteOptions(
+        key_prefix=remote.key_prefix,
+        ttl_s=remote.ttl_ns / 1e9,
+        timeout_s=remote.deadline_ns / 1e9,
+        num_workers=remote.io_threads,
+        value_bytes=remote.value_bytes,
+        max_age_s=remote.max_age_ns / 1e9,
+        tls_ca=remote.tls_ca,
+        seal=seal,
+    )
+    return RemoteTier(remote.url, options)

@@ -1,0 +1,136 @@
+"""Threads for calls that block: bounded, watched, and never waited for.
+
+A system call on a dead disk cannot be interrupted. Its thread is then lost until the disk answers,
+so every thread here is a daemon thread, which no exit of the process waits for, and the number of
+calls that are late can be asked for at any time.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+__all__ = ["LateCall", "Workers", "in_thread"]
+
+T = TypeVar("T")
+
+_LATE_NS = 500_000_000
+"""Past its limit by this much a call hangs: one that just misses it comes back by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateCall:
+    """A call that should have come back by now."""
+
+    name: str
+    seconds: float
+    """Since it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    run: Callable[[], None]
+    name: str
+    limit_ns: int
+
+
+class Workers:
+    """Up to ``num_threads`` threads, started as they are needed, and a queue before them."""
+
+    def __init__(self, name: str, num_threads: int, queued_max: int) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._queue: queue.Queue[_Work | None] = queue.Queue(queued_max)
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_idle = 0
+        self._running: dict[int, tuple[_Work, int]] = {}
+        """By thread: what it does, and since when."""
+        self._is_stopped = False
+
+    def submit(self, run: Callable[[], None], name: str, limit_ns: int) -> bool:
+        """Have a thread do ``run``, which raises nothing; False where too much waits already.
+
+        It hangs once it has taken longer than ``limit_ns``, its wait not counted.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return False
+            try:
+                self._queue.put_nowait(_Work(run, name, limit_ns))
+            except queue.Full:
+                return False
+            is_short = self._queue.qsize() > self._num_idle
+            if is_short and self._num_started < self._num_threads:
+                self._num_started += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return True
+
+    def late(self, now_ns: int) -> list[LateCall]:
+        """Return the calls that hang, the longest first."""
+        with self._lock:
+            hanging = [
+                LateCall(work.name, (now_ns - since_ns) / 1e9)
+                for work, since_ns in self._running.values()
+                if now_ns - since_ns > work.limit_ns + _LATE_NS
+            ]
+        return sorted(hanging, key=lambda call: -call.seconds)
+
+    def stop(self) -> None:
+        """Begin nothing more; what is being done goes on, and its threads end after it."""
+        with self._lock:
+            self._is_stopped = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+            for _ in range(min(self._num_started, self._queue.maxsize)):
+                self._queue.put_nowait(None)
+
+    def _work(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                self._num_idle += 1
+            work = self._queue.get()
+            with self._lock:
+                self._num_idle -= 1
+                if work is None:
+                    break
+                self._running[me] = (work, time.monotonic_ns())
+            try:
+                work.run()
+            finally:
+                with self._lock:
+                    del self._running[me]
+        # The others are told too, where there are more of them than fit into the queue.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+
+def in_thread(call: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """Make a call on a thread that no exit waits for; wait for the result with a deadline.
+
+    Unlike asyncio's own executor, whose threads are joined when the loop ends.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(publish: Callable[[], None]) -> None:
+        if not future.done():  # else nobody waits any more
+            publish()
+
+    def run() -> None:
+        try:
+            publish = partial(future.set_result, call())
+        except BaseException as error:  # the caller's, whatever it is
+            publish = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, publish)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

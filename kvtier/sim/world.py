@@ -1,0 +1,99 @@
+"""The world of one run: its time, what is to come, the media, and the node that lives just now."""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+from kvtier.core.identity import NO_TENANT
+from kvtier.core.residency import TierName
+from kvtier.sim.medium import Medium
+from kvtier.sim.weather import draw_weather
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.stage import Stage, StageSettings, Work
+
+__all__ = ["MS", "TENANTS", "World"]
+
+MS = 1_000_000
+"""Nanoseconds in a millisecond, in which a run counts."""
+
+TENANTS = (NO_TENANT, b"tenant number 1.")
+
+
+class World:
+    """Everything of a run is an entry of its agenda, ordered by time."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.draw = draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
+        self.weather = draw_weather(draw)
+        self.clock = FakeClock()
+        self.tiers = {
+            TierName.SSD: Medium(draw.choice((150_000, 400_000)), TierName.SSD, draw),
+            TierName.REMOTE: Medium(300_000, TierName.REMOTE, draw),
+        }
+        self.faults: Counter[str] = Counter()
+        """What went wrong so far, by its name."""
+        self.outages: set[TierName] = set()
+        self.stalls: set[TierName] = set()
+        self.lost: list[Work] = []
+        """What this node will never hear of."""
+        self.num_boots = 0
+        self.num_events_before = 0
+        """Of the nodes that crashed."""
+        self.is_open = True
+        self._settings = StageSettings(
+            num_slabs=draw.choice((5, 8)),
+            slab_bytes=40_960,
+            num_workers=draw.choice((1, 2, 3)),
+            queue_bytes_max=draw.choice((30_000, 1 << 30)),
+            min_tokens=draw.choice((0, 0, 256)),
+        )
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = count()
+        self.stage = self._boot()
+
+    @property
+    def num_events(self) -> int:
+        """Return how many events all nodes of this run have taken in."""
+        return self.num_events_before + self.stage.num_events
+
+    def at(self, delay_ns: int, action: Callable[[], None]) -> None:
+        """Let something happen after a while."""
+        heapq.heappush(self._agenda, (self.clock() + max(0, delay_ns), next(self._order), action))
+
+    def next_ns(self) -> int | None:
+        """Return when the next thing happens."""
+        return self._agenda[0][0] if self._agenda else None
+
+    def step(self) -> None:
+        """Let the next thing happen; late, if the clock has jumped."""
+        at_ns, _, action = heapq.heappop(self._agenda)
+        self.clock.now_ns = max(at_ns, self.clock())
+        action()
+
+    def happens(self, chance: float, fault: str) -> bool:
+        """Tell whether a fault with this chance happens now, and count it."""
+        if self.draw.random() >= chance:
+            return False
+        self.faults[fault] += 1
+        return True
+
+    def some_tier(self) -> TierName:
+        """Choose one of the slower tiers."""
+        return self.draw.choice(list(self.tiers))
+
+    def crash(self) -> None:
+        """Let the node die, and start a new one over the same media."""
+        self.num_events_before += self.stage.num_events
+        self.stage.is_down = True
+        self.lost.clear()
+        self.stage = self._boot()
+
+    def _boot(self) -> Stage:
+        self.num_boots += 1
+        boot = f"{self.seed}.{self.num_boots}"
+        stage = Stage(self.tiers, self._settings, clock=self.clock, boot=boot)
+        stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
+        return stage

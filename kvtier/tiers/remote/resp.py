@@ -1,0 +1,187 @@
+"""The wire of a Redis server (RESP 2): commands out, and replies in, without copies of payloads.
+
+The library's own reader takes a reply through Python buffers, which halves the speed of values of
+a mebibyte and keeps memory that grows. Here a value goes from the socket to where it belongs.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Command", "Garbled", "Piece", "Refusal", "Reply", "ReplyReader", "Word", "encode"]
+
+_BUFFER_BYTES = 16 << 10
+"""Of replies that are not values: longer ones come in pieces."""
+
+_LINE_BYTES_MAX = 8 << 10
+_STRING_BYTES_MAX = 1 << 20
+"""A string that nobody gave a place to; only keys that are not ours are longer."""
+
+_ARRAY_LENGTH_MAX = 1 << 20
+_JOINED_BYTES_MAX = 2 << 10
+"""Shorter pieces are sent with their neighbours: a copy costs less than an element of a vector."""
+
+Piece = bytes | memoryview
+Word = bytes | tuple[Piece, ...]
+"""An argument of a command, whole or in pieces that are sent one after the other."""
+
+
+class Garbled(ValueError):
+    """Bytes that are no reply of a Redis server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error reply: its first word; the rest may quote what was sent."""
+
+    code: str
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tell whether another server of the cluster has the key, or may have it."""
+        return self.code in {"MOVED", "ASK", "TRYAGAIN"}
+
+
+Reply = int | bytes | Refusal | list["Reply"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: its words, of which one may be in pieces, and where its reply goes.
+
+    With ``into``, a string reply fills these views one after the other, what is left over is
+    dropped, and the reply is the length that the string had.
+    """
+
+    words: tuple[Word, ...]
+    into: tuple[memoryview, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Return about how many bytes it moves, one way or the other."""
+        sent = sum(len(piece) for word in self.words if isinstance(word, tuple) for piece in word)
+        return sent + sum(map(len, self.into))
+
+
+def encode(commands: Sequence[Command]) -> list[Piece]:
+    """Return what is to be sent; long pieces are those given, not copies."""
+    pieces: list[Piece] = []
+    joined = bytearray()
+    for command in commands:
+        joined += b"*%d\r\n" % len(command.words)
+        for word in command.words:
+            parts = word if isinstance(word, tuple) else (word,)
+            joined += b"$%d\r\n" % sum(map(len, parts))
+            for part in parts:
+                if len(part) <= _JOINED_BYTES_MAX:
+                    joined += part
+                    continue
+                pieces += (bytes(joined), part)
+                joined.clear()
+            joined += b"\r\n"
+    pieces.append(bytes(joined))
+    return pieces
+
+
+class ReplyReader:
+    """Reads replies of ``receive``, which fills a view with at least one byte, or raises."""
+
+    def __init__(self, receive: Callable[[memoryview], int]) -> None:
+        self._receive = receive
+        self._bytes = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._bytes)
+        self._start = self._end = 0
+
+    def read(self, into: Sequence[memoryview] = ()) -> Reply:
+        """Return the next reply. Raises Garbled, after which nothing more can be read."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return Refusal(_code(rest))
+        if kind == b":":
+            return _number(rest)
+        if kind == b"$":
+            return self._string(_number(rest), into)
+        if kind == b"*":
+            return self._array(_number(rest))
+        raise Garbled("unknown kind of reply")
+
+    def _array(self, length: int) -> Reply:
+        if length > _ARRAY_LENGTH_MAX:
+            raise Garbled("an array longer than any that was asked for")
+        return None if length < 0 else [self.read() for _ in range(length)]
+
+    def _string(self, length: int, into: Sequence[memoryview]) -> Reply:
+        if length < 0:
+            return None
+        left = length
+        if into:
+            for view in into:
+                part = view[:left]
+                self._fill(part)
+                left -= len(part)
+            self._skip(left)
+        elif length <= _STRING_BYTES_MAX:
+            text = bytearray(length)
+            self._fill(memoryview(text))
+        else:
+            text = bytearray()
+            self._skip(length)
+        if self._take(2) != b"\r\n":
+            raise Garbled("a string that does not end where it says")
+        return length if into else bytes(text)
+
+    def _line(self) -> bytes:
+        while (at := self._bytes.find(b"\r\n", self._start, self._end)) < 0:
+            if self._end - self._start > _LINE_BYTES_MAX:
+                raise Garbled("a line without end")
+            self._more()
+        line = bytes(self._view[self._start : at])
+        self._start = at + 2
+        return line
+
+    def _take(self, length: int) -> bytes:
+        while self._end - self._start < length:
+            self._more()
+        taken = bytes(self._view[self._start : self._start + length])
+        self._start += length
+        return taken
+
+    def _more(self) -> None:
+        """Receive behind what is there already, which moves to the front."""
+        left = self._end - self._start
+        self._view[:left] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, left
+        self._end += self._receive(self._view[left:])
+
+    def _fill(self, view: memoryview) -> None:
+        """Fill ``view``: from what was read ahead, then straight from the connection."""
+        ahead = min(len(view), self._end - self._start)
+        view[:ahead] = self._view[self._start : self._start + ahead]
+        self._start += ahead
+        while ahead < len(view):
+            ahead += self._receive(view[ahead:])
+
+    def _skip(self, length: int) -> None:
+        ahead = min(length, self._end - self._start)
+        self._start += ahead
+        length -= ahead
+        while length:
+            self._start = self._end = 0
+            length -= self._receive(self._view[:length])
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise Garbled("no number where one belongs") from None
+
+
+def _code(text: bytes) -> str:
+    if text.startswith(b"ERR max number of clients"):
+        return "MAXCLIENTS"  # the one that has no word of its own and matters
+    found = re.match(rb"[A-Z]{2,20}\b", text)
+    return found[0].decode() if found else "ERR"

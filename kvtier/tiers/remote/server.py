@@ -1,0 +1,269 @@
+"""Server: the connections to one server, and what is known about how it does.
+
+Rules
+-----
+* At most ``num_links`` connections; whoever finds none free waits, until the deadline at the most.
+* A connection is made on a thread of its own, because a name that is being resolved cannot be
+  interrupted. The caller stops waiting at the deadline; one that is made later serves the next
+  call. So a resolver that hangs costs ``num_links`` threads at most, and then calls fail at once.
+* After a fault the connection is closed, and the idle ones with it: what cut one has cut them all.
+  A late reply is then nobody's.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from kvtier.errors import TierError, TierTimeout
+from kvtier.tiers.check import seconds_left
+from kvtier.tiers.remote.address import Place
+from kvtier.tiers.remote.advice import ASK_MEMORY, advise
+from kvtier.tiers.remote.connect import LoggedIn
+from kvtier.tiers.remote.link import Link, Note
+from kvtier.tiers.remote.resp import Command, Refusal, Reply
+
+__all__ = ["Server"]
+
+# Error replies that concern one key: the caller's to deal with.
+_OF_A_KEY = frozenset({"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE"})
+
+_LIMITS: Mapping[str, str] = {
+    "OOM": "full: maxmemory is reached and nothing may be evicted",
+    "READONLY": "read-only: it is a replica",
+    "MISCONF": "read-only: it cannot save to its disk",
+    "NOREPLICAS": "read-only: it has too few replicas",
+}
+"""Error replies after which reads go on."""
+
+_FAULTS: Mapping[str, str] = {
+    "BUSY": "busy with a script",
+    "CLUSTERDOWN": "its cluster is down",
+    "LOADING": "still loading its database",
+    "MAXCLIENTS": "it has as many clients as it takes",
+    "MASTERDOWN": "it has lost its primary",
+    "NOAUTH": "it asks for a password",
+    "NOPERM": "the user may not do what the tier needs",
+    "WRONGPASS": "it refuses the user or the password",
+}
+
+_SILENCE_S = 0.1
+"""A server is at fault that is silent for so long; for less, whoever had no more time."""
+
+_Connect = Callable[[Place], LoggedIn]
+"""Makes a connection that is logged in."""
+
+
+class Server:
+    """One server at ``place``. May be used from several threads."""
+
+    def __init__(self, place: Place, connect: _Connect, timeout_s: float, num_links: int) -> None:
+        self.place = place
+        self.fault = ""
+        """Why the last call failed; empty where it did not."""
+        self.limit = ""
+        """Why it takes no blocks although it answers; empty where it does."""
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._num_links = num_links
+        self._silence_s = min(timeout_s, _SILENCE_S)
+        self._free = threading.BoundedSemaphore(num_links)
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._busy: set[Link] = set()
+        self._num_lost = 0
+        self._is_inspected = False
+        self._is_closed = False
+
+    @property
+    def is_replica(self) -> bool:
+        """Tell whether it said so when it was to take a block."""
+        return self.limit.startswith(_LIMITS["READONLY"])
+
+    def __repr__(self) -> str:
+        return f"Server({self.place})"
+
+    def ask(
+        self, commands: Sequence[Command], deadline_ns: int, note: Note | None = None
+    ) -> list[Reply]:
+        """Return the replies to commands. Raises TierError where the server is not fit to serve.
+
+        Refusals that concern one key, or writing alone, are returned.
+        """
+        link = self._borrow(deadline_ns)
+        try:
+            replies = link.ask(commands, deadline_ns, note)
+        except TierTimeout as error:
+            self._drop(link)
+            if link.patience_s >= self._silence_s:
+                raise self._faulty(error) from None
+            raise TierTimeout(f"remote: {error}, {self.place}") from None
+        except TierError as error:
+            self._drop(link)
+            raise self._faulty(error) from None
+        except BaseException:
+            self._drop(link)
+            raise
+        self._give_back(link)
+        self._learn(commands, replies)
+        return replies
+
+    def close(self) -> None:
+        """End the connections; calls that are under way fail. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            busy = list(self._busy)
+        for link in busy:
+            link.interrupt()
+        self._forget_idle()
+
+    def _learn(self, commands: Sequence[Command], replies: Sequence[Reply]) -> None:
+        """Draw from the replies how the server does."""
+        fault = ""
+        for command, reply in zip(commands, replies, strict=True):
+            code = reply.code if isinstance(reply, Refusal) else ""
+            if code in _LIMITS:
+                self.limit = f"{_LIMITS[code]} (-{code}), {self.place}"
+            elif code and code not in _OF_A_KEY:
+                fault = f"{_FAULTS.get(code, 'it refuses a command')} (-{code})"
+            elif command.words[0] == b"SET" and not code:
+                self.limit = ""
+        if fault:
+            self._forget_idle()  # a login that was withdrawn is asked for again
+            raise self._faulty(TierError(fault))
+        self.fault = ""
+
+    def _faulty(self, error: TierError) -> TierError:
+        self.fault = f"{error}, {self.place}"
+        return type(error)(f"remote: {self.fault}")
+
+    def _borrow(self, deadline_ns: int) -> Link:
+        if self._num_lost >= self._num_links:
+            raise self._faulty(TierError("connecting to it hangs"))
+        if not self._free.acquire(timeout=self._patience_s(deadline_ns)):
+            raise TierTimeout(f"remote: every connection to {self.place} is busy")
+        try:
+            patience_s = self._patience_s(deadline_ns)
+            link = self._idle_link()
+        except BaseException:
+            self._free.release()
+            raise
+        if link is None:
+            link = self._made(patience_s)
+        with self._lock:
+            self._busy.add(link)
+        return link
+
+    def _idle_link(self) -> Link | None:
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise TierError("the remote tier is closed")
+                link = self._idle.pop() if self._idle else None
+            if link is None or link.is_alive:
+                return link
+            link.close()
+
+    def _made(self, patience_s: float) -> Link:
+        """Return a new connection, or raise; then the place in the queue is let go of."""
+        made: Future[Link] = Future()
+        threading.Thread(
+            target=self._make, args=(made,), name="remote-connect", daemon=True
+        ).start()
+        try:
+            return made.result(patience_s)
+        except FutureTimeout:
+            with self._lock:
+                self._num_lost += 1
+            made.add_done_callback(self._keep_late)
+            error = TierTimeout("no connection in time")
+            raise self._faulty(error) if patience_s >= self._silence_s else error from None
+        except TierError as error:
+            self._free.release()
+            raise self._faulty(error) from None
+        except BaseException:
+            self._free.release()
+            raise
+
+    def _make(self, made: "Future[Link]") -> None:
+        try:
+            made.set_result(self._connected())
+        except TierError as error:
+            made.set_exception(error)
+        except RedisTimeout:
+            made.set_exception(TierTimeout("no connection in time"))
+        except (RedisError, OSError, ValueError) as error:
+            made.set_exception(TierError(_reason(error)))
+        except BaseException as error:  # the caller's, whatever it is
+            made.set_exception(error)
+
+    def _connected(self) -> Link:
+        link = Link(self._connect(self.place), self._timeout_s)
+        if not self._is_inspected:
+            try:
+                (reply,) = link.ask([ASK_MEMORY], time.monotonic_ns() + int(self._timeout_s * 1e9))
+            except BaseException:
+                link.close()
+                raise
+            self._is_inspected = not isinstance(reply, Refusal)
+            advise(self.place, reply)
+        return link
+
+    def _keep_late(self, made: "Future[Link]") -> None:
+        with self._lock:
+            self._num_lost -= 1
+        if made.exception() is None:
+            self._give_back(made.result())
+        else:
+            self._free.release()
+
+    def _give_back(self, link: Link) -> None:
+        with self._lock:
+            self._busy.discard(link)
+            is_kept = not self._is_closed
+            if is_kept:
+                self._idle.append(link)
+        if not is_kept:
+            link.close()
+        self._free.release()
+
+    def _drop(self, link: Link) -> None:
+        with self._lock:
+            self._busy.discard(link)
+        link.close()
+        self._free.release()
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+    def _patience_s(self, deadline_ns: int) -> float:
+        return min(self._timeout_s, seconds_left(deadline_ns))
+
+
+def _reason(error: Exception) -> str:
+    """Return why no connection came about; the library's own texts may quote what was sent."""
+    code = str(error).partition(" ")[0]
+    if code in _FAULTS:
+        return f"{_FAULTS[code]} (-{code})"
+    if "Authentication required" in str(error):
+        return f"{_FAULTS['NOAUTH']} (-NOAUTH)"
+    if isinstance(error, AuthenticationError):
+        return _FAULTS["WRONGPASS"]
+    if isinstance(error, BusyLoadingError):
+        return _FAULTS["LOADING"]
+    if isinstance(error, ResponseError):
+        return "it refuses the login or the database"
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror.lower()
+    return (
+        _FAULTS["MAXCLIENTS"] if "max number of clients" in str(error) else "it cannot be reached"
+    )

@@ -1,0 +1,289 @@
+"""RemoteTier: blocks in Redis or Valkey servers that several nodes share.
+
+Rules
+-----
+* Nothing connects before the first call: a missing server never delays a start.
+* Every wait ends by the deadline of its call: connecting and name resolution included.
+* One round trip a server and batch, with a bounded number of bytes under way.
+* What others wrote under our keys is never trusted: header, length, checksum or seal are verified,
+  and a value that is no whole block of that hash is unlinked.
+* A server of several that fails takes only its own blocks out: they are absent, or rejected, and
+  the rest of the batch is served. Only where every server fails is the call a fault.
+* Credentials are in no message and no repr.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
+
+from kvtier.core.identity import HASH_BYTES, BlockHash, BlockHeader, Headers, Selection
+from kvtier.core.residency import TierName
+from kvtier.errors import TierError
+from kvtier.tiers.base import (
+    BlockRead,
+    BlockWrite,
+    Health,
+    HealthState,
+    MissReason,
+    Removed,
+    Scrubbed,
+    TierProperties,
+    TierUsage,
+    WriteOutcome,
+    WriteReport,
+)
+from kvtier.tiers.check import seconds_left
+from kvtier.tiers.remote.address import Address, Place
+from kvtier.tiers.remote.connect import Connector
+from kvtier.tiers.remote.exchange import Exchange
+from kvtier.tiers.remote.options import RemoteOptions
+from kvtier.tiers.remote.server import Server
+from kvtier.tiers.remote.topology import Topology
+from kvtier.tiers.remote.unlink import purge, unlink
+from kvtier.tiers.remote.value import HEAD_BYTES, ValueFormat
+
+__all__ = ["RemoteTier"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_VALUE_BYTES_MAX = 512 << 20
+"""The largest value a server takes in its default setting."""
+
+_SAMPLES = 256
+"""Hashes among which a probe finds one for each primary."""
+
+
+class RemoteTier:
+    """Blocks at ``url``; see ``Address`` for its forms. Raises StartError for a bad one."""
+
+    def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
+        options = options or RemoteOptions()
+        self.properties = TierProperties(
+            TierName.REMOTE,
+            is_persistent=True,
+            is_shared=True,
+            num_workers=options.num_workers,
+        )
+        self._options = options
+        self._address = Address.parse(url)
+        self._values = ValueFormat(
+            options.key_prefix.encode(),
+            min(options.value_bytes, _VALUE_BYTES_MAX - HEAD_BYTES),
+            int(options.ttl_s * 1000),
+            options.max_age_s,
+            options.seal,
+        )
+        connector = Connector(self._address, options.timeout_s, options.tls_ca)
+
+        def open_server(place: Place) -> Server:
+            return Server(place, connector.connect, options.timeout_s, options.num_workers)
+
+        self._topology = Topology(self._address, connector, open_server)
+        self._threads = ThreadPoolExecutor(4 * options.num_workers, "remote-part")
+        self._lock = threading.Lock()
+        self._num_faults = 0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"RemoteTier({self._address})"
+
+    def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
+        """Set the blocks that are not there, and renew the others."""
+        hashes = [block.header.block_hash for block in blocks]
+        outcomes = self._spread(hashes, deadline_ns, WriteOutcome.REJECTED, Exchange.write, blocks)
+        return WriteReport(tuple(outcomes))
+
+    def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
+        """Fetch blocks, checked; values that serve nobody any more are unlinked."""
+        hashes = [block.block_hash for block in blocks]
+        absent: BlockHeader | MissReason = MissReason.ABSENT
+        return self._spread(hashes, deadline_ns, absent, Exchange.read, blocks)
+
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
+        """Ask the servers for the head of each block."""
+        return self._spread(hashes, deadline_ns, False, Exchange.contains, hashes)
+
+    def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
+        """Unlink blocks, for every node. Raises TierError where some could not be."""
+        removed = Removed()
+        for server, indexes in self._parts(hashes, deadline_ns).items():
+            if server is None:
+                raise TierError("remote: nobody has the slots of some blocks")
+            heads = dict.fromkeys(self._values.key(hashes[index]) for index in indexes)
+            removed = _sum(removed, unlink(server, list(heads), deadline_ns))
+        return removed
+
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Unlink the blocks of a selection under the prefix on every primary, also other nodes'.
+
+        Walks all keys of the servers with SCAN, a bounded number at a time. Raises TierTimeout at
+        the deadline, and TierError for a server that fails, with what was removed removed.
+        """
+        removed = Removed()
+        for server in self._primaries(deadline_ns):
+            step = purge(server, self._values.prefix, selection, deadline_ns)
+            removed = _sum(removed, step)
+        return removed
+
+    def probe(self, deadline_ns: int) -> None:
+        """Ask each primary whether it would take a block; raises TierError where none answers."""
+        faults: list[TierError] = []
+        servers = self._primaries(deadline_ns)
+        samples = [BlockHash(number.to_bytes(HASH_BYTES, "big")) for number in range(_SAMPLES)]
+        parts = self._parts(samples, deadline_ns)
+        for server in servers:
+            sample = samples[parts.get(server, [0])[0]]
+            try:
+                self._exchange(server, deadline_ns).check(sample)
+            except TierError as error:
+                faults.append(error)
+        if faults:
+            self._topology.report()
+        if len(faults) == len(servers):
+            raise faults[0]
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Verify nothing: the server is shared, and what it holds is verified when it is read."""
+        return Scrubbed()
+
+    def health(self) -> Health:
+        """Return how the servers did when they were last asked."""
+        servers = self._topology.known
+        faults = [server.fault for server in servers if server.fault]
+        limits = [server.limit for server in servers if server.limit]
+        if not servers and self._topology.fault:
+            return Health(HealthState.OUT, self._topology.fault)
+        if faults and len(faults) == len(servers):
+            return Health(HealthState.OUT, faults[0])
+        if faults:
+            reason = f"{len(faults)} of {len(servers)} primaries are out: {faults[0]}"
+            return Health(HealthState.DEGRADED, reason)
+        return Health(HealthState.DEGRADED, limits[0]) if limits else Health()
+
+    def headers(self) -> Iterator[Headers]:
+        """Yield nothing: what the servers hold changes without us."""
+        return iter(())
+
+    def usage(self) -> TierUsage:
+        """Return zeros: only the servers know."""
+        return TierUsage(
+            0, 0, 0, {"server": str(self._address), "partial_faults": self._num_faults}
+        )
+
+    def close(self) -> None:
+        """End the connections; calls that are under way fail. Idempotent."""
+        self._is_closed = True
+        self._topology.close()
+        self._threads.shutdown(wait=False)  # what waits there still runs, and fails at once
+
+    def _exchange(self, server: Server, deadline_ns: int) -> Exchange:
+        return Exchange(server, self._values, self._options.now_s(), deadline_ns)
+
+    def _primaries(self, deadline_ns: int) -> Sequence[Server]:
+        self._check_open(deadline_ns)
+        return self._topology.primaries(deadline_ns)
+
+    def _parts(
+        self, hashes: Sequence[BlockHash], deadline_ns: int
+    ) -> dict[Server | None, list[int]]:
+        """Return which blocks each server has, by their index."""
+        self._check_open(deadline_ns)
+        if not hashes:
+            return {}
+        parts: dict[Server | None, list[int]] = {}
+        owners = self._topology.owners(map(self._values.key, hashes), deadline_ns)
+        for index, server in enumerate(owners):
+            parts.setdefault(server, []).append(index)
+        return parts
+
+    def _spread(
+        self,
+        hashes: Sequence[BlockHash],
+        deadline_ns: int,
+        fallback: T,
+        say: Callable[[Exchange, Sequence[S]], list[T]],
+        blocks: Sequence[S],
+    ) -> list[T]:
+        """Have each server do its part at the same time; ``fallback`` for those of one that fails.
+
+        Raises the fault where no part was done, unless another server would have done its own.
+        """
+        parts = self._parts(hashes, deadline_ns)
+        steps = [
+            partial(self._say, server, deadline_ns, say, [blocks[index] for index in indexes])
+            for server, indexes in parts.items()
+        ]
+        results = [fallback] * len(blocks)
+        faults: list[TierError] = []
+        for indexes, answer in zip(parts.values(), self._run(steps), strict=True):
+            if isinstance(answer, TierError):
+                faults.append(answer)
+                self._count_fault(len(indexes))
+                continue
+            for index, outcome in zip(indexes, answer, strict=True):
+                results[index] = outcome
+        if faults and len(faults) == len(parts) and not self._is_partial(parts):
+            raise faults[0]
+        return results
+
+    def _run(self, steps: Sequence[Callable[[], T]]) -> list[T | TierError]:
+        """Return what the steps return, or the faults they raise; one alone needs no thread."""
+        if len(steps) < 2:
+            return [_attempt(step) for step in steps]
+        running: list[Future[T | TierError]] = []
+        with contextlib.suppress(RuntimeError):  # the tier is being closed
+            running.extend(self._threads.submit(_attempt, step) for step in steps)
+        # Each ends by the deadline by itself, and may touch the caller's memory until it does.
+        wait(running)
+        if len(running) < len(steps):
+            raise TierError("the remote tier is closed")
+        return [step.result() for step in running]
+
+    def _say(
+        self,
+        server: Server | None,
+        deadline_ns: int,
+        say: Callable[[Exchange, Sequence[S]], list[T]],
+        part: Sequence[S],
+    ) -> list[T]:
+        if server is None:
+            self._topology.report()
+            raise TierError("remote: nobody has the slots of some blocks")
+        if server.fault and self._topology.changes:
+            self._topology.report()
+            raise TierError(f"remote: left alone: {server.fault}")
+        exchange = self._exchange(server, deadline_ns)
+        try:
+            return say(exchange, part)
+        finally:
+            if server.fault or server.is_replica or exchange.has_moved:
+                self._topology.report()
+
+    def _is_partial(self, parts: Iterable[Server | None]) -> bool:
+        """Tell whether the servers asked are out, while others of the cluster are not."""
+        are_out = all(server is None or server.fault for server in parts)
+        return are_out and any(not server.fault for server in self._topology.known)
+
+    def _count_fault(self, num_blocks: int) -> None:
+        with self._lock:
+            self._num_faults += num_blocks
+
+    def _check_open(self, deadline_ns: int) -> None:
+        seconds_left(deadline_ns)
+        if self._is_closed:
+            raise TierError("the remote tier is closed")
+
+
+def _attempt(step: Callable[[], T]) -> T | TierError:
+    try:
+        return step()
+    except TierError as error:
+        return error
+
+
+def _sum(one: Removed, other: Removed) -> Removed:
+    return Removed(one.num_blocks + other.num_blocks, one.num_bytes + other.num_bytes)

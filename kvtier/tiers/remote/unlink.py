@@ -1,0 +1,110 @@
+"""Removal of blocks with all their values: of some by hash, or of a selection by walking the keys.
+
+UNLINK, so that the server frees the memory beside its work; SCAN for a purge alone, an operator's
+verb; KEYS never. The head goes first: a block that is half removed is not there.
+"""
+
+import re
+from collections.abc import Sequence
+
+from kvtier.core.identity import HASH_BYTES, Selection
+from kvtier.tiers.base import Removed
+from kvtier.tiers.remote.resp import Command, Reply
+from kvtier.tiers.remote.server import Server
+from kvtier.tiers.remote.value import HEAD_BYTES, Kept, kept_of
+
+__all__ = ["purge", "unlink", "unlink_keys"]
+
+_KEYS_PER_COMMAND = 256
+_KEYS_PER_SCAN = 512
+"""A server serves nobody else during a command: these take it far less than a millisecond."""
+
+
+def unlink(server: Server, heads: Sequence[bytes], deadline_ns: int) -> Removed:
+    """Remove the blocks under these keys, and count those that were there."""
+    return _unlink_kept(server, heads, _kept(server, heads, deadline_ns), deadline_ns)
+
+
+def unlink_keys(server: Server, keys: Sequence[bytes], deadline_ns: int) -> None:
+    """Remove values of one block: they share a slot."""
+    server.ask(_unlinks(keys), deadline_ns)
+
+
+def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int) -> Removed:
+    """Remove the blocks of a selection from one server, and parts whose head is gone.
+
+    Raises TierTimeout at the deadline, with what was removed until then removed.
+    """
+    ours = re.compile(re.escape(prefix) + rb"\{[0-9a-f]{%d}\}(:[0-9]+)?" % (2 * HASH_BYTES))
+    glob = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"{*"
+    removed = Removed()
+    cursor: Reply = b"0"
+    while True:
+        scan = Command((b"SCAN", _text(cursor), b"MATCH", glob, b"COUNT", b"%d" % _KEYS_PER_SCAN))
+        (page,) = server.ask([scan], deadline_ns)
+        cursor, keys = page if isinstance(page, list) and len(page) == 2 else (b"0", [])
+        found = [match for key in _list(keys) if (match := ours.fullmatch(_text(key)))]
+        heads = [match[0] for match in found if not match[1]]
+        kept = _kept(server, heads, deadline_ns)
+        meant = [index for index, block in enumerate(kept) if _is_meant(block, selection)]
+        step = _unlink_kept(
+            server, [heads[i] for i in meant], [kept[i] for i in meant], deadline_ns
+        )
+        removed = Removed(removed.num_blocks + step.num_blocks, removed.num_bytes + step.num_bytes)
+        parts = [match[0] for match in found if match[1]]
+        _unlink_orphans(server, parts, deadline_ns)
+        if cursor == b"0":
+            return removed
+
+
+def _is_meant(kept: Kept, selection: Selection) -> bool:
+    if kept.header is None:
+        return selection.is_all
+    return selection.has(kept.header.key_space, kept.header.tenant)
+
+
+def _kept(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[Kept]:
+    commands: list[Command] = []
+    for head in heads:
+        commands.append(Command((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))))
+        commands.append(Command((b"STRLEN", head)))
+    replies = server.ask(commands, deadline_ns) if commands else []
+    return [kept_of(*pair) for pair in zip(replies[::2], replies[1::2], strict=True)]
+
+
+def _unlink_kept(
+    server: Server, heads: Sequence[bytes], kept: Sequence[Kept], deadline_ns: int
+) -> Removed:
+    if not heads:
+        return Removed()
+    commands = [Command((b"UNLINK", head)) for head in heads]
+    for head, block in zip(heads, kept, strict=True):
+        parts = [b"%s:%d" % (head, part) for part in range(1, block.num_parts)]
+        commands += _unlinks(parts)
+    replies = server.ask(commands, deadline_ns)[: len(heads)]
+    gone = [block for block, reply in zip(kept, replies, strict=True) if reply == 1]
+    return Removed(len(gone), sum(block.num_bytes for block in gone))
+
+
+def _unlinks(keys: Sequence[bytes]) -> list[Command]:
+    starts = range(0, len(keys), _KEYS_PER_COMMAND)
+    return [Command((b"UNLINK", *keys[start : start + _KEYS_PER_COMMAND])) for start in starts]
+
+
+def _unlink_orphans(server: Server, parts: Sequence[bytes], deadline_ns: int) -> None:
+    """Remove parts without a head: whose they were can no longer be told."""
+    if not parts:
+        return
+    heads = [Command((b"EXISTS", part.rpartition(b":")[0])) for part in parts]
+    replies = server.ask(heads, deadline_ns)
+    orphans = [part for part, reply in zip(parts, replies, strict=True) if reply == 0]
+    if orphans:
+        server.ask([Command((b"UNLINK", part)) for part in orphans], deadline_ns)
+
+
+def _text(reply: Reply) -> bytes:
+    return reply if isinstance(reply, bytes) else b""
+
+
+def _list(reply: Reply) -> list[Reply]:
+    return reply if isinstance(reply, list) else []

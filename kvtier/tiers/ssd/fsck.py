@@ -1,0 +1,251 @@
+"""Checking a store that nobody has open: every record of every file, and what can be put right.
+
+====================  ============================================  ===========================
+fault                 what it means                                 what a repair does
+====================  ============================================  ===========================
+damaged record        fails its check, twice                        quarantines it
+duplicate record      hidden by a later one of the same block       marks it removed
+footer missing        after a crash or a full disk; each start      writes it
+                      reads the records one by one
+footer wrong          rotten, or at odds with the records           writes it anew
+unreachable bytes     behind a header that is none; what follows    writes a footer that lists
+                      was found by a look at each page              what follows
+file cut short        its end was taken away                        ends it with a footer
+unreadable file       has the name of a segment, and is none, or    removes it
+                      of another version
+====================  ============================================  ===========================
+
+A check changes nothing. A repair changes what a check counts as a fault and nothing else. Each of
+its steps leaves a store that is right, so it may be stopped at any of them and begun again.
+
+A record on a sector that cannot be read, and a file that cannot be opened, are faults that are left
+as they are: it may be the drive, a cable, or a permission. Records that are sealed with a key that
+was not given are counted, and believed.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.ssd.checkup import Checkup, Footer, check_segment
+from kvtier.tiers.ssd.disk import Disk
+from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.record import RecordState
+from kvtier.tiers.ssd.segment import (
+    STRUCK_S,
+    Segment,
+    claimed_version,
+    footer_bytes,
+    load_segment,
+    mark_records,
+    seal_segment,
+    segment_number,
+    walk_records,
+    written_since,
+)
+
+__all__ = ["Fsck", "Purpose", "Report"]
+
+_OURS = frozenset({"lock", "probe", "key_spaces.json"})
+"""Files beside the segments."""
+
+_FOREIGN_SHOWN_MAX = 100
+"""Names of strangers that are reported; all of them are counted."""
+
+
+class Purpose(Enum):
+    """What is done about faults."""
+
+    CHECK = "check"
+    REPAIR = "repair"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found, before anything was repaired."""
+
+    segments: int = 0
+    records: int = 0
+    live_blocks: int = 0
+    live_bytes: int = 0
+    """Of payloads."""
+    removed_records: int = 0
+    quarantined_records: int = 0
+    unchecked_records: int = 0
+    """Sealed with a key that was not given."""
+    used_bytes: int = 0
+    """Allocated by all files."""
+    foreign_files: int = 0
+    foreign_names: list[str] = field(default_factory=list)
+    damaged_records: Counter[str] = field(default_factory=Counter)
+    """By the reason for which a read would miss."""
+    duplicate_records: int = 0
+    footers_missing: int = 0
+    footers_wrong: int = 0
+    unreachable_bytes: int = 0
+    files_cut_short: int = 0
+    unreadable_files: int = 0
+    other_version_files: int = 0
+    unreadable_records: int = 0
+    """On sectors that the drive does not return."""
+    repaired: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    """What could not be read or repaired, one line each."""
+
+    @property
+    def num_faults(self) -> int:
+        """Return how many faults there were; bytes that cannot be reached count as one."""
+        counts = (
+            self.damaged_records.total(),
+            self.duplicate_records,
+            self.footers_missing,
+            self.footers_wrong,
+            self.files_cut_short,
+            self.unreadable_files,
+            self.other_version_files,
+        )
+        return sum(counts) + (self.unreachable_bytes > 0) + self.num_left
+
+    @property
+    def num_left(self) -> int:
+        """Return how many faults no repair can put right, or this one could not."""
+        return self.unreadable_records + len(self.failed)
+
+
+class Fsck:
+    """One look at all files of a directory, which the caller holds locked."""
+
+    def __init__(self, disk: Disk, seal: Seal, purpose: Purpose) -> None:
+        self._disk = disk
+        self._seal = seal
+        self._is_repair = purpose is Purpose.REPAIR
+        self._report = Report()
+        self._index = Index()
+        self._num_counting = 0
+        """Records that would be served if each were the only one of its block."""
+
+    def run(self, note_progress: Callable[[int, int], None] = lambda _done, _all: None) -> Report:
+        """Check, and repair where that is the purpose; calls back with files done, and of how many.
+
+        Raises OSError only where the directory itself cannot be read.
+        """
+        paths = self._segment_paths()
+        for done, path in enumerate(paths):
+            note_progress(done, len(paths))
+            with self._noting(path):
+                self._take(path, is_last=path is paths[-1])
+        report, index = self._report, self._index
+        index.drop(index.expired_rows(STRUCK_S + 1))
+        report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes()
+        report.duplicate_records = self._num_counting - len(index)
+        if self._is_repair and report.duplicate_records:
+            for path in paths:
+                with self._noting(path):
+                    self._remove_duplicates(path)
+        if report.repaired:
+            self._disk.sync_directory()
+        return report
+
+    def _segment_paths(self) -> list[Path]:
+        """Return the files that are named as segments, oldest first; counts the others."""
+        report, paths = self._report, []
+        for path in sorted(self._disk.directory.iterdir()):
+            report.used_bytes += path.lstat().st_blocks * 512
+            if segment_number(path) is not None and path.is_file() and not path.is_symlink():
+                paths.append(path)
+            elif path.name not in _OURS:
+                report.foreign_files += 1
+                report.foreign_names[_FOREIGN_SHOWN_MAX:] = []
+                report.foreign_names.append(path.name)
+        return paths
+
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """Note a fault of the medium in a file, and go on with the next."""
+        try:
+            yield
+        except OSError as error:
+            self._report.failed.append(f"{path.name}: {error.strerror or error}")
+
+    def _take(self, path: Path, *, is_last: bool) -> None:
+        found = check_segment(self._disk, path, self._seal, is_last=is_last)
+        if found is None:
+            self._take_unreadable(path)
+            return
+        self._count(found)
+        if self._is_repair:
+            self._repair(found)
+
+    def _take_unreadable(self, path: Path) -> None:
+        if claimed_version(self._disk, path) is None:
+            self._report.unreadable_files += 1
+        else:
+            self._report.other_version_files += 1
+        if self._is_repair:
+            self._remove(path)
+
+    def _count(self, found: Checkup) -> None:
+        report, entries = self._report, found.entries
+        self._index.put(entries, found.segment.number)
+        self._num_counting += len(written_since(entries, 0))
+        report.segments += 1
+        report.records += len(entries)
+        report.removed_records += found.num_removed
+        report.quarantined_records += found.num_quarantined
+        report.unchecked_records += found.num_unchecked
+        report.unreadable_records += found.num_unreadable
+        report.damaged_records += found.reasons
+        report.footers_missing += found.footer is Footer.MISSING
+        report.footers_wrong += found.footer is Footer.WRONG
+        report.unreachable_bytes += found.unreachable_bytes
+        report.files_cut_short += found.is_cut_short
+
+    def _repair(self, found: Checkup) -> None:
+        segment, disk = found.segment, self._disk
+        if found.damaged_pages:
+            mark_records(disk, segment, found.damaged_pages, RecordState.QUARANTINED)
+            self._report.repaired["records quarantined"] += len(found.damaged_pages)
+        if found.is_cut_short:
+            self._end(segment)
+        elif found.footer in {Footer.MISSING, Footer.WRONG} or found.unreachable_bytes:
+            self._write_footer(segment)
+
+    def _write_footer(self, segment: Segment) -> None:
+        walked, _ = walk_records(self._disk, segment)
+        seal_segment(self._disk, walked)
+        self._report.repaired["footers written"] += 1
+
+    def _end(self, segment: Segment) -> None:
+        """Make a file that was cut short a whole one of the size that it has."""
+        whole = Segment(segment.path, segment.number, segment.size_bytes & -PAGE_BYTES)
+        walked, entries = walk_records(self._disk, whole)
+        is_worth_it = len(written_since(entries, 0)) > 0
+        if not is_worth_it or whole.size_bytes < walked.tail_bytes + footer_bytes(len(entries)):
+            self._remove(segment.path)
+            return
+        self._disk.hook("segment.truncate")
+        os.truncate(segment.path, whole.size_bytes)
+        seal_segment(self._disk, walked)
+        self._report.repaired["files ended"] += 1
+
+    def _remove(self, path: Path) -> None:
+        self._disk.unlink(path)
+        self._report.repaired["files removed"] += 1
+
+    def _remove_duplicates(self, path: Path) -> None:
+        """Mark the records of a file that count and that a later one of their block hides."""
+        loaded = load_segment(self._disk, path) if path.exists() else None
+        if loaded is None:
+            return
+        segment, entries = loaded
+        counting = written_since(entries, 0)
+        hidden = counting[~self._index.is_at(counting, segment.number)]
+        if len(hidden):
+            mark_records(self._disk, segment, hidden["page"].tolist(), RecordState.REMOVED)
+            self._report.repaired["duplicates removed"] += len(hidden)

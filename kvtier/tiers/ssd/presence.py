@@ -1,0 +1,51 @@
+"""Is what the directory's name leads to still what was opened? And if not, going on with it.
+
+Files are opened by name for each operation, so a store whose directory was deleted, or emptied, or
+exchanged for another finds out here, and gives up what is gone. A read may find it out earlier: a
+block whose file is not there is a miss.
+"""
+
+import errno
+
+from kvtier.errors import StartError, TierError
+from kvtier.tiers.ssd.lock import DirectoryLock
+from kvtier.tiers.ssd.pool import SegmentPool
+from kvtier.tiers.ssd.purge import remove_strangers
+from kvtier.tiers.ssd.segment import Segment, is_in_place
+from kvtier.tiers.ssd.volume import NO_SPACE
+
+__all__ = ["check_presence"]
+
+
+def check_presence(pool: SegmentPool, lock: DirectoryLock) -> None:
+    """Touch the directory as reads and writes do. For the one writer.
+
+    Raises OSError where it does not work, and TierError where something was gone and the store has
+    begun without it. A volume that takes no more is no fault here, as long as it can be read.
+    """
+    num_lost = 0
+    if not lock.is_in_place():
+        try:
+            lock.renew()
+        except StartError as error:
+            raise TierError(f"ssd: {error}") from error
+        num_lost = _give_up_missing(pool, list(pool.segments.values()))
+        remove_strangers(pool)  # what came with another directory takes space that nobody counts
+    elif pool.active is not None:
+        num_lost = _give_up_missing(pool, [pool.active])
+    try:
+        pool.disk.probe()
+    except OSError as error:
+        if error.errno not in NO_SPACE | {errno.EROFS}:
+            raise
+        pool.volume.stop(f"the volume takes no more: {error.strerror}")
+        num_lost += _give_up_missing(pool, list(pool.segments.values())[:1])
+    if num_lost:
+        raise TierError(f"ssd: {num_lost} files were taken away or exchanged; goes on without them")
+
+
+def _give_up_missing(pool: SegmentPool, segments: list[Segment]) -> int:
+    missing = [segment for segment in segments if not is_in_place(pool.disk, segment)]
+    for segment in missing:
+        pool.give_up(segment)
+    return len(missing)

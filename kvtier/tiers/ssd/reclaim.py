@@ -1,0 +1,184 @@
+"""Keeping what is still worth its bytes when a segment is reclaimed.
+
+Theory
+------
+A second chance for what has been read (FIFO with reinsertion, as in S3-FIFO, SOSP'23): the blocks
+of a victim that were read since they were written or last moved are moved to the segment that is
+appended to; its other blocks are evicted. A move halves a block's count of reads, so that a block
+stays only as long as it goes on being read.
+
+Moving takes room, and the cap is hard. So a segment is reclaimed ahead of time, once the active one
+has no more room than a move may need, and only where there is something to move. Otherwise the
+victim goes when its room is needed, and not before.
+
+Rules
+-----
+* At most ``MOVED_SHARE`` of a segment is moved, those read most first. Each victim so yields
+  three quarters of a segment, what is written is at most 4/3 of what was offered (plus metadata),
+  and one call waits for one such move at most.
+* A record is moved as it lies there, seal and time of writing included, and only if it verifies.
+* Moved blocks are durable before their old place goes. In between a crash leaves both; of two
+  records of one block the later one counts.
+* Moves count against the write budget; without one left, blocks are evicted instead.
+* Nothing here is worth failing a write for: what cannot be moved is evicted.
+"""
+
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.core.identity import BlockHash
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.base import BlockWrite
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.ssd.age import AgeLimit
+from kvtier.tiers.ssd.append import StoredRecord, note_fault, write_records
+from kvtier.tiers.ssd.pool import SegmentPool
+from kvtier.tiers.ssd.record import padded, record_bytes
+from kvtier.tiers.ssd.segment import Segment
+from kvtier.tiers.ssd.verdict import examine, read_record
+from kvtier.tiers.ssd.victim import MOVED_SHARE
+
+__all__ = ["Reclaimer"]
+
+_MOVE_BYTES = 8 << 20
+"""Records read before they are written together; a larger one goes alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A record that is to be moved."""
+
+    block_hash: BlockHash
+    page: int
+    payload_bytes: int
+    reads: int
+
+    @property
+    def size_bytes(self) -> int:
+        return record_bytes(self.payload_bytes)
+
+
+class Reclaimer:
+    """Reclaims ahead of writes; for the one that changes files."""
+
+    def __init__(self, pool: SegmentPool, seal: Seal, age: AgeLimit, staging: memoryview) -> None:
+        self._pool = pool
+        self._seal = seal
+        self._age = age
+        self._staging = staging
+        self._seen_number = 0
+        """The active segment for which this was decided: it is done once for each."""
+
+    def prepare(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> None:
+        """Reclaim a segment that has blocks worth keeping, while the active one has room for them.
+
+        Nothing of a segment that holds one of ``blocks`` is given up.
+        """
+        pool, active = self._pool, self._pool.active
+        is_late = time.monotonic_ns() >= deadline_ns
+        if active is None or active.number == self._seen_number or is_late:
+            return
+        share_bytes = int(MOVED_SHARE * pool.segment_bytes)
+        incoming_bytes = sum(record_bytes(len(block.payload)) for block in blocks)
+        if active.tail_bytes + incoming_bytes + share_bytes < active.size_bytes:
+            return
+        if not pool.replaces():
+            return
+        self._seen_number = active.number
+        with pool.lock:
+            rows = pool.index.find([block.header.block_hash for block in blocks])
+            protected = set(pool.index.segment[rows[rows >= 0]].tolist())
+        victim = pool.victim(protected)
+        kept = self._worth_keeping(victim, share_bytes) if victim else []
+        if victim and kept:
+            self._move(victim, kept, active, deadline_ns)
+            pool.give_up(victim)
+
+    def _worth_keeping(self, victim: Segment, most_bytes: int) -> list[_Kept]:
+        """Return the records to move, those read most first; all within the bounds."""
+        pool = self._pool
+        if pool.budget.is_limited:
+            most_bytes = min(most_bytes, pool.budget.available_bytes())
+        with pool.lock:
+            index = pool.index
+            rows = index.rows_of(victim.number)
+            is_kept = (index.reads[rows] > 0) & (index.written_s[rows] >= self._age.oldest_s())
+            rows = rows[is_kept]
+            rows = rows[np.lexsort((index.page[rows], -index.reads[rows].astype(int)))]
+            columns = index.page[rows], index.payload_bytes[rows], index.reads[rows]
+            hashes = index.hashes_of(rows)
+        kept = [
+            _Kept(*each)
+            for each in zip(hashes, *(column.tolist() for column in columns), strict=True)
+        ]
+        ends = np.cumsum([each.size_bytes for each in kept])
+        return kept[: int(np.searchsorted(ends, most_bytes, side="right"))]
+
+    def _move(self, victim: Segment, kept: list[_Kept], active: Segment, deadline_ns: int) -> None:
+        """Move records while there is time, room and a disk that works; the rest is evicted."""
+        disk, moved_before = self._pool.disk, self._pool.disk.written.moved_bytes
+        try:
+            for batch in _batches(kept):
+                if time.monotonic_ns() >= deadline_ns:
+                    break
+                self._append(self._sound(victim, batch), active)
+            if disk.written.moved_bytes > moved_before:
+                disk.sync(active.path)
+        except OSError as error:
+            note_fault(self._pool, active, error)
+
+    def _sound(self, victim: Segment, batch: list[_Kept]) -> list[tuple[_Kept, StoredRecord]]:
+        """Read records and return those that verify."""
+        memory = memoryview(mmap.mmap(-1, sum(each.size_bytes for each in batch)))
+        sound = []
+        for each in batch:
+            record, memory = memory[: each.size_bytes], memory[each.size_bytes :]
+            stored = self._read(victim, each, record)
+            if stored is not None:
+                sound.append((each, stored))
+        return sound
+
+    def _read(self, victim: Segment, kept: _Kept, record: memoryview) -> StoredRecord | None:
+        try:
+            with self._pool.disk.opened(victim.path) as fd:
+                read_record(self._pool.disk, fd, kept.page, record)
+        except OSError:
+            return None  # a bad sector: the next record may be readable
+        found = examine(record, victim.number, self._seal)
+        if found.fault is not None or found.head is None or found.header is None:
+            return None
+        if found.header.block_hash != kept.block_hash:
+            return None
+        payload = record[PAGE_BYTES : PAGE_BYTES + found.header.payload_bytes]
+        return StoredRecord(found.head.header, found.head.stamp, payload)
+
+    def _append(self, sound: list[tuple[_Kept, StoredRecord]], active: Segment) -> None:
+        """Write records behind the others, as many as fit, and let the index point at them."""
+        pool = self._pool
+        sound = sound[: active.fitting(len(record.payload) for _, record in sound)]
+        if not sound:
+            return
+        records = [record for _, record in sound]
+        write_records(pool, active, records, self._staging, is_synced=False)
+        pool.disk.written.moved_bytes += sum(padded(len(each.payload)) for each in records)
+        with pool.lock:
+            rows = pool.index.find([kept.block_hash for kept, _ in sound])
+            pool.index.reads[rows] = [kept.reads // 2 for kept, _ in sound]
+
+
+def _batches(kept: list[_Kept]) -> Iterator[list[_Kept]]:
+    """Cut records into batches that are read and written together, in the order of the file."""
+    batch: list[_Kept] = []
+    batch_bytes = 0
+    for each in sorted(kept, key=lambda each: each.page):
+        if batch and batch_bytes + each.size_bytes > _MOVE_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(each)
+        batch_bytes += each.size_bytes
+    if batch:
+        yield batch

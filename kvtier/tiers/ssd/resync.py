@@ -1,0 +1,56 @@
+"""Finding the next record behind a page that should begin one and does not.
+
+Records say how long they are, so one that has lost its header hides all that follow it. But each
+begins at a page, with a magic, the number of its segment and a checksum: a look at every page finds
+the next one. No page of a payload passes for a header by accident; what is found is a record like
+any other, and is verified when it is read.
+"""
+
+import errno
+import os
+
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead
+
+__all__ = ["find_record"]
+
+_CHUNK_BYTES = 1 << 20
+"""Read at a time: whole segments pass through, at the drive's speed (0.1 s for 256 MiB, of cached
+pages, half of it for looking at them)."""
+
+
+def find_record(fd: int, segment_number: int, opening: int, start: int, end: int) -> int | None:
+    """Return where the first record of a segment begins in ``[start, end)``, whole pages.
+
+    Those of an earlier ``opening`` are leftovers. Holes are skipped, as are pages that cannot be
+    read: of a segment that was never filled hardly anything is looked at.
+    """
+    while (start := _next_content(fd, start)) < end:
+        chunk = _read(fd, start, min(_CHUNK_BYTES, end - start))
+        for at in range(0, max(len(chunk), 1), PAGE_BYTES):
+            head = RecordHead.unpack(chunk[at : at + RECORD_HEAD_BYTES], segment_number)
+            if head is not None and head.opening >= opening:
+                return start + at
+        start += max(len(chunk), PAGE_BYTES)
+    return None
+
+
+def _next_content(fd: int, start: int) -> int:
+    """Return the first page from ``start`` on that was ever written, where that can be told."""
+    try:
+        found = os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return os.fstat(fd).st_size
+        return start
+    return max(start, found // PAGE_BYTES * PAGE_BYTES)
+
+
+def _read(fd: int, start: int, size_bytes: int) -> bytes:
+    """Return what can be read: all of it, else the first page, else nothing."""
+    for length in (size_bytes, PAGE_BYTES):
+        try:
+            return os.pread(fd, length, start)
+        except OSError:
+            continue
+    return b""

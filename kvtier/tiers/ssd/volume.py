@@ -1,0 +1,91 @@
+"""The file system a store is on, which others use too: what it has left, and whether it takes more.
+
+Rules
+-----
+* Below a floor nothing is written. Where the volume cannot take a new segment, not even in the
+  place of one that was given up for it, the store is read-only: writes are refused without touching
+  the disk, and once a second it is looked at again.
+* Others must not drive the cache out. A segment given up in vain, because somebody else took its
+  room or needs more still, is the last one for ``_RELIEF_S``: so a store that others press shrinks
+  by a segment a minute, and long before it is gone somebody has read the gauge.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+
+__all__ = ["NO_SPACE", "Volume"]
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that giving up a segment may cure."""
+
+_RELIEF_S = 60
+"""From one segment given up in vain to the next."""
+
+
+class Volume:
+    """What is left of a volume, as ``measure`` tells it. Asked by one writer, read by anyone."""
+
+    def __init__(
+        self,
+        measure: Callable[[], os.statvfs_result],
+        now_s: Callable[[], int],
+        *,
+        free_space_floor_bytes: int = 0,
+        free_inodes_floor: int = 0,
+    ) -> None:
+        self._measure = measure
+        self._now_s = now_s
+        self._free_space_floor_bytes = free_space_floor_bytes
+        self._free_inodes_floor = free_inodes_floor
+        self._looked_s = 0
+        self._in_vain_s: int | None = None
+        self.read_only: str | None = None
+        """Why nothing is written now, in words for an operator; None while writes go on."""
+        self.num_refused = 0
+        """Blocks refused while read-only."""
+
+    def shortage(self, num_bytes: int, num_inodes: int = 1) -> str | None:
+        """Return why the volume cannot take so much more, in words; None where it can."""
+        volume = self._measure()
+        if volume.f_flag & os.ST_RDONLY:
+            return "the file system is mounted read-only"
+        free_bytes = volume.f_bavail * volume.f_frsize
+        if free_bytes - num_bytes < self._free_space_floor_bytes:
+            return f"{free_bytes} bytes are free, too few for ssd.free_space_floor"
+        # Some file systems (btrfs) make inodes as they go, and count none.
+        if volume.f_files and volume.f_favail - num_inodes < self._free_inodes_floor:
+            return f"{volume.f_favail} inodes are free, too few for ssd.free_inodes_floor"
+        return None
+
+    def stop(self, reason: str) -> None:
+        """Be read-only from now on."""
+        self.read_only = reason
+        self._looked_s = self._now_s()
+
+    def takes_writes(self) -> bool:
+        """Tell whether a write may be tried; looks at the volume once a second while read-only."""
+        if self.read_only is None:
+            return True
+        now_s = self._now_s()
+        if now_s == self._looked_s:  # not "<": a clock set back must not stop us for ever
+            return False
+        self._looked_s = now_s
+        # Room for a segment may come from giving one up: all that counts here are the floors.
+        reason = self.shortage(0, 0)
+        if reason is not None and not (self._is_writable() and self.may_relieve()):
+            self.read_only = reason
+            return False
+        self.read_only = None
+        return True
+
+    def may_relieve(self) -> bool:
+        """Tell whether a segment may be given up for space that others took."""
+        return self._in_vain_s is None or abs(self._now_s() - self._in_vain_s) >= _RELIEF_S
+
+    def note_in_vain(self) -> None:
+        """Note that a segment was given up, and no new one could be made in its place."""
+        self._in_vain_s = self._now_s()
+
+    def _is_writable(self) -> bool:
+        return not self._measure().f_flag & os.ST_RDONLY

@@ -1,0 +1,290 @@
+"""The gRPC servers alone: which calls come through, over the Unix socket and over TCP."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier.api.rpc.credentials import read_credentials, read_token
+from kvtier.api.rpc.server import open_tcp, open_unix
+from kvtier.client.operator import Remote, dial, open_operator, operator_door
+from kvtier.config import Address, RpcConfig
+from kvtier.errors import DaemonUnavailable, StartError
+from kvtier.testing.child import await_true, work_directory
+from kvtier.transfer.door import Door, knock
+from kvtier.v1 import engine_pb2, engine_pb2_grpc, operator_pb2_grpc
+from kvtier.v1 import operator_pb2 as pb
+from tests.integration.certificates import Authority, Pair, write_secret
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "token-of-these-tests-0123456789"
+STRANGER = (4711, 65_533)
+
+
+class Operator(operator_pb2_grpc.OperatorServicer):
+    """Answers one call; all others are not there."""
+
+    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingReply:
+        return pb.PingReply(version="here")
+
+
+@contextmanager
+def on_a_loop(start: Callable[[], Awaitable[Callable[[], Awaitable[object]]]]) -> Iterator[None]:
+    """Run servers on a loop of their own; ``start`` returns what stops them."""
+    loop = asyncio.new_event_loop()
+    running = threading.Thread(target=loop.run_forever)
+    running.start()
+    stop = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        running.join(20)
+        loop.close()
+
+
+@contextmanager
+def unix_server(**door_options: Any) -> Iterator[Path]:
+    with work_directory() as directory:
+        path = directory / "k.sock"
+
+        async def start() -> Callable[[], Awaitable[object]]:
+            door = Door((), 2, **door_options)
+            await door.start(operator_door(path))
+            server = await open_unix(path, door, (), engine_pb2_grpc.EngineServicer(), Operator())
+
+            async def stop() -> None:
+                await server.stop(0)
+                await door.stop()
+
+            return stop
+
+        with on_a_loop(start):
+            yield path
+
+
+def code_of(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code(), caught.value.details()
+
+
+def ping(stub: operator_pb2_grpc.OperatorStub, **more: Any) -> str:
+    version: str = stub.Ping(pb.PingRequest(), timeout=10, **more).version
+    return version
+
+
+def test_a_ticket_opens_every_call_of_an_operator() -> None:
+    with unix_server() as path, open_operator(path, 5) as stub:
+        assert ping(stub) == "here"
+        # Let through, to a service that does not have it.
+        code, _ = code_of(lambda: stub.Stat(pb.StatRequest(), timeout=10))
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def refuses(stub: operator_pb2_grpc.OperatorStub, **more: Any) -> bool:
+    try:
+        ping(stub, **more)
+    except grpc.RpcError as error:
+        return error.code() is grpc.StatusCode.PERMISSION_DENIED
+    return False
+
+
+def test_without_a_ticket_no_call_comes_through() -> None:
+    with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        calls: dict[str, Callable[[], object]] = {
+            "ping": lambda: ping(stub),
+            "stat": lambda: stub.Stat(pb.StatRequest(), timeout=10),
+            "drop": lambda: stub.Drop(pb.DropRequest(), timeout=10),
+            "fsck": lambda: list(stub.Fsck(pb.FsckRequest(), timeout=10)),
+        }
+        for shown in ("", "x", "Bearer", "Bearer ", "Bearer 0", f"Basic {'0' * 32}"):
+            metadata = (("authorization", shown),)
+            calls[shown] = lambda metadata=metadata: ping(stub, metadata=metadata)
+        for name, call in calls.items():
+            code, said = code_of(call)
+            assert code is grpc.StatusCode.PERMISSION_DENIED, name
+            assert str(operator_door(path)) in said
+
+
+def test_a_ticket_ends_with_its_holder() -> None:
+    with unix_server() as path:
+        lifeline, message, _ = knock(operator_door(path), 5)
+        shown = (("authorization", f"Bearer {message['ticket']}"),)
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            stub = operator_pb2_grpc.OperatorStub(channel)
+            assert ping(stub, metadata=shown) == "here"
+            lifeline.close()
+            await_true(lambda: refuses(stub, metadata=shown), "the daemon's loop has seen it")
+
+
+def test_a_stranger_gets_no_ticket() -> None:
+    turned_away = pytest.raises(DaemonUnavailable, match="user 65533")
+    with unix_server(peer=lambda _: STRANGER) as path, turned_away, open_operator(path, 5):
+        pass
+
+
+def test_an_engine_shows_its_session_instead() -> None:
+    """The guard leaves its calls to the service, which asks for the ticket and the proof."""
+    with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        code, _ = code_of(lambda: stub.Lookup(engine_pb2.LookupRequest(), timeout=10))
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+# TCP
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    with work_directory() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def authority(directory: Path) -> Authority:
+    return Authority(directory)
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> Pair:
+    return authority.pair("daemon")
+
+
+@pytest.fixture(scope="module")
+def config(directory: Path, pair: Pair) -> RpcConfig:
+    token = write_secret(directory / "token", TOKEN + "\n")
+    return RpcConfig(
+        listen=Address("127.0.0.1", 0),
+        tls_cert=pair.certificate,
+        tls_key=pair.key,
+        token_file=token,
+    )
+
+
+@pytest.fixture(scope="module")
+def address(config: RpcConfig) -> Iterator[str]:
+    ports = []
+
+    async def start() -> Callable[[], Awaitable[object]]:
+        assert config.listen is not None
+        server, port = await open_tcp(config.listen, read_credentials(config), Operator())
+        ports.append(port)
+        return lambda: server.stop(0)
+
+    with on_a_loop(start):
+        yield f"127.0.0.1:{ports[0]}"
+
+
+def test_with_the_token_over_tls(address: str, authority: Authority) -> None:
+    ca = authority.path.read_bytes()
+    for where in (address, address.replace("127.0.0.1", "localhost")):
+        with dial(Remote(where, TOKEN, ca)) as stub:
+            assert ping(stub) == "here"
+
+
+@pytest.mark.parametrize("token", ["x" * 16, TOKEN[:-1], TOKEN + "0", TOKEN.upper()])
+def test_with_another_token(address: str, authority: Authority, token: str) -> None:
+    with dial(Remote(address, token, authority.path.read_bytes())) as stub:
+        code, said = code_of(lambda: ping(stub))
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert "--token-file" in said
+    assert TOKEN not in said
+
+
+def test_without_a_token(address: str, authority: Authority) -> None:
+    credentials = grpc.ssl_channel_credentials(authority.path.read_bytes())
+    with grpc.secure_channel(address, credentials) as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        assert code_of(lambda: ping(stub))[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_engines_do_not_come_over_tcp(address: str, authority: Authority) -> None:
+    credentials = grpc.ssl_channel_credentials(authority.path.read_bytes())
+    with grpc.secure_channel(address, credentials) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        code, _ = code_of(lambda: stub.Lookup(engine_pb2.LookupRequest(), timeout=10))
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_without_tls_nothing_is_said(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        code, _ = code_of(lambda: ping(stub))
+        assert code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_client_trusts_only_its_own_authority(address: str, directory: Path) -> None:
+    other = Authority(directory, "other")
+    with dial(Remote(address, TOKEN, other.path.read_bytes())) as stub:
+        assert code_of(lambda: ping(stub))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_an_address_in_use_is_refused(address: str, config: RpcConfig) -> None:
+    async def again() -> None:
+        await open_tcp(
+            Address("127.0.0.1", int(address.rpartition(":")[2])),
+            read_credentials(config),
+            Operator(),
+        )
+
+    with pytest.raises(StartError, match=r"rpc\.listen"):
+        asyncio.run(again())
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "token_file"])
+@pytest.mark.parametrize("content", [None, b"", b"\0\1\2nothing", b"-----BEGIN CERTIFICATE-----"])
+def test_a_file_that_will_not_do_is_named(
+    directory: Path, config: RpcConfig, name: str, content: bytes | None
+) -> None:
+    path = directory / "wrong"
+    path.unlink(missing_ok=True)
+    if content is not None:
+        write_secret(path, content)
+    with pytest.raises(StartError) as refused:
+        read_credentials(config.model_copy(update={name: path}))
+    assert refused.value.field == f"rpc.{name}"
+    assert refused.value.remedy
+
+
+def test_a_key_of_another_certificate(authority: Authority, config: RpcConfig) -> None:
+    other = authority.pair("another")
+    with pytest.raises(StartError, match="not the key of the first certificate") as refused:
+        read_credentials(config.model_copy(update={"tls_key": other.key}))
+    assert refused.value.field == "rpc.tls_key"
+
+
+@pytest.mark.parametrize("name", ["tls_key", "token_file"])
+def test_a_secret_that_others_read(directory: Path, config: RpcConfig, name: str) -> None:
+    content = getattr(config, name).read_bytes()
+    path = write_secret(directory / "open", content, mode=0o644)
+    with pytest.raises(StartError, match="chmod 600") as refused:
+        read_credentials(config.model_copy(update={name: path}))
+    assert refused.value.field == f"rpc.{name}"
+
+
+@pytest.mark.parametrize(
+    "text", ["short", "x" * 15, "a b c d e f g h i", f"{TOKEN}\n{TOKEN}", "ö" * 16, "\t" * 20]
+)
+def test_a_token_that_is_none(directory: Path, text: str) -> None:
+    path = write_secret(directory / "token-wrong", text)
+    with pytest.raises(StartError, match="openssl rand") as refused:
+        read_token(path, "rpc.token_file")
+    assert TOKEN not in str(refused.value)
+
+
+def test_secrets_show_nowhere(config: RpcConfig) -> None:
+    shown = repr(read_credentials(config)) + repr(Remote("here:1", TOKEN))
+    assert TOKEN not in shown
+    assert "PRIVATE" not in shown

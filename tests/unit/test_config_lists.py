@@ -1,0 +1,60 @@
+"""Lists of numbers: in the file, in a variable, on the command line, and in the documents."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import load_config
+from kvtier.config.document import render_example, render_reference
+from kvtier.errors import ConfigError
+
+KEY = "daemon.allowed_uids"
+
+
+def from_file(path: Path, value: str) -> tuple[int, ...]:
+    path.write_text(f"[daemon]\nallowed_uids = {value}\n")
+    return load_config(path, {}, {}).daemon.allowed_uids
+
+
+def test_a_list_is_spelled_as_its_place_has_it(tmp_path):
+    assert from_file(tmp_path / "k.toml", "[1000, 65532]") == (1000, 65532)
+    assert from_file(tmp_path / "k.toml", "[]") == ()
+    for text, numbers in {
+        "1000,65532": (1000, 65532),
+        " 1000 , 65532 ": (1000, 65532),
+        "[1000, 65532]": (1000, 65532),
+        "0": (0,),
+        "": (),
+    }.items():
+        assert load_config(None, {KEY: text}, {}).daemon.allowed_uids == numbers
+        environment = {"KVTIER_DAEMON_ALLOWED_UIDS": text}
+        assert load_config(None, {}, environment).daemon.allowed_uids == numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("1000;2", "is no whole number"),
+        ("x", "is no whole number"),
+        ("1,,2", "is no whole number"),
+        ("1.5", "is no whole number"),
+        ("-1", "is less than 0"),
+        ("4294967295", "is more than 4294967294"),
+    ],
+)
+def test_what_is_no_list_of_users_is_refused(value, problem):
+    with pytest.raises(ConfigError, match=problem) as refused:
+        load_config(None, {KEY: value}, {})
+    assert refused.value.field == KEY
+    assert "allowed_uids = [1000, 65532]" in refused.value.remedy
+
+
+@pytest.mark.parametrize("value", ["5", '"5"', "[true]", '["1"]', "[1.5]", "[[1]]"])
+def test_a_file_is_taken_at_its_word(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"daemon\.allowed_uids"):
+        from_file(tmp_path / "k.toml", value)
+
+
+def test_the_documents_show_it_as_it_is_written():
+    assert "# allowed_uids = [1000, 65532]\n" in render_example()
+    assert "| `allowed_uids` | list of numbers | `none` |" in render_reference()

@@ -1,0 +1,229 @@
+"""The door: who is let in, with what, for how long. Runs on real sockets in one process."""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import DaemonUnavailable
+from kvtier.testing.child import await_true, work_directory
+from kvtier.transfer.door import Door, Greeting, Visitor, knock, peer_of
+
+SELF = (os.getpid(), os.geteuid())
+STRANGER = (4711, 65_533)
+
+
+def at_the_door(
+    test: Callable[[Door, Path], Awaitable[None]], make: Callable[[], Door] | None = None
+) -> None:
+    async def run() -> None:
+        with work_directory() as directory:
+            door = make() if make else Door((), 2)
+            await door.start(directory / "k.sock.door")
+            try:
+                async with asyncio.timeout(20):
+                    await test(door, directory / "k.sock.door")
+            finally:
+                await door.stop()
+
+    asyncio.run(run())
+
+
+async def enter(path: Path, num_fds: int = 0) -> tuple[socket.socket, dict[str, str | int]]:
+    lifeline, message, fds = await asyncio.to_thread(knock, path, 5, num_fds)
+    for fd in fds:
+        os.close(fd)
+    return lifeline, message
+
+
+async def until(look: Callable[[], object], what: str) -> None:
+    await asyncio.to_thread(await_true, look, what)
+
+
+def test_a_ticket_is_good_while_its_lifeline_holds() -> None:
+    ended: list[Visitor] = []
+
+    async def test(door: Door, path: Path) -> None:
+        lifeline, message = await enter(path)
+        ticket = str(message["ticket"])
+        visitor = door.visitor(ticket)
+        assert visitor is not None
+        assert (visitor.pid, visitor.uid) == SELF
+        assert len(ticket) == 32
+        lifeline.close()
+        await until(lambda: door.visitor(ticket) is None, "the ticket is worth nothing")
+        assert ended == [visitor]
+
+    at_the_door(test, partial(Door, (), 2, on_end=ended.append))
+
+
+def test_tickets_are_never_alike_and_no_other_is_good() -> None:
+    async def test(door: Door, path: Path) -> None:
+        seen = set()
+        for _ in range(20):
+            lifeline, message = await enter(path)
+            ticket = str(message["ticket"])
+            seen.add(ticket)
+            lifeline.close()
+            await until(partial(door_is_empty, door, ticket), "it has left")
+        assert len(seen) == 20
+        for other in ("", "0" * 32, ticket.upper(), ticket[:-1]):
+            assert door.visitor(other) is None
+
+    at_the_door(test)
+
+
+def door_is_empty(door: Door, ticket: str) -> bool:
+    return door.visitor(ticket) is None
+
+
+def test_files_come_with_the_ticket() -> None:
+    async def test(_door: Door, path: Path) -> None:
+        lifeline, message, (fd,) = await asyncio.to_thread(knock, path, 5, 1)
+        assert message["size"] == 7
+        assert os.fstat(fd).st_ino == os.stat("/dev/null").st_ino
+        os.close(fd)
+        lifeline.close()
+
+    with open("/dev/null", "rb") as null:
+        greeting = Greeting({"size": 7}, (null.fileno(),))
+        at_the_door(test, partial(Door, (), 2, greet=lambda _visitor: greeting))
+
+
+def test_a_door_that_passes_no_file_is_not_the_one_wanted() -> None:
+    async def test(_door: Door, path: Path) -> None:
+        with pytest.raises(DaemonUnavailable, match="no daemon of this version"):
+            await enter(path, num_fds=1)
+
+    at_the_door(test)
+
+
+def test_a_full_house_says_so_and_has_room_again() -> None:
+    async def test(_door: Door, path: Path) -> None:
+        first, _ = await enter(path)
+        second, _ = await enter(path)
+        with pytest.raises(DaemonUnavailable, match="no room"):
+            await enter(path)
+        first.close()
+
+        async def comes_in() -> bool:
+            try:
+                third, _ = await enter(path)
+            except DaemonUnavailable:
+                return False
+            third.close()
+            return True
+
+        while not await comes_in():
+            await asyncio.sleep(0)
+        second.close()
+
+    at_the_door(test)
+
+
+def test_one_who_speaks_is_let_go() -> None:
+    async def test(door: Door, path: Path) -> None:
+        lifeline, message = await enter(path)
+        lifeline.send(b"hello")
+        await until(partial(door_is_empty, door, str(message["ticket"])), "it was let go")
+        lifeline.close()
+
+    at_the_door(test)
+
+
+@pytest.mark.parametrize("allowed", [(), (1000,), (1000, 65_532)])
+def test_a_stranger_is_turned_away_and_told_what_to_do(allowed: tuple[int, ...]) -> None:
+    async def test(_door: Door, path: Path) -> None:
+        with pytest.raises(DaemonUnavailable, match=r"user 65533.*daemon\.allowed_uids"):
+            await enter(path)
+
+    at_the_door(test, partial(Door, allowed, 2, peer=lambda _connection: STRANGER))
+
+
+@pytest.mark.parametrize("uid", [0, os.geteuid(), STRANGER[1]])
+def test_root_the_own_user_and_those_named_are_let_in(uid: int) -> None:
+    async def test(door: Door, path: Path) -> None:
+        lifeline, message = await enter(path)
+        visitor = door.visitor(str(message["ticket"]))
+        assert visitor is not None
+        assert visitor.uid == uid
+        lifeline.close()
+
+    at_the_door(test, partial(Door, (STRANGER[1],), 2, peer=lambda _connection: (1, uid)))
+
+
+def test_strangers_take_no_place() -> None:
+    async def test(_door: Door, path: Path) -> None:
+        for _ in range(10):
+            with pytest.raises(DaemonUnavailable, match="may not attach"):
+                await enter(path)
+        turn.append(SELF)
+        lifeline, _ = await enter(path)
+        lifeline.close()
+
+    turn = [STRANGER]
+    at_the_door(test, partial(Door, (), 1, peer=lambda _connection: turn[-1]))
+
+
+def test_the_socket_is_as_open_as_it_has_to_be() -> None:
+    for allowed, mode in (((), 0o600), ((1000,), 0o666)):
+
+        async def test(_door: Door, path: Path, mode: int = mode) -> None:
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+
+        at_the_door(test, partial(Door, allowed, 2))
+
+
+def test_what_a_dead_daemon_left_is_replaced() -> None:
+    async def run() -> None:
+        with work_directory() as directory:
+            path = directory / "k.sock.door"
+            with socket.socket(socket.AF_UNIX) as old:
+                old.bind(str(path))
+            with pytest.raises(DaemonUnavailable, match="no daemon answers"):
+                await enter(path)
+            door = Door((), 2)
+            await door.start(path)
+            lifeline, _ = await enter(path)
+            lifeline.close()
+            await door.stop()
+            with pytest.raises(DaemonUnavailable):
+                await enter(path)
+
+    asyncio.run(run())
+
+
+def test_a_door_that_does_not_move_is_left_in_time() -> None:
+    with work_directory() as directory, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(directory / "k.sock.door"))
+        silent.listen(1)
+        with pytest.raises(DaemonUnavailable, match="gave no answer"):
+            knock(directory / "k.sock.door", 0.05)
+
+
+@pytest.mark.parametrize("said", [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b'"ticket"', b"5"])
+def test_what_is_no_daemon_is_none(said: bytes) -> None:
+    with work_directory() as directory, socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(directory / "k.sock.door"))
+        other.listen(1)
+
+        async def run() -> None:
+            knocking = asyncio.create_task(enter(directory / "k.sock.door"))
+            connection = await asyncio.to_thread(lambda: other.accept()[0])
+            connection.send(said)
+            connection.close()
+            with pytest.raises(DaemonUnavailable):
+                await knocking
+
+        asyncio.run(run())
+
+
+def test_the_kernel_says_who_is_there() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert peer_of(ours) == SELF

@@ -1,0 +1,64 @@
+"""Dialogues: a read that hangs costs its deadline once, however many ask for its blocks."""
+
+from dialogue import CPU, MS, SSD, empty_cpu, engine_on, open_stage
+
+from kvtier.core.residency import TierName
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.stage import Stage
+from kvtier.tiers.base import BlockWrite
+
+
+def hung(stage: Stage, engine: FakeEngine) -> list[BlockWrite]:
+    """Have a prompt of three blocks whose read does not end, and is overdue."""
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    stage.settle()
+    empty_cpu(stage)
+    engine.load(blocks, within_ns=1)
+    stage.advance(overdue_ns(stage))
+    return blocks
+
+
+def overdue_ns(stage: Stage) -> int:
+    return stage.node.transfers.lanes[TierName.SSD].tier.deadline_ns + 100 * MS
+
+
+def test_who_waits_is_told_when_the_read_is_overdue() -> None:
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(3))
+    engine.store(blocks)
+    stage.settle()
+    empty_cpu(stage)
+    load = engine.load(blocks, within_ns=100 * overdue_ns(stage))
+    stage.advance(overdue_ns(stage))
+    assert load.take() == []
+    assert load.end == "late"
+    load.release()
+    (reading,) = stage.waiting
+    stage.carry_out(reading)
+    stage.check_idle()
+
+
+def test_nobody_begins_to_wait_for_it() -> None:
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = hung(stage, engine)
+    assert engine.found(blocks) == ()
+    load = engine.load(blocks)
+    assert load.take() == []
+    assert load.end == "absent"
+    other = engine.chain(range(50, 52))
+    engine.store(other)
+    assert engine.found(other) == (CPU,) * 2, "others are served"
+
+
+def test_its_blocks_are_served_once_it_ends_after_all() -> None:
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = hung(stage, engine)
+    (reading,) = stage.waiting
+    stage.carry_out(reading)
+    assert engine.found(blocks) == (CPU,) * 3
+    load = engine.load(blocks)
+    assert load.take() == [CPU] * 3

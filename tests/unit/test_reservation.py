@@ -1,0 +1,88 @@
+"""Memory behind the arena: committed or told, never promised."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.daemon.memory import MemoryFiles, Reservation
+from kvtier.errors import StartError
+from kvtier.tiers.base import Health, HealthState
+from kvtier.tiers.host import HostArena
+
+SLAB_BYTES = 1 << 20
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(4, SLAB_BYTES)
+    yield arena
+    arena.close()
+
+
+def machine(tmp_path: Path, free_bytes: int) -> MemoryFiles:
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {free_bytes >> 10} kB\n")
+    return MemoryFiles(tmp_path / "meminfo", tmp_path / "none", tmp_path)
+
+
+def test_all_of_it(arena: HostArena, tmp_path: Path) -> None:
+    reserved: list[int] = []
+    reservation = Reservation(arena, reserved.append, machine(tmp_path, 1 << 30))
+    asyncio.run(reservation.step())
+    assert reserved == [1, 2, 3, 4]
+    assert reservation.health() == Health()
+    asyncio.run(reservation.step())
+    assert reserved == [1, 2, 3, 4], "there is no more to do"
+
+
+def test_where_memory_runs_short_the_tier_stays_smaller_until_there_is_some(
+    arena: HostArena, tmp_path: Path
+) -> None:
+    reserved: list[int] = []
+
+    def use(num_slabs: int) -> None:
+        reserved.append(num_slabs)
+        if num_slabs == 2:
+            machine(tmp_path, 10 * MIB)  # others took the rest
+
+    reservation = Reservation(arena, use, machine(tmp_path, 1 << 30))
+    asyncio.run(reservation.step())
+    assert reserved == [1, 2]
+    health = reservation.health()
+    assert health.state is HealthState.DEGRADED
+    assert health.reason == "2 of 4 MiB in use: 10MiB of memory are left, too few for another slab"
+    asyncio.run(reservation.step())
+    assert reserved == [1, 2]
+    machine(tmp_path, 1 << 30)
+    asyncio.run(reservation.step())
+    assert reserved == [1, 2, 3, 4]
+    assert reservation.health() == Health()
+
+
+class Refused(HostArena):
+    """The kernel has none, whatever its files say."""
+
+    def reserve(self, slab: int) -> None:
+        raise StartError("cpu.capacity", f"no memory for slab {slab}", "free memory")
+
+
+class Broken(HostArena):
+    """An arena with a bug."""
+
+    def reserve(self, slab: int) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_a_refusal_and_a_bug_are_told_too(tmp_path: Path) -> None:
+    for kind, part in ((Refused, "no memory for slab 0"), (Broken, "a bug")):
+        arena = kind(2, SLAB_BYTES)
+        reservation = Reservation(arena, lambda _num: None, machine(tmp_path, 1 << 30))
+        try:
+            asyncio.run(reservation.step())
+        except RuntimeError:
+            assert kind is Broken, "its supervisor counts it"
+        assert reservation.health().state is HealthState.DEGRADED
+        assert part in reservation.health().reason
+        arena.close()

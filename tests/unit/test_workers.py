@@ -1,0 +1,230 @@
+"""Threads for calls that block, and what a crew of them tells of its tier."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.core.limits import PROBES_MAX
+from kvtier.errors import TierError, TierTimeout
+from kvtier.node.crew import Crew
+from kvtier.node.workers import Workers, in_thread
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS
+from kvtier.testing.child import await_true
+from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
+from kvtier.tiers.base import Health, HealthState
+from kvtier.tiers.memory import MemoryTier
+from kvtier.tiers.wrap import BreakerTier, Operation
+
+LATER_NS = 10**12
+"""In a time in which every call that can be late is."""
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def test_a_call_hangs_when_it_takes_longer_than_its_limit() -> None:
+    workers = Workers("test", 2, 4)
+    release = threading.Event()
+    began = threading.Event()
+
+    def wait() -> None:
+        began.set()
+        assert release.wait(30)
+
+    assert workers.submit(wait, "read", 10**9)
+    assert began.wait(30)
+    now_ns = time.monotonic_ns()
+    assert workers.late(now_ns) == []
+    (late,) = workers.late(now_ns + LATER_NS)
+    assert late.name == "read"
+    assert late.seconds >= LATER_NS / 1e9
+    release.set()
+    await_true(lambda: not workers.late(now_ns + LATER_NS), "the call came back")
+    workers.stop()
+
+
+def test_hung_calls_cost_no_more_threads_than_there_are() -> None:
+    workers = Workers("bounded", 2, 3)
+    release = threading.Event()
+    taken = [workers.submit(lambda: release.wait(30) and None, "write", 1) for _ in range(2)]
+    await_true(lambda: len(workers.late(time.monotonic_ns() + LATER_NS)) == 2, "both hang")
+    taken += [workers.submit(nothing, "write", 1) for _ in range(4)]
+    assert taken == [True] * 5 + [False], "the queue is bounded too"
+    threads = [t for t in threading.enumerate() if t.name == "bounded"]
+    assert len(threads) == 2
+    assert all(thread.daemon for thread in threads), "no exit waits for them"
+    release.set()
+    workers.stop()
+    assert not workers.submit(nothing, "write", 1)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_threads_are_used_again() -> None:
+    workers = Workers("again", 4, 8)
+    for _ in range(50):
+        done = threading.Event()
+        workers.submit(done.set, "read", 1)
+        assert done.wait(30)
+    assert len([t for t in threading.enumerate() if t.name == "again"]) <= 4
+    workers.stop()
+
+
+def test_an_answer_that_nobody_waits_for_any_more() -> None:
+    release = threading.Event()
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(partial(release.wait, 30), "test"), 0.01)
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(lambda: 1 / 0, "test")
+        assert await in_thread(lambda: 7, "test") == 7
+
+    asyncio.run(give_up())
+    release.set()
+
+
+class Deaf(MemoryTier):
+    """A medium that answers, whatever the deadline, once ``answer`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.answer = threading.Event()
+
+    def probe(self, deadline_ns: int) -> None:
+        assert self.answer.wait(30)
+
+
+async def until(look: Callable[[], Any], what: str) -> None:
+    """Let the loop go on until ``look`` finds something."""
+    deadline_s = time.monotonic() + 30
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0)
+
+
+def crew_of(tier: BreakerTier) -> tuple[Crew, Metrics]:
+    metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+    return Crew(tier, metrics), metrics
+
+
+@pytest.mark.slow
+def test_a_medium_that_does_not_answer_is_out_until_it_does() -> None:
+    async def scenario() -> None:
+        medium = Deaf()
+        tier = BreakerTier(medium)
+        crew, _ = crew_of(tier)
+        changes: list[tuple[HealthState, HealthState]] = []
+
+        def note(before: HealthState, now: HealthState) -> None:
+            changes.append((before, now))
+
+        with pytest.raises(TierTimeout, match="no answer to a scrub"):
+            await crew.apart("scrub", lambda t, _: t.probe(time.monotonic_ns() + LATER_NS), 1)
+        await until(crew.late_calls, "the call is late")
+        health = crew.health()
+        assert health.state is HealthState.OUT
+        assert health.reason.startswith("no answer to a scrub for ")
+        crew.check(note)
+        crew.check(note)
+        assert changes == [(HealthState.UP, HealthState.OUT)]
+        medium.answer.set()
+        await until(lambda: not crew.late_calls(), "the call came back")
+        crew.check(note)
+        assert changes[-1] == (HealthState.OUT, HealthState.UP)
+        assert crew.health() == Health()
+        crew.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_probe_finds_a_medium_that_nobody_uses_and_finds_it_again() -> None:
+    async def scenario() -> None:
+        probe = (Operation.PROBE, Fault.FAIL_BEFORE)
+        medium = FaultyTier(MemoryTier(1 << 20), scripted_faults(probe, probe))
+        clock = [0]
+        tier = BreakerTier(medium, faults_max=1, cool_down_ns=100, clock_ns=lambda: clock[0])
+        crew, _ = crew_of(tier)
+        states: list[HealthState] = []
+
+        async def probed() -> None:
+            before = len(medium.log)
+            crew.check(lambda _before, now: states.append(now))
+            await until(lambda: len(medium.log) > before, "the medium was touched")
+            await until(lambda: not crew.is_probing, "the probe is over")
+            crew.check(lambda _before, now: states.append(now))
+
+        for now_ns in (10**10, 2 * 10**10, 3 * 10**10):
+            clock[0] = now_ns
+            await probed()
+        assert states == [HealthState.OUT, HealthState.UP]
+        crew.stop()
+
+    asyncio.run(scenario())
+
+
+class Broken(MemoryTier):
+    """A tier with a bug."""
+
+    def probe(self, deadline_ns: int) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_a_bug_in_a_probe_is_counted_and_the_next_probe_comes() -> None:
+    async def scenario() -> None:
+        clock = [0]
+        tier = BreakerTier(Broken(1 << 20), faults_max=1, clock_ns=lambda: clock[0])
+        crew, metrics = crew_of(tier)
+
+        def num_faults() -> float:
+            name = "kvtier_background_faults_total"
+            return metrics.registry.get_sample_value(name, {"task": "health"}) or 0.0
+
+        clock[0] = 10**10
+        crew.check(lambda _before, _now: None)
+        await until(num_faults, "the bug was counted")
+        assert crew.health().state is HealthState.OUT
+        assert "a bug" in crew.health().reason
+        crew.stop()
+
+    asyncio.run(scenario())
+
+
+def test_more_than_may_wait_is_refused() -> None:
+    async def scenario() -> None:
+        tier = BreakerTier(MemoryTier(1 << 20))
+        crew, _ = crew_of(tier)
+        release = threading.Event()
+        most = 2 * (tier.properties.num_workers + PROBES_MAX)
+        taken = [
+            crew.submit(lambda: release.wait(30) and None, "contains", 0) for _ in range(2 * most)
+        ]
+        assert False in taken
+        assert sum(taken) < most
+        release.set()
+        crew.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_call_is_the_callers() -> None:
+    async def scenario() -> None:
+        crew, _ = crew_of(BreakerTier(MemoryTier(1 << 20)))
+
+        def fail(_tier: BreakerTier, _deadline_ns: int) -> None:
+            raise TierError("no disk")
+
+        with pytest.raises(TierError, match="no disk"):
+            await crew.apart("scrub", fail, 10**9)
+        crew.stop()
+
+    asyncio.run(scenario())
