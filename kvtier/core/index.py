@@ -27,7 +27,7 @@ NO_SLOT = -1
 """The slot of a block that is not in the arena."""
 
 WAS_USED = 1
-"""In ``past``: the block was used since it came into the CPU tier."""
+"""In ``past``: the block was loaded since it came into the CPU tier."""
 
 WAS_DEMOTED = 2
 """In ``past``: it was given to a slower tier once more before it has to go."""

@@ -59,7 +59,6 @@ _CLOSE_SHARE = 0.25
 _HUNG_CLOSE_S = 1.0
 """For closing a tier that has not answered for long: not worth more of the grace."""
 
-
 OpenTiers = Callable[[Config, KeyRing | None], dict[TierName, BreakerTier]]
 """Opens the tiers below the CPU."""
 
@@ -101,7 +100,7 @@ class Daemon:
             status = Status(driver, health, spaces, self.config.engine.block_tokens)
             scrubber = Scrubber(driver, TierName.SSD) if TierName.SSD in driver.tiers else None
             sockets = Sockets(self.config, closing, driver)
-            sockets.open_http(health, lambda: self._is_ready)
+            sockets.open_http(health, lambda: self._is_ready and not self._stop.has_begun)
             closing.add("stopping the background tasks", background.stop)
             self._supervise(background, driver, status, scrubber)
             background.every(_RESERVE_PERIOD_S, "reserve", reservation.step)

@@ -40,11 +40,14 @@ class NodeHealth:
         self._tiers: Mapping[TierName, Health] = {}
 
     def of(self, name: TierName) -> Health | None:
-        """Return how a tier does now; None where there is no such tier. On the loop's thread."""
+        """Return how a tier does, as the node was told; None where there is no such tier.
+
+        On the loop's thread.
+        """
         if name is TierName.CPU:
             return self._cpu()
         crew = self._driver.crews.get(name)
-        return crew.health() if crew else None
+        return crew.told if crew else None
 
     def refresh(self) -> None:
         """Note how everything does, and set the gauges. On the loop's thread, as often as may be.

@@ -107,7 +107,8 @@ class Status:
         metrics.set(SSD_WRITE_BUDGET_BYTES, float(detail.get("write_budget_bytes", 0)))
         for kind, before in self._written_bytes.items():
             now = int(detail.get(f"written_{kind}_bytes", 0))
-            metrics.add(SSD_WRITTEN_BYTES, now - before, kind=kind)
+            # Less than before: the tier has begun anew.
+            metrics.add(SSD_WRITTEN_BYTES, now - before if now >= before else now, kind=kind)
             self._written_bytes[kind] = now
 
     def _tiers(self, holdings: Holdings) -> dict[str, dict[str, Any]]:

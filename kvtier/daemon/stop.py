@@ -87,13 +87,20 @@ class Stop:
         began_s = self._began_s or time.monotonic()
         return max(0.0, began_s + self._grace_s - margin_s - time.monotonic())
 
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether the end has begun; from any thread."""
+        return self._began_s is not None
+
     def told(self, number: signal.Signals) -> None:
         """Begin to stop; told again, end at once. From any thread but the loop's."""
         if not self.begin():
             self._end(f"told again to stop, by {number.name}")
             return
         self._wake()
-        _log.info("stopping", signal=number.name, grace_s=self._grace_s)
+        # On a thread: whoever does not read the log must not make this one deaf.
+        fields = {"signal": number.name, "grace_s": self._grace_s}
+        threading.Thread(target=_log.info, args=("stopping",), kwargs=fields, daemon=True).start()
 
     def attach(self) -> asyncio.Event:
         """Return the event of the running loop that is set when it is to stop."""

@@ -62,9 +62,15 @@ class Cache:
     def touch(self, rows: Rows, payload_bytes: int, now_ns: int) -> int:
         """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
         self._used_ns[slot_bytes(payload_bytes)] = self._now_ns = now_ns
+        return self.eviction.touch(self.index, rows)
+
+    def note_loaded(self, rows: Rows) -> None:
+        """Note that blocks proved worth keeping.
+
+        A store says nothing of that: it may be the next part of the request that stored them.
+        """
         is_here = self.index.residency(rows, TierName.CPU) == Residency.READY
         self.index.past[rows[is_here]] |= WAS_USED
-        return self.eviction.touch(self.index, rows)
 
     def make_rows(self, count: int) -> int:
         """Return for how many more blocks the index has room, forgetting some where it lacks it.

@@ -53,7 +53,8 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._log = Log("kvtier.node")
         self._warnings = Repeated(self._log)
-        self._state = HealthState.UP
+        self.told = Health()
+        """How the tier did at the last check, which is what the node acts upon."""
         self.is_probing = False
         """Whether a probe is under way, or waits for its thread."""
         name, num_workers = tier.properties.name, tier.properties.num_workers
@@ -95,7 +96,7 @@ class Crew:
         return sorted(late, key=lambda call: -call.seconds)
 
     def health(self) -> Health:
-        """Return how the tier does: out while a call hangs, else what its breaker says."""
+        """Return how the tier does now: out while a call hangs, else what its breaker says."""
         late = self.late_calls()
         if not late:
             return self.tier.health()
@@ -106,9 +107,9 @@ class Crew:
 
     def check(self, on_change: Callable[[HealthState, HealthState], None]) -> None:
         """Tell of a change of state, before and after; have the medium touched if it is time."""
-        before, health = self._state, self.health()
+        before, health = self.told.state, self.health()
+        self.told = health
         if health.state is not before:
-            self._state = health.state
             self._log_change(health)
             on_change(before, health.state)
         if not self.is_probing and self.tier.needs_probe(_PROBE_PERIOD_NS):

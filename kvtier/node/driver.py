@@ -191,7 +191,8 @@ class Driver:
                 if orders is not None and not orders.full():
                     orders.put_nowait(action.order)
             case _:
-                what = type(action).__name__.lower()
+                # Said to operators, to whom a probe is something else.
+                what = "lookup" if isinstance(action, ac.Probe) else type(action).__name__.lower()
                 work = partial(self._work, action)
                 if not self.crews[action.tier].submit(work, what, action.deadline_ns):
                     event = _faulted(action, "too much waits for the tier's threads")

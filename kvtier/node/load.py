@@ -150,6 +150,7 @@ class Loads:
         """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
         used = np.concatenate([before, run.rows])
         mark = self._cache.touch(used, run.payload_bytes, now_ns)
+        self._cache.note_loaded(run.rows)
         for place, row in enumerate(run.rows.tolist()):
             tiers = run.sources(place)
             if not (self._may_hold(lease, row) and self._bring(row, tiers, mark, now_ns)):

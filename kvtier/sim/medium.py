@@ -24,9 +24,8 @@ class Medium(MemoryTier):
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
         """Forget the blocks of a selection, by what their headers say now."""
-        spaces = self._headers()["space"]
-        is_meant = selection.mask(spaces) if len(spaces) else []
-        meant = [each for each, is_in in zip(list(self._blocks), is_meant, strict=True) if is_in]
+        is_meant = selection.mask(self._headers()["space"]).tolist()
+        meant = [each for each, is_in in zip(self._blocks, is_meant, strict=True) if is_in]
         return self.remove(meant, deadline_ns)
 
     def rot(self) -> None:

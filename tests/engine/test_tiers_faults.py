@@ -212,7 +212,7 @@ def test_a_server_that_freezes(tiny: LoadedModel, reference: Reference) -> None:
                 assert "remote" not in answer.tiers
             print("seconds while frozen:", *(f"{seconds:.2f}" for seconds in times))
             assert max(times) < 3
-            await_true(lambda: state(node) == "down", "it is shown as down", 5)
+            await_true(lambda: state(node) == "out", "it is shown as out", 5)
         start_s = time.monotonic()
         await_true(lambda: state(node) == "up", "it is shown as up again", 8)
         print(f"up again after {time.monotonic() - start_s:.2f} s")
@@ -237,7 +237,7 @@ def test_a_server_that_dies_and_comes_back_empty(tiny: LoadedModel, reference: R
         assert engine.complete(1).tiers["cpu"] == FULL
         assert time.monotonic() - start_s < 3
         engine.complete(2)
-        await_true(lambda: state(node) == "down", "it is shown as down", 5)
+        await_true(lambda: state(node) == "out", "it is shown as out", 5)
         stack.enter_context(server.start())
         await_true(lambda: state(node) == "up", "it is shown as up again", 8)
         node.drop("cpu")

@@ -232,3 +232,13 @@ def test_no_node_answers_and_then_all_do(remote: RemoteTier, cluster: RedisClust
             remote.contains(hashes, soon())
         assert remote.health().state is HealthState.OUT
     await_true(lambda: _is_up(remote), "every primary is in use", FAILOVER_S)
+
+
+def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> None:
+    """It would serve a third of the blocks, and never tell."""
+    tier = RemoteTier(f"redis://127.0.0.1:{cluster.ports[0]}", OPTIONS)
+    for _ in range(2):
+        with pytest.raises(TierError, match=r"begin remote.url with redis\+cluster://"):
+            tier.probe(soon())
+        assert tier.health().state is HealthState.OUT
+    tier.close()

@@ -193,6 +193,23 @@ def test_garbage_instead_of_an_answer(answer: bytes, closes: bool) -> None:
         assert liar.num_connections >= 1
 
 
+@pytest.mark.parametrize(
+    "form", ["redis+cluster://127.0.0.1:{}", "redis+sentinel://[::1]:1,127.0.0.1:{}/s"]
+)
+@pytest.mark.parametrize(
+    "answer", [b"*1\r\n*3\r\n:1\r\n:x\r\n", b"*1\r\n:5\r\n", b"*0\r\n", b"-ERR no\r\n"]
+)
+def test_garbage_about_who_is_who(form: str, answer: bytes) -> None:
+    block = make_block(1)
+    with Liar(answer) as liar, opened(form.format(liar.port)) as tier:
+        for _ in range(2):
+            with pytest.raises(TierError):
+                tier.read([read_of(block)], within_ns(2))
+        assert tier.health().state is HealthState.OUT
+        num_connections = liar.num_connections
+        await_true(lambda: liar.num_connections > num_connections, "it is asked again", 5)
+
+
 def test_a_server_that_trickles(server: RedisServer) -> None:
     """Each byte comes within the timeout; the deadline holds all the same."""
     is_over = threading.Event()

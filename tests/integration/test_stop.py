@@ -1,6 +1,9 @@
 """SIGTERM: the process ends in order, with 0, within the grace, whatever hangs."""
 
+import fcntl
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvtier.testing.child import Child, await_true, work_directory
+from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 from kvtier.testing.served import Served, complete, url_of
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
@@ -17,7 +20,7 @@ from tests.shim.storage import Call, StorageShim, block
 
 pytestmark = pytest.mark.slow
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 LATE_S = 3.0
 """What a busy machine may take beyond it, until the parent sees the end."""
 
@@ -139,6 +142,32 @@ def test_a_second_signal_ends_it_at_once_also_while_it_closes(
                 assert time.monotonic() - start_s < LATE_S
                 assert "told again to stop" in daemon.log
                 assert "hanging=" in daemon.log
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_with_a_log_that_nobody_reads(directory: Path, num_signals: int) -> None:
+    node = served(directory)
+    reading, writing = os.pipe()
+    try:
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(writing, b"." * 4096)
+        command = kvtier_command("serve", *node.arguments())
+        with subprocess.Popen(command, stderr=writing) as daemon:
+            # It says what it found on the disk, and stands still there.
+            lock = directory / "ssd" / "lock"
+            await_true(lambda: lock.exists() and b"pid" in lock.read_bytes(), "it opens", 30)
+            start_s = time.monotonic()
+            for _ in range(num_signals):
+                daemon.send_signal(signal.SIGTERM)
+                away_s = time.monotonic() + 0.5
+                await_true(lambda until_s=away_s: time.monotonic() > until_s, "it was heard")
+            assert daemon.wait(GRACE_S + LATE_S) == 0
+            took_s = time.monotonic() - start_s
+            print(f"ended after {took_s:.2f} s")
+            assert num_signals == 1 or took_s < GRACE_S
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_while_it_starts_on_a_disk_that_hangs(directory: Path) -> None:

@@ -154,16 +154,17 @@ class SpaceMachine(RuleBasedStateMachine):
     def write(self, chosen: list[int]) -> None:
         blocks = [block_of(number) for number in chosen]
         hashes = {block.header.block_hash for block in blocks}
-        alive, was_faulty = self._alive(), self.fault is not None
+        alive = self._alive()
         with self.doubting(hashes - alive):
             report = self.tier.write(blocks, soon())
             evicted = set(report.evicted)
-            assert not evicted & hashes & alive or was_faulty
+            told = zip(blocks, report.outcomes, strict=True)
+            stored = {
+                block.header.block_hash for block, said in told if said is WriteOutcome.STORED
+            }
+            assert not evicted & stored
             self._evict(evicted, hashes)
-            for block, outcome in zip(blocks, report.outcomes, strict=True):
-                block_hash = block.header.block_hash
-                if outcome is WriteOutcome.STORED and block_hash not in alive | self.doubtful:
-                    self.sound[block_hash] = self.now_s
+            self.sound |= dict.fromkeys(stored - alive - self.doubtful, self.now_s)
 
     @rule(chosen=st.lists(numbers, min_size=1, max_size=8))
     def read(self, chosen: list[int]) -> None:

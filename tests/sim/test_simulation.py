@@ -34,10 +34,11 @@ def test_a_seed(seed):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_thousand_seeds():
+@pytest.mark.parametrize("first", range(10_000, 11_000, 100))
+def test_a_thousand_seeds(first):
     """In two processes, and whatever can go wrong or come of a load is among what did."""
     ends, served, faults = set(), set(), set()
-    for outcome in run_seeds(range(10_000, 11_000), EVENTS, num_jobs=2):
+    for outcome in run_seeds(range(first, first + 100), EVENTS, num_jobs=2):
         if isinstance(outcome, Failure):
             pytest.fail(f"{outcome.trace}\n{replay_command(outcome.seed, EVENTS)}")
         ends |= outcome.tally.ends.keys()
@@ -53,10 +54,9 @@ def test_a_thousand_seeds():
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 10])
-def test_long_runs(first):
-    for seed in range(20_000 + first, 20_000 + first + 10):
-        run(seed, 2000)
+@pytest.mark.parametrize("seed", range(20_000, 20_008))
+def test_a_long_run(seed):
+    run(seed, 2000)
 
 
 @pytest.mark.slow

@@ -298,6 +298,21 @@ def test_files_with_numbers_that_no_segment_has_are_left_alone(
     assert path.exists()
 
 
+def test_a_block_stored_anew_is_not_reported_as_evicted(
+    open_tier: Callable[..., SsdTier], volume: Volume
+) -> None:
+    tier = open_tier()
+    store(tier, *blocks_of(range(40)))
+    volume.failing["record.write"] = errno.EIO
+    with pytest.raises(TierError):
+        write_one(tier, 50)
+    volume.failing.clear()
+    report = tier.write(blocks_of(range(3)), soon())
+    assert set(report.outcomes) == {WriteOutcome.STORED}
+    gone = {block.header.block_hash for block in blocks_of(range(3, 10))}
+    assert set(report.evicted) == gone
+
+
 def test_what_is_kept_back_grows_with_the_number_of_files() -> None:
     assert metadata_bytes(1) == METADATA_BYTES
     assert metadata_bytes(4096) == 4096 * PAGE

@@ -18,6 +18,8 @@ from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
 
+pytestmark = pytest.mark.slow
+
 PAGE_BYTES = 4096
 MISSES = {MissReason.ABSENT, MissReason.CHECKSUM, MissReason.HEADER}
 

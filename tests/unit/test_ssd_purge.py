@@ -168,6 +168,7 @@ class Copies:
         return [self.target / str(number) for number in range(len(self.steps))]
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_of_a_purge_the_next_one_ends_it(ssd: Opener, tmp_path: Path) -> None:
     copies = Copies(ssd.directory, tmp_path / "images")
     tier = ssd(options=SsdOptions(hook=copies))
@@ -281,6 +282,7 @@ def test_a_file_that_stays_is_said_to_stay(ssd: Opener) -> None:
     assert not ssd.segments()
 
 
+@pytest.mark.slow
 def test_readers_go_on_while_others_blocks_are_purged(ssd: Opener) -> None:
     tier = ssd()
     alices, bobs = blocks_of(range(8), ALICE), blocks_of(range(8), BOB)

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtier.core.identity import PACKED_HEADER, BlockHash, unpack_headers
-from kvtier.testing.block import make_block
+from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.ssd import SsdOptions, SsdTier
@@ -223,3 +224,92 @@ def test_reads_are_counted_to_a_limit_and_wear_off() -> None:
     assert index.reads[rows].tolist() == [READS_MAX // 2]
     index.put(entries_of(range(1), 100), 2)
     assert index.reads[rows].tolist() == [0]
+
+
+class Killed(BaseException):
+    """Ends a write as a signal would."""
+
+
+SMALL_BYTES = 128 << 10
+"""Of a segment: ten records of 12 KiB."""
+
+
+class Mover:
+    """A store in which the write of ``number`` moves two hot blocks, and dies at one of its steps.
+
+    Without a number, the first write that moves anything.
+    """
+
+    def __init__(self, directory: Path, number: int = 0, steps_left: int = 0) -> None:
+        self.steps: list[str] = []
+        self.steps_left = steps_left
+        self.hot = [make_block(number, 8000) for number in range(2)]
+        self.directory = directory
+        tier = self.open(SsdOptions(hook=self.hook))
+        store(tier, *self.hot)
+        self.number = 100
+        while not tier.usage().detail["written_moved_bytes"] and self.number != number + 1:
+            for _ in range(READS_MAX):
+                fetch(tier, *self.hot)
+            self.is_watched = self.number == number
+            self.steps.clear()
+            try:
+                tier.write([make_block(self.number, 8000)], soon())
+            except Killed:
+                tier._directory_lock.release()
+                return
+            self.number += 1
+        done = list(self.steps)
+        tier.close()
+        self.steps = done
+
+    is_watched = False
+
+    def hook(self, step: str) -> None:
+        self.steps.append(step)
+        self.steps_left -= self.is_watched
+        if self.is_watched and not self.steps_left:
+            raise Killed
+
+    def open(self, options: SsdOptions | None = None) -> SsdTier:
+        capacity_bytes = 4 * SMALL_BYTES + METADATA_BYTES
+        return SsdTier(self.directory, capacity_bytes, SMALL_BYTES, options)
+
+
+def test_killed_at_any_step_of_a_move_each_block_is_there_once(tmp_path: Path) -> None:
+    first = Mover(tmp_path / "first")
+    steps, number = list(first.steps), first.number - 1
+    wanted = ["record.read", "record.write", "record.publish", "segment.sync", "segment.unlink"]
+    assert [step for step in steps if step in wanted][:2] == ["record.read", "record.read"]
+    assert set(wanted) <= set(steps)
+    for place, step in enumerate(steps):
+        killed = Mover(tmp_path / f"{place}-{step}", number, place + 1)
+        assert killed.steps == steps[: place + 1]
+        tier = killed.open()
+        assert fetch(tier, *killed.hot) == [None] * 2
+        hashes = [header.block_hash for header in unpack_headers(tier.headers())]
+        assert len(hashes) == len(set(hashes)) == tier.usage().num_blocks
+        tier.close()
+
+
+def test_a_slow_move_leaves_the_write_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock, moved by the test, runs a second with each record read; a write has four."""
+    now_ns = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns[0])
+
+    def hook(step: str) -> None:
+        now_ns[0] += (step == "record.read") * 10**9
+
+    capacity_bytes = 4 * (8 << 20) + METADATA_BYTES
+    tier = SsdTier(tmp_path, capacity_bytes, 8 << 20, SsdOptions(hook=hook))
+    hot = [make_block(number, 1_000_000) for number in range(2)]
+    store(tier, *hot)
+    for number in range(100, 160):
+        for _ in range(READS_MAX):
+            tier.read([read_of(block) for block in hot], now_ns[0] + 10**12)
+        report = tier.write([make_block(number, 1_000_000)], now_ns[0] + 4 * 10**9)
+        assert report.outcomes == (WriteOutcome.STORED,)
+    assert tier.usage().detail["written_moved_bytes"]
+    tier.close()

@@ -207,6 +207,24 @@ def test_a_segment_of_which_nothing_counts_any_more_is_given_back(kept: Store) -
     assert len(list(kept.directory.glob("*.segment"))) == 2
 
 
+def test_a_file_that_could_not_be_read_at_the_start_is_not_taken_for_dead(kept: Store) -> None:
+    tier = kept.open()
+    store(tier, *blocks_of(range(15)))
+    tier.close()
+    path = kept.directory / f"{1:016x}.segment"
+    elsewhere = path.rename(kept.directory.parent / "elsewhere")
+    path.symlink_to(elsewhere)  # which is not followed
+    tier = kept.open()
+    assert full_pass(tier).num_blocks == 5
+    for number in range(20, 40):
+        tier.write([make_block(number, BLOCK_BYTES)], soon())
+    full_pass(tier)
+    assert path.is_symlink()
+    tier.close()
+    elsewhere.rename(path)
+    assert fetch(kept.open(), *blocks_of(range(10))) == [None] * 10
+
+
 def test_the_first_pass_begins_anywhere(kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = kept.open()
     store(tier, *blocks_of(range(35)))

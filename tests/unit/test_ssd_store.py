@@ -28,6 +28,7 @@ from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
+from kvtier.tiers.ssd import store as store_module
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 
@@ -401,6 +402,31 @@ def test_a_read_does_not_wait_for_a_write_that_is_under_way(ssd: Opener) -> None
         finally:
             released.set()
         assert report.result(30).outcomes == (WriteOutcome.STORED,)
+
+
+def test_closing_does_not_wait_for_ever_for_a_write_that_hangs(
+    ssd: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_CLOSE_S", 0.05)
+    reached, released = threading.Event(), threading.Event()
+
+    def hook(step: str) -> None:
+        if step == "record.write":
+            reached.set()
+            assert released.wait(30)
+
+    tier = ssd(options=SsdOptions(hook=hook))
+    with ThreadPoolExecutor(1) as writer:
+        report = writer.submit(tier.write, [make_block(50)], soon())
+        assert reached.wait(30)
+        try:
+            with pytest.raises(TierTimeout, match="did not end"):
+                tier.close()
+        finally:
+            released.set()
+        assert report.result(30).outcomes == (WriteOutcome.STORED,)
+    tier.close()
+    assert fetch(ssd(), make_block(50)) == [None]
 
 
 def test_counts_what_it_writes(ssd: Opener) -> None:

@@ -115,7 +115,11 @@ def _login(credentials: str) -> tuple[str | None, str | None]:
     username, colon, password = credentials.partition(":")
     if username and not (colon and password):
         _refuse("a user without a password", "write user:password@, or :password@")
-    return unquote(username) or None, unquote(password) or None
+    # Any bytes: as they come from the environment, and as they go to the server.
+    return (
+        unquote(username, errors="surrogateescape") or None,
+        unquote(password, errors="surrogateescape") or None,
+    )
 
 
 def _places(hosts: str, port: int) -> tuple[Place, ...]:

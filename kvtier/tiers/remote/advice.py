@@ -1,21 +1,21 @@
 """Advice: what an operator should know of a server's settings, once, in the log."""
 
+from kvtier.errors import TierError
 from kvtier.observe.log import Log
 from kvtier.tiers.remote.address import Place
 from kvtier.tiers.remote.resp import Command, Reply
 
-__all__ = ["ASK_MEMORY", "advise"]
+__all__ = ["QUESTIONS", "advise", "check_alone"]
 
 _log = Log("kvtier.remote")
 
-ASK_MEMORY = Command((b"INFO", b"memory"))
-"""What ``advise`` wants the reply to; a user may not be allowed to ask."""
+QUESTIONS = (Command((b"INFO", b"memory")), Command((b"INFO", b"cluster")))
+"""What a server is asked at the first connection; a user may not be allowed to."""
 
 
-def advise(place: Place, reply: Reply) -> None:
+def advise(place: Place, memory: Reply) -> None:
     """Warn of a server that will fill up, or take its whole machine."""
-    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
-    facts = dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
+    facts = _facts(memory)
     if facts.get("maxmemory") == "0":
         _log.warning("the server has no maxmemory and may take its whole machine", server=place)
     elif facts.get("maxmemory_policy") == "noeviction":
@@ -24,3 +24,14 @@ def advise(place: Place, reply: Reply) -> None:
             server=place,
             maxmemory=facts["maxmemory"],
         )
+
+
+def check_alone(cluster: Reply) -> None:
+    """Raise TierError for a node of a cluster: alone it has some of the slots only."""
+    if _facts(cluster).get("cluster_enabled") == "1":
+        raise TierError("it is a node of a cluster: begin remote.url with redis+cluster://")
+
+
+def _facts(reply: Reply) -> dict[str, str]:
+    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
+    return dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
@@ -11,8 +11,9 @@ from redis.retry import Retry
 
 from kvtier.errors import StartError
 from kvtier.tiers.remote.address import Address, Place
+from kvtier.tiers.remote.resp import Command
 
-__all__ = ["Connector", "LoggedIn"]
+__all__ = ["Connected", "Connector"]
 
 # The library leaves these untyped.
 _Plain: Any = Connection
@@ -28,13 +29,13 @@ _KEEPALIVE: Mapping[int, int] = {
 and one that is dead all the same is noticed before it is used."""
 
 
-class LoggedIn(Protocol):
+class Connected(Protocol):
     """What is used of the library's connection."""
 
     _sock: socket.socket
 
     def connect(self) -> None:
-        """Connect and log in."""
+        """Connect."""
 
     def disconnect(self) -> None:
         """End it. Idempotent."""
@@ -48,46 +49,58 @@ class Connector:
             raise StartError("remote.tls_ca", f"{tls_ca} is no file", "name a file of certificates")
         self._address = address
         self._timeout_s = timeout_s
-        self._tls_ca = tls_ca
+        self._tls = {"ssl_ca_certs": str(tls_ca)} if address.has_tls and tls_ca else {}
 
-    def connect(self, place: Place) -> LoggedIn:
-        """Return a connection that is logged in. Raises the library's errors and OSError."""
-        connection = self._made(place)
-        connection.connect()
-        return connection
+    def connect(self, place: Place) -> Connected:
+        """Return a connection over which nothing was said yet.
 
-    def _made(self, place: Place) -> LoggedIn:
-        options = self._common()
+        Raises the library's errors and OSError.
+        """
+        made: Connected
         if not place.port:
-            return cast("LoggedIn", _Unix(path=place.host, **options))
-        options |= {
-            "host": place.host,
-            "port": place.port,
-            "socket_keepalive": True,
-            "socket_keepalive_options": _KEEPALIVE,
-        }
-        if self._address.has_tls:
-            return cast("LoggedIn", _Tls(**options, **self._tls()))
-        return cast("LoggedIn", _Plain(**options))
+            made = _Unix(path=place.host, **self._common)
+        else:
+            kind = _Tls if self._address.has_tls else _Plain
+            made = kind(
+                host=place.host,
+                port=place.port,
+                socket_keepalive=True,
+                socket_keepalive_options=_KEEPALIVE,
+                **self._common,
+                **self._tls,
+            )
+        made.connect()
+        return made
+
+    def login(self) -> list[Command]:
+        """Return what has to be said first.
+
+        Not left to the library, whose reader takes whatever a server sends, however much that is.
+        """
+        address = self._address
+        login = [word for word in (address.username, address.password) if word]
+        words = [word.encode(errors="surrogateescape") for word in login]
+        commands = [Command((b"AUTH", *words))] if words else []
+        if address.database:
+            commands.append(Command((b"SELECT", b"%d" % address.database)))
+        return commands
 
     def client_options(self, *, has_login: bool) -> dict[str, Any]:
         """Return options of the library's clients, for what it knows of Sentinels and clusters."""
-        options = self._common()
-        if not has_login:
-            options |= {"username": None, "password": None}
-        return options | {"ssl": self._address.has_tls, "db": 0} | self._tls()
+        login = {"username": self._address.username, "password": self._address.password}
+        return (
+            self._common
+            | self._tls
+            | (login if has_login else {})
+            | {"ssl": self._address.has_tls, "encoding_errors": "surrogateescape"}
+        )
 
+    @property
     def _common(self) -> dict[str, Any]:
         return {
-            "db": self._address.database,
-            "username": self._address.username,
-            "password": self._address.password,
             "socket_timeout": self._timeout_s,
             "socket_connect_timeout": self._timeout_s,
             "retry": Retry(NoBackoff(), 0),  # a second try would double what a dead server costs
             "protocol": 2,
             "driver_info": None,  # saves two round trips, and rights that an ACL must give
         }
-
-    def _tls(self) -> dict[str, Any]:
-        return {"ssl_ca_certs": str(self._tls_ca)} if self._tls_ca else {}

@@ -1,6 +1,6 @@
 """Link: one connection to a server; commands and replies, each wait with an end.
 
-The library makes the connection (name, TCP, TLS, login, database); then its socket is ours.
+The library makes the connection (name, TCP, TLS); then its socket is ours.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.remote.connect import LoggedIn
+from kvtier.tiers.remote.connect import Connected
 from kvtier.tiers.remote.resp import Command, Garbled, Piece, Reply, ReplyReader, encode
 
 __all__ = ["Link", "Note"]
@@ -34,9 +34,9 @@ Note = Callable[[Reply], None]
 
 
 class Link:
-    """A connection that is logged in. One call at a time; after a fault it can only be closed."""
+    """A connection. One call at a time; after a fault it can only be closed."""
 
-    def __init__(self, connection: LoggedIn, timeout_s: float) -> None:
+    def __init__(self, connection: Connected, timeout_s: float) -> None:
         self._connection = connection
         self._socket: socket.socket = connection._sock
         self._send: Callable[[list[Piece]], None] = (

@@ -12,18 +12,18 @@ Rules
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.remote.address import Place
-from kvtier.tiers.remote.advice import ASK_MEMORY, advise
-from kvtier.tiers.remote.connect import LoggedIn
+from kvtier.tiers.remote.advice import QUESTIONS, advise, check_alone
+from kvtier.tiers.remote.connect import Connector
 from kvtier.tiers.remote.link import Link, Note
 from kvtier.tiers.remote.resp import Command, Refusal, Reply
 
@@ -54,22 +54,28 @@ _FAULTS: Mapping[str, str] = {
 _SILENCE_S = 0.1
 """A server is at fault that is silent for so long; for less, whoever had no more time."""
 
-_Connect = Callable[[Place], LoggedIn]
-"""Makes a connection that is logged in."""
-
 
 class Server:
     """One server at ``place``. May be used from several threads."""
 
-    def __init__(self, place: Place, connect: _Connect, timeout_s: float, num_links: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        connector: Connector,
+        timeout_s: float,
+        num_links: int,
+        *,
+        is_alone: bool,
+    ) -> None:
         self.place = place
         self.fault = ""
         """Why the last call failed; empty where it did not."""
         self.limit = ""
         """Why it takes no blocks although it answers; empty where it does."""
-        self._connect = connect
+        self._connector = connector
         self._timeout_s = timeout_s
         self._num_links = num_links
+        self._is_alone = is_alone
         self._silence_s = min(timeout_s, _SILENCE_S)
         self._free = threading.BoundedSemaphore(num_links)
         self._lock = threading.Lock()
@@ -129,7 +135,7 @@ class Server:
             if code in _LIMITS:
                 self.limit = f"{_LIMITS[code]} (-{code}), {self.place}"
             elif code and code not in _OF_A_KEY:
-                fault = f"{_FAULTS.get(code, 'it refuses a command')} (-{code})"
+                fault = _fault(code, "it refuses a command")
             elif command.words[0] == b"SET" and not code:
                 self.limit = ""
         if fault:
@@ -202,16 +208,28 @@ class Server:
             made.set_exception(error)
 
     def _connected(self) -> Link:
-        link = Link(self._connect(self.place), self._timeout_s)
-        if not self._is_inspected:
-            try:
-                (reply,) = link.ask([ASK_MEMORY], time.monotonic_ns() + int(self._timeout_s * 1e9))
-            except BaseException:
-                link.close()
-                raise
-            self._is_inspected = not isinstance(reply, Refusal)
-            advise(self.place, reply)
+        link = Link(self._connector.connect(self.place), self._timeout_s)
+        try:
+            self._log_in(link)
+        except BaseException:
+            link.close()
+            raise
         return link
+
+    def _log_in(self, link: Link) -> None:
+        login = self._connector.login()
+        questions = login if self._is_inspected else [*login, *QUESTIONS]
+        deadline_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+        replies = link.ask(questions, deadline_ns)
+        for reply in replies[: len(login)]:
+            if isinstance(reply, Refusal):
+                raise TierError(_fault(reply.code, "it refuses the login or the database"))
+        if not self._is_inspected:
+            memory, cluster = replies[len(login) :]
+            if self._is_alone:
+                check_alone(cluster)
+            advise(self.place, memory)
+            self._is_inspected = not isinstance(memory, Refusal)
 
     def _keep_late(self, made: "Future[Link]") -> None:
         with self._lock:
@@ -248,22 +266,13 @@ class Server:
         return min(self._timeout_s, seconds_left(deadline_ns))
 
 
+def _fault(code: str, otherwise: str) -> str:
+    return f"{_FAULTS.get(code, otherwise)} (-{code})"
+
+
 def _reason(error: Exception) -> str:
-    """Return why no connection came about; the library's own texts may quote what was sent."""
-    code = str(error).partition(" ")[0]
-    if code in _FAULTS:
-        return f"{_FAULTS[code]} (-{code})"
-    if "Authentication required" in str(error):
-        return f"{_FAULTS['NOAUTH']} (-NOAUTH)"
-    if isinstance(error, AuthenticationError):
-        return _FAULTS["WRONGPASS"]
-    if isinstance(error, BusyLoadingError):
-        return _FAULTS["LOADING"]
-    if isinstance(error, ResponseError):
-        return "it refuses the login or the database"
+    """Return why no connection came about, of which the library's error tells the cause."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
-    return (
-        _FAULTS["MAXCLIENTS"] if "max number of clients" in str(error) else "it cannot be reached"
-    )
+    return "it cannot be reached"

@@ -36,7 +36,7 @@ from kvtier.tiers.base import (
     WriteReport,
 )
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.remote.address import Address, Place
+from kvtier.tiers.remote.address import Address, Form, Place
 from kvtier.tiers.remote.connect import Connector
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.options import RemoteOptions
@@ -80,7 +80,13 @@ class RemoteTier:
         connector = Connector(self._address, options.timeout_s, options.tls_ca)
 
         def open_server(place: Place) -> Server:
-            return Server(place, connector.connect, options.timeout_s, options.num_workers)
+            return Server(
+                place,
+                connector,
+                options.timeout_s,
+                options.num_workers,
+                is_alone=self._address.form is not Form.CLUSTER,
+            )
 
         self._topology = Topology(self._address, connector, open_server)
         self._threads = ThreadPoolExecutor(4 * options.num_workers, "remote-part")

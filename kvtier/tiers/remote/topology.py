@@ -44,6 +44,9 @@ _CHECK_S = 0.5
 
 _Sentinels: Any = Sentinel  # the library leaves it untyped
 
+_UNFIT = (RedisError, OSError, ValueError, TypeError, LookupError)
+"""What the library raises where no answer comes, or none that it can read."""
+
 _NUM_SLOTS = 16_384
 _NOBODY = -1
 
@@ -139,13 +142,16 @@ class Topology:
                 self._thread.start()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._wanted.clear()
-            self._look_once()
-            is_well = not self.fault and not any(server.fault for server in self.known)
-            self._closing.wait(_PAUSE_S)
-            if is_well:
-                self._wanted.wait(_PERIOD_S)
+        try:
+            while not self._closing.is_set():
+                self._wanted.clear()
+                self._look_once()
+                is_well = not self.fault and not any(server.fault for server in self.known)
+                self._closing.wait(_PAUSE_S)
+                if is_well:
+                    self._wanted.wait(_PERIOD_S)
+        finally:  # a bug ends the thread and is printed; the next report begins anew
+            self._thread = None
 
     def _look_once(self) -> None:
         places = [server.place for server in self.known]
@@ -195,9 +201,9 @@ def _ask_sentinels(address: Address, connector: Connector) -> _Layout:
         with contextlib.closing(_Sentinels(places, sentinel_kwargs=options)) as sentinel:
             try:
                 host, port = sentinel.discover_master(address.service)
-            except (RedisError, OSError, ValueError):
+                return _Layout((Place(host, int(port)),))
+            except _UNFIT:
                 continue
-            return _Layout((Place(host, int(port)),))
     raise TierError(f"no Sentinel knows a primary of {address}")
 
 
@@ -208,10 +214,10 @@ def _ask_cluster(places: Iterable[Place], connector: Connector) -> _Layout:
         try:
             with Redis(place.host, place.port, **options) as client:
                 answer = client.execute_command("CLUSTER SLOTS")
-        except (RedisError, OSError, ValueError):
+            if answer:
+                return _layout_of(parse_cluster_slots(answer, current_host=place.host))
+        except _UNFIT:
             continue
-        if answer:
-            return _layout_of(parse_cluster_slots(answer, current_host=place.host))
     raise TierError("no node of the cluster answers and knows its slots")
 
 

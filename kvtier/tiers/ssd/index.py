@@ -28,8 +28,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 _Column = npt.NDArray[np.uint32]
 
-Weights = npt.NDArray[np.float64]
-"""Bytes by segment."""
+Weights = npt.NDArray[np.int64]
+"""Blocks, or bytes, by segment."""
 
 
 def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
@@ -118,20 +118,17 @@ class Index:
         self.reads[: self._table.extent] >>= 1
 
     def weigh(self, first: int, last: int) -> tuple[Weights, Weights]:
-        """Return the bytes of the records of each segment ``[first, last]``, and of those read.
+        """Return the blocks of each segment ``[first, last]``, and the bytes of those read.
 
         Needs no lock: it may be off by what happens meanwhile.
         """
-        extent, num_segments = self._table.extent, last - first + 1
-        places = self.segment[:extent].astype(np.int64) - first
-        places[(places < 0) | (places > num_segments)] = num_segments
-        sizes = self.payload_bytes[:extent] + np.float64(PAGE_BYTES)
-        is_read = self.reads[:extent] > 0
-        live, read = (
-            np.bincount(places[chosen], sizes[chosen], num_segments + 1).astype(np.float64)
-            for chosen in (slice(None), is_read)
-        )
-        return live[:num_segments], read[:num_segments]
+        extent = self._table.extent
+        segments = self.segment[:extent]
+        read = np.flatnonzero(self.reads[:extent])
+        sizes = self.payload_bytes[:extent][read] + np.float64(PAGE_BYTES)
+        num_blocks = np.bincount(segments, minlength=last + 1)
+        read_bytes = np.bincount(segments[read], sizes, last + 1)
+        return num_blocks[first : last + 1], read_bytes[first : last + 1].astype(np.int64)
 
     def hashes_of(self, rows: Rows) -> list[BlockHash]:
         """Return the blocks of rows that are in use."""
@@ -149,14 +146,8 @@ class Index:
 
     def live_segments(self) -> set[int]:
         """Return the segments that have blocks."""
-        numbers = self.segment[: self._table.extent]
-        if not numbers.any():
-            return set()
-        first = int(numbers[numbers != NOWHERE].min())
-        # Flags and not a sort, which takes a second for four million rows, under the pool's lock.
-        has_blocks = np.zeros(int(numbers.max()) - first + 2, dtype=bool)
-        has_blocks[np.maximum(numbers, first - 1) - (first - 1)] = True
-        return set((np.flatnonzero(has_blocks[1:]) + first).tolist())
+        counts = np.bincount(self.segment[: self._table.extent])
+        return set(np.flatnonzero(counts).tolist()) - {NOWHERE}
 
     def _grow(self) -> None:
         added = np.zeros(self._table.capacity - len(self.segment), np.uint32)

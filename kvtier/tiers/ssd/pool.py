@@ -71,10 +71,14 @@ class SegmentPool:
         self._instance = os.urandom(16)
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
-        """Return the blocks given up since the last call, also by calls that failed."""
+        """Return the blocks given up since the last call, also by calls that failed.
+
+        One that has been stored anew meanwhile is not among them.
+        """
         with self.lock:
-            evicted, self._evicted = tuple(self._evicted), []
-        return evicted
+            evicted, self._evicted = self._evicted, []
+            rows = self.index.find(evicted).tolist()
+        return tuple(each for each, row in zip(evicted, rows, strict=True) if row < 0)
 
     def open_segment(self, payload_bytes: int, protected: Collection[int]) -> Segment | None:
         """Return a segment with room for a record, or None where none can be had.
@@ -132,7 +136,8 @@ class SegmentPool:
                 for number, segment in self.segments.items()
                 if segment.num_pins == 0 and segment is not self.active and number not in protected
             )
-        number = choose_victim(self.index, candidates, self.segment_bytes)
+            unknown = [number for number in candidates if self.segments[number].is_unknown]
+        number = choose_victim(self.index, candidates, self.segment_bytes, unknown)
         return None if number is None else self.segments[number]
 
     def relieve(self, protected: Collection[int]) -> bool:

@@ -95,7 +95,8 @@ class Reclaimer:
         victim = pool.victim(protected)
         kept = self._worth_keeping(victim, share_bytes) if victim else []
         if victim and kept:
-            self._move(victim, kept, active, deadline_ns)
+            # Half of the time is left for the write itself.
+            self._move(victim, kept, active, (time.monotonic_ns() + deadline_ns) // 2)
             pool.give_up(victim)
 
     def _worth_keeping(self, victim: Segment, most_bytes: int) -> list[_Kept]:

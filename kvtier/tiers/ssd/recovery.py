@@ -57,7 +57,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
         except OSError:
             # It may be readable again some day. Until it is its turn to go, it takes its space.
             size_bytes = path.lstat().st_size
-            pool.adopt(Segment(path, number, size_bytes, tail_bytes=size_bytes))
+            pool.adopt(Segment(path, number, size_bytes, size_bytes, is_unknown=True))
             unreadable.add(number)
             pool.next_number = number + 1
             continue

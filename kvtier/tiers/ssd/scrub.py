@@ -96,7 +96,8 @@ class Scrubber:
         with contextlib.suppress(OSError):  # counted all the while, and tried again next time
             pool.sweep()
         for segment in segments:
-            if segment is not pool.active or segment.tail_bytes > PAGE_BYTES:
+            is_begun = segment is not pool.active or segment.tail_bytes > PAGE_BYTES
+            if is_begun and not segment.is_unknown:
                 pool.retire(segment)
 
     def step(self, max_bytes: int, deadline_ns: int) -> Scrubbed:

@@ -97,6 +97,8 @@ class Segment:
     entries: bytearray = field(default_factory=bytearray)
     """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
     has_footer: bool = False
+    is_unknown: bool = False
+    """It could not be read at the start: the index does not know what is in it."""
     num_faults: int = 0
     """Failed appends since the last that succeeded."""
     num_pins: int = 0
@@ -168,12 +170,12 @@ def _write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> Non
 def mark_records(disk: Disk, segment: Segment, pages: list[int], state: RecordState) -> None:
     """Make it durable that records no longer count, so that recovery does not find them again.
 
-    Marks each record, and strikes its entry. Between the two, a record whose entry is found by a
-    restart is a miss when it is read.
+    Strikes each entry, and then marks its record. The other way round, a restart between the two
+    would find entries of records that do not count, and their blocks could not be stored again.
     """
+    strike(disk, segment, pages)
     disk.hook("record.remove")
     disk.rewrite(segment.path, pages, lambda page: _marked(page, segment.number, state))
-    strike(disk, segment, pages)
 
 
 def strike(disk: Disk, segment: Segment, pages: list[int]) -> None:
@@ -217,6 +219,7 @@ def erase_records(
     ``entries`` are all of the segment, which nobody appends to meanwhile.
     """
     pages = entries["page"][is_meant].tolist()
+    strike(disk, segment, pages)  # first, or a restart could take what is half erased to be there
     disk.zero(segment.path, _free_ranges(segment, entries, is_meant))
     # Only now: whoever finds a head erased takes the payload to be.
     disk.hook("record.erase")

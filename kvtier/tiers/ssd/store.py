@@ -206,6 +206,7 @@ class SsdTier:
             "written_blocks_bytes": written.blocks_bytes,
             "written_moved_bytes": written.moved_bytes,
             "written_metadata_bytes": written.metadata_bytes,
+            "refused_blocks": pool.volume.num_refused,
             "read_only": pool.volume.read_only is not None,
             "quarantined_blocks": self._quarantine.num_blocks,
             "files_dropped_at_start": self._recovered.num_dropped,

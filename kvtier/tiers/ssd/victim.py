@@ -13,7 +13,7 @@ Only a share of a segment can be moved. One that has more worth keeping goes aft
 is hot would be lost with it. It cools down, since counts of reads are halved with each turnover.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -25,19 +25,23 @@ MOVED_SHARE = 0.25
 """Of a segment of 256 MiB a move reads and writes 64 MiB: 0.1 s on a drive that does 1 GB/s."""
 
 
-def choose_victim(index: Index, candidates: Sequence[int], segment_bytes: int) -> int | None:
+def choose_victim(
+    index: Index, candidates: Sequence[int], segment_bytes: int, unknown: Collection[int] = ()
+) -> int | None:
     """Return the segment to reclaim, of ``candidates`` in ascending order; None of none.
 
-    One without a block that counts goes before all others: it costs nothing.
+    One without a block that counts goes before all others: it costs nothing. Of ``unknown`` ones
+    nobody can tell, and they go when it is their turn.
     """
     if not candidates:
         return None
     first, last = candidates[0], candidates[-1]
     numbers = np.array(candidates)
-    live, read = (weights[numbers - first] for weights in index.weigh(first, last))
-    if (live == 0).any():
-        return int(numbers[np.argmax(live == 0)])
-    kept = read / segment_bytes
+    num_blocks, read_bytes = (each[numbers - first] for each in index.weigh(first, last))
+    is_dead = (num_blocks == 0) & ~np.isin(numbers, list(unknown))
+    if is_dead.any():
+        return int(numbers[np.argmax(is_dead)])
+    kept = read_bytes / segment_bytes
     gain = (1 - kept) * (last + 1 - numbers) / (1 + kept)
     if (kept <= MOVED_SHARE).any():
         gain[kept > MOVED_SHARE] = 0
