@@ -13,6 +13,10 @@ MODEL  := .model/smollm2-135m-instruct.gguf
 PIP_ARGS    ?=
 PYTEST_ARGS ?=
 
+# How many things run at once. Tests of one file stay on one worker, and share what they made.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: help
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -45,14 +49,13 @@ demo: setup  ## ask a real model about a document, once per tier
 
 .PHONY: test
 test: setup  ## run every test that takes seconds
-	$(BIN)/python -m pytest -m 'not long' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: setup  ## run every test, those that take minutes too
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 SEEDS ?= 200
-JOBS  ?= 2
 
 .PHONY: sim
 sim: $(READY)  ## run the node under SEEDS seeds (200) on JOBS processes (2)

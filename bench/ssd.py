@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 
 from kvtier.core.identity import EVERYTHING, BlockHeader
+from kvtier.core.limits import TRANSFER_BLOCKS, TRANSFER_BYTES
 from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
@@ -33,21 +34,25 @@ from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, seal_segment
 
-_BATCH = 8
-"""Blocks of one call, as the node makes them."""
 _THREADS = 4
 """Calls in flight when reading; writing has one."""
 
 
+def batch_of(block_bytes: int) -> int:
+    """Return the blocks of one call, as the node makes them."""
+    return max(TRANSFER_BLOCKS, TRANSFER_BYTES // block_bytes)
+
+
 def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> float:
     """Return bytes a second of fio with as many blocks in flight, synced as often."""
-    depth = _BATCH if action == "write" else _BATCH * _THREADS
+    batch = batch_of(block_bytes)
+    depth = batch if action == "write" else batch * _THREADS
     command = ["fio", "--name=limit", f"--directory={directory}", "--filename=limit"]
     command += ["--direct=1", "--ioengine=libaio", f"--iodepth={depth}", f"--bs={block_bytes}"]
     command += [f"--rw={'write' if action == 'write' else 'randread'}", f"--size={total_bytes}"]
     command += ["--output-format=json", "--randrepeat=0"]
     if action == "write":
-        command += [f"--fdatasync={_BATCH}"]
+        command += [f"--fdatasync={batch}"]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     return float(json.loads(ended.stdout)["jobs"][0][action]["bw_bytes"])
 
@@ -56,7 +61,8 @@ class Blocks:
     """Blocks of one size in aligned memory, in batches, and the same memory to read them into."""
 
     def __init__(self, block_bytes: int, total_bytes: int) -> None:
-        count = total_bytes // block_bytes // _BATCH * _BATCH
+        batch = batch_of(block_bytes)
+        count = total_bytes // block_bytes // batch * batch
         self.total_bytes = count * block_bytes
         arena = aligned_memory(self.total_bytes)
         slots = [arena[n * block_bytes : (n + 1) * block_bytes] for n in range(count)]
@@ -64,7 +70,7 @@ class Blocks:
         for slot, block in zip(slots, make_chain(range(count), block_bytes), strict=True):
             slot[:] = block.payload
             blocks.append(BlockWrite(block.header, slot))
-        self.batches = [blocks[start : start + _BATCH] for start in range(0, count, _BATCH)]
+        self.batches = [blocks[start : start + batch] for start in range(0, count, batch)]
 
     def write(self, tier: SsdTier) -> None:
         for batch in self.batches:

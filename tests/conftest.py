@@ -19,6 +19,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seeds: random order {order}, hypothesis {profile or 'derived from each test'}"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with tests that take minutes first, so that no worker is left alone with one."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of our own; yields its URL, with a password."""

@@ -25,7 +25,9 @@ __all__ = [
     "SIZE_KEPT_NS",
     "SLAB_VICTIMS_MAX",
     "STORE_ARENA_SHARE",
+    "TRANSFER_BLOCKS",
     "TRANSFER_BLOCKS_MAX",
+    "TRANSFER_BYTES",
     "VICTIMS_SCANNED_AT_ONCE",
     "VICTIMS_TAKEN_AT_ONCE",
     "WRITE_ARENA_SHARE",
@@ -89,9 +91,16 @@ DEMOTION_BLOCKS_MAX = 16
 DEMOTION_WINDOW_BLOCKS = 256
 """How far demotion looks ahead of eviction: the blocks of a long prompt."""
 
-TRANSFER_BLOCKS_MAX = 8
+TRANSFER_BLOCKS = 8
 """Blocks of one transfer: large enough for few large operations (24 MB at 3 MB a block), small
 enough that the first blocks of a load are handed out while the next are still being read."""
+
+TRANSFER_BYTES = 8 << 20
+"""Of blocks smaller than 1 MiB a transfer takes more, up to this: at 2 MiB a transfer a drive waits
+for us as long as we for it (bench/ssd.py at 256 KiB)."""
+
+TRANSFER_BLOCKS_MAX = 64
+"""Yet no more than these: a block costs some 50 us of our own, however small."""
 
 PROBES_MAX = 256
 """Lookups that wait for a shared tier at once; beyond it they are answered from what is known."""

@@ -17,7 +17,9 @@ from kvtier.core.identity import EVERYTHING, Selection
 from kvtier.core.index import Scope
 from kvtier.core.limits import (
     BANDWIDTH_MIN_BYTES_PER_S,
+    TRANSFER_BLOCKS,
     TRANSFER_BLOCKS_MAX,
+    TRANSFER_BYTES,
     WRITE_ARENA_SHARE,
 )
 from kvtier.core.residency import Residency, TierName
@@ -40,6 +42,8 @@ class SlowTier:
     """Bytes that may wait to be written; each of them is pinned in the arena."""
     min_tokens: int = 0
     """A lookup asks a shared tier only where at least so many are missing."""
+    transfer_bytes: int = TRANSFER_BYTES
+    """What a transfer of small blocks may take together."""
 
 
 @dataclass(slots=True)
@@ -243,7 +247,9 @@ class Transfers:
         return Write(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
     def _next(self, lane: Lane, queue: dict[int, int], now_ns: int) -> tuple[int, ...]:
-        taken = [(row, queue.pop(row)) for row in list(islice(queue, TRANSFER_BLOCKS_MAX))]
+        small = lane.tier.transfer_bytes // self._cache.size_of(next(iter(queue)))
+        count = max(TRANSFER_BLOCKS, min(TRANSFER_BLOCKS_MAX, small))
+        taken = [(row, queue.pop(row)) for row in list(islice(queue, count))]
         source, target = ("cpu", lane.tier.name)
         if queue is lane.reads:
             source, target = target, source

@@ -71,6 +71,7 @@ class Stage:
                 settings.transfer_deadline_ns,
                 settings.queue_bytes_max,
                 settings.min_tokens,
+                transfer_bytes=0,  # blocks here are small, and transfers are to have eight
             )
             for name in self.tiers
         )

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from kvtier.cli.demo.product import Product
 from kvtier.cli.demo.report import Progress
 from kvtier.cli.demo.tour import QUESTIONS, Tour
 from kvtier.core.residency import TierName
-from kvtier.testing.child import Child, await_true, kvtier_command
+from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 from tests.engine.models import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,11 +37,10 @@ def document(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work() -> Iterator[Path]:
     """Where the demo makes its temporary directory; empty again when it has ended."""
-    path = tmp_path / "t"
-    path.mkdir()
-    return path
+    with work_directory() as path:  # short enough for the socket in it
+        yield path
 
 
 def demo(work: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
