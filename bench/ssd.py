@@ -45,14 +45,17 @@ def batch_of(block_bytes: int) -> int:
 
 def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> float:
     """Return bytes a second of fio with as many blocks in flight, synced as often."""
-    batch = batch_of(block_bytes)
-    depth = batch if action == "write" else batch * _THREADS
+    jobs = 1 if action == "write" else _THREADS
     command = ["fio", "--name=limit", f"--directory={directory}", "--filename=limit"]
-    command += ["--direct=1", "--ioengine=libaio", f"--iodepth={depth}", f"--bs={block_bytes}"]
-    command += [f"--rw={'write' if action == 'write' else 'randread'}", f"--size={total_bytes}"]
-    command += ["--output-format=json", "--randrepeat=0"]
+    command += ["--direct=1", "--ioengine=libaio", f"--bs={block_bytes}", f"--rw={action}"]
+    command += [f"--iodepth={batch_of(block_bytes)}", f"--numjobs={jobs}"]
+    command += [f"--size={total_bytes // jobs}", f"--offset_increment={total_bytes // jobs}"]
+    command += ["--output-format=json", "--group_reporting"]
     if action == "write":
-        command += [f"--fdatasync={batch}"]
+        # A batch is durable before the next begins: fio would sync with writes still in flight.
+        batch = batch_of(block_bytes)
+        command += [f"--fdatasync={batch}", "--iodepth_low=1", f"--iodepth_batch_submit={batch}"]
+        command += [f"--iodepth_batch_complete_{end}={batch}" for end in ("min", "max")]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     return float(json.loads(ended.stdout)["jobs"][0][action]["bw_bytes"])
 
