@@ -98,6 +98,10 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             large = compare(client, stub, hashes, options.runs)
             blocks = served.stat()["tiers"]["cpu"]["blocks"]
             figures["large_index"] = {"entries": blocks} | large | memory(daemon)
+            more_mb = figures["large_index"]["daemon_mb"] - figures["small_index"]["daemon_mb"]
+            figures["large_index"]["bytes_an_entry"] = round(more_mb * 1e6 / blocks)
+            figures["large_index"]["lookups_per_s"] = round(1000 / large["lookup_ms"])
+            figures["large_index"]["hashes_per_s"] = round(1000 * options.hashes / large["more_ms"])
             client.close()
             daemon.stop()
     return figures

@@ -1,6 +1,7 @@
 """Fixtures of every suite: a real redis-server, and the seed of the run."""
 
 import contextlib
+import os
 import secrets
 import shutil
 import socket
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import redis
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Engines of several workers, each with a thread a core, would wait for each other's threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

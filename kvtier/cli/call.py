@@ -73,12 +73,15 @@ def _remote(address: str, options: argparse.Namespace) -> Remote:
         return Remote(address, token)
     try:
         with options.ca.open("rb") as file:
-            return Remote(address, token, file.read(_CA_BYTES_MAX))
+            content = file.read(_CA_BYTES_MAX)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise StartError(
             "--ca", f"{options.ca} cannot be read: {reason}", "give a readable PEM file"
         ) from error
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        raise StartError("--ca", f"{options.ca} has no certificate", "give a PEM file of them")
+    return Remote(address, token, content)
 
 
 def ask(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
@@ -109,9 +112,17 @@ def _refusal(target: Target, call: grpc.Call) -> StartError:
     match call.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             problem = f"the daemon at {where} gave no answer"
+        case grpc.StatusCode.UNAVAILABLE if is_remote and "CERTIFICATE_VERIFY_FAILED" in details:
+            return StartError(
+                "--ca",
+                f"the certificate of {where} is not trusted, or not for that name: {details}",
+                "give the certificate it descends from, and a name that stands in it",
+            )
         case grpc.StatusCode.UNAVAILABLE:
-            # Over TCP the certificate may be at fault, and only the details tell.
             problem = f"no daemon answers at {where}" + (f": {details}" if is_remote else "")
+        case grpc.StatusCode.PERMISSION_DENIED if is_remote:
+            why = f"is not the token of the daemon at {where}"
+            return StartError("--token-file", why, "give that of its rpc.token_file")
         case _:
             return StartError(field, f"the daemon at {where} refuses: {details}", "do as it says")
     return StartError(field, problem, "look at its log, or start one with `kvtier serve`")

@@ -50,8 +50,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check a store; exit code 1 where there are faults and they are left."""
+    """Check a store; exit code 1 where there are faults and they are left, or not all was seen."""
     if options.connect is not None:
+        _refuse_for_running(options)
         return fsck_running(socket_of(options), options.timeout, is_json=options.json)
     config = config_of(options)
     purpose = Purpose.REPAIR if options.repair else Purpose.CHECK
@@ -65,7 +66,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(report, config.ssd.capacity_bytes, purpose)))
     left = report.num_left if options.repair else report.num_faults
-    return int(left > 0)
+    return int(left + report.unchecked_records > 0)
+
+
+def _refuse_for_running(options: argparse.Namespace) -> None:
+    """Refuse what a daemon does anyway, or has already."""
+    if options.repair:
+        remedy = "leave it out: a daemon quarantines what it finds damaged"
+        raise StartError("--repair", "is for a store that no daemon has open", remedy)
+    for option, key in (("--key-file", "key:seal.key_file"), ("--directory", "key:ssd.directory")):
+        if getattr(options, key) is not None:
+            raise StartError(option, "is for a store that no daemon has open", "leave it out")
 
 
 def _document(report: Report) -> dict[str, Any]:
@@ -139,7 +150,9 @@ def _lines(report: Report, capacity_bytes: int, purpose: Purpose) -> Iterator[st
     yield from (f"FAULT {name}: {shown_count(count)}" for name, count in faults.items() if count)
     yield from (f"FAILED {line}" for line in report.failed)
     yield from (f"repaired: {name}: {count}" for name, count in report.repaired.items())
-    if not report.num_faults:
+    if report.unchecked_records:
+        yield "not all was verified: give --key-file, or --config with seal.key_file"
+    elif not report.num_faults:
         yield "clean"
-    elif purpose is Purpose.CHECK:
+    if report.num_faults and purpose is Purpose.CHECK:
         yield "nothing was changed; --repair puts right what can be"

@@ -21,7 +21,7 @@ def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
     all the repair there is: they may be stored again at once. Raises StartError where the daemon
     cannot do it.
     """
-    seen = ask(target, lambda stub: _follow(stub, timeout_s))
+    seen, num_quarantined = ask(target, lambda stub: _follow(stub, timeout_s))
     if is_json:
         document = {
             "blocks": seen.blocks,
@@ -29,6 +29,7 @@ def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
             "damaged_blocks": seen.damaged_blocks,
             "expired_blocks": seen.expired_blocks,
             "damaged": list(seen.damaged),
+            "quarantined_since_start": num_quarantined,
         }
         print(json.dumps(document))
         return 0
@@ -41,11 +42,16 @@ def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
             print(f"  {block_hash}")
     else:
         print("no block is damaged")
+    if num_quarantined:
+        print(f"quarantined since the daemon's start: {shown_count(num_quarantined)}")
     return 0
 
 
-def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> pb.FsckReply:
-    """Return the last message, showing the others to a person who waits."""
+def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> tuple[pb.FsckReply, int]:
+    """Return the last message and the blocks quarantined so far, by whomever.
+
+    Shows the other messages to a person who waits.
+    """
     seen = pb.FsckReply()
     shown_s = time.monotonic()
     for seen in stub.Fsck(pb.FsckRequest(), timeout=timeout_s):
@@ -54,4 +60,5 @@ def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> pb.FsckRe
             shown_s = now_s
             line = f"{shown_count(seen.blocks)} of about {shown_count(seen.blocks_in_all)} blocks"
             print(line, file=sys.stderr)
-    return seen
+    status = json.loads(stub.Stat(pb.StatRequest(), timeout=timeout_s).json)
+    return seen, status["tiers"]["ssd"]["detail"]["quarantined_blocks"]

@@ -133,12 +133,13 @@ def _check_ssd(config: Config) -> None:
     wanted = config.ssd.capacity_bytes + config.ssd.free_space_floor_bytes
     if wanted > free:
         fits = max(0, free - config.ssd.free_space_floor_bytes) >> 20
+        cure = f"set it to at most {fits}MiB" if fits else "lower ssd.free_space_floor"
         raise StartError(
             "ssd.capacity",
             f"{format_size(config.ssd.capacity_bytes)} and the floor of "
             f"{format_size(config.ssd.free_space_floor_bytes)} do not fit into the {free >> 20}MiB "
             f"that are free at {directory}",
-            f"set it to at most {fits}MiB, or use another ssd.directory",
+            f"{cure}, or use another ssd.directory",
         )
 
 

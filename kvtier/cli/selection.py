@@ -50,6 +50,8 @@ def selections_of(options: argparse.Namespace, status: Mapping[str, Any]) -> lis
     tenant = _tenant(options)
     spaces = [(bytes.fromhex(each["key_space"]), each["names"]) for each in status["key_spaces"]]
     if options.model is not None:
+        if not options.model:  # as with a tenant; it would be the kind of each that has no kind
+            raise StartError("--model", "is empty", _known(spaces))
         meant = [digest for digest, names in spaces if any(_is(n, options.model) for n in names)]
         if not meant:
             raise StartError("--model", f"no blocks of {options.model!r} here", _known(spaces))
@@ -106,7 +108,11 @@ def _key_space(digits: str, spaces: list[tuple[bytes, list[str]]]) -> bytes:
         return meant[0]
     if len(meant) > 1:
         raise StartError("--key-space", f"{digits!r} begins several", "give more digits")
-    return _digest("--key-space", digits)
+    if len(digits) == 2 * HASH_BYTES:
+        return _digest("--key-space", digits)
+    problem = f"{digits!r} begins none" if len(digits) >= _PREFIX_DIGITS_MIN else "is too short"
+    remedy = f"give {_PREFIX_DIGITS_MIN} digits or more, as `kvtier stat` shows them"
+    raise StartError("--key-space", problem, remedy)
 
 
 def _is(name: str, wanted: str) -> bool:

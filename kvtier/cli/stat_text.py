@@ -106,7 +106,7 @@ def _key_spaces(spaces: list[_Document]) -> Iterator[str]:
         return
     yield "key space engine                             cpu         ssd      remote"
     for space in spaces[:_KEY_SPACES_MAX]:
-        name = space["names"][0] if space["names"] else "?"
+        name = _plain(space["names"][0]) if space["names"] else "?"
         sizes = (shown_bytes(tier["bytes"]) for tier in space["tiers"].values())
         columns = "".join(f"{size:>12}" for size in sizes)
         yield f"{space['key_space'][:8]}  {name[:24]:<24}{columns}"
@@ -118,7 +118,7 @@ def _engines(engines: list[_Document]) -> Iterator[str]:
     yield "engine                          pid  transport    GPU used  loading  storing"
     for engine in engines:
         yield (
-            f"{engine['engine'][:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
+            f"{_plain(engine['engine'])[:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
             f"{shown_bytes(engine['gpu_used_bytes']):>11}{engine['loads']:>9}{engine['stores']:>9}"
         )
     if not engines:
@@ -129,6 +129,11 @@ def _ends(document: _Document) -> Iterator[str]:
     yield f"leases {document['leases']}, pins {document['pins']}"
     if document["background_faults"]:
         yield f"faults in the background: {_counted(document['background_faults'])}"
+
+
+def _plain(name: str) -> str:
+    """Return a name that a client gave itself, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _counted(counts: _Document) -> str:

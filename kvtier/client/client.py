@@ -184,7 +184,7 @@ class Client:
         with self._changed:
             self._link = link
             self._changed.notify_all()
-        _log.info("attached", socket=self._socket_path, session=link.session)
+        _log.info("attached", socket=self._socket_path)
         attendant.start()
         populator.start()
         if not self._is_closing.is_set():
@@ -193,7 +193,7 @@ class Client:
             self._link = None
             is_idle = self._changed.wait_for(lambda: self._num_users == 0, _CLOSE_TIMEOUT_S)
         populator.join()
-        _log.info("detached", session=link.session)
+        _log.info("detached", socket=self._socket_path)
         if is_idle:  # else a copy still uses the arena, which goes with the process at the latest
             link.close()
 

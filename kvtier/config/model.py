@@ -123,6 +123,15 @@ class DaemonConfig(Section):
         default="info", description="The least serious lines that are written to standard error."
     )
 
+    @model_validator(mode="after")
+    def _socket_has_a_name(self) -> Self:
+        # Other sockets and the lock beside it are named after it.
+        if not self.socket.name:
+            raise ConfigError(
+                "daemon.socket", f"{self.socket} is no file", "name one in a directory of its own"
+            )
+        return self
+
 
 class CpuConfig(Section):
     """The CPU tier: the arena that engines map."""

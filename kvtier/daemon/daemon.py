@@ -163,7 +163,7 @@ class Daemon:
             background.every(_HEALTH_PERIOD_S, "health", check)
         background.every(_GAUGES_PERIOD_S, "gauges", status.refresh)
         rate_bytes = self.config.ssd.scrub_rate_bytes
-        if scrubber is not None and rate_bytes:
+        if scrubber is not None:
             step = partial(scrubber.step, int(rate_bytes * _SCRUB_PERIOD_S))
             background.every(_SCRUB_PERIOD_S, "scrub", step)
 

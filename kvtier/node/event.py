@@ -182,7 +182,7 @@ class Lost:
     tier: TierName
     hashes: bytes
     reason: str
-    """``corrupt`` or ``expired``."""
+    """``corrupt``, ``expired`` or ``lost``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvtier.core.eviction import Eviction
 from kvtier.core.identity import HASH_BYTES, split_hashes
 from kvtier.core.index import Scope
 from kvtier.core.layout import KNOWN_LAYOUTS
-from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
+from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.node import event as ev
@@ -185,6 +185,10 @@ class Node:
         size, slab_bytes = slot_bytes(layout.block_bytes), self.cache.slots.slab_bytes
         if size > slab_bytes:
             return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
+        # What an engine alone may hold in stores must have room for one block.
+        least_bytes = int(size / STORE_ARENA_SHARE * (ENGINE_SHARE + 1) / ENGINE_SHARE)
+        if least_bytes > self.cache.slots.capacity_bytes:
+            return f"a block takes {size} bytes; raise cpu.capacity to at least {least_bytes} bytes"
         return ""
 
     def _report(self, event: ev.Report, _now_ns: int) -> list[Action]:

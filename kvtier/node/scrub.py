@@ -47,10 +47,11 @@ class Progress:
     """The first of them, in hexadecimal digits."""
     is_over: bool = False
 
-    def add(self, step: Scrubbed) -> None:
-        """Count a step."""
-        self.num_blocks += step.num_blocks
-        self.num_bytes += step.num_bytes
+    def add(self, step: Scrubbed, *, is_counted: bool) -> None:
+        """Note what a step found, and where it is of the pass that counts, what it saw."""
+        if is_counted:
+            self.num_blocks += step.num_blocks
+            self.num_bytes += step.num_bytes
         self.num_damaged += len(step.damaged)
         self.num_expired += len(step.expired)
         room = _HASHES_SHOWN_MAX - len(self.damaged)
@@ -79,7 +80,7 @@ class Scrubber:
     async def whole_pass(self) -> AsyncGenerator[Progress, None]:
         """Verify everything, reads first; yields after each step. Raises TierError.
 
-        A pass that a second's share has begun is ended first: then all is seen, some of it twice.
+        A pass that a second's share has begun is ended first, and what it sees is not counted.
         """
         async with self._lock:
             progress = Progress()
@@ -97,7 +98,7 @@ class Scrubber:
                         raise
                     continue
                 num_timeouts = 0
-                progress.add(step)
+                progress.add(step, is_counted=num_passes == 1)
                 num_passes -= step.is_pass_over
                 progress.is_over = not num_passes
                 yield progress
@@ -119,7 +120,11 @@ class Scrubber:
         )
         self._is_between_passes = step.is_pass_over
         self._driver.node.metrics.add(SCRUBBED_BYTES, step.num_bytes)
-        for hashes, reason in ((step.damaged, "corrupt"), (step.expired, "expired")):
+        for hashes, reason in (
+            (step.damaged, "corrupt"),
+            (step.expired, "expired"),
+            (step.evicted, "lost"),
+        ):
             if hashes:
                 self._driver.post(ev.Lost(self._tier, b"".join(hashes), reason))
         if step.damaged:

@@ -129,6 +129,8 @@ class Scrubbed:
     """Blocks that failed their check: quarantined, no longer served, free to be stored again."""
     expired: tuple[BlockHash, ...] = ()
     """Blocks forgotten because of their age."""
+    evicted: tuple[BlockHash, ...] = ()
+    """Blocks that went otherwise, and of which no write has told: with files that somebody took."""
     is_pass_over: bool = True
     """The next step begins anew with the first block."""
 
@@ -196,7 +198,8 @@ class Tier(Protocol):
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Verify the next blocks, about ``max_bytes`` of them, and quarantine damaged ones.
 
-        Goes on where the last step ended. A shared tier has nothing to scrub.
+        Goes on where the last step ended; with 0 nothing is verified, only what is due is done, and
+        told. A shared tier has nothing to scrub.
         """
 
     def health(self) -> Health:

@@ -19,7 +19,10 @@ _POPULATE_WRITE = 23
 
 
 class HostArena:
-    """``num_slabs * slab_bytes`` bytes for blocks, and one page for handshakes behind them."""
+    """``num_slabs * slab_bytes`` bytes for blocks, and one page for handshakes behind them.
+
+    Raises StartError where the process may not make it.
+    """
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
@@ -27,7 +30,16 @@ class HostArena:
         self.capacity_bytes = num_slabs * slab_bytes
         self.size_bytes = self.capacity_bytes + PAGE_BYTES
         self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.size_bytes)
+        try:
+            os.ftruncate(self.fd, self.size_bytes)
+        except OSError as error:
+            os.close(self.fd)
+            reason = (error.strerror or str(error)).lower()
+            raise StartError(
+                "cpu.capacity",
+                f"no arena of {self.size_bytes} bytes may be made: {reason}",
+                "raise the limit of a file's size (ulimit -f, LimitFSIZE=), or lower it",
+            ) from error
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._mapping = mmap.mmap(self.fd, self.size_bytes)
         self._view = memoryview(self._mapping)

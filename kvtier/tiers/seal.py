@@ -142,6 +142,7 @@ class KeyRing:
 
 def _read_keys(path: Path) -> _Keys:
     by_id: dict[int, bytes] = {}
+    names: set[str] = set()
     for number, line in secret_lines(read_secret(path, _FIELD)):
         match = _LINE.fullmatch(line)
         where = f"line {number} of {path}"
@@ -149,14 +150,13 @@ def _read_keys(path: Path) -> _Keys:
             raise StartError(
                 _FIELD, f"{where} is no key", "write a name, a space and 64 hexadecimal digits"
             )
-        key_id, key = _key_id(match[1]), bytes.fromhex(match[2])
-        if key_id in by_id:
-            raise StartError(
-                _FIELD, f"{where} has the name of an earlier one, or its id", "give another name"
-            )
-        if key in by_id.values():
-            raise StartError(_FIELD, f"{where} repeats an earlier key", "make a new key")
-        by_id[key_id] = key
+        name, key = match[1], bytes.fromhex(match[2])
+        if name in names:
+            raise StartError(_FIELD, f"{where} has the name of an earlier one", "give another name")
+        if _key_id(key) in by_id:
+            raise StartError(_FIELD, f"{where} repeats an earlier key, or its id", "make a new key")
+        names.add(name)
+        by_id[_key_id(key)] = key
     if not by_id:
         raise StartError(
             _FIELD,
@@ -166,9 +166,13 @@ def _read_keys(path: Path) -> _Keys:
     return _Keys(next(iter(by_id)), by_id)
 
 
-def _key_id(name: str) -> int:
-    """Return what a stamp calls a key: the first 4 bytes of its name's SHA-256, so no secret."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+def _key_id(key: bytes) -> int:
+    """Return what a stamp calls a key: 4 bytes of its SHA-256, from which nobody gets it back.
+
+    Not of its name: a wrong key under a right name would make sound blocks look altered.
+    """
+    digest = hashlib.sha256(b"kvtier.key_id\0" + key).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 class Seal:

@@ -53,7 +53,7 @@ class RedisCluster:
         """Start a node, or start it again."""
         self._children[port] = self._stack.enter_context(self._started(port))
 
-    def ask(self, port: int, *words: str) -> object:
+    def ask(self, port: int, *words: str | int) -> object:
         """Return the reply of one node, or None where it does not answer."""
         once = Retry(NoBackoff(), 0)
         with (
@@ -62,6 +62,12 @@ class RedisCluster:
         ):
             return client.execute_command(*words)
         return None
+
+    def name(self, port: int) -> str:
+        """Return how a node is called in its cluster."""
+        answer = self.ask(port, "CLUSTER MYID")
+        assert isinstance(answer, bytes)
+        return answer.decode()
 
     def primaries(self) -> list[int]:
         """Return the ports of the nodes that hold themselves for primaries."""

@@ -49,6 +49,14 @@ def test_stat_shows_every_tier_in_eighty_columns(node: Served) -> None:
     assert "leases 0, pins 0" in shown.stdout
 
 
+def test_a_name_that_a_client_gave_itself_steers_no_terminal(node: Served) -> None:
+    with PatternEngine(node.socket, name="a\x1b[31mb\nc") as engine:
+        engine.store(9, 1)
+        shown = run(node, "stat").stdout
+    assert "a?[31mb?c" in shown
+    assert shown.replace("\n", "").isprintable()
+
+
 def test_counts_are_whole_numbers(node: Served) -> None:
     document = json.loads(run(node, "stat", "--json").stdout)
 
@@ -84,6 +92,15 @@ def test_without_a_daemon(command: list[str]) -> None:
         assert told.stderr.count("\n") == 1
         assert str(node.socket) in told.stderr
         assert "kvtier serve" in told.stderr
+
+
+def test_a_file_without_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 16)
+    token.chmod(0o600)
+    words = ["stat", "--connect", "h:1", "--token-file", str(token), "--ca", str(token)]
+    assert main(words) == 2
+    assert f"--ca: {token} has no certificate; give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e30", "soon"])

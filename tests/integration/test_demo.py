@@ -19,7 +19,7 @@ from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 from tests.engine.models import save_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXT = "A block is kept where it is cheap, and comes back when that is faster. " * 20
 
@@ -50,7 +50,7 @@ def demo(work: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=380,
+        timeout=880,
     )
 
 

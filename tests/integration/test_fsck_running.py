@@ -86,3 +86,11 @@ def test_without_a_daemon(directory: Path) -> None:
     told = fsck(Served(directory))
     assert told.returncode == 2
     assert "kvtier serve" in told.stderr
+
+
+def test_options_of_a_stopped_store_are_refused(directory: Path) -> None:
+    node = Served(directory, {})
+    for words in (["--repair"], ["--key-file", "/none"], ["--directory", "/none"]):
+        told = fsck(node, *words)
+        assert told.returncode == 2
+        assert told.stderr.startswith(f"kvtier: {words[0]}: is for a store that no daemon has open")

@@ -242,3 +242,35 @@ def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> Non
             tier.probe(soon())
         assert tier.health().state is HealthState.OUT
     tier.close()
+
+
+def test_a_wrong_password_is_told_from_a_cluster_that_is_away(cluster: RedisCluster) -> None:
+    tier = RemoteTier(cluster.url.replace("://", "://:wrong@"), OPTIONS)
+    for _ in range(2):
+        with pytest.raises(TierError, match="it refuses the user or the password, "):
+            tier.probe(soon())
+    tier.close()
+
+
+def test_a_purge_does_not_pass_over_a_slot_that_is_on_its_way(
+    remote: RemoteTier, cluster: RedisCluster
+) -> None:
+    blocks = make_chain(range(30), 100_000)
+    store(remote, *blocks)
+    head = "kvtier:{" + blocks[0].header.block_hash.hex() + "}"
+    slot = key_slot(head.encode())
+    slots = cluster.slots(cluster.ports[0])
+    (owner,) = (port for (first, last), port in slots.items() if first <= slot <= last)
+    other = next(port for port in cluster.primaries() if port != owner)
+    names = {port: cluster.name(port) for port in (owner, other)}
+    cluster.ask(other, "CLUSTER SETSLOT", slot, "IMPORTING", names[owner])
+    cluster.ask(owner, "CLUSTER SETSLOT", slot, "MIGRATING", names[other])
+    try:
+        # The head goes ahead, and its other values stay: there is no telling whose they are.
+        cluster.ask(owner, "MIGRATE", "127.0.0.1", str(other), head, "0", "1000")
+        with pytest.raises(TierError, match="not removed: slots are on their way"):
+            remote.purge(EVERYTHING, soon())
+    finally:
+        for port in (other, owner):
+            cluster.ask(port, "CLUSTER SETSLOT", slot, "STABLE")
+            cluster.ask(port, "FLUSHALL")

@@ -365,3 +365,7 @@ def test_certificates_that_are_not_there_are_refused_at_the_start(tmp_path: Path
     with pytest.raises(StartError) as raised:
         RemoteTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "none.pem"))
     assert raised.value.field == "remote.tls_ca"
+    (tmp_path / "empty.pem").write_text("no certificate")
+    with pytest.raises(StartError, match="has no certificate") as raised:
+        RemoteTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "empty.pem"))
+    assert raised.value.field == "remote.tls_ca"

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,35 @@ def test_a_replica_rejects_and_serves(tier: RemoteTier, client: redis.Redis) -> 
     tier.probe(soon())
     assert tier.health() == Health()
     store(tier, make_block(2))
+
+
+def test_a_removal_that_is_refused_is_not_one_of_nothing(
+    tier: RemoteTier, client: redis.Redis
+) -> None:
+    kept = make_block(1)
+    store(tier, kept)
+    client.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(TierError, match="not removed: read-only: it is a replica"):
+            tier.purge(EVERYTHING, soon())
+        with pytest.raises(TierError, match="not removed: read-only: it is a replica"):
+            tier.remove([kept.header.block_hash], soon())
+    finally:
+        client.replicaof("NO", "ONE")
+    assert tier.purge(EVERYTHING, soon()).num_blocks == 1
+    assert client.dbsize() == 0
+
+
+def test_forged_heads_that_claim_many_values_are_purged(
+    tier: RemoteTier, client: redis.Redis
+) -> None:
+    for number in range(5):
+        forged = make_block(number)
+        header = replace(forged.header, payload_bytes=(1 << 32) - 1)
+        client.set(key_of(forged), header.pack() + bytes(33))
+    store(tier, make_block(9))
+    assert tier.purge(EVERYTHING, soon()).num_blocks == 6
+    assert client.dbsize() == 0
 
 
 def test_goes_on_after_the_server_dropped_the_link(tier: RemoteTier, client: redis.Redis) -> None:

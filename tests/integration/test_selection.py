@@ -95,6 +95,7 @@ def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: Served) ->
         assert spaces["kvtier llama"]["key_space"] == SPACES["kvtier llama"].digest.hex()
         assert spaces["kvtier llama"]["tiers"]["ssd"] == {"blocks": 12, "bytes": 12 * 8192}
         assert spaces["kvtier qwen"]["tiers"]["ssd"] == {"blocks": 6, "bytes": 6 * 4096}
+        assert "is empty" in refusal(node, "--model", "")
         said = refusal(node, "--model", "gpt")
         assert "'gpt'" in said
         assert "'kvtier llama', 'kvtier qwen'" in said
@@ -117,8 +118,9 @@ def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: Served) ->
         (("--tenant", ""), "is empty"),
         (("--tenant-digest", "abc"), "32 hexadecimal digits"),
         (("--tenant-digest", "xy" * 16), "32 hexadecimal digits"),
-        (("--key-space", "abcdef"), "32 hexadecimal digits"),
-        (("--model", ""), "no engine has been here"),
+        (("--key-space", "abcdef"), "begins none"),
+        (("--model", ""), "is empty"),
+        (("--model", "nobody"), "no engine has been here"),
         (("--tenant-key-file", "/nowhere"), "cannot be read"),
     ],
 )

@@ -133,6 +133,12 @@ def test_a_bad_value_is_refused_by_its_key(key, value, problem):
     assert key.partition(".")[2] in error.remedy
 
 
+def test_a_socket_needs_a_name():
+    error = refused(overrides={"daemon.socket": "/"})
+    assert error.field == "daemon.socket"
+    assert "/ is no file" in error.problem
+
+
 @pytest.mark.parametrize(
     ("text", "field", "problem"),
     [

@@ -166,6 +166,12 @@ def test_more_disk_than_there_is(tmp_path):
     assert "ssd.directory" in error.remedy
 
 
+def test_a_floor_that_leaves_no_room(tmp_path):
+    error = refused(configured(tmp_path, ssd__free_space_floor="4000TiB"), machine(tmp_path))
+    assert error.field == "ssd.capacity"
+    assert "lower ssd.free_space_floor" in error.remedy
+
+
 def test_a_model_that_is_not_there(tmp_path):
     config = configured(tmp_path, engine__model=str(tmp_path / "absent.gguf"))
     error = refused(config, machine(tmp_path))

@@ -345,6 +345,7 @@ def test_a_hung_store_keeps_its_slots_while_its_engine_lives():
     [
         ({"key_space": b"short"}, "key_space"),
         ({"payload_bytes": 1 << 20}, "cpu.slab"),
+        ({"payload_bytes": 5 * 4096}, "cpu.capacity to at least 81920 bytes"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_registration(change, says):

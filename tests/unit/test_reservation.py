@@ -1,6 +1,7 @@
 """Memory behind the arena: committed or told, never promised."""
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_all_of_it(arena: HostArena, tmp_path: Path) -> None:
     assert reservation.health() == Health()
     asyncio.run(reservation.step())
     assert reserved == [1, 2, 3, 4], "there is no more to do"
+
+
+def test_an_arena_larger_than_a_file_may_be_is_refused_with_the_limit() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLAB_BYTES, limits[1]))
+    try:
+        with pytest.raises(StartError, match=r"file too large; .*LimitFSIZE") as raised:
+            HostArena(4, SLAB_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.field == "cpu.capacity"
 
 
 def test_where_memory_runs_short_the_tier_stays_smaller_until_there_is_some(

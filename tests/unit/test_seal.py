@@ -276,8 +276,6 @@ def test_a_bad_file_leaves_the_keys_as_they_were(tmp_path: Path, block: Block) -
         (f"a {KEY_A[:-1]}g", "line 1"),
         (f"a {KEY_A}\na {KEY_B}", "line 2 of .* has the name of an earlier one"),
         (f"a {KEY_A}\nb {KEY_A}", "line 2 of .* repeats"),
-        # Two names with one id, found by trying.
-        (f"k153629 {KEY_A}\nk164064 {KEY_B}", "earlier one, or its id"),
     ],
 )
 def test_a_file_that_is_none_is_refused_without_its_keys(

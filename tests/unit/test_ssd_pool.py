@@ -193,6 +193,22 @@ def test_the_floors_of_the_volume_are_left_to_others(
     assert_writable(tier)
 
 
+def test_it_is_read_only_below_a_floor_whether_somebody_writes_or_not(
+    open_tier: Callable[..., SsdTier], volume: Volume
+) -> None:
+    tier = open_tier(inodes_floor=100)
+    volume.free_inodes = 99
+    assert write_one(tier, 1) is WriteOutcome.REJECTED
+    for _ in range(3):
+        volume.now_s += 40
+        tier.probe(soon())
+        assert_read_only(tier, "ssd.free_inodes_floor")
+    volume.free_inodes = 200
+    volume.now_s += 1
+    tier.probe(soon())
+    assert_writable(tier)
+
+
 def test_a_volume_at_its_floor_is_written_to_in_place_of_old_segments(
     open_tier: Callable[..., SsdTier], volume: Volume
 ) -> None:

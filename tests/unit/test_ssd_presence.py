@@ -46,6 +46,18 @@ def test_a_deleted_directory_is_made_again_and_used(ssd: Opener) -> None:
     assert fetch(ssd(), *blocks) == [None] * 15
 
 
+def test_what_was_taken_away_is_told_without_a_write(ssd: Opener) -> None:
+    tier = ssd()
+    blocks = blocks_of(range(15))
+    store(tier, *blocks)
+    shutil.rmtree(ssd.directory)
+    with pytest.raises(TierError):
+        tier.probe(soon())
+    seen = tier.scrub(0, soon())
+    assert (seen.num_blocks, set(seen.evicted)) == (0, {each.header.block_hash for each in blocks})
+    assert tier.scrub(0, soon()).evicted == ()
+
+
 def test_while_it_cannot_be_made_again_the_probe_fails(ssd: Opener) -> None:
     tier = ssd()
     store(tier, *blocks_of(range(3)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,24 @@ def test_files_that_are_no_segments_are_removed_and_others_left_alone(ssd: Opene
     assert sorted(path.name for path in ssd.directory.iterdir()) == ["lock", "notes.txt"]
 
 
+def test_what_has_a_segments_name_and_is_no_file_is_left_alone(ssd: Opener) -> None:
+    ssd().close()
+    pipe = ssd.directory / f"{1:016x}.segment"
+    os.mkfifo(pipe)
+    assert ssd().usage().detail["segments"] == 0, "and opening it holds up nobody"
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_is_there_is_not_removed_by_making_it(ssd: Opener) -> None:
+    tier = ssd()
+    path = ssd.directory / f"{1:016x}.segment"
+    path.write_text("another's")
+    with pytest.raises(TierError):
+        tier.write([make_block(1)], soon())
+    assert path.read_text() == "another's"
+    store(tier, make_block(1))
+
+
 def test_a_file_that_cannot_be_read_is_kept_and_counted_until_it_is_its_turn(ssd: Opener) -> None:
     ssd().close()
     elsewhere = ssd.directory.parent / "elsewhere"
@@ -235,6 +254,7 @@ def test_a_file_that_cannot_be_read_is_kept_and_counted_until_it_is_its_turn(ssd
     tier = ssd()
     assert tier.usage().detail["files_unreadable_at_start"] == 1
     assert link.is_symlink()
+    assert not list(chain.from_iterable(tier.headers())), "and it keeps no daemon from starting"
     for block in blocks_of(range(60)):
         tier.write([block], soon())
     assert not link.is_symlink()

@@ -1,6 +1,7 @@
 """Connector: makes connections to servers of one address, by the library."""
 
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +46,8 @@ class Connector:
     """Makes connections. Called on threads that may hang in a name or a connect."""
 
     def __init__(self, address: Address, timeout_s: float, tls_ca: Path | None) -> None:
-        if address.has_tls and tls_ca is not None and not tls_ca.is_file():
-            raise StartError("remote.tls_ca", f"{tls_ca} is no file", "name a file of certificates")
+        if address.has_tls and tls_ca is not None:
+            _check_authorities(tls_ca)
         self._address = address
         self._timeout_s = timeout_s
         self._tls = {"ssl_ca_certs": str(tls_ca)} if address.has_tls and tls_ca else {}
@@ -104,3 +105,16 @@ class Connector:
             "protocol": 2,
             "driver_info": None,  # saves two round trips, and rights that an ACL must give
         }
+
+
+def _check_authorities(path: Path) -> None:
+    remedy = "name a file of certificates in PEM"
+    if not path.is_file():
+        raise StartError("remote.tls_ca", f"{path} is no file", remedy)
+    try:
+        ssl.create_default_context(cafile=str(path))
+    except ssl.SSLError:
+        raise StartError("remote.tls_ca", f"{path} has no certificate", remedy) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise StartError("remote.tls_ca", f"{path} cannot be read: {reason}", remedy) from None

@@ -127,12 +127,21 @@ class RemoteTier:
         """Unlink the blocks of a selection under the prefix on every primary, also other nodes'.
 
         Walks all keys of the servers with SCAN, a bounded number at a time. Raises TierTimeout at
-        the deadline, and TierError for a server that fails, with what was removed removed.
+        the deadline, and TierError for a server that fails or refuses, once all were asked, with
+        what was removed removed.
         """
         removed = Removed()
+        faults: list[TierError] = []
         for server in self._primaries(deadline_ns):
-            step = purge(server, self._values.prefix, selection, deadline_ns)
-            removed = _sum(removed, step)
+            try:
+                step = purge(server, self._values.prefix, selection, deadline_ns)
+            except TierError as error:
+                faults.append(error)
+            else:
+                removed = _sum(removed, step)
+        if faults:
+            self._topology.report()
+            raise faults[0]
         return removed
 
     def probe(self, deadline_ns: int) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 from redis.client import Redis
 from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
 from redis.sentinel import Sentinel
 
 from kvtier.errors import TierError, TierTimeout
@@ -210,15 +211,31 @@ def _ask_sentinels(address: Address, connector: Connector) -> _Layout:
 def _ask_cluster(places: Iterable[Place], connector: Connector) -> _Layout:
     """Return the primaries and their slots, as the first node that answers knows them."""
     options = connector.client_options(has_login=True)
+    why = "none has any"
     for place in dict.fromkeys(places):
         try:
             with Redis(place.host, place.port, **options) as client:
                 answer = client.execute_command("CLUSTER SLOTS")
             if answer:
                 return _layout_of(parse_cluster_slots(answer, current_host=place.host))
-        except _UNFIT:
-            continue
-    raise TierError("no node of the cluster answers and knows its slots")
+        except _UNFIT as error:
+            why = f"{_reason(error)}, {place}"
+    raise TierError(f"no node of the cluster answers and knows its slots: {why}")
+
+
+def _reason(error: Exception) -> str:
+    """Return why a node did not tell, without the library's words: they may quote what was sent."""
+    match error:
+        case RedisTimeout():
+            return "no answer in time"
+        case AuthenticationError():
+            return "it refuses the user or the password"
+        case NoPermissionError():
+            return "the user may not do what the tier needs"
+        case ResponseError():
+            return "it refuses a command"
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    return str(getattr(cause, "strerror", None) or "it cannot be reached").lower()
 
 
 def _layout_of(answer: Mapping[tuple[int, int], Mapping[str, tuple[str, int]]]) -> _Layout:

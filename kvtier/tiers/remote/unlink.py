@@ -5,11 +5,12 @@ verb; KEYS never. The head goes first: a block that is half removed is not there
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.core.identity import HASH_BYTES, Selection
+from kvtier.errors import TierError
 from kvtier.tiers.base import Removed
-from kvtier.tiers.remote.resp import Command, Reply
+from kvtier.tiers.remote.resp import Command, Refusal, Reply
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.value import HEAD_BYTES, Kept, kept_of
 
@@ -19,21 +20,25 @@ _KEYS_PER_COMMAND = 256
 _KEYS_PER_SCAN = 512
 """A server serves nobody else during a command: these take it far less than a millisecond."""
 
+_KEYS_PER_GROUP = 16_384
+"""Named at once, of several blocks: a few megabytes of memory here."""
+
 
 def unlink(server: Server, heads: Sequence[bytes], deadline_ns: int) -> Removed:
-    """Remove the blocks under these keys, and count those that were there."""
+    """Remove the blocks under these keys, and count those that were there. Raises TierError."""
     return _unlink_kept(server, heads, _kept(server, heads, deadline_ns), deadline_ns)
 
 
 def unlink_keys(server: Server, keys: Sequence[bytes], deadline_ns: int) -> None:
     """Remove values of one block: they share a slot."""
-    server.ask(_unlinks(keys), deadline_ns)
+    _ask(server, _unlinks(keys), deadline_ns)
 
 
 def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int) -> Removed:
     """Remove the blocks of a selection from one server, and parts whose head is gone.
 
-    Raises TierTimeout at the deadline, with what was removed until then removed.
+    Raises TierTimeout at the deadline, and TierError where the server refuses, with what was
+    removed until then removed.
     """
     ours = re.compile(re.escape(prefix) + rb"\{[0-9a-f]{%d}\}(:[0-9]+)?" % (2 * HASH_BYTES))
     glob = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"{*"
@@ -41,7 +46,7 @@ def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int)
     cursor: Reply = b"0"
     while True:
         scan = Command((b"SCAN", _text(cursor), b"MATCH", glob, b"COUNT", b"%d" % _KEYS_PER_SCAN))
-        (page,) = server.ask([scan], deadline_ns)
+        (page,) = _ask(server, [scan], deadline_ns)
         cursor, keys = page if isinstance(page, list) and len(page) == 2 else (b"0", [])
         found = [match for key in _list(keys) if (match := ours.fullmatch(_text(key)))]
         heads = [match[0] for match in found if not match[1]]
@@ -68,22 +73,38 @@ def _kept(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[Kept
     for head in heads:
         commands.append(Command((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))))
         commands.append(Command((b"STRLEN", head)))
-    replies = server.ask(commands, deadline_ns) if commands else []
+    replies = _ask(server, commands, deadline_ns)
     return [kept_of(*pair) for pair in zip(replies[::2], replies[1::2], strict=True)]
 
 
 def _unlink_kept(
     server: Server, heads: Sequence[bytes], kept: Sequence[Kept], deadline_ns: int
 ) -> Removed:
-    if not heads:
-        return Removed()
-    commands = [Command((b"UNLINK", head)) for head in heads]
-    for head, block in zip(heads, kept, strict=True):
-        parts = [b"%s:%d" % (head, part) for part in range(1, block.num_parts)]
-        commands += _unlinks(parts)
-    replies = server.ask(commands, deadline_ns)[: len(heads)]
-    gone = [block for block, reply in zip(kept, replies, strict=True) if reply == 1]
-    return Removed(len(gone), sum(block.num_bytes for block in gone))
+    num_blocks = num_bytes = 0
+    for group in _groups(zip(heads, kept, strict=True)):
+        commands = [Command((b"UNLINK", head)) for head, _ in group]
+        for head, block in group:
+            parts = [b"%s:%d" % (head, part) for part in range(1, block.num_parts)]
+            commands += _unlinks(parts)
+        replies = _ask(server, commands, deadline_ns)[: len(group)]
+        gone = [block for (_, block), reply in zip(group, replies, strict=True) if reply == 1]
+        num_blocks += len(gone)
+        num_bytes += sum(block.num_bytes for block in gone)
+    return Removed(num_blocks, num_bytes)
+
+
+def _groups(blocks: Iterable[tuple[bytes, Kept]]) -> Iterator[list[tuple[bytes, Kept]]]:
+    """Cut blocks by their values: a head that somebody forged may claim thousands of them."""
+    group: list[tuple[bytes, Kept]] = []
+    num_keys = 0
+    for head, block in blocks:
+        group.append((head, block))
+        num_keys += block.num_parts
+        if num_keys >= _KEYS_PER_GROUP:
+            yield group
+            group, num_keys = [], 0
+    if group:
+        yield group
 
 
 def _unlinks(keys: Sequence[bytes]) -> list[Command]:
@@ -96,10 +117,19 @@ def _unlink_orphans(server: Server, parts: Sequence[bytes], deadline_ns: int) ->
     if not parts:
         return
     heads = [Command((b"EXISTS", part.rpartition(b":")[0])) for part in parts]
-    replies = server.ask(heads, deadline_ns)
+    replies = _ask(server, heads, deadline_ns)
     orphans = [part for part, reply in zip(parts, replies, strict=True) if reply == 0]
-    if orphans:
-        server.ask([Command((b"UNLINK", part)) for part in orphans], deadline_ns)
+    _ask(server, [Command((b"UNLINK", part)) for part in orphans], deadline_ns)
+
+
+def _ask(server: Server, commands: Sequence[Command], deadline_ns: int) -> list[Reply]:
+    """Return the replies; a removal that is refused must not pass for one of nothing."""
+    replies = server.ask(commands, deadline_ns) if commands else []
+    for reply in replies:
+        if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
+            why = "slots are on their way to another server" if reply.is_elsewhere else server.limit
+            raise TierError(f"remote: not removed: {why}")
+    return replies
 
 
 def _text(reply: Reply) -> bytes:

@@ -105,6 +105,7 @@ class Appender:
                 may_retry = False
                 continue
             segment.num_faults = 0
+            pool.volume.resume()
             protected.add(segment.number)
             del waiting[: len(run)]
 

@@ -156,6 +156,8 @@ class Disk:
                 self.hook("segment.header")
                 os.pwrite(fd, first_page.ljust(PAGE_BYTES, b"\0"), 0)
                 os.fsync(fd)
+        except FileExistsError:  # somebody else's
+            raise
         except OSError:
             path.unlink(missing_ok=True)
             raise

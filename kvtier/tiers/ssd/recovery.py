@@ -79,7 +79,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
 
 
 def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
-    files = (path for path in directory.iterdir() if not path.is_dir())
+    files = (path for path in directory.iterdir() if path.is_symlink() or path.is_file())
     numbered = ((segment_number(path), path) for path in files)
     return sorted(
         (number, path)

@@ -101,7 +101,7 @@ class Scrubber:
                 pool.retire(segment)
 
     def step(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify the next records: at least one, and none begun past ``max_bytes`` or the deadline.
+        """Verify the next records: one, and those begun within ``max_bytes`` and the deadline.
 
         Raises OSError where the medium fails; the next step goes on behind that record. Raises
         TierTimeout where another step is under way all the time.
@@ -109,7 +109,7 @@ class Scrubber:
         if not self._turn.acquire(timeout=seconds_left(deadline_ns)):
             raise TierTimeout("ssd: another scrub did not end in time")
         try:
-            num_blocks, num_bytes = self._verify(max_bytes, deadline_ns)
+            num_blocks, num_bytes = self._verify(max_bytes, deadline_ns) if max_bytes else (0, 0)
             damaged, self._damaged = tuple(self._damaged), []
             expired, self._expired = tuple(self._expired), []
             is_over = not self._segments

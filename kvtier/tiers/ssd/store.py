@@ -21,6 +21,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,8 @@ class SsdTier:
             self._scrubber.expire()
             self._scrubber.drop_dead()
         with self._faults():
-            return self._scrubber.step(max_bytes, deadline_ns)
+            seen = self._scrubber.step(max_bytes, deadline_ns)
+        return replace(seen, evicted=self._pool.take_evicted())
 
     def health(self) -> Health:
         """Return degraded, with the reason, while nothing is written."""
@@ -245,10 +247,10 @@ class SsdTier:
             self._directory_lock.release()
 
     def _headers_of(self, segment: Segment) -> Headers:
-        """Read the headers of a segment's blocks; empty once the segment has been given up."""
+        """Read the headers of a segment's blocks; none where it was given up, or never readable."""
         pool = self._pool
         with pool.lock:
-            if segment.is_retired:
+            if segment.is_retired or segment.is_unknown:
                 return np.empty(0, PACKED_HEADER)
             segment.num_pins += 1
             packed = bytes(segment.entries)

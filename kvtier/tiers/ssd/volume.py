@@ -64,7 +64,10 @@ class Volume:
         self._looked_s = self._now_s()
 
     def takes_writes(self) -> bool:
-        """Tell whether a write may be tried; looks at the volume once a second while read-only."""
+        """Tell whether a write may be tried; looks at the volume once a second while read-only.
+
+        Below a floor one may be tried with a segment's room, and only its success ends read-only.
+        """
         if self.read_only is None:
             return True
         now_s = self._now_s()
@@ -73,11 +76,12 @@ class Volume:
         self._looked_s = now_s
         # Room for a segment may come from giving one up: all that counts here are the floors.
         reason = self.shortage(0, 0)
-        if reason is not None and not (self._is_writable() and self.may_relieve()):
-            self.read_only = reason
-            return False
+        self.read_only = reason
+        return reason is None or (self._is_writable() and self.may_relieve())
+
+    def resume(self) -> None:
+        """Be no longer read-only: something was written."""
         self.read_only = None
-        return True
 
     def may_relieve(self) -> bool:
         """Tell whether a segment may be given up for space that others took."""
