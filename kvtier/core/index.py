@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # what np.unique imports when first used, perhaps with no file left to open
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
