@@ -156,7 +156,10 @@ def _files_bytes(directory: Path) -> int:
 def _check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
     """Make the directory, by default private to this user, and write a file into it."""
     try:
+        is_new = not directory.exists()
         directory.mkdir(mode=mode, parents=True, exist_ok=True)
+        if is_new:
+            directory.chmod(mode)  # whatever the umask took away
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -175,9 +175,13 @@ def test_a_directory_of_the_daemons_own_is_made_passable(node: Served) -> None:
     node.directory.chmod(0o711)
     node.socket = node.directory / "run" / "k.sock"
     node.settings["daemon.socket"] = str(node.socket)
-    with node.daemon(daemon__allowed_uids=FRIEND) as daemon:
-        assert mode_of(node.socket.parent) == 0o711
-        assert daemon.stop() == 0
+    umask = os.umask(0o077)
+    try:
+        with node.daemon(daemon__allowed_uids=FRIEND) as daemon:
+            assert mode_of(node.socket.parent) == 0o711
+            assert daemon.stop() == 0
+    finally:
+        os.umask(umask)
 
 
 # TCP
