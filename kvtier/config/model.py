@@ -23,10 +23,12 @@ __all__ = [
     "Address",
     "ClientConfig",
     "Config",
+    "CostConfig",
     "CpuConfig",
     "DaemonConfig",
     "EngineConfig",
     "HttpConfig",
+    "PolicyConfig",
     "RemoteConfig",
     "RpcConfig",
     "SealConfig",
@@ -196,6 +198,26 @@ class SsdConfig(Section):
         "batch: none that counts as written, for a sync each. A killed process loses none in "
         "either.",
     )
+    write: Literal["demote", "second_use", "store"] = Field(
+        default="demote",
+        description="When a block is written. demote: when the CPU tier is about to let it go and "
+        "its predicted reuse is in the best share (ssd.gate); second_use: once it is asked for a "
+        "second time; store: at once, whatever it is worth.",
+    )
+    gate: float = Field(
+        default=0.75,
+        ge=0.0,
+        le=1.0,
+        description="With ssd.write demote: share of what leaves the CPU tier that is written. A "
+        "write budget lowers it. 0.75 writes a fifth less than everything and costs hardly a hit.",
+    )
+    flush_after_ns: int = Field(
+        default=300 * _SECOND,
+        ge=0,
+        le=24 * _HOUR,
+        description="With ssd.write demote: what has been in the CPU tier for so long is written "
+        "as well, if the gate takes it, so that a crash does not lose it; 0: never.",
+    )
     write_budget_bytes: int = Field(
         default=0,
         ge=0,
@@ -317,11 +339,77 @@ class RemoteConfig(Section):
         "encrypt: nor can it be read. Both with AES-256-GCM and the first key of seal.key_file. "
         "Set it wherever others can write to the server.",
     )
+    write: Literal["demote", "second_use", "store"] = Field(
+        default="second_use",
+        description="When a block is written; see ssd.write. What was asked for twice here is "
+        "what other nodes will ask for.",
+    )
+    gate: float = Field(
+        default=0.75,
+        ge=0.0,
+        le=1.0,
+        description="With remote.write demote: share of what leaves the CPU tier that is written.",
+    )
     in_flight_bytes: int = Field(
         default=64 * _MIB,
         ge=_MIB,
         description="Bytes that may wait to be written; beyond it offers are throttled, because a "
         "slow server must not fill the node's memory.",
+    )
+
+
+class PolicyConfig(Section):
+    """What is kept, and how deep into a prompt."""
+
+    eviction: Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"] = Field(
+        default="rd-sec",
+        description="Which blocks leave the CPU and the SSD tier first. rd: the least predicted "
+        "reuse for the time they would be held, learned online; rd-sec: times the seconds that a "
+        "hit saves; credit-lru, lru and s3-fifo know only how lately and how often.",
+    )
+    max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default="auto",
+        description="How many leading tokens of a request are kept, rounded down to blocks; 0: "
+        "none. auto: as deep as the tokens of its class of traffic came back so far.",
+    )
+    pin_share: float = Field(
+        default=0.25,
+        ge=0.0,
+        le=0.5,
+        description="Share of the CPU tier that pins, priorities, times to live and requests that "
+        "wait may keep from being evicted, all together; the rest always serves the others.",
+    )
+
+
+class CostConfig(Section):
+    """Whether restoring pays."""
+
+    restore: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="auto: restore as much as ends sooner than computing it, as both were "
+        "measured; always: whatever is there; never: nothing, though blocks are still stored.",
+    )
+    split: bool = Field(
+        default=True,
+        description="Whether the integrated engine may compute the front of a prompt while the "
+        "back is being loaded.",
+    )
+    guard: bool = Field(
+        default=True,
+        description="Whether a tier from which restores lately took longer than computing would "
+        "have is left alone for a while.",
+    )
+    wait_max_ns: int = Field(
+        default=5 * _SECOND,
+        ge=10 * _MS,
+        le=10 * 60 * _SECOND,
+        description="The longest time a request waits for its blocks, whatever was predicted.",
+    )
+    probe: Literal["start", "off"] = Field(
+        default="start",
+        description="Whether each tier is measured when the daemon starts, so that the first "
+        "decisions are sane: a few MiB are written and read. What was measured before is kept "
+        "with the SSD tier.",
     )
 
 
@@ -509,6 +597,8 @@ class Config(Section):
     cpu: CpuConfig = Field(default_factory=CpuConfig)
     ssd: SsdConfig = Field(default_factory=SsdConfig)
     remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    cost: CostConfig = Field(default_factory=CostConfig)
     seal: SealConfig = Field(default_factory=SealConfig)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)

@@ -14,8 +14,20 @@ from itertools import count
 from typing import Protocol
 
 from kvtier.client import Client, LoadedBlock
+from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
-from kvtier.engine.port import Chain, Found, Loaded, LoadEnded, PortEvent, Stored
+from kvtier.core.traits import Traits
+from kvtier.engine.port import (
+    Chain,
+    Found,
+    Loaded,
+    LoadEnded,
+    LoadOrder,
+    PortEvent,
+    Stored,
+    StoreOffer,
+)
 from kvtier.errors import DaemonUnavailable
 
 __all__ = ["DaemonPort", "PoolBytes"]
@@ -57,22 +69,36 @@ class DaemonPort:
         """Have ``wake`` called whenever there is an event."""
         self._wake = wake
 
-    def lookup(self, request_id: str, chain: Chain, first: int) -> None:
+    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+        """Tell nobody yet."""
+
+    def meet(self, request_id: str, num_computed: int) -> None:
+        """Tell nobody yet."""
+
+    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+        """Tell nobody yet."""
+
+    def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
+        """Tell nobody yet."""
+
+    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Queue a lookup."""
+        request_id = traits.request_id
         if not self._client.is_attached:
             self._emit(Found(request_id, (), "daemon_away"))
             return
         self._readers.submit(self._lookup, request_id, chain, first)
 
-    def load(
-        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
-    ) -> None:
+    def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Queue a load."""
+        request_id, chain, first = order.request_id, order.chain, order.first
         with self._lock:
             self._active.add(request_id)
         self._readers.submit(self._load, request_id, chain, first, into)
 
-    def store(self, chain: Chain, first: int, blocks: Sequence[Sequence[int]]) -> int:
+    def store(
+        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+    ) -> int:
         """Queue a store."""
         number = next(self._numbers)
         if self._client.is_attached:

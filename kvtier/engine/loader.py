@@ -11,8 +11,10 @@ Rules
 
 from dataclasses import dataclass
 
+from kvtier.core.cost.sample import EngineLoad
+from kvtier.core.traits import Traits
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import Chain, Found, KVPort, Loaded, LoadEnded
+from kvtier.engine.port import Chain, Found, KVPort, Loaded, LoadEnded, LoadOrder
 from kvtier.engine.request import Decision, DecisionReason
 from kvtier.engine.sequence import Phase, Sequence
 
@@ -81,7 +83,8 @@ class Loader:
         sequence.found = None
         sequence.phase = Phase.LOOKING
         self._lookups[sequence.request_id] = sequence
-        self._port.lookup(sequence.request_id, self._chain(sequence), first)
+        traits = Traits(request_id=sequence.request_id, num_tokens=sequence.num_prompt)
+        self._port.lookup(self._chain(sequence), first, traits, EngineLoad())
         return True
 
     def found(self, event: Found) -> Sequence | None:
@@ -128,7 +131,7 @@ class Loader:
         self._loads[sequence.request_id] = _Load(sequence, first, into, is_whole, reason)
         sequence.found = None
         sequence.phase = Phase.LOADING
-        self._port.load(sequence.request_id, self._chain(sequence), first, into)
+        self._port.load(LoadOrder(sequence.request_id, self._chain(sequence), first), into)
 
     def loaded(self, event: Loaded) -> None:
         """Publish the leading blocks of a load that are in place."""

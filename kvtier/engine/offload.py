@@ -8,7 +8,7 @@ request that hits it offers it again.
 from collections.abc import Iterator
 
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import Chain, KVPort, Stored
+from kvtier.engine.port import Chain, KVPort, Stored, StoreOffer
 from kvtier.engine.sequence import Sequence
 
 __all__ = ["OPEN_STORES_MAX", "Offload"]
@@ -83,4 +83,4 @@ class Offload:
         self._num_held += num_blocks
         hashes = tuple(sequence.port_chain.hashes[:end])
         chain = Chain(sequence.tenant, sequence.port_chain.root, hashes)
-        self._open[self._port.store(chain, first, blocks)] = blocks
+        self._open[self._port.store(chain, first, blocks, StoreOffer())] = blocks

@@ -7,19 +7,35 @@ Contract
   store in exactly one ``Stored``, by the port's own deadlines, whatever happens below.
 * A chain is a prompt in blocks of ``block_tokens`` tokens. Each block is made of
   ``block_tokens / engine_block_tokens`` engine blocks, given as block ids of the engine's pool.
+* A load fills blocks in order: from its first one on, or, ``from_back``, from its last one down,
+  while the engine computes the first ones. ``meet`` then says how far it has got.
 * While a load or a store is open, the port reads or writes the engine blocks named in it. The
   engine keeps them allocated until the ending event, also when the request is cancelled.
-* A load fills leading blocks in order. Blocks beyond the reported ones hold garbage.
+* Blocks beyond the reported ones hold garbage.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
+from kvtier.core.plan import Outcome, Plan
 from kvtier.core.residency import TierName
+from kvtier.core.traits import NO_TRAITS, Traits
 
-__all__ = ["Chain", "Found", "KVPort", "LoadEnded", "Loaded", "NoPort", "PortEvent", "Stored"]
+__all__ = [
+    "Chain",
+    "Found",
+    "KVPort",
+    "LoadEnded",
+    "LoadOrder",
+    "Loaded",
+    "NoPort",
+    "PortEvent",
+    "StoreOffer",
+    "Stored",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,29 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Which blocks a request wants loaded, and how."""
+
+    request_id: str
+    chain: Chain
+    first: int
+    decision: int = 0
+    """Of the plan that led to it, or 0."""
+    from_back: bool = False
+    wait_ns: int = 0
+    """It ends by then with what is there; 0: by the port's own deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOffer:
+    """What is said of blocks that are offered."""
+
+    traits: Traits = NO_TRAITS
+    num_prompt_blocks: int = -1
+    """Blocks of the chain from this one on hold generated tokens; -1: none does."""
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """The answer to a lookup: ``tiers[i]`` would serve block ``first + i``; then comes a miss."""
 
@@ -39,11 +78,15 @@ class Found:
     tiers: tuple[TierName, ...]
     reason: str
     """Why it ends where it ends: ``complete``, ``absent``, ``too_short``, ``daemon_away``, …"""
+    plan: Plan | None = None
+    """How many of them to load, and how; without one, all of them."""
+    max_offload_tokens: int | None = None
+    """What it pays to offer of this request; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Progress of a load: ``num_blocks`` leading blocks of it are now verified and in place."""
+    """Progress of a load: ``num_blocks`` of it, in its order, are now verified and in place."""
 
     request_id: str
     num_blocks: int
@@ -51,12 +94,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """The end of a load: the leading ``len(tiers)`` blocks are in place, from these tiers."""
+    """The end of a load: ``len(tiers)`` blocks, in its order, are in place, from these tiers."""
 
     request_id: str
     tiers: tuple[TierName, ...]
     reason: str
-    """``complete``, or why it fell short: ``late``, ``failed``, ``cancelled``, ``daemon_away``."""
+    """``complete``, or why it fell short: ``late``, ``failed``, ``cancelled``, ``daemon_away``;
+    ``met`` where the engine had computed the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +124,31 @@ class KVPort(Protocol):
     def bind(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, whenever ``poll`` has something to return."""
 
-    def lookup(self, request_id: str, chain: Chain, first: int) -> None:
-        """Ask which blocks of ``chain`` from index ``first`` on could be loaded."""
+    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+        """Say once of each request that it has come; ``first`` blocks the engine has itself."""
 
-    def load(
-        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
-    ) -> None:
-        """Fill engine blocks ``into[i]`` with block ``first + i`` of ``chain``."""
+    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+        """Ask which blocks of ``chain`` from index ``first`` on could and should be loaded.
 
-    def store(self, chain: Chain, first: int, blocks: Sequence[Sequence[int]]) -> int:
+        ``traits.request_id`` names the request.
+        """
+
+    def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
+        """Fill engine blocks ``into[i]`` with block ``order.first + i`` of ``order.chain``."""
+
+    def meet(self, request_id: str, num_computed: int) -> None:
+        """Say that the first ``num_computed`` blocks of a load from the back are not needed."""
+
+    def store(
+        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+    ) -> int:
         """Offer computed blocks; ``blocks[i]`` holds block ``first + i``. Returns a store id."""
+
+    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+        """Say that a request is over, and what came of its plan if it had one."""
+
+    def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
+        """Say what steps took, and what there is to do."""
 
     def cancel(self, request_id: str) -> None:
         """Say that a lookup or load is no longer wanted; its ending event still comes."""
@@ -112,17 +171,29 @@ class NoPort:
     def bind(self, wake: Callable[[], None]) -> None:
         """Need no wake: events are there as soon as they are asked for."""
 
-    def lookup(self, request_id: str, chain: Chain, first: int) -> None:
+    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+        """Have nobody to tell."""
+
+    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Answer at once that nothing is there."""
-        self._events.append(Found(request_id, (), "off"))
+        self._events.append(Found(traits.request_id, (), "off"))
 
-    def load(
-        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
-    ) -> None:
+    def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """End at once with nothing."""
-        self._events.append(LoadEnded(request_id, (), "off"))
+        self._events.append(LoadEnded(order.request_id, (), "off"))
 
-    def store(self, chain: Chain, first: int, blocks: Sequence[Sequence[int]]) -> int:
+    def meet(self, request_id: str, num_computed: int) -> None:
+        """Have no load to shorten."""
+
+    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+        """Have nobody to tell."""
+
+    def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
+        """Have nobody to tell."""
+
+    def store(
+        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+    ) -> int:
         """Take nothing."""
         self._num_stores += 1
         self._events.append(Stored(self._num_stores, 0))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvtier.core.identity import BlockHash, BlockHeader, Selection
+from kvtier.core.plan import Plan
 from kvtier.core.residency import TierName
 from kvtier.core.slots import slot_bytes
 
@@ -21,8 +22,10 @@ __all__ = [
     "Registered",
     "Released",
     "Reply",
+    "Retained",
     "Stored",
     "TransferBlock",
+    "Warmed",
     "Write",
 ]
 
@@ -112,6 +115,10 @@ class Found:
     runs: tuple[tuple[TierName, int], ...]
     """Consecutive blocks that one tier would serve, with how many they are."""
     reason: str
+    plan: Plan | None = None
+    """What to do with them; without one all of them are restored."""
+    max_offload_tokens: int | None = None
+    """What it pays to offer of this request; None: all of it."""
 
     @property
     def num_blocks(self) -> int:
@@ -146,6 +153,23 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Retained:
+    """How many leading blocks are kept, and why not the others."""
+
+    num_blocks: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """How many leading blocks are in the CPU tier or on their way there, and why not the others."""
+
+    num_ready: int
+    num_coming: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """What one tier lost, and what it kept because it was in use until the deadline."""
 
@@ -156,7 +180,18 @@ class Dropped:
     error: str = ""
 
 
-Answer = Refused | Registered | Found | Released | Granted | Stored | tuple[Dropped, ...] | None
+Answer = (
+    Refused
+    | Registered
+    | Found
+    | Released
+    | Granted
+    | Stored
+    | Retained
+    | Warmed
+    | tuple[Dropped, ...]
+    | None
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,24 @@ Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or on
 
 from dataclasses import dataclass, field
 
+from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import EVERYTHING, Headers, Selection
 from kvtier.core.layout import KVLayout
+from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
+from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
 __all__ = [
+    "Announce",
+    "Announced",
     "CompleteStore",
     "Drop",
     "Event",
     "Load",
     "Lookup",
     "Lost",
+    "Pin",
     "PrepareStore",
     "ProbeDone",
     "PurgeDone",
@@ -30,6 +36,7 @@ __all__ = [
     "SlabsReserved",
     "Tick",
     "TierUp",
+    "Warm",
     "WriteDone",
 ]
 
@@ -45,11 +52,41 @@ class Register:
     engine: str
     transport: str
     pid: int
+    flops: ModelFlops = field(default_factory=ModelFlops)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A request that waits for its turn, or that the engine's own tier answers."""
+
+    traits: Traits
+    tenant: bytes
+    hashes: bytes
+    first: int
+    """Blocks before this one the engine has itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Say which requests have come, each once, before it is looked up; and which are over.
+
+    This is where uses are counted. What a request lacks is brought into the CPU tier, and kept
+    there until its turn.
+    """
+
+    call: int
+    session: str
+    requests: tuple[Announced, ...]
+    over: tuple[str, ...] = ()
+    """Ids of requests that ended, or will not be looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Ask which blocks from ``first`` on could be loaded."""
+    """Ask which blocks from ``first`` on could be loaded, and how many of them should be.
+
+    Counts as a use where its request was not announced.
+    """
 
     call: int
     session: str
@@ -57,11 +94,17 @@ class Lookup:
     hashes: bytes
     first: int
     deadline_ns: int
+    traits: Traits = NO_TRAITS
+    load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Lease blocks from ``first`` on in the arena, as many leading ones as can be had."""
+    """Lease blocks from ``first`` on in the arena, as many leading ones as can be had.
+
+    ``from_back``: they are announced from the last one on, while the engine computes the first
+    ones; what it has computed by then it does not wait for.
+    """
 
     call: int
     session: str
@@ -69,6 +112,9 @@ class Load:
     hashes: bytes
     first: int
     deadline_ns: int
+    decision: int = 0
+    """Of the plan that led to this load, or 0."""
+    from_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +139,9 @@ class PrepareStore:
     tenant: bytes
     hashes: bytes
     first: int
+    traits: Traits = NO_TRAITS
+    num_prompt_blocks: int = -1
+    """Blocks from this one on hold generated tokens; -1: none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +166,10 @@ class Report:
     hit_tokens: int
     order: int = 0
     removed: Removed = field(default_factory=Removed)
+    steps: tuple[StepSample, ...] = ()
+    """What the engine's steps took since the last report."""
+    outcomes: tuple[Outcome, ...] = ()
+    load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +187,28 @@ class Drop:
     tiers: tuple[TierName, ...]
     deadline_ns: int
     selection: Selection = EVERYTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep a chain's blocks for a time, or no longer (``ttl_ns`` 0), within the budget for that."""
+
+    call: int
+    key_space: bytes
+    tenant: bytes
+    hashes: bytes
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Bring a chain's blocks into the CPU tier."""
+
+    call: int
+    key_space: bytes
+    tenant: bytes
+    hashes: bytes
+    deadline_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +290,7 @@ class Tick:
 
 Event = (
     Register
+    | Announce
     | Lookup
     | Load
     | Release
@@ -223,6 +299,8 @@ Event = (
     | Report
     | SessionEnded
     | Drop
+    | Pin
+    | Warm
     | ReadDone
     | WriteDone
     | ProbeDone

@@ -11,36 +11,55 @@ Rules
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtier.core.fate import Fate
+from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, TierName
 
 __all__ = [
+    "ACTUAL_SECONDS",
     "ADMISSION_BLOCKS",
+    "ANNOUNCED_REQUESTS",
     "BACKGROUND_FAULTS",
     "DAEMON_METRICS",
+    "DECISIONS",
     "DECODE_TOKENS",
     "DEMOTED_BLOCKS",
     "DROPPED_BLOCKS",
     "ENGINE_METRICS",
     "EVICTED_BLOCKS",
+    "GATE_SHARE",
     "GENERATED_TOKENS",
+    "GUARDED",
     "INTER_TOKEN_SECONDS",
     "LEASES",
     "LOOKUP_BLOCKS",
     "LOOKUP_SECONDS",
+    "LOST_SECONDS",
+    "MISSED_BLOCKS",
     "MISS_BLOCKS",
     "PINS",
+    "POLICY_SECONDS",
     "POOL_BLOCKS",
+    "PREDICTED_SECONDS",
     "PREEMPTIONS",
+    "PREFETCHED_BLOCKS",
     "PREFILL_TOKENS",
+    "PREFILL_TOKENS_PER_SECOND",
     "PROBED_LOOKUPS",
     "PROMPT_TOKENS",
     "QUARANTINED_BLOCKS",
     "READY",
+    "REFUSED_BLOCKS",
     "REFUSED_SAMPLES",
+    "REGRET_SECONDS",
+    "REMEMBERED_BLOCKS",
     "REQUESTS",
     "REQUESTS_LOADING",
     "REQUESTS_RUNNING",
     "REQUESTS_WAITING",
+    "RESTORE_BYTES_PER_SECOND",
+    "RETAINED_BYTES",
+    "SAVED_SECONDS",
     "SCRUBBED_BYTES",
     "SESSIONS",
     "SSD_DIRECT_IO",
@@ -239,6 +258,86 @@ BACKGROUND_FAULTS = Counter(
     "Exceptions in tasks that nobody waits for; each was logged and the task goes on.",
     (("task", ("health", "scrub", "gauges", "reserve")),),
 )
+MISSED_BLOCKS = Counter(
+    "kvtier_missed_blocks_total",
+    "Blocks that were asked for and not served, by what had become of them.",
+    (("fate", tuple(fate.value for fate in Fate)),),
+)
+REFUSED_BLOCKS = Counter(
+    "kvtier_refused_blocks_total",
+    "Offered blocks that a tier did not take, by the rule that refused them.",
+    (_LOWER, ("rule", ("worth", "depth", "budget", "second_use", "full"))),
+)
+DECISIONS = Counter(
+    "kvtier_decisions_total",
+    "Requests for which something could have been restored, by what was decided and why.",
+    (("reason", tuple(reason.value for reason in PlanReason)),),
+)
+PREDICTED_SECONDS = Counter(
+    "kvtier_predicted_seconds_total",
+    "What was predicted of requests whose outcome is known: the restore alone, and the time to the "
+    "first token.",
+    (("of", ("restore", "first_token")),),
+)
+ACTUAL_SECONDS = Counter(
+    "kvtier_actual_seconds_total",
+    "What the same requests took.",
+    (("of", ("restore", "first_token")),),
+)
+SAVED_SECONDS = Counter(
+    "kvtier_saved_seconds_total",
+    "Time to first token that restoring saved against computing, by the tier the blocks came from.",
+    (_LOWER,),
+)
+LOST_SECONDS = Counter(
+    "kvtier_lost_seconds_total",
+    "Time to first token that restoring cost where computing would have been faster.",
+    (_LOWER,),
+)
+REGRET_SECONDS = Counter(
+    "kvtier_regret_seconds_total",
+    "What the better road would have saved, as far as one can tell afterwards, by the road taken.",
+    (("taken", ("restore", "recompute")),),
+)
+GUARDED = Gauge(
+    "kvtier_tier_guarded",
+    "1 while a tier is left alone because restoring from it did not pay.",
+    (_LOWER,),
+)
+RESTORE_BYTES_PER_SECOND = Gauge(
+    "kvtier_restore_bytes_per_second",
+    "Bandwidth that the cost model expects of a route, with one transfer under way.",
+    (_ROUTE,),
+)
+PREFILL_TOKENS_PER_SECOND = Gauge(
+    "kvtier_prefill_tokens_per_second",
+    "Speed of computing a prompt of 4,096 tokens, as the cost model expects it of the model that "
+    "reported last.",
+)
+POLICY_SECONDS = Histogram(
+    "kvtier_policy_seconds",
+    "Time of one decision: what to restore, or what to keep.",
+    buckets=_TRANSFER_BUCKETS,
+)
+REMEMBERED_BLOCKS = Gauge(
+    "kvtier_remembered_blocks", "Blocks whose use is remembered, whether they are here or not."
+)
+RETAINED_BYTES = Gauge(
+    "kvtier_retained_bytes",
+    "Bytes of the CPU tier that are kept for pins, priorities, times to live and announced "
+    "requests.",
+)
+GATE_SHARE = Gauge(
+    "kvtier_gate_share", "Share of what leaves the CPU tier that is written to the SSD now."
+)
+ANNOUNCED_REQUESTS = Counter(
+    "kvtier_announced_requests_total", "Requests that were announced before their turn."
+)
+PREFETCHED_BLOCKS = Counter(
+    "kvtier_prefetched_blocks_total",
+    "Blocks brought into the CPU tier before they were asked for, by what for.",
+    (("reason", ("announced", "warm")),),
+)
 LEASES = Gauge("kvtier_leases", "Leases that clients hold.")
 PINS = Gauge("kvtier_pins", "Blocks protected from eviction; 0 when the node is idle.")
 SESSIONS = Gauge(
@@ -316,6 +415,23 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     SSD_WRITE_BUDGET_BYTES,
     PROBED_LOOKUPS,
     DEMOTED_BLOCKS,
+    MISSED_BLOCKS,
+    REFUSED_BLOCKS,
+    DECISIONS,
+    PREDICTED_SECONDS,
+    ACTUAL_SECONDS,
+    SAVED_SECONDS,
+    LOST_SECONDS,
+    REGRET_SECONDS,
+    GUARDED,
+    RESTORE_BYTES_PER_SECOND,
+    PREFILL_TOKENS_PER_SECOND,
+    POLICY_SECONDS,
+    REMEMBERED_BLOCKS,
+    RETAINED_BYTES,
+    GATE_SHARE,
+    ANNOUNCED_REQUESTS,
+    PREFETCHED_BLOCKS,
     BACKGROUND_FAULTS,
     LEASES,
     PINS,

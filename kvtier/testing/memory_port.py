@@ -12,9 +12,21 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
+from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
-from kvtier.engine.port import Chain, Found, Loaded, LoadEnded, PortEvent, Stored
+from kvtier.core.traits import Traits
+from kvtier.engine.port import (
+    Chain,
+    Found,
+    Loaded,
+    LoadEnded,
+    LoadOrder,
+    PortEvent,
+    Stored,
+    StoreOffer,
+)
 
 __all__ = ["Blocks", "LoadScript", "MemoryPort"]
 
@@ -80,8 +92,21 @@ class MemoryPort:
         """Keep ``wake`` for when a manual operation ends."""
         self._wake = wake
 
-    def lookup(self, request_id: str, chain: Chain, first: int) -> None:
+    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+        """Tell nobody yet."""
+
+    def meet(self, request_id: str, num_computed: int) -> None:
+        """Tell nobody yet."""
+
+    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+        """Tell nobody yet."""
+
+    def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
+        """Tell nobody yet."""
+
+    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Answer with the leading blocks that are kept."""
+        request_id = traits.request_id
         assert request_id not in self.open_lookups, "one lookup at a time for a request"
         assert first < len(chain.hashes), "a lookup asks for something"
         self.num_lookups += 1
@@ -96,10 +121,9 @@ class MemoryPort:
         if not self.is_manual:
             self.finish_lookup(request_id)
 
-    def load(
-        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
-    ) -> None:
+    def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Begin to fill blocks; all of them are garbage from now on."""
+        request_id, chain, first = order.request_id, order.chain, order.first
         assert request_id not in self.open_loads, "one load at a time for a request"
         assert into, "a load asks for something"
         self.open_loads[request_id] = _OpenLoad(chain, first, [list(blocks) for blocks in into])
@@ -107,7 +131,9 @@ class MemoryPort:
         if not self.is_manual:
             self.finish_load(request_id)
 
-    def store(self, chain: Chain, first: int, blocks: Sequence[Sequence[int]]) -> int:
+    def store(
+        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+    ) -> int:
         """Begin to take blocks; their bytes are read when the store finishes."""
         assert len(chain.hashes) == first + len(blocks), "a chain ends with what is offered"
         self._num_stores += 1

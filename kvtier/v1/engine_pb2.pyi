@@ -84,6 +84,7 @@ class RegisterRequest(_message.Message):
     KEY_SPACE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     ticket: _builtins.bytes
     """from the arena socket"""
@@ -94,6 +95,8 @@ class RegisterRequest(_message.Message):
     """for people: a name and a model, no secrets"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def flops(self) -> Global___ModelFlops: ...
     def __init__(
         self,
         *,
@@ -103,14 +106,43 @@ class RegisterRequest(_message.Message):
         key_space: _builtins.bytes = ...,
         layout: Global___Layout | None = ...,
         engine: _builtins.str = ...,
+        flops: Global___ModelFlops | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flops", b"flops", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "key_space", b"key_space", "layout", b"layout", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+
+@_typing.final
+class ModelFlops(_message.Message):
+    """What a model takes, for as long as no step was measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_ATTENDED_FIELD_NUMBER: _builtins.int
+    PER_S_FIELD_NUMBER: _builtins.int
+    per_token: _builtins.float
+    per_attended: _builtins.float
+    per_s: _builtins.float
+    """of the engine's device; 0: unknown"""
+    def __init__(
+        self,
+        *,
+        per_token: _builtins.float = ...,
+        per_attended: _builtins.float = ...,
+        per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["per_attended", b"per_attended", "per_s", b"per_s", "per_token", b"per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFlops: _TypeAlias = ModelFlops  # noqa: Y015
 
 @_typing.final
 class RegisterReply(_message.Message):
@@ -208,6 +240,9 @@ class ReportRequest(_message.Message):
     REMOVED_BLOCKS_FIELD_NUMBER: _builtins.int
     REMOVED_BYTES_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     capacity_bytes: _builtins.int
     used_bytes: _builtins.int
@@ -217,6 +252,14 @@ class ReportRequest(_message.Message):
     removed_blocks: _builtins.int
     removed_bytes: _builtins.int
     hit_tokens: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
+        """since the last report"""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]: ...
+    @_builtins.property
+    def load(self) -> Global___EngineLoad: ...
     def __init__(
         self,
         *,
@@ -228,14 +271,119 @@ class ReportRequest(_message.Message):
         removed_blocks: _builtins.int = ...,
         removed_bytes: _builtins.int = ...,
         hit_tokens: _builtins.int = ...,
+        steps: _abc.Iterable[Global___Step] | None = ...,
+        outcomes: _abc.Iterable[Global___Outcome] | None = ...,
+        load: Global___EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "hit_tokens", b"hit_tokens", "order", b"order", "removed_blocks", b"removed_blocks", "removed_bytes", b"removed_bytes", "session", b"session", "used_bytes", b"used_bytes", "used_tokens", b"used_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "hit_tokens", b"hit_tokens", "load", b"load", "order", b"order", "outcomes", b"outcomes", "removed_blocks", b"removed_blocks", "removed_bytes", b"removed_bytes", "session", b"session", "steps", b"steps", "used_bytes", b"used_bytes", "used_tokens", b"used_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class Step(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTENDED_FIELD_NUMBER: _builtins.int
+    DECODE_PAST_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    prefill_tokens: _builtins.int
+    decode_tokens: _builtins.int
+    attended: _builtins.float
+    """sum over chunks of prompts of new * (past + new / 2)"""
+    decode_past_tokens: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        attended: _builtins.float = ...,
+        decode_past_tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended", b"attended", "decode_past_tokens", b"decode_past_tokens", "decode_tokens", b"decode_tokens", "prefill_tokens", b"prefill_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class Outcome(_message.Message):
+    """What came of a lookup's plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    RESTORE_S_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    decision: _builtins.int
+    restore_s: _builtins.float
+    computed_tokens: _builtins.int
+    compute_s: _builtins.float
+    wait_s: _builtins.float
+    ttft_s: _builtins.float
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """as runs, like a lookup's"""
+
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        decision: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        restore_s: _builtins.float = ...,
+        computed_tokens: _builtins.int = ...,
+        compute_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        ttft_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "computed_tokens", b"computed_tokens", "decision", b"decision", "lengths", b"lengths", "restore_s", b"restore_s", "tiers", b"tiers", "ttft_s", b"ttft_s", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
+@_typing.final
+class EngineLoad(_message.Message):
+    """What an engine has to do before a request that comes now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    waiting_tokens: _builtins.int
+    running: _builtins.int
+    def __init__(
+        self,
+        *,
+        waiting_tokens: _builtins.int = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running", b"running", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class ReportReply(_message.Message):
@@ -277,6 +425,144 @@ class Chain(_message.Message):
 Global___Chain: _TypeAlias = Chain  # noqa: Y015
 
 @_typing.final
+class Traits(_message.Message):
+    """What a client says of a request besides its tokens; what is left out is not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    GAP_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    MAX_OFFLOAD_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LOAD_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    num_tokens: _builtins.int
+    kind: _builtins.str
+    continues: _builtins.float
+    """how likely this chain is asked for again; 0: it is final"""
+    gap_s: _builtins.float
+    """when, about"""
+    priority: _builtins.int
+    ttl_s: _builtins.float
+    max_offload_tokens: _builtins.int
+    max_load_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        continues: _builtins.float | None = ...,
+        gap_s: _builtins.float | None = ...,
+        priority: _builtins.int = ...,
+        ttl_s: _builtins.float | None = ...,
+        max_offload_tokens: _builtins.int | None = ...,
+        max_load_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_continues", b"_continues", "_gap_s", b"_gap_s", "_max_load_tokens", b"_max_load_tokens", "_max_offload_tokens", b"_max_offload_tokens", "_ttl_s", b"_ttl_s", "continues", b"continues", "gap_s", b"gap_s", "max_load_tokens", b"max_load_tokens", "max_offload_tokens", b"max_offload_tokens", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_continues", b"_continues", "_gap_s", b"_gap_s", "_max_load_tokens", b"_max_load_tokens", "_max_offload_tokens", b"_max_offload_tokens", "_ttl_s", b"_ttl_s", "continues", b"continues", "gap_s", b"gap_s", "kind", b"kind", "max_load_tokens", b"max_load_tokens", "max_offload_tokens", b"max_offload_tokens", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__continues: _TypeAlias = _typing.Literal["continues"]  # noqa: Y015
+    _WhichOneofArgType__continues: _TypeAlias = _typing.Literal["_continues", b"_continues"]  # noqa: Y015
+    _WhichOneofReturnType__gap_s: _TypeAlias = _typing.Literal["gap_s"]  # noqa: Y015
+    _WhichOneofArgType__gap_s: _TypeAlias = _typing.Literal["_gap_s", b"_gap_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_load_tokens: _TypeAlias = _typing.Literal["max_load_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_load_tokens: _TypeAlias = _typing.Literal["_max_load_tokens", b"_max_load_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_offload_tokens: _TypeAlias = _typing.Literal["max_offload_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_offload_tokens: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__continues) -> _WhichOneofReturnType__continues | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_s) -> _WhichOneofReturnType__gap_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_load_tokens) -> _WhichOneofReturnType__max_load_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_offload_tokens) -> _WhichOneofReturnType__max_offload_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
+
+Global___Traits: _TypeAlias = Traits  # noqa: Y015
+
+@_typing.final
+class AnnounceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Announced]: ...
+    @_builtins.property
+    def over(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of requests that ended, or will not be looked up"""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        requests: _abc.Iterable[Global___Announced] | None = ...,
+        over: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "requests", b"requests", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
+
+@_typing.final
+class Announced(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAITS_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """blocks before this one the engine has itself"""
+    @_builtins.property
+    def traits(self) -> Global___Traits: ...
+    @_builtins.property
+    def chain(self) -> Global___Chain: ...
+    def __init__(
+        self,
+        *,
+        traits: Global___Traits | None = ...,
+        chain: Global___Chain | None = ...,
+        first: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "traits", b"traits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "first", b"first", "traits", b"traits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Announced: _TypeAlias = Announced  # noqa: Y015
+
+@_typing.final
+class AnnounceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceReply: _TypeAlias = AnnounceReply  # noqa: Y015
+
+@_typing.final
 class LookupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,12 +570,18 @@ class LookupRequest(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TRAITS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     first: _builtins.int
     """blocks before this one are not needed"""
     deadline_ms: _builtins.int
     @_builtins.property
     def chain(self) -> Global___Chain: ...
+    @_builtins.property
+    def traits(self) -> Global___Traits: ...
+    @_builtins.property
+    def load(self) -> Global___EngineLoad: ...
     def __init__(
         self,
         *,
@@ -297,10 +589,12 @@ class LookupRequest(_message.Message):
         chain: Global___Chain | None = ...,
         first: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        traits: Global___Traits | None = ...,
+        load: Global___EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "load", b"load", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "first", b"first", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "first", b"first", "load", b"load", "session", b"session", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,28 +607,90 @@ class LookupReply(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    MAX_OFFLOAD_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """why it ends where it ends"""
+    max_offload_tokens: _builtins.int
+    """what it pays to offer of this request"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
         """Blocks from the first one asked for on, as runs of one tier each."""
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def plan(self) -> Global___Plan: ...
     def __init__(
         self,
         *,
         tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         reason: _builtins.str = ...,
+        plan: Global___Plan | None = ...,
+        max_offload_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens", "max_offload_tokens", b"max_offload_tokens", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens", "lengths", b"lengths", "max_offload_tokens", b"max_offload_tokens", "plan", b"plan", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_offload_tokens: _TypeAlias = _typing.Literal["max_offload_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_offload_tokens: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_offload_tokens) -> _WhichOneofReturnType__max_offload_tokens | None: ...
+
+Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
+
+@_typing.final
+class Plan(_message.Message):
+    """How much of what was found to restore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    RESTORE_MEAN_S_FIELD_NUMBER: _builtins.int
+    RESTORE_P95_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MEAN_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_P95_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_TOTAL_S_FIELD_NUMBER: _builtins.int
+    decision: _builtins.int
+    blocks: _builtins.int
+    reason: _builtins.str
+    split: _builtins.bool
+    """load from the back, and compute from the front meanwhile"""
+    wait_ms: _builtins.int
+    restore_mean_s: _builtins.float
+    restore_p95_s: _builtins.float
+    recompute_mean_s: _builtins.float
+    recompute_p95_s: _builtins.float
+    total_s: _builtins.float
+    recompute_total_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        decision: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        split: _builtins.bool = ...,
+        wait_ms: _builtins.int = ...,
+        restore_mean_s: _builtins.float = ...,
+        restore_p95_s: _builtins.float = ...,
+        recompute_mean_s: _builtins.float = ...,
+        recompute_p95_s: _builtins.float = ...,
+        total_s: _builtins.float = ...,
+        recompute_total_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decision", b"decision", "reason", b"reason", "recompute_mean_s", b"recompute_mean_s", "recompute_p95_s", b"recompute_p95_s", "recompute_total_s", b"recompute_total_s", "restore_mean_s", b"restore_mean_s", "restore_p95_s", b"restore_p95_s", "split", b"split", "total_s", b"total_s", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
+Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class LoadRequest(_message.Message):
@@ -344,9 +700,15 @@ class LoadRequest(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    FROM_BACK_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     first: _builtins.int
     deadline_ms: _builtins.int
+    decision: _builtins.int
+    """of the plan that led to it, or 0"""
+    from_back: _builtins.bool
+    """announce blocks from the last one on"""
     @_builtins.property
     def chain(self) -> Global___Chain: ...
     def __init__(
@@ -356,10 +718,12 @@ class LoadRequest(_message.Message):
         chain: Global___Chain | None = ...,
         first: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        decision: _builtins.int = ...,
+        from_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "first", b"first", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "decision", b"decision", "first", b"first", "from_back", b"from_back", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -461,23 +825,33 @@ class PrepareStoreRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    TRAITS_FIELD_NUMBER: _builtins.int
+    PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     first: _builtins.int
     """blocks from this one on are offered"""
+    prompt_blocks: _builtins.int
+    """those from this one on hold generated tokens"""
     @_builtins.property
     def chain(self) -> Global___Chain: ...
+    @_builtins.property
+    def traits(self) -> Global___Traits: ...
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         chain: Global___Chain | None = ...,
         first: _builtins.int = ...,
+        traits: Global___Traits | None = ...,
+        prompt_blocks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_blocks", b"_prompt_blocks", "chain", b"chain", "prompt_blocks", b"prompt_blocks", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "first", b"first", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_blocks", b"_prompt_blocks", "chain", b"chain", "first", b"first", "prompt_blocks", b"prompt_blocks", "session", b"session", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_blocks: _TypeAlias = _typing.Literal["prompt_blocks"]  # noqa: Y015
+    _WhichOneofArgType__prompt_blocks: _TypeAlias = _typing.Literal["_prompt_blocks", b"_prompt_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_blocks) -> _WhichOneofReturnType__prompt_blocks | None: ...
 
 Global___PrepareStoreRequest: _TypeAlias = PrepareStoreRequest  # noqa: Y015
 

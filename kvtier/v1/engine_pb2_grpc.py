@@ -49,6 +49,11 @@ class EngineStub:
                 request_serializer=kvtier_dot_v1_dot_engine__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_engine__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/kvtier.v1.Engine/Announce',
+                request_serializer=kvtier_dot_v1_dot_engine__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_engine__pb2.AnnounceReply.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvtier.v1.Engine/Lookup',
                 request_serializer=kvtier_dot_v1_dot_engine__pb2.LookupRequest.SerializeToString,
@@ -100,8 +105,15 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Announce(self, request, context):
+        """Say which requests have come, and which are over; each once, also those that need nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Lookup(self, request, context):
-        """Tell which leading blocks could be loaded; changes nothing.
+        """Tell which leading blocks could be loaded, and how many of them should be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +165,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvtier_dot_v1_dot_engine__pb2.ReportRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_engine__pb2.ReportReply.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.AnnounceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_engine__pb2.AnnounceReply.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -261,6 +278,33 @@ class Engine:
             '/kvtier.v1.Engine/Report',
             kvtier_dot_v1_dot_engine__pb2.ReportRequest.SerializeToString,
             kvtier_dot_v1_dot_engine__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Engine/Announce',
+            kvtier_dot_v1_dot_engine__pb2.AnnounceRequest.SerializeToString,
+            kvtier_dot_v1_dot_engine__pb2.AnnounceReply.FromString,
             options,
             channel_credentials,
             insecure,

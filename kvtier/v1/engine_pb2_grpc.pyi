@@ -37,8 +37,10 @@ class EngineStub:
     """Receive orders for as long as the session lives."""
     Report: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReportRequest, _engine_pb2.ReportReply]
     """Say what the engine's own tier holds, and answer an order."""
+    Announce: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AnnounceRequest, _engine_pb2.AnnounceReply]
+    """Say which requests have come, and which are over; each once, also those that need nothing."""
     Lookup: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LookupRequest, _engine_pb2.LookupReply]
-    """Tell which leading blocks could be loaded; changes nothing."""
+    """Tell which leading blocks could be loaded, and how many of them should be."""
     Load: _grpc.UnaryStreamMultiCallable[_engine_pb2.LoadRequest, _engine_pb2.LoadReply]
     """Lease leading blocks in the arena, each announced as soon as it is verified and in place.
     Ending the call early ends the lease.
@@ -59,8 +61,10 @@ class EngineAsyncStub(EngineStub):
     """Receive orders for as long as the session lives."""
     Report: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReportRequest, _engine_pb2.ReportReply]  # type: ignore[assignment]
     """Say what the engine's own tier holds, and answer an order."""
+    Announce: _aio.UnaryUnaryMultiCallable[_engine_pb2.AnnounceRequest, _engine_pb2.AnnounceReply]  # type: ignore[assignment]
+    """Say which requests have come, and which are over; each once, also those that need nothing."""
     Lookup: _aio.UnaryUnaryMultiCallable[_engine_pb2.LookupRequest, _engine_pb2.LookupReply]  # type: ignore[assignment]
-    """Tell which leading blocks could be loaded; changes nothing."""
+    """Tell which leading blocks could be loaded, and how many of them should be."""
     Load: _aio.UnaryStreamMultiCallable[_engine_pb2.LoadRequest, _engine_pb2.LoadReply]  # type: ignore[assignment]
     """Lease leading blocks in the arena, each announced as soon as it is verified and in place.
     Ending the call early ends the lease.
@@ -98,12 +102,20 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         """Say what the engine's own tier holds, and answer an order."""
 
     @_abc_1.abstractmethod
+    def Announce(
+        self,
+        request: _engine_pb2.AnnounceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.AnnounceReply, _abc.Awaitable[_engine_pb2.AnnounceReply]]:
+        """Say which requests have come, and which are over; each once, also those that need nothing."""
+
+    @_abc_1.abstractmethod
     def Lookup(
         self,
         request: _engine_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.LookupReply, _abc.Awaitable[_engine_pb2.LookupReply]]:
-        """Tell which leading blocks could be loaded; changes nothing."""
+        """Tell which leading blocks could be loaded, and how many of them should be."""
 
     @_abc_1.abstractmethod
     def Load(

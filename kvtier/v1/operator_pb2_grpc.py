@@ -54,6 +54,26 @@ class OperatorStub:
                 request_serializer=kvtier_dot_v1_dot_operator__pb2.FsckRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_operator__pb2.FsckReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.Operator/Explain',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvtier.v1.Operator/Pin',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/kvtier.v1.Operator/Warm',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.WarmRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.WarmReply.FromString,
+                _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/kvtier.v1.Operator/Probe',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.ProbeReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -85,6 +105,34 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Say what is cached of a chain or a request, what was decided about it, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keep a chain's blocks for a time, or no longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Bring a chain's blocks into the CPU tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Measure what transfers of each tier take, now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +155,26 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Fsck,
                     request_deserializer=kvtier_dot_v1_dot_operator__pb2.FsckRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_operator__pb2.FsckReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.ExplainReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.PinRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.PinReply.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.WarmRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.WarmReply.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.ProbeRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +285,114 @@ class Operator:
             '/kvtier.v1.Operator/Fsck',
             kvtier_dot_v1_dot_operator__pb2.FsckRequest.SerializeToString,
             kvtier_dot_v1_dot_operator__pb2.FsckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Explain',
+            kvtier_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Pin',
+            kvtier_dot_v1_dot_operator__pb2.PinRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Warm',
+            kvtier_dot_v1_dot_operator__pb2.WarmRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.WarmReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Probe',
+            kvtier_dot_v1_dot_operator__pb2.ProbeRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,14 @@ class OperatorStub:
     """Empty tiers, after what is being written to them has come to rest."""
     Fsck: _grpc.UnaryStreamMultiCallable[_operator_pb2.FsckRequest, _operator_pb2.FsckReply]
     """Verify every block of the SSD tier now, and quarantine those that are damaged."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExplainRequest, _operator_pb2.ExplainReply]
+    """Say what is cached of a chain or a request, what was decided about it, and why."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_operator_pb2.PinRequest, _operator_pb2.PinReply]
+    """Keep a chain's blocks for a time, or no longer."""
+    Warm: _grpc.UnaryUnaryMultiCallable[_operator_pb2.WarmRequest, _operator_pb2.WarmReply]
+    """Bring a chain's blocks into the CPU tier."""
+    Probe: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ProbeRequest, _operator_pb2.ProbeReply]
+    """Measure what transfers of each tier take, now."""
 
 @_typing.type_check_only
 class OperatorAsyncStub(OperatorStub):
@@ -47,6 +55,14 @@ class OperatorAsyncStub(OperatorStub):
     """Empty tiers, after what is being written to them has come to rest."""
     Fsck: _aio.UnaryStreamMultiCallable[_operator_pb2.FsckRequest, _operator_pb2.FsckReply]  # type: ignore[assignment]
     """Verify every block of the SSD tier now, and quarantine those that are damaged."""
+    Explain: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExplainRequest, _operator_pb2.ExplainReply]  # type: ignore[assignment]
+    """Say what is cached of a chain or a request, what was decided about it, and why."""
+    Pin: _aio.UnaryUnaryMultiCallable[_operator_pb2.PinRequest, _operator_pb2.PinReply]  # type: ignore[assignment]
+    """Keep a chain's blocks for a time, or no longer."""
+    Warm: _aio.UnaryUnaryMultiCallable[_operator_pb2.WarmRequest, _operator_pb2.WarmReply]  # type: ignore[assignment]
+    """Bring a chain's blocks into the CPU tier."""
+    Probe: _aio.UnaryUnaryMultiCallable[_operator_pb2.ProbeRequest, _operator_pb2.ProbeReply]  # type: ignore[assignment]
+    """Measure what transfers of each tier take, now."""
 
 class OperatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +94,37 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_operator_pb2.FsckReply], _abc.AsyncIterator[_operator_pb2.FsckReply]]:
         """Verify every block of the SSD tier now, and quarantine those that are damaged."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _operator_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ExplainReply, _abc.Awaitable[_operator_pb2.ExplainReply]]:
+        """Say what is cached of a chain or a request, what was decided about it, and why."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _operator_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.PinReply, _abc.Awaitable[_operator_pb2.PinReply]]:
+        """Keep a chain's blocks for a time, or no longer."""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _operator_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.WarmReply, _abc.Awaitable[_operator_pb2.WarmReply]]:
+        """Bring a chain's blocks into the CPU tier."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _operator_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ProbeReply, _abc.Awaitable[_operator_pb2.ProbeReply]]:
+        """Measure what transfers of each tier take, now."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

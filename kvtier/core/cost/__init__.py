@@ -1,0 +1,1 @@
+"""What moving and what computing takes, fitted to what it took."""
