@@ -101,6 +101,10 @@ docs: $(READY)  ## write the documents that come from code
 bench: setup  ## measure, each figure beside the machine's own limit
 	@for bench in bench/*.py; do echo "== $$bench"; $(BIN)/python "$$bench"; done
 
+.PHONY: bench-policy
+bench-policy: $(READY)  ## measure what policies keep of the traces in KVTIER_TRACES
+	$(BIN)/python bench/policy.py --jobs $(JOBS)
+
 .PHONY: wheel
 wheel: $(READY)  ## build the wheel and install it clean, without torch
 	@rm -rf build/wheel build/clean && mkdir -p build

@@ -61,8 +61,8 @@ def compare(
 
 
 def found(client: Client, hashes: list[BlockHash]) -> None:
-    tiers, reason = client.lookup(NO_TENANT, hashes, 0)
-    assert len(tiers) == len(hashes), reason
+    answer = client.lookup(NO_TENANT, hashes, 0)
+    assert len(answer.tiers) == len(hashes), answer.reason
 
 
 def memory(daemon: Child) -> dict[str, float]:

@@ -11,10 +11,12 @@ whose fault it is:
     │   └── TierFull            no room, although the tier tried to make some
     ├── RegistrationRefused     the client's: the daemon will not serve this layout or identity
     └── DaemonUnavailable       nobody's: no daemon, or another one
-        └── DaemonSlow          there is one, and it is too slow to wait for
+        ├── DaemonSlow          there is one, and it is too slow to wait for
+        └── CallRefused         it does not take this very call
 """
 
 __all__ = [
+    "CallRefused",
     "ConfigError",
     "DaemonSlow",
     "DaemonUnavailable",
@@ -67,3 +69,7 @@ class DaemonUnavailable(KvtierError):
 
 class DaemonSlow(DaemonUnavailable):
     """The daemon did not answer, or let go of a lease, before the engine was done."""
+
+
+class CallRefused(DaemonUnavailable):
+    """The daemon does not take a call, and says which part of it is wrong; others go on."""

@@ -31,6 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+@pytest.fixture(autouse=True)
+def umask_of_its_own() -> Iterator[None]:
+    """A daemon that a test runs in its own process sets the umask, and leaves it behind."""
+    before = os.umask(0o077)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of our own; yields its URL, with a password."""

@@ -17,6 +17,7 @@ from kvtier.lock import hold_lock
 from kvtier.observe.log import Log, start_log
 
 if TYPE_CHECKING:
+    from kvtier.api.http.chain import ChainIdentity
     from kvtier.api.http.tenant import Tenants
     from kvtier.engine.engine import Engine
     from kvtier.engine.model import LoadedModel
@@ -115,7 +116,12 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     )
     meter = EngineMeter(CollectorRegistry())
     app = create_app(
-        runner, served, registry=meter.metrics.registry, observer=meter, tenants=tenants
+        runner,
+        served,
+        registry=meter.metrics.registry,
+        observer=meter,
+        tenants=tenants,
+        identity=_identity(loaded, settings),
     )
     listen = config.engine.listen
     with serve(
@@ -149,6 +155,15 @@ def _tenants(config: Config) -> "Tenants":
     return Tenants(is_from_key, read_api_keys(keys_file) if keys_file else None)
 
 
+def _identity(loaded: "LoadedModel", settings: "EngineSettings") -> "ChainIdentity":
+    from kvtier.api.http.chain import ChainIdentity
+    from kvtier.engine.engine import block_layout
+    from kvtier.engine.fingerprint import key_space
+
+    space = key_space(loaded, block_layout(loaded, settings))
+    return ChainIdentity(space.digest, settings.block_tokens)
+
+
 def _no_port(settings: "EngineSettings") -> Any:
     from kvtier.engine.port import NoPort
 
@@ -165,6 +180,7 @@ class _Attached:
         from kvtier.connectors.integrated import DaemonPort
         from kvtier.engine.engine import block_layout
         from kvtier.engine.fingerprint import key_space
+        from kvtier.engine.flops import model_flops
 
         self._block_tokens = settings.engine_block_tokens
         self._runner: EngineRunner | None = None
@@ -181,6 +197,8 @@ class _Attached:
             ),
             drop=self._drop,
             own_tier=self._own_tier,
+            flops=model_flops(loaded),
+            can_split=True,
         )
         self.port = DaemonPort(
             self.client,

@@ -5,12 +5,25 @@ import sys
 from collections.abc import Sequence
 
 from kvtier import __version__
-from kvtier.cli import demo, drop, engine, fsck, serve, stat
+from kvtier.cli import (
+    demo,
+    drop,
+    engine,
+    explain,
+    fsck,
+    pin,
+    plan,
+    probe,
+    replay,
+    serve,
+    stat,
+    warm,
+)
 from kvtier.errors import KvtierError, StartError
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, engine, stat, drop, fsck, demo)
+_COMMANDS = (serve, engine, stat, explain, pin, warm, drop, replay, plan, probe, fsck, demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

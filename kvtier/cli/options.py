@@ -5,9 +5,10 @@ import math
 from pathlib import Path
 
 from kvtier.config import Config, load_config
+from kvtier.core.limits import GAP_MAX_S
 from kvtier.errors import ConfigError
 
-__all__ = ["add_config_options", "config_of", "seconds"]
+__all__ = ["add_config_options", "config_of", "seconds", "whole_seconds"]
 
 _SECONDS_MAX = 86_400.0
 """A day: more is a mistake in the unit."""
@@ -22,6 +23,14 @@ def seconds(text: str) -> float:
     if not 0 < value <= _SECONDS_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to a day")
     return value
+
+
+def whole_seconds(text: str) -> int:
+    """Read an option that is a time to live, 0 being none; argparse refuses what raises."""
+    if not text.isascii() or not text.isdecimal() or int(text) > GAP_MAX_S:
+        days = GAP_MAX_S // 86_400
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to {days} days")
+    return int(text)
 
 
 def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:

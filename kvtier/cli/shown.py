@@ -21,4 +21,4 @@ def shown_seconds(seconds: float) -> str:
     """Return a time in the unit that leaves three digits."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -1,14 +1,20 @@
 """The status document as text for a terminal: 80 columns, no colour."""
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds
+from kvtier.cli.stat_worth import (
+    cost_lines,
+    counted,
+    plain,
+    policy_lines,
+    worth_lines,
+    wrapped,
+)
 
 __all__ = ["stat_text"]
 
-_COLUMNS = 80
 _KEY_SPACES_MAX = 10
 
 _Document = Mapping[str, Any]
@@ -19,10 +25,12 @@ def stat_text(document: _Document) -> str:
     """Return the whole document, or the parts of it that an operator looks at first."""
     who = f"kvtier {document['version']}, pid {document['pid']}, boot {document['boot']}"
     parts = [
-        [f"{who}, up {document['uptime_s']:.0f} s"],
+        [f"{who}, up {document['uptime_s']:.0f} s", *worth_lines(document["worth"])],
         [*_tiers(document), *_reasons(document["tiers"]), *_ssd(document["tiers"]["ssd"])],
         [*_misses(document)],
         [*_transfers(document["transfers"])],
+        [*policy_lines(document["policy"], document["worth"])],
+        [*cost_lines(document["cost"])],
         [*_key_spaces(document["key_spaces"])],
         [*_engines(document["engines"])],
         [*_ends(document)],
@@ -47,7 +55,7 @@ def _tiers(document: _Document) -> Iterator[str]:
 def _reasons(tiers: _Document) -> Iterator[str]:
     for name, tier in tiers.items():
         if tier["reason"]:
-            yield from _wrapped(f"{name} is {tier['state']}: {tier['reason']}")
+            yield from wrapped(f"{name} is {tier['state']}: {tier['reason']}")
         if tier.get("hung_calls"):
             yield f"{name}: {tier['hung_calls']} calls hang"
 
@@ -67,7 +75,7 @@ def _ssd(tier: _Document) -> Iterator[str]:
         line += f": amplification {(blocks + moved + other) / blocks:.2f}"
     if "write_budget_bytes" in detail:
         line += f"; {shown_bytes(detail['write_budget_bytes'])} may be written now"
-    yield from _wrapped(line)
+    yield from wrapped(line)
     if detail.get("quarantined_blocks"):
         count = shown_count(detail["quarantined_blocks"])
         yield f"ssd found {count} damaged blocks since its start"
@@ -84,11 +92,11 @@ def _misses(document: _Document) -> Iterator[str]:
     line = f"blocks found nowhere  {shown_count(document['lookup_blocks']['miss'])}"
     probed = document["probed_lookups"]
     if probed:
-        line += f" (lookups at the remote tier: {_counted(probed)})"
-    yield from _wrapped(line)
+        line += f" (lookups at the remote tier: {counted(probed)})"
+    yield from wrapped(line)
     for tier, reasons in document["miss_reasons"].items():
         if reasons:
-            yield from _wrapped(f"not served by {tier}: {_counted(reasons)}")
+            yield from wrapped(f"not served by {tier}: {counted(reasons)}")
 
 
 def _transfers(transfers: _Document) -> Iterator[str]:
@@ -106,7 +114,7 @@ def _key_spaces(spaces: list[_Document]) -> Iterator[str]:
         return
     yield "key space engine                             cpu         ssd      remote"
     for space in spaces[:_KEY_SPACES_MAX]:
-        name = _plain(space["names"][0]) if space["names"] else "?"
+        name = plain(space["names"][0]) if space["names"] else "?"
         sizes = (shown_bytes(tier["bytes"]) for tier in space["tiers"].values())
         columns = "".join(f"{size:>12}" for size in sizes)
         yield f"{space['key_space'][:8]}  {name[:24]:<24}{columns}"
@@ -118,7 +126,7 @@ def _engines(engines: list[_Document]) -> Iterator[str]:
     yield "engine                          pid  transport    GPU used  loading  storing"
     for engine in engines:
         yield (
-            f"{_plain(engine['engine'])[:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
+            f"{plain(engine['engine'])[:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
             f"{shown_bytes(engine['gpu_used_bytes']):>11}{engine['loads']:>9}{engine['stores']:>9}"
         )
     if not engines:
@@ -128,17 +136,4 @@ def _engines(engines: list[_Document]) -> Iterator[str]:
 def _ends(document: _Document) -> Iterator[str]:
     yield f"leases {document['leases']}, pins {document['pins']}"
     if document["background_faults"]:
-        yield f"faults in the background: {_counted(document['background_faults'])}"
-
-
-def _plain(name: str) -> str:
-    """Return a name that a client gave itself, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
-def _counted(counts: _Document) -> str:
-    return ", ".join(f"{name} {shown_count(count)}" for name, count in counts.items())
-
-
-def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, _COLUMNS, subsequent_indent="  ")
+        yield f"faults in the background: {counted(document['background_faults'])}"

@@ -1,6 +1,7 @@
 """What any engine links: find the daemon, look blocks up, load and store them; fails open."""
 
 from kvtier.client.client import Client, ClientDeadlines
-from kvtier.client.link import LoadedBlock
+from kvtier.client.link import Found, LoadedBlock, OwnTier
+from kvtier.client.outbox import Announcement
 
-__all__ = ["Client", "ClientDeadlines", "LoadedBlock"]
+__all__ = ["Announcement", "Client", "ClientDeadlines", "Found", "LoadedBlock", "OwnTier"]

@@ -4,23 +4,46 @@ A keeper thread makes the link, attends to the daemon's orders, and makes the ne
 one breaks: because the daemon ended, was replaced, or asked to register again. While there is no
 link, or the daemon was too slow a moment ago, every call raises ``DaemonUnavailable`` at once, and
 the engine recomputes. A daemon that starts later, or again, is joined without anybody's doing.
+
+For whoever writes a connector
+------------------------------
+One request after the other, what an engine says, and when:
+
+1. ``announce`` each request as it comes, with its whole prompt's full blocks, also those that need
+   nothing. The daemon counts uses by it, and brings up what will be needed.
+2. ``lookup`` when its turn has come, for the blocks that the engine's own tier lacks.
+3. ``load`` as many of them as the plan says, and no longer than it says; a copy is made between one
+   item and the next. What does not come is computed.
+4. ``store`` full blocks once they are computed, the prompt's and those of the answer.
+5. ``note_outcome``, if there was a plan, once the first token is there; and ``announce`` the
+   request as over when it ends.
+
+Beside that ``note_steps`` for what the engine's steps took. Where any of this is left out kvtier
+still works, and decides with less knowledge: without 1 uses are counted at lookups alone, without
+steps it does not know what computing costs, without outcomes it cannot tell whether it helped.
+
+``lookup``, ``load`` and ``store`` wait for the daemon, no longer than their deadlines, and raise
+``DaemonUnavailable``: then the engine computes. The others never wait and never raise.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier.client.link import Copy, Link, LoadedBlock, open_link
+from kvtier.client.link import Copy, Found, Link, LoadedBlock, OwnTier, open_link
+from kvtier.client.outbox import Announcement, Outbox
+from kvtier.client.wire import traits_fault
+from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
-from kvtier.core.residency import TierName
-from kvtier.errors import DaemonSlow, DaemonUnavailable, RegistrationRefused
+from kvtier.core.plan import Outcome
+from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Removed
-from kvtier.v1 import engine_pb2 as pb
 
 __all__ = ["Client", "ClientDeadlines", "OwnTier"]
 
@@ -31,6 +54,13 @@ _CLOSE_TIMEOUT_S = 5.0
 
 _REFUSED_PAUSE_S = 5.0
 """Pause after a refusal: mostly it needs somebody to change something."""
+
+_GATHER_S = 0.003
+"""Announcements that come within it go in one call: a thousand requests a second are then some
+three hundred calls, and what is promoted for a request comes no later for it."""
+
+_REPORT_PERIOD_S = 1.0
+"""Between reports. A change of the world shows within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +73,10 @@ class ClientDeadlines:
     reconnect_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTier:
-    """What an engine tells of its own tier."""
-
-    capacity_bytes: int
-    used_bytes: int
-    used_tokens: int
-    hit_tokens: int
-
-
 class Client:
     """Use ``start`` first and ``close`` at the end. Calls may come from any thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an engine is made of; all but three have defaults
         self,
         socket_path: Path,
         space: KeySpace,
@@ -65,18 +85,24 @@ class Client:
         deadlines: ClientDeadlines | None = None,
         drop: Callable[[], Removed] = Removed,
         own_tier: Callable[[], OwnTier] | None = None,
+        flops: ModelFlops | None = None,
+        can_split: bool = False,
     ) -> None:
         """``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it.
 
         ``drop`` may raise TimeoutError where the engine is too busy; the operator is then told
-        that there was no answer.
+        that there was no answer. ``flops`` is what the model takes, for as long as no step was
+        noted, and ``can_split`` tells that it can compute the front of a prompt while the back is
+        being loaded.
         """
         self.deadlines = deadlines or ClientDeadlines()
         self._socket_path = socket_path
-        self._space = space
-        self._engine = engine
+        self._open_link = partial(
+            open_link, socket_path, space, engine, flops=flops, can_split=can_split
+        )
         self._drop = drop
         self._own_tier = own_tier
+        self._outbox = Outbox()
         self._link: Link | None = None
         self._num_users = 0
         self._changed = threading.Condition()
@@ -86,11 +112,13 @@ class Client:
         self._warnings = Repeated(_log)
         self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._reporter = threading.Thread(target=self._report, name="kvtier-report", daemon=True)
+        self._announcer = threading.Thread(target=self._announce, name="kvtier-said", daemon=True)
 
     def start(self) -> None:
         """Begin to look for the daemon; returns at once."""
         self._keeper.start()
         self._reporter.start()
+        self._announcer.start()
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait until there is a session; False if there is none in time."""
@@ -108,30 +136,112 @@ class Client:
         link = self._link
         return link.session if link else ""
 
+    def announce(self, announced: Sequence[Announcement], over: Sequence[str] = ()) -> None:
+        """Say which requests have come, each once, and the ids of those that are ``over``.
+
+        Returns at once: they are sent within some milliseconds, many in one call. Where no daemon
+        is attached, or it is too slow, they are lost, the oldest first. A request that is looked
+        up at once need not be announced.
+        """
+        if not self.is_attached:
+            return
+        sound = [each for each in announced if not self._complain(each.traits)]
+        self._outbox.announce(sound, over)
+
     def lookup(
-        self, tenant: bytes, hashes: Sequence[BlockHash], first: int
-    ) -> tuple[tuple[TierName, ...], str]:
-        """Return the tiers of the blocks from ``first`` on that can be loaded, and why no more."""
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        traits: Traits = NO_TRAITS,
+        load: EngineLoad | None = None,
+    ) -> Found:
+        """Ask which blocks from ``first`` on can be loaded, and how many of them should be.
+
+        ``load`` is what the engine has to do before this request: with it the daemon can tell
+        whether restoring would make the request wait longer than computing. Raises CallRefused for
+        traits that make no sense.
+        """
+        if fault := self._complain(traits):
+            raise CallRefused(fault)
+        if traits.request_id:
+            self._outbox.take_back(traits.request_id)
         with self._use() as link:
-            return link.lookup(tenant, hashes, first, self.deadlines.lookup_s)
+            timeout_s = self.deadlines.lookup_s
+            load = load or EngineLoad()
+            return link.lookup(tenant, hashes, first, timeout_s, traits=traits, load=load)
 
     def load(
-        self, tenant: bytes, hashes: Sequence[BlockHash], first: int
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        *,
+        decision: int = 0,
+        from_back: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[LoadedBlock | str]:
-        """Yield verified blocks as they come, then why no more; see ``Link.load``."""
-        with self._use() as link:
-            yield from link.load(tenant, hashes, first, self.deadlines.load_s)
+        """Yield verified blocks as they come, then why no more.
 
-    def store(self, tenant: bytes, hashes: Sequence[BlockHash], first: int, copy: Copy) -> int:
-        """Offer the blocks from ``first`` on; returns how many it has. See ``Link.store``."""
+        In chain order, or ``from_back`` from the last one down. ``decision`` is the plan's number
+        where there was a plan, and ``timeout_s`` how long to wait, by default the client's own
+        deadline. End the iteration early and what has not come yet is given up. See ``Link.load``
+        for when a block may be used.
+        """
+        most_s = self.deadlines.load_s if timeout_s is None else timeout_s
         with self._use() as link:
-            return link.store(tenant, hashes, first, copy, self.deadlines.store_s)
+            yield from link.load(
+                tenant, hashes, first, most_s, decision=decision, from_back=from_back
+            )
+
+    def store(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        copy: Copy,
+        *,
+        traits: Traits = NO_TRAITS,
+        num_prompt_blocks: int = -1,
+    ) -> int:
+        """Offer the blocks from ``first`` on; returns how many it has. See ``Link.store``.
+
+        Those from ``num_prompt_blocks`` on hold generated tokens; -1: none does.
+        """
+        if fault := self._complain(traits):
+            raise CallRefused(fault)
+        with self._use() as link:
+            return link.store(
+                tenant,
+                hashes,
+                first,
+                copy,
+                self.deadlines.store_s,
+                traits=traits,
+                num_prompt_blocks=num_prompt_blocks,
+            )
+
+    def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
+        """Keep what the engine's steps took, and what it has to do now, for the next report.
+
+        Returns at once. A report goes out once a second; of more steps than it takes the newest
+        are told.
+        """
+        self._outbox.note_steps(steps, load)
+
+    def note_outcome(self, outcome: Outcome) -> None:
+        """Keep what came of a plan for the next report; returns at once.
+
+        An outcome of a daemon that has gone meanwhile is told nobody.
+        """
+        self._outbox.note_outcome(outcome)
 
     def close(self) -> None:
         """End the session, once the calls under way are over. Idempotent."""
         self._is_closing.set()
+        self._outbox.close()
         self._break()
-        for thread in (self._keeper, self._reporter):
+        for thread in (self._keeper, self._reporter, self._announcer):
             if thread.is_alive():
                 thread.join(_CLOSE_TIMEOUT_S)
 
@@ -147,6 +257,9 @@ class Client:
             self._num_users += 1
         try:
             yield link
+        except CallRefused as error:
+            self._warnings.warning("the daemon refused a call", error=error)
+            raise
         except DaemonSlow as error:
             self._warnings.warning("the daemon is slow", error=error)
             self._slow_until_s = time.monotonic() + self.deadlines.reconnect_s
@@ -160,6 +273,13 @@ class Client:
                 self._num_users -= 1
                 self._changed.notify_all()
 
+    def _complain(self, traits: Traits) -> str:
+        """Return what is wrong with traits, if anything is, and log it."""
+        fault = traits_fault(traits)
+        if fault:
+            self._warnings.warning("a request's traits cannot be sent", error=fault)
+        return fault
+
     def _break(self) -> None:
         self._broken.set()
 
@@ -167,7 +287,7 @@ class Client:
         while not self._is_closing.is_set():
             pause_s = self.deadlines.reconnect_s
             try:
-                self._serve(open_link(self._socket_path, self._space, self._engine))
+                self._serve(self._open_link())
             except DaemonUnavailable as error:
                 self._warnings.warning("no daemon", socket=self._socket_path, error=error)
             except RegistrationRefused as error:
@@ -181,6 +301,7 @@ class Client:
         attendant = threading.Thread(target=self._attend, args=(link,), daemon=True)
         populate = partial(link.attachment.populate, self._broken.is_set)
         populator = threading.Thread(target=populate, daemon=True)
+        self._outbox.renew()
         with self._changed:
             self._link = link
             self._changed.notify_all()
@@ -205,28 +326,27 @@ class Client:
                 except TimeoutError:
                     self._warnings.warning("the engine was too busy to empty its tier")
                     continue
-                self._send_report(link, order, removed)
+                link.answer(order, removed, self._own(), self.deadlines.store_s)
         except DaemonUnavailable:
             if self._link is link:
                 self._break()
 
     def _report(self) -> None:
-        while self._own_tier and not self._is_closing.wait(self.deadlines.reconnect_s):
-            try:
-                with self._use() as link:
-                    self._send_report(link, 0, Removed())
-            except DaemonUnavailable:
-                continue
+        period_s = min(_REPORT_PERIOD_S, self.deadlines.reconnect_s)
+        while not self._is_closing.wait(period_s):
+            if not self.is_attached:
+                continue  # what steps take is the same for the next daemon
+            measured = self._outbox.take_measured()
+            if measured or self._own_tier:
+                with suppress(DaemonUnavailable), self._use() as link:
+                    link.report(self._own(), measured, self.deadlines.store_s)
 
-    def _send_report(self, link: Link, order: int, removed: Removed) -> None:
-        own = self._own_tier() if self._own_tier else OwnTier(0, 0, 0, 0)
-        report = pb.ReportRequest(
-            capacity_bytes=own.capacity_bytes,
-            used_bytes=own.used_bytes,
-            used_tokens=own.used_tokens,
-            hit_tokens=own.hit_tokens,
-            order=order,
-            removed_blocks=removed.num_blocks,
-            removed_bytes=removed.num_bytes,
-        )
-        link.report(report, self.deadlines.store_s)
+    def _announce(self) -> None:
+        while self._outbox.wait():
+            self._is_closing.wait(_GATHER_S)
+            said = self._outbox.take_said()
+            with suppress(DaemonUnavailable), self._use() as link:
+                link.announce(said, self.deadlines.store_s)
+
+    def _own(self) -> OwnTier:
+        return self._own_tier() if self._own_tier else OwnTier(0, 0, 0, 0)

@@ -5,15 +5,28 @@ call has a timeout, and every fault comes out as ``DaemonUnavailable``.
 """
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import grpc
 
-from kvtier.client.wire import PROTOCOL, tier_from_wire
+from kvtier.client.outbox import Measured, Said
+from kvtier.client.wire import (
+    PROTOCOL,
+    flops_to_wire,
+    load_to_wire,
+    outcome_to_wire,
+    plan_from_wire,
+    step_to_wire,
+    tier_from_wire,
+    tiers_from_wire,
+    traits_to_wire,
+)
+from kvtier.core.cost.sample import EngineLoad, ModelFlops
 from kvtier.core.identity import (
     HASH_BYTES,
     BlockHash,
@@ -23,13 +36,16 @@ from kvtier.core.identity import (
     payload_checksum,
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
+from kvtier.core.plan import Plan
 from kvtier.core.residency import TierName
-from kvtier.errors import DaemonSlow, DaemonUnavailable, RegistrationRefused
+from kvtier.core.traits import Traits
+from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
+from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import Attachment, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
-__all__ = ["Copy", "Link", "LoadedBlock", "open_link"]
+__all__ = ["Copy", "Found", "Link", "LoadedBlock", "OwnTier", "open_link"]
 
 _CONNECT_TIMEOUT_S = 2.0
 """Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
@@ -52,6 +68,32 @@ class LoadedBlock:
     """Of its chain."""
     tier: TierName
     payload: memoryview
+    good_until_s: float = math.inf
+    """On the monotonic clock: a copy that was made by then may be used, without another item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to a lookup."""
+
+    tiers: tuple[TierName, ...]
+    """Of the leading blocks that can be loaded, from the first one asked for on."""
+    reason: str
+    """Why there are no more."""
+    plan: Plan | None = None
+    """How many of them should be loaded, and how; without one, all of them."""
+    max_offload_tokens: int | None = None
+    """How many leading tokens of this request it pays to offer; None: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTier:
+    """What an engine tells of its own tier."""
+
+    capacity_bytes: int
+    used_bytes: int
+    used_tokens: int
+    hit_tokens: int
 
 
 Copy = Callable[[int, memoryview], None]
@@ -78,52 +120,92 @@ class Link:
         self._space = space
         self._block_bytes = space.layout.block_bytes
 
+    def announce(self, said: Said, timeout_s: float) -> None:
+        """Say which requests have come, and which are over."""
+        request = pb.AnnounceRequest(
+            session=self.session,
+            requests=[
+                pb.Announced(
+                    traits=traits_to_wire(each.traits),
+                    chain=_chain(each.tenant, each.hashes),
+                    first=min(each.first, len(each.hashes), CHAIN_BLOCKS_MAX),
+                )
+                for each in said.requests
+            ],
+            over=said.over,
+        )
+        with _faults():
+            self._stub.Announce(request, timeout=timeout_s)
+
     def lookup(
-        self, tenant: bytes, hashes: Sequence[BlockHash], first: int, timeout_s: float
-    ) -> tuple[tuple[TierName, ...], str]:
-        """Return the tiers of the blocks from ``first`` on that can be loaded, and why no more."""
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        timeout_s: float,
+        *,
+        traits: Traits,
+        load: EngineLoad,
+    ) -> Found:
+        """Tell which blocks from ``first`` on can be loaded, how many should be, why no more."""
         request = pb.LookupRequest(
             session=self.session,
             chain=_chain(tenant, hashes),
             first=min(first, CHAIN_BLOCKS_MAX),
             deadline_ms=int(timeout_s * 1000),
+            traits=traits_to_wire(traits),
+            load=load_to_wire(load),
         )
         with _faults():
             reply = self._stub.Lookup(request, timeout=timeout_s)
-        tiers: list[TierName] = []
-        for tier, length in zip(reply.tiers, reply.lengths, strict=True):
-            tiers += [tier_from_wire(tier)] * length
-        return tuple(tiers), reply.reason
+            return Found(
+                tiers_from_wire(reply.tiers, reply.lengths),
+                reply.reason,
+                plan_from_wire(reply.plan) if reply.HasField("plan") else None,
+                reply.max_offload_tokens if reply.HasField("max_offload_tokens") else None,
+            )
 
     def load(
-        self, tenant: bytes, hashes: Sequence[BlockHash], first: int, timeout_s: float
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        timeout_s: float,
+        *,
+        decision: int,
+        from_back: bool,
     ) -> Iterator[LoadedBlock | str]:
         """Yield verified blocks from ``first`` on, each as soon as it is there, then why no more.
 
-        A block is only good once the next item was asked for and came, or the end did: what was
-        copied after its lease had run out must not be used, and raises here instead.
+        ``from_back``: the last of them comes first. A block is only good once the next item was
+        asked for and came, or the end did: what was copied after its lease had run out must not be
+        used, and raises here instead.
         """
+        hashes = hashes[:CHAIN_BLOCKS_MAX]
         deadline_s = time.monotonic() + timeout_s
         request = pb.LoadRequest(
             session=self.session,
             chain=_chain(tenant, hashes),
             first=first,
             deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
+            decision=decision,
+            from_back=from_back,
         )
         parents = [chain_root(self._space.digest, tenant), *hashes]
         lease_ends_s = time.monotonic() + timeout_s * _DAEMON_SHARE + self._lease_s
-        lease = _Lease()
+        lease = _Lease(num_blocks=len(hashes) - first)
         with _faults():
             replies = self._stub.Load(request, timeout=timeout_s)
             try:
-                for index, slot in enumerate(_announced(replies, lease), first):
+                for place, slot in enumerate(_announced(replies, lease)):
+                    index = first + (lease.num_blocks - 1 - place if from_back else place)
                     header = self._header(tenant, hashes, parents, index, slot.checksum)
                     payload = self.attachment.view(slot.offset, self._block_bytes)
                     if not header.matches(payload):
-                        lease.corrupt.append(index - first)
+                        lease.corrupt.append(place)
                         lease.end = "corrupt"
                         break
-                    yield LoadedBlock(index, slot.tier, payload)
+                    yield LoadedBlock(index, slot.tier, payload, lease_ends_s)
                     if time.monotonic() > lease_ends_s:
                         raise DaemonSlow("the lease ran out while copying")
             finally:
@@ -138,6 +220,9 @@ class Link:
         first: int,
         copy: Copy,
         timeout_s: float,
+        *,
+        traits: Traits,
+        num_prompt_blocks: int,
     ) -> int:
         """Offer the blocks from ``first`` on; ``copy`` is called for those the daemon takes.
 
@@ -151,6 +236,8 @@ class Link:
             session=self.session,
             chain=_chain(tenant, hashes),
             first=first,
+            traits=traits_to_wire(traits),
+            prompt_blocks=None if num_prompt_blocks < 0 else num_prompt_blocks,
         )
         with _faults():
             granted = self._stub.PrepareStore(request, timeout=timeout_s)
@@ -178,11 +265,38 @@ class Link:
                 stored = self._stub.CompleteStore(complete, timeout=timeout_s).stored_blocks
         return num_taken if stored == len(granted.indexes) else 0
 
-    def report(self, report: pb.ReportRequest, timeout_s: float) -> None:
-        """Tell the daemon about the engine's own tier."""
-        report.session = self.session
+    def report(self, own: OwnTier, measured: Measured, timeout_s: float) -> None:
+        """Tell the daemon about the engine's own tier, and what was measured."""
+        request = self._report(own)
+        for step in measured.steps:
+            with contextlib.suppress(ValueError):  # one that no message can carry
+                request.steps.append(step_to_wire(step))
+        for outcome in measured.outcomes:
+            with contextlib.suppress(ValueError):
+                request.outcomes.append(outcome_to_wire(outcome))
+        if measured.load is not None:
+            with contextlib.suppress(ValueError):
+                request.load.CopyFrom(load_to_wire(measured.load))
         with _faults():
-            self._stub.Report(report, timeout=timeout_s)
+            self._stub.Report(request, timeout=timeout_s)
+
+    def answer(self, order: int, removed: Removed, own: OwnTier, timeout_s: float) -> None:
+        """Tell what came of an order."""
+        request = self._report(own)
+        request.order = order
+        request.removed_blocks = removed.num_blocks
+        request.removed_bytes = removed.num_bytes
+        with _faults():
+            self._stub.Report(request, timeout=timeout_s)
+
+    def _report(self, own: OwnTier) -> pb.ReportRequest:
+        return pb.ReportRequest(
+            session=self.session,
+            capacity_bytes=own.capacity_bytes,
+            used_bytes=own.used_bytes,
+            used_tokens=own.used_tokens,
+            hit_tokens=own.hit_tokens,
+        )
 
     def orders(self) -> Iterator[int]:
         """Yield orders until the link breaks; raises DaemonUnavailable then."""
@@ -224,6 +338,7 @@ class Link:
 
 @dataclass(slots=True)
 class _Lease:
+    num_blocks: int
     number: int = 0
     end: str = ""
     corrupt: list[int] = field(default_factory=list)
@@ -245,13 +360,21 @@ def _announced(replies: Iterable[pb.LoadReply], lease: _Lease) -> Iterator[_Slot
     """Yield the slots of a load as they are announced, noting what is said of its lease."""
     for reply in replies:
         lease.number = reply.lease
+        lease.num_blocks = reply.blocks or lease.num_blocks
         for place, offset in enumerate(reply.offsets):
             checksum = reply.checksums[place * HASH_BYTES : (place + 1) * HASH_BYTES]
             yield _Slot(offset, checksum, tier_from_wire(reply.tiers[place]))
         lease.end = reply.end
 
 
-def open_link(socket_path: Path, space: KeySpace, engine: str) -> Link:
+def open_link(
+    socket_path: Path,
+    space: KeySpace,
+    engine: str,
+    *,
+    flops: ModelFlops | None = None,
+    can_split: bool = False,
+) -> Link:
     """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
     attachment = attach(socket_path, _CONNECT_TIMEOUT_S)
     channel = grpc.insecure_channel(f"unix:{socket_path}")
@@ -270,6 +393,8 @@ def open_link(socket_path: Path, space: KeySpace, engine: str) -> Link:
             detail=layout.detail,
         ),
         engine=engine,
+        flops=flops_to_wire(flops or ModelFlops()),
+        can_split=can_split,
     )
     try:
         with _faults():
@@ -282,6 +407,14 @@ def open_link(socket_path: Path, space: KeySpace, engine: str) -> Link:
     return Link(attachment, channel, reply, space)
 
 
+_FAULTS: Mapping[grpc.StatusCode, type[DaemonUnavailable]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: DaemonSlow,
+    grpc.StatusCode.INVALID_ARGUMENT: CallRefused,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CallRefused,
+}
+"""What a call's end says of the daemon; any other breaks the link."""
+
+
 @contextlib.contextmanager
 def _faults() -> Iterator[None]:
     """Turn what gRPC raises into our own terms."""
@@ -291,7 +424,7 @@ def _faults() -> Iterator[None]:
         call = cast("grpc.Call", error)  # what a channel raises is both
         if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise RegistrationRefused(call.details()) from error
-        kind = DaemonSlow if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED else DaemonUnavailable
+        kind = _FAULTS.get(call.code(), DaemonUnavailable)
         raise kind(f"{call.code().name}: {call.details()}") from error
     except ValueError as error:  # a call on a channel that another thread has closed
         raise DaemonUnavailable(str(error)) from error

@@ -1,14 +1,47 @@
-"""Between the words of the node and those of the wire."""
+"""Between the words of the node and those of the wire.
 
-from collections.abc import Mapping
+What a client sends is made here, and what the daemon answers is read here. What comes from outside
+into the daemon is read, and distrusted, by ``kvtier.api.rpc.incoming``.
+"""
 
+import re
+from collections.abc import Iterable, Mapping
+
+from kvtier.core.cost.sample import EngineLoad, Estimate, ModelFlops, StepSample
+from kvtier.core.limits import (
+    GAP_MAX_S,
+    KIND_CHARACTERS_MAX,
+    PRIORITY_MAX,
+    REQUEST_ID_CHARACTERS_MAX,
+)
+from kvtier.core.plan import Outcome, Plan, PlanReason
 from kvtier.core.residency import TierName
+from kvtier.core.traits import Traits
 from kvtier.v1 import engine_pb2 as pb
 
-__all__ = ["PROTOCOL", "tier_from_wire", "tier_to_wire"]
+__all__ = [
+    "PROTOCOL",
+    "flops_to_wire",
+    "load_to_wire",
+    "outcome_to_wire",
+    "plan_from_wire",
+    "plan_to_wire",
+    "step_to_wire",
+    "tier_from_wire",
+    "tier_to_wire",
+    "tiers_from_wire",
+    "traits_fault",
+    "traits_to_wire",
+]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what the messages mean; client and daemon must agree."""
+
+_TOKENS_MAX = 2**31 - 1
+"""More than any model reads; what fits the wire's numbers."""
+
+_WORD = re.compile(r"[A-Za-z0-9._-]+")
+_NAMED = re.compile(r"[!-~]+")
 
 _TO_WIRE: Mapping[TierName, "pb.Tier.ValueType"] = {
     TierName.GPU: pb.TIER_GPU,
@@ -29,3 +62,127 @@ def tier_to_wire(tier: TierName) -> "pb.Tier.ValueType":
 def tier_from_wire(number: "pb.Tier.ValueType") -> TierName:
     """Return the tier for a number; raises KeyError for one that is none."""
     return _FROM_WIRE[number]
+
+
+def tiers_from_wire(
+    tiers: Iterable["pb.Tier.ValueType"], lengths: Iterable[int]
+) -> tuple[TierName, ...]:
+    """Return the tier of each block, given runs of one tier each."""
+    each: list[TierName] = []
+    for tier, length in zip(tiers, lengths, strict=True):
+        each += [tier_from_wire(tier)] * length
+    return tuple(each)
+
+
+def traits_to_wire(traits: Traits) -> pb.Traits:
+    """Return what is said of a request; what is not known is left out."""
+    return pb.Traits(
+        request_id=traits.request_id,
+        num_tokens=traits.num_tokens,
+        kind=traits.kind,
+        continues=traits.continues,
+        gap_s=traits.gap_s,
+        priority=traits.priority,
+        ttl_s=traits.ttl_s,
+        max_offload_tokens=traits.max_offload_tokens,
+        max_load_tokens=traits.max_load_tokens,
+    )
+
+
+def traits_fault(traits: Traits) -> str:
+    """Return which of the traits makes no sense, and what would, or nothing.
+
+    Both sides ask: the client before it sends, so that one request costs others nothing, and the
+    daemon of whatever it gets.
+    """
+    lengths = (
+        ("request_id", traits.request_id, REQUEST_ID_CHARACTERS_MAX, _NAMED),
+        ("kind", traits.kind, KIND_CHARACTERS_MAX, _WORD),
+    )
+    for name, text, most, pattern in lengths:
+        if len(text) > most:
+            return f"traits.{name} has {len(text)} characters; {most} is the most"
+        if text and not pattern.fullmatch(text):
+            return f"traits.{name} is {text!r}, which has characters that it may not have"
+    ranges = (
+        ("continues", traits.continues, 1.0),
+        ("gap_s", traits.gap_s, GAP_MAX_S),
+        ("priority", traits.priority, PRIORITY_MAX),
+        ("ttl_s", traits.ttl_s, GAP_MAX_S),
+        ("num_tokens", traits.num_tokens, _TOKENS_MAX),
+        ("max_offload_tokens", traits.max_offload_tokens, _TOKENS_MAX),
+        ("max_load_tokens", traits.max_load_tokens, _TOKENS_MAX),
+    )
+    for name, value, high in ranges:
+        if value is not None and not 0 <= value <= high:  # which NaN is not either
+            return f"traits.{name} is {value}; it goes from 0 to {high}"
+    return ""
+
+
+def load_to_wire(load: EngineLoad) -> pb.EngineLoad:
+    """Return what an engine has to do."""
+    return pb.EngineLoad(waiting_tokens=load.waiting_tokens, running=load.num_running)
+
+
+def flops_to_wire(flops: ModelFlops) -> pb.ModelFlops:
+    """Return what a model takes."""
+    return pb.ModelFlops(
+        per_token=flops.per_token, per_attended=flops.per_attended, per_s=flops.per_s
+    )
+
+
+def step_to_wire(step: StepSample) -> pb.Step:
+    """Return what one step took."""
+    return pb.Step(
+        prefill_tokens=step.num_prefill_tokens,
+        decode_tokens=step.num_decode_tokens,
+        attended=step.attended,
+        decode_past_tokens=step.decode_past_tokens,
+        seconds=step.seconds,
+    )
+
+
+def outcome_to_wire(outcome: Outcome) -> pb.Outcome:
+    """Return what came of a plan."""
+    return pb.Outcome(
+        decision=outcome.decision,
+        tiers=[tier_to_wire(tier) for tier, _ in outcome.tiers],
+        lengths=[num_blocks for _, num_blocks in outcome.tiers],
+        restore_s=outcome.restore_s,
+        computed_tokens=outcome.computed_tokens,
+        compute_s=outcome.compute_s,
+        wait_s=outcome.wait_s,
+        ttft_s=outcome.ttft_s,
+    )
+
+
+def plan_to_wire(plan: Plan) -> pb.Plan:
+    """Return a plan; what is waited is rounded down to milliseconds, but never to none."""
+    return pb.Plan(
+        decision=plan.decision,
+        blocks=plan.num_blocks,
+        reason=plan.reason,
+        split=plan.is_split,
+        wait_ms=max(1, plan.wait_ns // 1_000_000) if plan.wait_ns else 0,
+        restore_mean_s=plan.restore.mean_s,
+        restore_p95_s=plan.restore.p95_s,
+        recompute_mean_s=plan.recompute.mean_s,
+        recompute_p95_s=plan.recompute.p95_s,
+        total_s=plan.total_s,
+        recompute_total_s=plan.recompute_total_s,
+    )
+
+
+def plan_from_wire(plan: pb.Plan) -> Plan:
+    """Return a plan; raises ValueError for one of another protocol."""
+    return Plan(
+        decision=plan.decision,
+        num_blocks=plan.blocks,
+        reason=PlanReason(plan.reason),
+        is_split=plan.split,
+        wait_ns=plan.wait_ms * 1_000_000,
+        restore=Estimate(plan.restore_mean_s, plan.restore_p95_s),
+        recompute=Estimate(plan.recompute_mean_s, plan.recompute_p95_s),
+        total_s=plan.total_s,
+        recompute_total_s=plan.recompute_total_s,
+    )

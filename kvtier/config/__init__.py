@@ -5,14 +5,12 @@ from kvtier.config.model import (
     Address,
     ClientConfig,
     Config,
-    CpuConfig,
     DaemonConfig,
     EngineConfig,
     HttpConfig,
-    RemoteConfig,
     RpcConfig,
-    SsdConfig,
 )
+from kvtier.config.tiers import CpuConfig, RemoteConfig, SsdConfig
 
 __all__ = [
     "Address",

@@ -7,7 +7,8 @@ from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvtier.config.model import key_of, section_models
+from kvtier.config.model import section_models
+from kvtier.config.section import key_of
 from kvtier.config.units import format_duration, format_size
 
 __all__ = ["default_of", "example_of", "render_example", "render_reference"]
@@ -15,7 +16,7 @@ __all__ = ["default_of", "example_of", "render_example", "render_reference"]
 _REFERENCE_HEAD = """\
 # Configuration
 
-<!-- Written by `make docs` from kvtier/config/model.py; change it there. -->
+<!-- Written by `make docs` from kvtier/config; change it there. -->
 
 One TOML file, given with `--config FILE`. Without one the defaults hold. Later ones win, key by
 key: defaults, the file, environment variables `KVTIER_SECTION_KEY` (`KVTIER_CPU_CAPACITY=8GiB`),
@@ -29,7 +30,7 @@ in the file, and `1000,65532` in a variable or an option.
 _EXAMPLE_HEAD = """\
 # Every key of kvtier with its default, or with an example where the default depends on the machine
 # or is "none". Copy what you change; docs/operations/configuration.md tells more. Written by
-# `make docs` from kvtier/config/model.py.
+# `make docs` from kvtier/config.
 """
 
 
@@ -41,6 +42,8 @@ def _as_toml(name: str, value: object) -> str:
         if name.endswith("_bytes"):
             return f'"{format_size(value)}"'
         return f'"{format_duration(value)}"' if name.endswith("_ns") else str(value)
+    if isinstance(value, float):
+        return str(value)
     if isinstance(value, tuple):
         return str(list(value))
     return '""' if value is None else f'"{value}"'
@@ -81,7 +84,7 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "path"
     if bool in parts:
         return "true or false"
-    if int in parts:
+    if {int, float} & set(parts):
         return "number"
     choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
     return " or ".join(f"`{choice}`" for choice in choices) or "text"

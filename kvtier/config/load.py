@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvtier.config.document import example_of
-from kvtier.config.model import Address, Config, Section, key_of, section_models
+from kvtier.config.model import Address, Config, section_models
+from kvtier.config.section import Section, key_of
 from kvtier.config.units import format_duration, format_size, parse_duration, parse_size
 from kvtier.errors import ConfigError
 
@@ -150,17 +151,24 @@ def _from_text(section: str, key: str, text: str, source: str) -> _Given:
     field = section_models()[section].model_fields[_fields(section)[key]]
     if field.annotation is bool:
         return _Given({"true": True, "false": False}.get(text.lower(), text), source)
-    if field.annotation is int:
-        return _Given(_number(text), source)
     if get_origin(field.annotation) is tuple:
         items = text.strip("[] ").split(",") if text.strip("[] ") else []
         return _Given([_number(item.strip()) for item in items], source)
+    if _takes_number(field.annotation):
+        return _Given(_number(text), source)
     return _Given(text, source)
 
 
-def _number(text: str) -> int | str:
-    """Return a whole number as one; all else is left for the model to refuse."""
-    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
+def _takes_number(annotation: object) -> bool:
+    """Tell whether a field is a number, or may be one."""
+    return annotation in {int, float} or any(map(_takes_number, get_args(annotation)))
+
+
+def _number(text: str) -> float | str:
+    """Return a number as one; all else is left for the model to refuse."""
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d{0,18}\.\d{1,18}", text) else text
 
 
 def _build(section: str, given: Mapping[str, _Given]) -> Section:

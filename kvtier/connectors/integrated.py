@@ -4,16 +4,21 @@ Calls only queue work; a few threads talk to the daemon and copy between the eng
 arena, so a slow daemon never holds up a step. Queues are bounded by what the engine keeps open
 (see ``engine.offload`` and ``engine.loader``), and each piece of work ends by the client's
 deadlines, so every lookup, load and store gets its ending event.
+
+A load from the back and the engine's claims meet under one lock: before it copies a block the port
+says so, and what the engine has claimed by then it leaves alone.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from kvtier.client import Client, LoadedBlock
+from kvtier.client import Announcement, Client, LoadedBlock
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
@@ -28,12 +33,20 @@ from kvtier.engine.port import (
     Stored,
     StoreOffer,
 )
-from kvtier.errors import DaemonUnavailable
+from kvtier.errors import DaemonSlow, DaemonUnavailable
 
 __all__ = ["DaemonPort", "PoolBytes"]
 
-_NUM_READERS = 2
-"""Two loads at once: one copies while the other waits for the SSD. More would share one bus."""
+_NUM_ASKERS = 2
+"""Lookups have threads of their own: they take a millisecond, and loads may take seconds."""
+
+_NUM_READERS = 16
+"""Loads mostly wait for a slow tier, and those from a fast one must not stand behind them."""
+
+_WAIT_SHARE = 1.2
+_WAIT_MARGIN_S = 0.05
+"""The daemon knows how long a plan waits, and ends the load by itself; we do so a fifth and this
+much later, where it does not answer. With less, a busy machine would pass for a slow daemon."""
 
 
 class PoolBytes(Protocol):
@@ -44,6 +57,33 @@ class PoolBytes(Protocol):
 
     def write_block(self, block: int, source: memoryview) -> None:
         """Copy a block in."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A load on its way; its numbers change under the port's lock."""
+
+    order: LoadOrder
+    into: Sequence[Sequence[int]]
+    deadline_s: float
+    num_begun: int = 0
+    """Of its blocks, in its order: written to, or about to be."""
+    num_claimed: int = 0
+    is_cancelled: bool = False
+    tiers: list[TierName] = field(default_factory=list)
+    """Of the blocks in place."""
+
+    def begin(self, index: int) -> str:
+        """Begin to copy block ``index`` of the chain, or return why the load ends here."""
+        place, num_blocks = index - self.order.first, len(self.into)
+        if self.is_cancelled:
+            return "cancelled"
+        if place < self.num_claimed:
+            return "met"
+        if place != (num_blocks - 1 - self.num_begun if self.order.from_back else self.num_begun):
+            return "failed"  # the daemon has lost the last ones since its lookup
+        self.num_begun += 1
+        return ""
 
 
 class DaemonPort:
@@ -58,10 +98,11 @@ class DaemonPort:
         self._engine_block_bytes = engine_block_bytes
         self._events: deque[PortEvent] = deque()
         self._wake: Callable[[], None] = lambda: None
-        self._cancelled: set[str] = set()
-        self._active: set[str] = set()
+        self._announced: set[str] = set()
+        self._flights: dict[str, _Flight] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
+        self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
@@ -70,31 +111,48 @@ class DaemonPort:
         self._wake = wake
 
     def announce(self, chain: Chain, first: int, traits: Traits) -> None:
-        """Tell nobody yet."""
-
-    def meet(self, request_id: str, num_computed: int) -> None:
-        """Tell nobody yet."""
+        """Have it sent with others."""
+        self._announced.add(traits.request_id)
+        self._client.announce([Announcement(traits, chain.tenant, chain.hashes, first)])
 
     def finish(self, request_id: str, outcome: Outcome | None) -> None:
-        """Tell nobody yet."""
+        """Have it sent with others."""
+        if outcome is not None:
+            self._client.note_outcome(outcome)
+        if request_id in self._announced:
+            self._announced.remove(request_id)
+            self._client.announce((), [request_id])
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Tell nobody yet."""
+        """Have them sent with the next report."""
+        self._client.note_steps(steps, load)
 
     def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Queue a lookup."""
-        request_id = traits.request_id
         if not self._client.is_attached:
-            self._emit(Found(request_id, (), "daemon_away"))
+            self._emit(Found(traits.request_id, (), "daemon_away"))
             return
-        self._readers.submit(self._lookup, request_id, chain, first)
+        self._askers.submit(self._lookup, chain, first, traits, load)
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
-        """Queue a load."""
-        request_id, chain, first = order.request_id, order.chain, order.first
+        """Queue a load; the time it may take begins now."""
+        most_s = self._client.deadlines.load_s
+        if order.wait_ns:
+            most_s = min(most_s, _WAIT_SHARE * order.wait_ns / 1e9 + _WAIT_MARGIN_S)
+        flight = _Flight(order, into, time.monotonic() + most_s)
         with self._lock:
-            self._active.add(request_id)
-        self._readers.submit(self._load, request_id, chain, first, into)
+            self._flights[order.request_id] = flight
+        self._readers.submit(self._load, flight)
+
+    def meet(self, request_id: str, num_computed: int) -> int:
+        """Leave to the engine what is not being copied yet."""
+        with self._lock:
+            flight = self._flights.get(request_id)
+            if flight is None:
+                return 0  # it has ended, and its last event says how far it got
+            most = len(flight.into) - flight.num_begun
+            flight.num_claimed = max(flight.num_claimed, min(num_computed, most))
+            return flight.num_claimed
 
     def store(
         self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
@@ -102,7 +160,7 @@ class DaemonPort:
         """Queue a store."""
         number = next(self._numbers)
         if self._client.is_attached:
-            self._writer.submit(self._store, number, chain, first, blocks)
+            self._writer.submit(self._store, number, chain, first, blocks, offer)
         else:
             self._emit(Stored(number, 0))
         return number
@@ -110,8 +168,9 @@ class DaemonPort:
     def cancel(self, request_id: str) -> None:
         """Stop a load at the next block."""
         with self._lock:
-            if request_id in self._active:
-                self._cancelled.add(request_id)
+            flight = self._flights.get(request_id)
+            if flight is not None:
+                flight.is_cancelled = True
 
     def poll(self) -> list[PortEvent]:
         """Take the events so far."""
@@ -122,6 +181,7 @@ class DaemonPort:
 
     def close(self) -> None:
         """Finish what is under way and end the session."""
+        self._askers.shutdown(cancel_futures=True)
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._client.close()
@@ -130,56 +190,78 @@ class DaemonPort:
         self._events.append(event)
         self._wake()
 
-    def _lookup(self, request_id: str, chain: Chain, first: int) -> None:
+    def _lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+        answer = Found(traits.request_id, (), "daemon_away")
         try:
-            tiers, reason = self._client.lookup(chain.tenant, chain.hashes, first)
+            found = self._client.lookup(chain.tenant, chain.hashes, first, traits, load)
+            answer = Found(
+                traits.request_id, found.tiers, found.reason, found.plan, found.max_offload_tokens
+            )
         except DaemonUnavailable:
-            tiers, reason = (), "daemon_away"
-        self._emit(Found(request_id, tiers, reason))
+            pass  # the client has said so, and the engine computes
+        finally:
+            self._emit(answer)
 
-    def _load(
-        self, request_id: str, chain: Chain, first: int, into: Sequence[Sequence[int]]
-    ) -> None:
-        tiers: list[TierName] = []
-        hashes = chain.hashes[: first + len(into)]
+    def _load(self, flight: _Flight) -> None:
         end = "failed"
         try:
-            num_proven = 0
-            for item in self._client.load(chain.tenant, hashes, first):
-                # That this item came proves the lease of the block before it: now it may be used.
-                if len(tiers) > num_proven:
-                    num_proven = len(tiers)
-                    self._emit(Loaded(request_id, num_proven))
-                if request_id in self._cancelled:
-                    end = "cancelled"
-                    break
-                if isinstance(item, LoadedBlock):
-                    self._scatter(item.payload, into[item.index - first])
-                    tiers.append(item.tier)
-                else:
-                    end = _REASONS.get(item, "failed")
+            end = self._follow(flight)
         except DaemonUnavailable:
-            # The last copy may have outlived its lease.
-            tiers, end = tiers[:num_proven], "daemon_away"
+            end = "daemon_away"
         finally:
             with self._lock:
-                self._active.discard(request_id)
-                self._cancelled.discard(request_id)
-            if end == "cancelled":
-                tiers = tiers[:num_proven]
-            self._emit(LoadEnded(request_id, tuple(tiers), end))
+                del self._flights[flight.order.request_id]
+            self._emit(LoadEnded(flight.order.request_id, tuple(flight.tiers), end))
+
+    def _follow(self, flight: _Flight) -> str:
+        """Copy blocks as they come, and return why there are no more."""
+        order = flight.order
+        left_s = flight.deadline_s - time.monotonic()
+        if left_s < _WAIT_MARGIN_S / 2:
+            return "late"
+        items = self._client.load(
+            order.chain.tenant,
+            order.chain.hashes[: order.first + len(flight.into)],
+            order.first,
+            decision=order.decision,
+            from_back=order.from_back,
+            timeout_s=left_s,
+        )
+        for item in items:
+            if not isinstance(item, LoadedBlock):
+                return _REASONS.get(item, "failed")
+            with self._lock:
+                end = flight.begin(item.index)
+            if end:
+                return end
+            self._scatter(item.payload, flight.into[item.index - order.first])
+            if time.monotonic() > item.good_until_s:
+                raise DaemonSlow("the lease ran out while copying")
+            flight.tiers.append(item.tier)
+            self._emit(Loaded(order.request_id, tuple(flight.tiers)))
+        return "failed"
 
     def _store(
-        self, number: int, chain: Chain, first: int, blocks: Sequence[Sequence[int]]
+        self,
+        number: int,
+        chain: Chain,
+        first: int,
+        blocks: Sequence[Sequence[int]],
+        offer: StoreOffer,
     ) -> None:
-        hashes = chain.hashes[: first + len(blocks)]
-
         def copy(index: int, slot: memoryview) -> None:
             self._gather(blocks[index - first], slot)
 
         taken = 0
         try:
-            taken = self._client.store(chain.tenant, hashes, first, copy)
+            taken = self._client.store(
+                chain.tenant,
+                chain.hashes[: first + len(blocks)],
+                first,
+                copy,
+                traits=offer.traits,
+                num_prompt_blocks=offer.num_prompt_blocks,
+            )
         except DaemonUnavailable:
             taken = 0  # offered again when a later request has these blocks
         finally:

@@ -10,7 +10,7 @@ A row exists as long as its block is in some tier in some state. The index knows
 contents, of sessions or of time; recency is a stamp that its user hands in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,19 @@ from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
 
-__all__ = ["NO_SLOT", "WAS_DEMOTED", "WAS_USED", "Index", "NewBlocks", "Scope"]
+__all__ = [
+    "IS_KEPT",
+    "NEEDED_BY",
+    "NO_SLOT",
+    "WAS_DEMOTED",
+    "WAS_FLUSHED",
+    "WAS_REFUSED",
+    "WAS_USED",
+    "Index",
+    "NewBlocks",
+    "Scope",
+    "Watch",
+]
 
 NO_SLOT = -1
 """The slot of a block that is not in the arena."""
@@ -31,7 +43,22 @@ WAS_USED = 1
 """In ``past``: the block was loaded since it came into the CPU tier."""
 
 WAS_DEMOTED = 2
-"""In ``past``: it was given to a slower tier once more before it has to go."""
+"""In ``past``: it was offered to slower tiers before it has to go, since it was last used."""
+
+WAS_REFUSED = 4
+"""In ``past``: what it was offered to then did not take it."""
+
+WAS_FLUSHED = 8
+"""In ``past``: it was written to a slower tier long before it has to go."""
+
+NEEDED_BY: Mapping[TierName, int] = {TierName.SSD: 16, TierName.REMOTE: 32}
+"""In ``past``: the tier was given a child of the block, that is found through it alone."""
+
+IS_KEPT = 64
+"""In ``past``: it is not evicted as long as there is another that can be."""
+
+Watch = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
+"""Called with rows, the tier, their states before, and the one they have now."""
 
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 _FACTS = np.dtype(
@@ -75,6 +102,10 @@ class Index:
     """Every block the daemon knows of, in the CPU, SSD and remote tiers."""
 
     def __init__(self) -> None:
+        self.watch: Watch = _look_away
+        """Told each change of residency but those of ``restore``."""
+        self.num_restored = 0
+        """How many blocks were added by ``restore``, be they there still or not."""
         self._table = HashTable(INDEX_ROWS_MAX)
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
@@ -175,7 +206,8 @@ class Index:
             # One by one: a scope is only known to be in use once it is in the column.
             scope = Scope(space[:2].tobytes(), space[2:].tobytes())
             self.scope[rows[numbers.reshape(-1) == number]] = self.scope_id(scope)
-        self.move(rows, tier, Residency.READY)
+        self._set(rows, tier, Residency.READY)
+        self.num_restored += len(rows)
 
     def forget_absent(self, rows: Rows) -> None:
         """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
@@ -194,13 +226,25 @@ class Index:
         """Return the state of one row in a tier."""
         return int(self.state[row, _COLUMN[tier]])
 
+    def evictable(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Tell which rows may leave the CPU tier: ready there, neither pinned nor kept."""
+        is_ready = self.residency(rows, TierName.CPU) == Residency.READY
+        is_free: npt.NDArray[np.bool_] = is_ready & (self.pins[rows] == 0)
+        is_free &= self.past[rows] & IS_KEPT == 0
+        return is_free
+
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
         """Set the state of rows, each given once, in a tier."""
+        before = self._set(rows, tier, state)
+        self.watch(np.atleast_1d(rows), tier, before, state)
+
+    def _set(self, rows: Rows | int, tier: TierName, state: Residency) -> npt.NDArray[np.uint8]:
         column = _COLUMN[tier]
         before = np.atleast_1d(self.state[rows, column])
         self._counts[column] -= np.bincount(before, minlength=len(Residency))
         self._counts[column, state] += len(before)
         self.state[rows, column] = state
+        return before
 
     def num_in(self, tier: TierName, state: Residency) -> int:
         """Return how many blocks are in a state, not absent, in a tier."""
@@ -274,3 +318,7 @@ class Index:
             self._facts = facts
             for name in _FACTS.names or ():
                 setattr(self, name, self._facts[name])
+
+
+def _look_away(_rows: Rows, _tier: TierName, _before: object, _state: Residency) -> None:
+    """Be nobody who watches."""

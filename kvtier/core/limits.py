@@ -3,33 +3,67 @@
 __all__ = [
     "ABSENT_HASHES_MAX",
     "ABSENT_NS",
+    "AGED_RUNS_MAX",
+    "ANNOUNCED_BYTES_MAX",
+    "ANNOUNCED_KEPT_NS",
+    "ANNOUNCED_MAX",
+    "ARRIVALS_MAX",
     "BANDWIDTH_MIN_BYTES_PER_S",
     "CHAIN_BLOCKS_MAX",
+    "CLAIMS_MAX",
+    "CLOSING_BLOCKS_MAX",
+    "COMING_BLOCKS_MAX",
+    "DECISIONS_BYTES_MAX",
+    "DECISIONS_MAX",
     "DEMOTION_BLOCKS_MAX",
     "DEMOTION_FREE_SHARE",
     "DEMOTION_WINDOW_BLOCKS",
+    "DEMOTION_WINDOW_BLOCKS_MAX",
+    "DEMOTION_WINDOW_SHARE",
+    "DEMOTION_WINDOW_SHARE_MAX",
     "DRAINS_MAX",
     "DROP_GRACE_NS",
     "ENGINE_SHARE",
+    "EXPLAINED_RUNS_MAX",
+    "GAP_MAX_S",
+    "GHOST_BLOCKS_MAX",
+    "GHOST_NS",
     "INDEX_ROWS_MAX",
+    "KEPT_BLOCKS_MAX",
+    "KEY_SPACES_MAX",
+    "KIND_CHARACTERS_MAX",
     "LEASES_PER_SESSION_MAX",
+    "LINGERING_STORES_MAX",
+    "OUTCOMES_MAX",
+    "OUTCOME_LATE_NS",
+    "OUTCOME_RUNS_MAX",
+    "OVER_MAX",
     "PAGE_BYTES",
+    "PRIORITY_KEPT_NS",
+    "PRIORITY_MAX",
     "PROBES_LATE_MAX",
     "PROBES_MAX",
     "PROBE_BLOCKS_MAX",
     "PROBE_GRACE_NS",
     "PROBE_PAUSE_MAX_NS",
     "PROBE_PAUSE_NS",
+    "REQUEST_ID_CHARACTERS_MAX",
+    "SAMPLE_MAX_S",
     "SCOPES_WITHOUT_BLOCKS_MAX",
     "SESSIONS_MAX",
     "SIZE_KEPT_NS",
     "SLAB_VICTIMS_MAX",
+    "STEPS_MAX",
     "STORE_ARENA_SHARE",
     "TRANSFER_BLOCKS",
     "TRANSFER_BLOCKS_MAX",
     "TRANSFER_BYTES",
+    "USES_MAX",
+    "USE_KEPT_NS",
     "VICTIMS_SCANNED_AT_ONCE",
     "VICTIMS_TAKEN_AT_ONCE",
+    "WANTED_BLOCKS_MAX",
+    "WARM_ARENA_SHARE",
     "WRITE_ARENA_SHARE",
 ]
 
@@ -85,11 +119,35 @@ written there (counted as throttled), because a waiting block is pinned and cann
 DEMOTION_FREE_SHARE = 0.125
 """While less than this share of the arena is free, blocks that no slower tier has are demoted."""
 
-DEMOTION_BLOCKS_MAX = 16
-"""Blocks demoted in one event: two transfers, and tens of microseconds."""
+DEMOTION_BLOCKS_MAX = 64
+"""Blocks demoted in one event: eight transfers, and a millisecond."""
+
+DEMOTION_WINDOW_SHARE = 0.125
+"""How far demotion looks ahead of eviction: what is stored while so much of the CPU tier is written
+below is no more than that, where the tiers keep up at all."""
 
 DEMOTION_WINDOW_BLOCKS = 256
-"""How far demotion looks ahead of eviction: the blocks of a long prompt."""
+"""And no less far than this: the blocks of a long prompt."""
+
+DEMOTION_WINDOW_SHARE_MAX = 0.25
+"""In a small tier no farther than a quarter of it: as much as may wait to be written."""
+
+DEMOTION_WINDOW_BLOCKS_MAX = 4096
+"""Nor farther than this: half a millisecond for each look."""
+
+WANTED_BLOCKS_MAX = 65_536
+"""Blocks remembered that were asked for a second time and were not there: 10 MB."""
+
+KEY_SPACES_MAX = 1024
+"""Key spaces of which the size of a block in tokens is remembered: those of engines that come and
+go for years."""
+
+LINGERING_STORES_MAX = 65_536
+"""Stores remembered until they are written because they are old: 20 MB. Of more than two hundred a
+second the older ones are written when they have to go."""
+
+CLOSING_BLOCKS_MAX = 131_072
+"""Blocks looked at when the daemon stops, the latest: two seconds of the grace."""
 
 TRANSFER_BLOCKS = 8
 """Blocks of one transfer: large enough for few large operations (24 MB at 3 MB a block), small
@@ -137,3 +195,93 @@ blocks is then under 2 us an eviction."""
 VICTIMS_TAKEN_AT_ONCE = 64
 """Blocks evicted together for a call that needs so many slots: one at a time costs five times as
 much, and more than this saves little."""
+
+ANNOUNCED_BYTES_MAX = 1 << 20
+"""Of hashes in one announcing call: a quarter of what gRPC takes as one message, and four of the
+longest chains."""
+
+ANNOUNCED_MAX = 64
+"""Requests of one announcing call: what a busy engine gets within some milliseconds."""
+
+OVER_MAX = 1024
+"""Ended requests named in one announcing call."""
+
+OUTCOMES_MAX = 1024
+"""Outcomes of one report: the requests of a second."""
+
+STEPS_MAX = 1024
+"""Steps of one report: those of a second, at a millisecond each."""
+
+OUTCOME_RUNS_MAX = 64
+"""Runs of blocks from one tier in an outcome: as a plan has them, with room."""
+
+REQUEST_ID_CHARACTERS_MAX = 128
+"""Of a request's id: four times a UUID."""
+
+KIND_CHARACTERS_MAX = 32
+"""Of a word for a sort of requests."""
+
+PRIORITY_MAX = 1000
+"""The highest priority of a request; more than anybody tells apart."""
+
+GAP_MAX_S = 30 * 86_400
+"""The longest gap, or time to live, that a client may name: a month, longer than any tier below
+the SSD keeps anything that is not asked for."""
+
+SAMPLE_MAX_S = 86_400
+"""A step, a restore or a wait that is said to have taken longer than a day is a mistake."""
+
+DECISIONS_MAX = 4096
+"""Decisions remembered to be explained: some minutes of a busy node, and 8 MB."""
+
+DECISIONS_BYTES_MAX = 32 << 20
+"""Of the chains of these requests: 8 KiB each, which is a prompt of 32,000 tokens."""
+
+OUTCOME_LATE_NS = 600_000_000_000
+"""An outcome told later than ten minutes after its decision says more of the queue than of it."""
+
+USES_MAX = 65_536
+"""Requests remembered so that they count once: 10 MB, and minutes at hundreds a second."""
+
+USE_KEPT_NS = 600_000_000_000
+"""A request that is heard of again after ten minutes counts once more: longer than one waits for
+its turn, shorter than a client takes to use a name twice."""
+
+EXPLAINED_RUNS_MAX = 64
+"""Runs that an explanation names for each tier; with more, the rest is one number."""
+
+GHOST_NS = 1_200_000_000_000
+"""Blocks that no tier has are remembered for twenty minutes: after ten, hardly any comes back that
+a tier would still have had (conversation trace: no difference between ten minutes and for ever)."""
+
+GHOST_BLOCKS_MAX = 1_048_576
+"""Nor are more of them remembered than these: 200 MB."""
+
+AGED_RUNS_MAX = 256
+"""Runs of a history that grow older, or are forgotten, in one event: a millisecond. After a pause
+the rest follows with the events that come."""
+
+KEPT_BLOCKS_MAX = 65_536
+"""Blocks named by claims that keep them: 20 MB, and 5 ms to see how many of them are here."""
+
+CLAIMS_MAX = 4096
+"""Claims at once: pins, requests with a priority, and those that wait for their turn."""
+
+PRIORITY_KEPT_NS = 600_000_000_000
+"""How long the blocks of a request with a priority are kept where it names no time: most users who
+come back do so within ten minutes."""
+
+ANNOUNCED_KEPT_NS = 60_000_000_000
+"""How long the blocks of an announced request are kept for its turn; an engine that does not get to
+it within a minute computes sooner than it waits."""
+
+WARM_ARENA_SHARE = 0.125
+"""Share of the arena that may be filled at once for nobody who waits."""
+
+COMING_BLOCKS_MAX = 512
+"""How far a policy that ranks chains looks ahead for demotion: a millisecond, and more than is
+evicted until the next look."""
+
+ARRIVALS_MAX = 64
+"""Blocks that came to a tier before the history is told: telling of one costs as much as of many
+together."""

@@ -1,12 +1,48 @@
-"""What is decided about a request, and what came of it."""
+"""What is to be decided about a request, what is decided, and what came of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.core.cost.sample import Estimate
+from kvtier.core.cost.sample import EngineLoad, Estimate
 from kvtier.core.residency import TierName
 
-__all__ = ["Outcome", "Plan", "PlanReason"]
+__all__ = ["Ask", "Judgement", "Outcome", "Plan", "PlanReason", "Source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Consecutive found blocks that one tier would serve."""
+
+    tier: TierName
+    num_blocks: int
+    queued_bytes: int
+    """Of reads that wait or fly on that route before these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What was found for a request, and what its engine has to do."""
+
+    key_space: bytes
+    sources: tuple[Source, ...]
+    """In the order of the chain."""
+    first_token: int
+    """Where the found blocks begin; the tokens before it the engine has itself."""
+    num_tokens: int
+    """Of the whole prompt; 0: unknown."""
+    block_tokens: int
+    block_bytes: int
+    limit_blocks: int | None
+    """The request wants no more; None: it says nothing."""
+    load: EngineLoad
+    can_split: bool
+    """Whether the engine can compute the front while the back is loaded."""
+
+    @property
+    def num_found(self) -> int:
+        """Return how many blocks could be restored."""
+        return sum(source.num_blocks for source in self.sources)
 
 
 class PlanReason(StrEnum):
@@ -46,7 +82,8 @@ class Plan:
     wait_ns: int = 0
     """How long to wait for it; then what is there is used, and the rest computed."""
     restore: Estimate = field(default_factory=lambda: Estimate(0.0, 0.0))
-    """Of the time until all of ``num_blocks`` are there."""
+    """Of the time until all of ``num_blocks`` are there; of the best restore there was, where
+    nothing is restored."""
     recompute: Estimate = field(default_factory=lambda: Estimate(0.0, 0.0))
     """Of the time to compute the same tokens instead, the wait for the engine included."""
     total_s: float = 0.0
@@ -72,3 +109,17 @@ class Outcome:
     """In the engine's queue."""
     ttft_s: float
     """From the request's arrival to its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a decision was worth, as far as one can tell afterwards."""
+
+    saved_s: Mapping[TierName, float]
+    """Time to first token that restoring saved against computing, by tier."""
+    lost_s: Mapping[TierName, float]
+    """What it cost where computing would have been faster."""
+    regret_s: float
+    """What the other road would have saved; 0: this one was the better."""
+    taken: str
+    """``restore`` or ``recompute``."""

@@ -144,6 +144,11 @@ class SlabAllocator:
         num_slots = num_slabs * (self.slab_bytes // size)
         return num_slots - self._num_taken[size] >= share * num_slots
 
+    def num_free(self, size: int) -> int:
+        """Return how many slots of a size can be taken without evicting anything."""
+        num_slabs = self.num_slabs_of(size) + len(self._blank)
+        return num_slabs * (self.slab_bytes // size) - self._num_taken[size]
+
     def owners_of(self, size: int) -> Rows:
         """Return the owners of all slots of a size."""
         slabs = [self._slabs[number].owners for number in self._slabs_of.get(size, ())]

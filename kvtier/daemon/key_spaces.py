@@ -23,7 +23,14 @@ from kvtier.node.driver import Driver
 from kvtier.observe.log import Log
 from kvtier.tiers.base import Tier
 
-__all__ = ["FILE_NAME", "KeySpaces", "NamedSpace", "SavedKeySpaces", "save_document"]
+__all__ = [
+    "FILE_NAME",
+    "KeySpaces",
+    "NamedSpace",
+    "SavedKeySpaces",
+    "replace_file",
+    "save_document",
+]
 
 _log = Log("kvtier.daemon")
 
@@ -141,14 +148,19 @@ def save_document(directory: Path, document: bytes) -> None:
     May block as long as the disk does.
     """
     path = directory / FILE_NAME
-    if not document:
+    if document:
+        replace_file(path, document)
+    else:
         path.unlink(missing_ok=True)
-        return
-    fresh = path.with_name(FILE_NAME + ".new")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file, all or nothing; raises OSError, and then it is as it was."""
+    fresh = path.with_name(path.name + ".new")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:
-            file.write(document)
+            file.write(content)
         fresh.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

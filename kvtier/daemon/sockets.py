@@ -9,6 +9,7 @@ from kvtier.api.http.server import serve
 from kvtier.api.rpc.credentials import read_credentials
 from kvtier.api.rpc.engine_service import EngineService
 from kvtier.api.rpc.operator_service import OperatorService
+from kvtier.api.rpc.reports import Reports
 from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
 from kvtier.client.operator import operator_door
 from kvtier.config import Config
@@ -77,14 +78,14 @@ class Sockets:
 
     async def open_rpc(
         self,
-        stat: Callable[[], dict[str, Any]],
+        reports: Reports,
         scrubber: Scrubber | None,
         on_emptied: Callable[[], None],
     ) -> None:
         """Serve engines and operators; ``open_arena`` comes before."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
-        operator = OperatorService(self._driver, stat, scrubber, on_emptied)
+        operator = OperatorService(self._driver, reports, scrubber, on_emptied)
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
         door_path = operator_door(daemon.socket)
         await door.start(door_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier import __version__
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.daemon.account import Account
 from kvtier.daemon.health import NodeHealth, told
 from kvtier.daemon.holdings import Held, Holdings
 from kvtier.daemon.key_spaces import KeySpaces
@@ -45,9 +46,15 @@ class Status:
     """Makes the document, and keeps the gauges that come from the same numbers up to date."""
 
     def __init__(
-        self, driver: Driver, health: NodeHealth, spaces: KeySpaces, block_tokens: int
+        self,
+        driver: Driver,
+        health: NodeHealth,
+        spaces: KeySpaces,
+        account: Account,
+        block_tokens: int,
     ) -> None:
         self._driver = driver
+        self._account = account
         self._health = health
         self._spaces = spaces
         self._block_tokens = block_tokens
@@ -72,12 +79,15 @@ class Status:
             "boot": node.boot,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._start_s, 1),
+            "worth": self._account.worth(samples),
             "tiers": self._tiers(holdings),
             "key_spaces": self._key_spaces(holdings),
             "lookup_blocks": lookups | {"miss": samples.count(LOOKUP_BLOCKS, outcome="miss")},
             "miss_reasons": _miss_reasons(samples),
             "probed_lookups": _by_label(samples, PROBED_LOOKUPS),
             "transfers": _transfers(samples),
+            "policy": self._account.policy(),
+            "cost": self._account.cost(time.monotonic_ns()),
             "background_faults": _by_label(samples, BACKGROUND_FAULTS),
             "engines": [_engine(session) for session in node.sessions.values()],
             "leases": node.num_leases,
@@ -87,6 +97,7 @@ class Status:
     async def refresh(self) -> None:
         """Note health and set the gauges, on the loop's thread; touches no column of the index."""
         self._health.refresh()
+        self._account.refresh(time.monotonic_ns())
         node = self._driver.node
         for name in LOWER_TIERS:
             tier = self._cpu() if name is TierName.CPU else self._slow(name)

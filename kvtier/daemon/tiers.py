@@ -5,19 +5,26 @@ from collections.abc import Mapping
 from kvtier.config import Config
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
-from kvtier.node.transfer import SlowTier
+from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.tiers.base import Tier
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
+from kvtier.tiers.ssd.budget import DAY_S
 from kvtier.tiers.ssd.disk import DirectIO
 from kvtier.tiers.ssd.options import Durability, SsdOptions
 from kvtier.tiers.ssd.store import SsdTier
+from kvtier.tiers.ssd.worth import Worth
 from kvtier.tiers.wrap.breaker import BreakerTier
 
-__all__ = ["load_keys", "open_tiers", "slow_tiers"]
+__all__ = ["allowance", "load_keys", "open_tiers", "slow_tiers"]
 
 _COOL_DOWN_NS = 1_000_000_000
 """How long a failing tier is left alone: it is back within seconds of its recovery."""
+
+_SPENT_WITHIN_S = 3600.0
+
+_AMPLIFICATION = 4 / 3
+"""Bytes that the SSD tier writes for each byte of a new block at most: it moves others."""
 
 
 def load_keys(config: Config) -> KeyRing | None:
@@ -25,12 +32,17 @@ def load_keys(config: Config) -> KeyRing | None:
     return KeyRing.load(config.seal.key_file) if config.seal.key_file else None
 
 
-def open_tiers(config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
-    """Open the tiers below the CPU; a server is not asked yet. All or none. Raises StartError."""
+def open_tiers(
+    config: Config, ring: KeyRing | None, worth: Worth | None = None
+) -> dict[TierName, BreakerTier]:
+    """Open the tiers below the CPU; a server is not asked yet. All or none. Raises StartError.
+
+    ``worth`` tells what blocks are worth, where the policy goes by that.
+    """
     tiers: dict[TierName, Tier] = {}
     try:
         if config.ssd.enabled:
-            tiers[TierName.SSD] = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"))
+            tiers[TierName.SSD] = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"), worth)
         if config.remote.url:
             seal = Seal(SealMode(config.remote.seal), ring, "remote")
             tiers[TierName.REMOTE] = _remote(config, seal)
@@ -57,12 +69,27 @@ def slow_tiers(config: Config, tiers: Mapping[TierName, Tier]) -> tuple[SlowTier
             deadlines_ns[name],
             queues_bytes[name],
             min_tokens=remote.min_tokens if tier.properties.is_shared else 0,
+            write=WriteMode(ssd.write if name is TierName.SSD else remote.write),
+            flush_after_ns=ssd.flush_after_ns if name is TierName.SSD else 0,
         )
         for name, tier in tiers.items()
     )
 
 
-def _ssd(config: Config, seal: Seal) -> SsdTier:
+def allowance(config: Config, tier: Tier) -> float | None:
+    """Return how many bytes a second of blocks the SSD's write budget allows just now.
+
+    The day's even share, and what is left of the budget within an hour: an idle night pays for a
+    busy morning, and a morning that spends it all has to make do with the day's share.
+    """
+    day_bytes = config.ssd.write_budget_bytes
+    if not day_bytes:
+        return None
+    left_bytes = float(tier.usage().detail.get("write_budget_bytes", 0))
+    return (day_bytes / DAY_S + left_bytes / _SPENT_WITHIN_S) / _AMPLIFICATION
+
+
+def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
     ssd = config.ssd
     options = SsdOptions(
         direct_io=DirectIO(ssd.direct_io),
@@ -73,6 +100,7 @@ def _ssd(config: Config, seal: Seal) -> SsdTier:
         max_age_s=_whole_seconds(ssd.max_age_ns),
         seal=seal,
         num_workers=ssd.io_threads,
+        worth=worth if config.policy.eviction in {"rd", "rd-sec"} else None,
     )
     return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
 

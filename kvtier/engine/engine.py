@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import KeySpace, chain_root, tenant_digest
 from kvtier.core.layout import KVLayout, paged_layout
 from kvtier.core.residency import TierName
+from kvtier.engine.account import Timing, TokenAccount
 from kvtier.engine.attention import AttentionBatch, Span
 from kvtier.engine.fingerprint import key_space
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.pool import BlockPool, Dropped, PoolCounts, PoolShape
-from kvtier.engine.port import KVPort
+from kvtier.engine.port import Chain, KVPort
 from kvtier.engine.request import (
     Deliver,
     FinishReason,
@@ -30,27 +32,16 @@ from kvtier.engine.request import (
 )
 from kvtier.engine.sampler import make_generator, sample
 from kvtier.engine.scheduler import Chunk, Scheduler
-from kvtier.engine.sequence import BlockChain, Phase, Sequence, TokenAccount
+from kvtier.engine.sequence import BlockChain, Phase, Sequence
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
 
-__all__ = ["Engine", "EngineSnapshot", "StepReport", "block_layout", "create_pool"]
+__all__ = ["Engine", "EngineSnapshot", "block_layout", "create_pool"]
 
 _log = logging.getLogger(__name__)
 
 _REPORTS_MAX = 1024
-"""Steps kept for whoever fits a cost model to them; the oldest go first."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step computed and how long it took."""
-
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_past_tokens: int
-    """Tokens before the new ones, over all sequences of the step."""
-    seconds: float
+"""Steps kept for whoever counts them; the oldest go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +128,7 @@ class Engine:
         self._computed = self._num_generated = self._num_steps = 0
         self._num_prefill = self._num_decode = 0
         self._last_step_seconds = 0.0
-        self._reports: deque[StepReport] = deque(maxlen=_REPORTS_MAX)
+        self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
 
     # Requests
 
@@ -185,12 +176,27 @@ class Engine:
             port_chain=BlockChain(root, self.settings.block_tokens),
             generator=make_generator(request.sampling),
             tokens=tokens,
+            traits=request.traits(),
             account=TokenAccount(len(tokens)),
+            timing=Timing(now_ns, waiting_since_ns=now_ns),
         )
         sequence.chain.extend(tokens)
         sequence.port_chain.extend(tokens)
         self._num_tickets += 1
         scheduler.add(sequence)
+        self._announce(sequence)
+
+    def _announce(self, sequence: Sequence) -> None:
+        """Tell the port of a request, whoever will answer it: that is how it learns what comes."""
+        hashes = sequence.port_chain.hashes
+        if not hashes:
+            return
+        num_hit = self.pool.match(sequence.chain.hashes, len(sequence.chain.hashes))
+        first = num_hit * self.settings.engine_block_tokens // self.settings.block_tokens
+        if len(self._scheduler.sequences) == 1:
+            first = len(hashes)  # alone it has its turn now: what it lacks is loaded, not fetched
+        chain = Chain(sequence.tenant, sequence.port_chain.root, tuple(hashes))
+        self.port.announce(chain, min(first, len(hashes)), sequence.traits)
 
     def abort(self, request_id: str) -> bool:
         """End a request at once; False if it is not there (any more)."""
@@ -219,9 +225,10 @@ class Engine:
 
     def step(self, now_ns: int) -> bool:
         """Do what can be done now; False: nothing, until a request or a port event comes."""
-        moved = self._scheduler.poll()
-        moved |= self._scheduler.admit(now_ns)
-        chunks = self._scheduler.plan()
+        scheduler = self._scheduler
+        moved = scheduler.poll(now_ns)
+        moved |= scheduler.admit(now_ns)
+        chunks = scheduler.plan(now_ns)
         if not chunks:
             return moved
         start_ns = self._clock_ns()
@@ -232,13 +239,15 @@ class Engine:
             for chunk in chunks:
                 self._end(chunk.sequence, FinishReason.ERROR, error=f"the step failed: {error}")
             return True
-        self._report(chunks, (self._clock_ns() - start_ns) / 1e9)
+        took_ns = self._clock_ns() - start_ns
+        sample = self._report(chunks, took_ns / 1e9)
         through = [chunk.sequence for chunk in chunks if chunk.is_last]
         for chunk in chunks:
-            self._scheduler.complete(chunk)
+            scheduler.complete(chunk)
         for sequence, token in zip(through, tokens, strict=True):
             if sequence.phase is Phase.RUNNING:  # else a receiver ended it meanwhile
-                self._advance(sequence, token)
+                self._advance(sequence, token, now_ns + took_ns)
+        self.port.note_steps((sample,), scheduler.load_before())
         return True
 
     @torch.inference_mode()
@@ -270,8 +279,10 @@ class Engine:
         samplings = [sequence.request.sampling for sequence in through]
         return sample(output.logits[0], samplings, [sequence.generator for sequence in through])
 
-    def _advance(self, sequence: Sequence, token: int) -> None:
+    def _advance(self, sequence: Sequence, token: int, now_ns: int) -> None:
         """Add a token to a sequence, and end it where it ends."""
+        if not sequence.is_finished:
+            self._finish(sequence, now_ns)
         sequence.append(token)
         self._num_generated += 1
         request = sequence.request
@@ -285,8 +296,20 @@ class Engine:
         else:
             self._deliver(sequence, Output(request.request_id, (token,)))
 
+    def _finish(self, sequence: Sequence, first_token_ns: int | None = None) -> None:
+        """Tell the port that a prompt is done with, and what came of its plan."""
+        sequence.is_finished = True
+        outcome = None
+        if sequence.plan is not None and first_token_ns is not None:
+            outcome = sequence.timing.outcome(
+                sequence.plan.decision, sequence.account.computed, first_token_ns
+            )
+        self.port.finish(sequence.request_id, outcome)
+
     def _end(self, sequence: Sequence, finish: FinishReason, *tokens: int, error: str = "") -> None:
         self._scheduler.remove(sequence)
+        if not sequence.is_finished:
+            self._finish(sequence)
         for tier, count in sequence.account.by_tier.items():
             self._by_tier[tier] += count
         self._computed += sequence.account.computed
@@ -304,17 +327,27 @@ class Engine:
 
     # Looking in
 
-    def _report(self, chunks: list[Chunk], seconds: float) -> None:
+    def _report(self, chunks: list[Chunk], seconds: float) -> StepSample:
+        """Note what a step took, and the share of each prompt that it computed."""
         num_decode = sum(chunk.is_decode for chunk in chunks)
-        num_prefill = sum(chunk.num_tokens for chunk in chunks) - num_decode
-        num_past = sum(chunk.sequence.num_computed for chunk in chunks)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        attended, decode_past = 0.0, 0
+        for chunk in chunks:
+            num_new, num_past = chunk.num_tokens, chunk.sequence.num_computed
+            if chunk.is_decode:
+                decode_past += num_past
+            else:
+                attended += num_new * (num_past + num_new / 2)
+                chunk.sequence.timing.compute_s += seconds * num_new / num_tokens
         self._num_steps += 1
-        self._num_prefill += num_prefill
+        self._num_prefill += num_tokens - num_decode
         self._num_decode += num_decode
         self._last_step_seconds = seconds
-        self._reports.append(StepReport(num_prefill, num_decode, num_past, seconds))
+        sample = StepSample(num_tokens - num_decode, num_decode, attended, decode_past, seconds)
+        self._reports.append(sample)
+        return sample
 
-    def take_reports(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepSample]:
         """Return the steps since the last call, at most the latest thousand."""
         reports = list(self._reports)
         self._reports.clear()

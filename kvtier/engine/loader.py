@@ -6,22 +6,37 @@ Rules
   already, its first engine blocks go to spare ones, which are let go of afterwards.
 * Each of its blocks has one reference of the load until ``LoadEnded``, whatever becomes of the
   request meanwhile.
-* What the port reports is published at once; all else in the blocks is garbage.
+* What the port reports is published at once; all else in the blocks is garbage, except what the
+  engine has claimed (see ``meeting``) and computes itself.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.traits import Traits
+from kvtier.core.plan import PlanReason
+from kvtier.core.residency import TierName
+from kvtier.engine.meeting import Meeting
 from kvtier.engine.pool import BlockPool
 from kvtier.engine.port import Chain, Found, KVPort, Loaded, LoadEnded, LoadOrder
 from kvtier.engine.request import Decision, DecisionReason
-from kvtier.engine.sequence import Phase, Sequence
+from kvtier.engine.sequence import Back, Phase, Sequence
 
 __all__ = ["Loader"]
 
 _LOOKUPS_MAX = 2
 """Per request: once, and once more if the GPU lost the blocks before the found ones meanwhile."""
+
+_PLAN_REASONS: Mapping[PlanReason, DecisionReason] = {
+    PlanReason.PART: DecisionReason.PART,
+    PlanReason.SPLIT: DecisionReason.PART,
+    PlanReason.COST: DecisionReason.COST,
+    PlanReason.RISK: DecisionReason.RISK,
+    PlanReason.GUARD: DecisionReason.GUARD,
+    PlanReason.LIMIT: DecisionReason.MAX_LOAD_TOKENS,
+    PlanReason.NEVER: DecisionReason.NEVER,
+}
+"""Why a plan takes less than was found; the other reasons take all of it."""
 
 
 @dataclass(slots=True)
@@ -30,10 +45,18 @@ class _Load:
     first: int
     """In blocks of the port's chain."""
     into: list[list[int]]
-    is_whole: bool
-    """Every full block that was missing is asked for."""
-    limit_reason: str
-    """Why not, otherwise."""
+    whole_reason: str
+    """Why no more than this was asked for; empty: every full block that was missing is."""
+    meeting: Meeting | None
+    """Of a load from the back."""
+    tiers: tuple[TierName, ...] = field(default=())
+    """Of the blocks in place so far, in the load's order."""
+    is_wanted: bool = True
+    """Its sequence still has the blocks."""
+
+    def place(self, number: int) -> int:
+        """Return which of its blocks is the one to come after ``number`` others."""
+        return number if self.meeting is None else len(self.into) - 1 - number
 
 
 class Loader:
@@ -45,11 +68,6 @@ class Loader:
         self._ratio = port.block_tokens // pool.shape.block_tokens
         self._lookups: dict[str, Sequence] = {}
         self._loads: dict[str, _Load] = {}
-
-    @property
-    def num_loads(self) -> int:
-        """Return the loads in flight."""
-        return len(self._loads)
 
     @property
     def num_open(self) -> int:
@@ -65,10 +83,12 @@ class Loader:
         """Tell whether something of this name is in flight, also of a request that is gone."""
         return request_id in self._lookups or request_id in self._loads
 
-    def look_up(self, sequence: Sequence, num_hit: int) -> bool:
-        """Ask for what the GPU lacks after ``num_hit`` engine blocks; False: there is no need."""
-        first, end = num_hit // self._ratio, self._end(sequence)
-        if first >= end:
+    # Looking up
+
+    def wants_lookup(self, sequence: Sequence, num_hit: int) -> bool:
+        """Tell whether to ask for what the GPU lacks after ``num_hit`` engine blocks."""
+        first = num_hit // self._ratio
+        if first >= self._end(sequence):
             decision = Decision.GPU_HIT if num_hit else Decision.COMPUTED
             sequence.decide(decision, DecisionReason.TOO_SHORT)
             return False
@@ -76,16 +96,17 @@ class Loader:
             sequence.decide(Decision.COMPUTED, DecisionReason.MAX_LOAD_TOKENS)
             return False
         is_known = sequence.found is not None and sequence.found_first <= first
-        if is_known or sequence.num_lookups >= _LOOKUPS_MAX:
-            return False
+        return not is_known and sequence.num_lookups < _LOOKUPS_MAX
+
+    def look_up(self, sequence: Sequence, num_hit: int, load: EngineLoad) -> None:
+        """Ask for what the GPU lacks after ``num_hit`` engine blocks."""
+        first = num_hit // self._ratio
         sequence.num_lookups += 1
         sequence.found_first = first
         sequence.found = None
         sequence.phase = Phase.LOOKING
         self._lookups[sequence.request_id] = sequence
-        traits = Traits(request_id=sequence.request_id, num_tokens=sequence.num_prompt)
-        self._port.lookup(self._chain(sequence), first, traits, EngineLoad())
-        return True
+        self._port.lookup(self._chain(sequence), first, sequence.traits, load)
 
     def found(self, event: Found) -> Sequence | None:
         """Take a lookup's answer; returns the sequence if it still wants one."""
@@ -93,14 +114,14 @@ class Loader:
         if sequence.phase is not Phase.LOOKING:
             return None
         sequence.found = event
+        sequence.plan = event.plan
+        sequence.advised_offload_tokens = event.max_offload_tokens
         return sequence
 
     def num_loadable(self, sequence: Sequence, num_hit: int) -> int:
-        """Return how many found blocks there are to load after ``num_hit`` engine blocks."""
-        if sequence.found is None or sequence.found_first > num_hit // self._ratio:
-            return 0
-        num_found = sequence.found_first + len(sequence.found.tiers) - num_hit // self._ratio
-        return max(0, min(num_found, self._load_limit(sequence)))
+        """Return how many blocks to load after ``num_hit`` engine blocks."""
+        num_left = self._num_left(sequence, num_hit // self._ratio)
+        return max(0, min(num_left, self._load_limit(sequence)))
 
     def num_spare(self, num_hit: int) -> int:
         """Return the engine blocks a load needs besides those of its sequence."""
@@ -108,13 +129,17 @@ class Loader:
 
     def decide_computed(self, sequence: Sequence, reason: str = "") -> None:
         """Note that nothing will be loaded, for this reason or the lookup's."""
-        found = sequence.found.reason if sequence.found is not None else DecisionReason.OTHER
-        sequence.decide(Decision.COMPUTED, reason or found)
+        found = sequence.found
+        limit = _limit_reason(found) if found is not None else DecisionReason.OTHER
+        sequence.decide(Decision.COMPUTED, reason or limit)
         sequence.found = None
 
+    # Loading
+
     def load(self, sequence: Sequence, num_hit: int, num_blocks: int, spare: list[int]) -> None:
-        """Have the first ``num_blocks`` found blocks loaded into the sequence's blocks."""
-        assert sequence.found is not None
+        """Have ``num_blocks`` blocks loaded into the sequence's own; it computes if they split."""
+        found = sequence.found
+        assert found is not None
         first = num_hit // self._ratio
         start = first * self._ratio
         end = start + num_blocks * self._ratio
@@ -123,57 +148,144 @@ class Loader:
         flat = spare + own  # the spare ones came with the load's reference
         into = [flat[i : i + self._ratio] for i in range(0, len(flat), self._ratio)]
         assert len(into) == num_blocks
-        num_found = sequence.found_first + len(sequence.found.tiers) - first
-        is_whole = first + num_blocks == self._end(sequence)
-        reason = sequence.found.reason
-        if num_found > num_blocks:
+        reason = _limit_reason(found)
+        if first + num_blocks == self._end(sequence):
+            reason = ""
+        elif num_blocks < self._num_left(sequence, first):
             reason = DecisionReason.MAX_LOAD_TOKENS
-        self._loads[sequence.request_id] = _Load(sequence, first, into, is_whole, reason)
+        plan = found.plan
+        is_split = plan is not None and plan.is_split
+        meeting = Meeting(num_blocks) if is_split else None
+        self._loads[sequence.request_id] = _Load(sequence, first, into, reason, meeting)
         sequence.found = None
-        sequence.phase = Phase.LOADING
-        self._port.load(LoadOrder(sequence.request_id, self._chain(sequence), first), into)
+        sequence.phase = Phase.RUNNING if is_split else Phase.LOADING
+        if is_split:
+            end_token = (first + num_blocks) * self._port.block_tokens
+            sequence.back = Back(end_token, end_token)
+        order = LoadOrder(
+            sequence.request_id,
+            self._chain(sequence, first + num_blocks),
+            first,
+            decision=plan.decision if plan is not None else 0,
+            from_back=is_split,
+            wait_ns=plan.wait_ns if plan is not None else 0,
+        )
+        self._port.load(order, into)
 
-    def loaded(self, event: Loaded) -> None:
-        """Publish the leading blocks of a load that are in place."""
-        self._publish(self._loads[event.request_id], event.num_blocks)
+    def num_computable(self, sequence: Sequence) -> int:
+        """Return how many tokens may be computed next: those that no load may still write to."""
+        back = sequence.back
+        if back is None:
+            return sequence.num_missing
+        load = self._loads.get(sequence.request_id)
+        if load is None or load.meeting is None:
+            return back.start - sequence.num_computed
+        meeting = load.meeting
+        if self._claimed_end(load) <= sequence.num_computed:
+            granted = self._port.meet(sequence.request_id, meeting.next_claim())
+            meeting.num_claimed = max(meeting.num_claimed, granted)
+            assert meeting.gap >= 0, "what is in place is not granted"
+        return max(0, self._claimed_end(load) - sequence.num_computed)
 
-    def ended(self, event: LoadEnded) -> Sequence | None:
-        """Publish what came, let go of the blocks; returns the sequence if it is still there."""
-        load = self._loads.pop(event.request_id)
-        sequence, num_blocks = load.sequence, len(event.tiers)
-        self._publish(load, num_blocks)
+    def join(self, sequence: Sequence) -> None:
+        """Have a sequence go on behind its back, if it has computed what is before it."""
+        if not sequence.join():
+            return
+        load = self._loads.get(sequence.request_id)
+        if load is not None:  # else its end has said what was decided
+            _decide(load, "met")
+
+    def loaded(self, event: Loaded, now_ns: int) -> None:
+        """Take in the blocks of a load that are in place."""
+        self._take_in(self._loads[event.request_id], event.tiers, now_ns)
+
+    def ended(self, event: LoadEnded, now_ns: int) -> Sequence | None:
+        """Take in what came, let go of the blocks; returns the sequence if it waited for this."""
+        load = self._loads[event.request_id]
+        self._take_in(load, event.tiers, now_ns)
+        del self._loads[event.request_id]
         self._pool.release([block for blocks in load.into for block in blocks])
-        if sequence.phase is not Phase.LOADING:
+        sequence = load.sequence
+        if not load.is_wanted:
             return None
-        sequence.num_loaded += num_blocks
-        for index, tier in enumerate(event.tiers, start=load.first + 1):
-            sequence.account.count(tier, index * self._port.block_tokens)
-        if num_blocks == len(load.into):
-            decision = Decision.LOADED if load.is_whole else Decision.LOADED_PART
-            sequence.decide(decision, load.limit_reason)
-        else:
-            sequence.decide(Decision.LOADED_PART if num_blocks else Decision.COMPUTED, event.reason)
-        return sequence
+        _decide(load, event.reason)
+        if load.meeting is None:
+            return sequence
+        if sequence.back is not None and sequence.back.start == sequence.back.end:
+            sequence.back = None
+        return None
 
     def cancel(self, sequence: Sequence) -> None:
         """Say that a sequence does not want its lookup or load any more."""
-        if self.has(sequence.request_id):
-            self._port.cancel(sequence.request_id)
+        request_id = sequence.request_id
+        if request_id in self._loads:
+            self._loads[request_id].is_wanted = False
+        if self.has(request_id):
+            self._port.cancel(request_id)
 
-    def _publish(self, load: _Load, num_blocks: int) -> None:
-        """Publish blocks of a load, and mark them: the tiers below have them already."""
-        assert num_blocks <= len(load.into), "the port reports what it was asked for"
+    def check(self) -> None:
+        """Verify that loads and the sequences that wait for them agree; raises AssertionError."""
+        for load in self._loads.values():
+            meeting, back = load.meeting, load.sequence.back
+            if not load.is_wanted:
+                continue
+            if meeting is None:
+                assert load.sequence.phase is Phase.LOADING, "who loads from the front waits"
+                continue
+            assert load.sequence.phase is Phase.RUNNING, "who loads from the back computes"
+            assert meeting.num_loaded == len(load.tiers), "what is in place is counted"
+            assert meeting.gap >= 0, "no block is both claimed and loaded"
+            claimed_end = self._claimed_end(load)
+            is_claimed = meeting.num_claimed == 0 or load.sequence.num_computed <= claimed_end
+            assert back is None or is_claimed, "only what was claimed is computed"
+            if back is not None:
+                num_back = (back.end - back.start) // self._port.block_tokens
+                assert num_back == len(load.tiers), "the back is what was loaded"
+
+    def _take_in(self, load: _Load, tiers: tuple[TierName, ...], now_ns: int) -> None:
+        """Publish the blocks of a load that are newly in place: the tiers have them already."""
+        num_known = len(load.tiers)
+        assert num_known <= len(tiers) <= len(load.into), "a load only grows, to what was asked"
+        load.tiers = tiers
+        if load.meeting is not None:
+            load.meeting.num_loaded = len(tiers)
+            assert load.meeting.gap >= 0, "the port does not write to what was claimed"
+        sequence, size = load.sequence, self._port.block_tokens
+        for number in range(num_known, len(tiers)):
+            place = load.place(number)
+            self._publish(load, place)
+            if load.is_wanted:
+                start = (load.first + place) * size
+                sequence.account.count(tiers[number], start, start + size)
+        if load.is_wanted and len(tiers) > num_known:
+            sequence.num_loaded += len(tiers) - num_known
+            sequence.timing.note_restored(tiers[num_known:], now_ns)
+            self._extend(load)
+
+    def _publish(self, load: _Load, place: int) -> None:
         chain = load.sequence.chain
-        start = load.first * self._ratio
-        for offset, block in enumerate(b for blocks in load.into[:num_blocks] for b in blocks):
-            index = start + offset
+        first = (load.first + place) * self._ratio
+        for index, block in enumerate(load.into[place], first):
             self._pool.publish(block, chain.hashes[index], chain.parent(index))
             self._pool.mark(block)
-        end = start + num_blocks * self._ratio
-        if load.sequence.phase is Phase.LOADING:
+
+    def _extend(self, load: _Load) -> None:
+        """Have the sequence know how far its load is."""
+        sequence = load.sequence
+        if load.meeting is None:
+            end = (load.first + len(load.tiers)) * self._ratio
             computed = end * self._pool.shape.block_tokens
-            load.sequence.num_computed = max(load.sequence.num_computed, computed)
-            load.sequence.num_published = max(load.sequence.num_published, end)
+            sequence.num_computed = max(sequence.num_computed, computed)
+            sequence.num_published = max(sequence.num_published, end)
+        elif sequence.back is not None:
+            num_left = len(load.into) - len(load.tiers)
+            sequence.back.start = (load.first + num_left) * self._port.block_tokens
+            self.join(sequence)
+
+    def _claimed_end(self, load: _Load) -> int:
+        """Return the token before which a load from the back will write to nothing."""
+        assert load.meeting is not None
+        return (load.first + load.meeting.num_claimed) * self._port.block_tokens
 
     def _end(self, sequence: Sequence) -> int:
         """Return the full blocks worth loading: the last token is always computed."""
@@ -185,6 +297,36 @@ class Loader:
         limit = self._end(sequence) if most is None else most // self._port.block_tokens
         return max(0, limit - sequence.num_loaded)
 
-    def _chain(self, sequence: Sequence) -> Chain:
-        hashes = tuple(sequence.port_chain.hashes[: self._end(sequence)])
+    def _num_left(self, sequence: Sequence, first: int) -> int:
+        """Return how many of the found blocks from ``first`` on its plan would load."""
+        found = sequence.found
+        if found is None or sequence.found_first > first:
+            return 0
+        num_planned = len(found.tiers)
+        if found.plan is not None:
+            num_planned = min(num_planned, found.plan.num_blocks)
+        return sequence.found_first + num_planned - first
+
+    def _chain(self, sequence: Sequence, end: int | None = None) -> Chain:
+        end = self._end(sequence) if end is None else end
+        hashes = tuple(sequence.port_chain.hashes[:end])
         return Chain(sequence.tenant, sequence.port_chain.root, hashes)
+
+
+def _limit_reason(found: Found) -> str:
+    """Return why no more than a plan's blocks are loaded, or why no more were found."""
+    plan = found.plan
+    if plan is not None and plan.num_blocks < len(found.tiers):
+        return _PLAN_REASONS.get(plan.reason, DecisionReason.OTHER)
+    return found.reason
+
+
+def _decide(load: _Load, reason: str) -> None:
+    """Note what became of a load that is over."""
+    decide = load.sequence.decide
+    if len(load.tiers) == len(load.into):
+        decision = Decision.LOADED_PART if load.whole_reason else Decision.LOADED
+        decide(decision, load.whole_reason or DecisionReason.COMPLETE)
+        return
+    decision = Decision.LOADED_PART if load.tiers else Decision.COMPUTED
+    decide(decision, DecisionReason.SPLIT if reason == "met" else reason)

@@ -2,8 +2,9 @@
 
 from prometheus_client import CollectorRegistry
 
+from kvtier.core.cost.sample import StepSample
 from kvtier.core.residency import TierName
-from kvtier.engine.engine import EngineSnapshot, StepReport
+from kvtier.engine.engine import EngineSnapshot
 from kvtier.engine.request import Usage
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
@@ -49,7 +50,7 @@ class EngineMeter:
         """Note the end of a request."""
         self.metrics.add(REQUESTS, outcome=outcome)
 
-    def update(self, snapshot: EngineSnapshot, steps: list[StepReport], *, is_ready: bool) -> None:
+    def update(self, snapshot: EngineSnapshot, steps: list[StepSample], *, is_ready: bool) -> None:
         """Bring gauges and counters up to a snapshot, and note the steps since the last one."""
         metrics, last = self.metrics, self._last
         for tier in TierName:

@@ -41,6 +41,8 @@ class Offload:
         """Offer every complete block of a sequence that was not yet considered."""
         end = sequence.num_computed // self._port.block_tokens
         most = sequence.request.max_offload_tokens
+        if most is None:
+            most = sequence.advised_offload_tokens
         if most is not None:
             end = min(end, most // self._port.block_tokens)
         for first, last in self._unmarked_runs(sequence, sequence.num_offered, end):
@@ -83,4 +85,5 @@ class Offload:
         self._num_held += num_blocks
         hashes = tuple(sequence.port_chain.hashes[:end])
         chain = Chain(sequence.tenant, sequence.port_chain.root, hashes)
-        self._open[self._port.store(chain, first, blocks, StoreOffer())] = blocks
+        offer = StoreOffer(sequence.traits, sequence.num_prompt // self._port.block_tokens)
+        self._open[self._port.store(chain, first, blocks, offer)] = blocks

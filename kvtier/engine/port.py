@@ -8,7 +8,8 @@ Contract
 * A chain is a prompt in blocks of ``block_tokens`` tokens. Each block is made of
   ``block_tokens / engine_block_tokens`` engine blocks, given as block ids of the engine's pool.
 * A load fills blocks in order: from its first one on, or, ``from_back``, from its last one down,
-  while the engine computes the first ones. ``meet`` then says how far it has got.
+  while the engine computes the first ones. The engine claims those with ``meet`` before it
+  computes them, and the port writes only to blocks that are not claimed.
 * While a load or a store is open, the port reads or writes the engine blocks named in it. The
   engine keeps them allocated until the ending event, also when the request is cancelled.
 * Blocks beyond the reported ones hold garbage.
@@ -86,10 +87,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Progress of a load: ``num_blocks`` of it, in its order, are now verified and in place."""
+    """Progress of a load: ``len(tiers)`` blocks, in its order, are verified and in place so far."""
 
     request_id: str
-    num_blocks: int
+    tiers: tuple[TierName, ...]
+    """Where they came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,11 @@ class KVPort(Protocol):
         """Have ``wake`` called, from any thread, whenever ``poll`` has something to return."""
 
     def announce(self, chain: Chain, first: int, traits: Traits) -> None:
-        """Say once of each request that it has come; ``first`` blocks the engine has itself."""
+        """Say once of a request that it has come; ``first`` leading blocks need not be fetched.
+
+        They are the engine's own, or it is about to ask for them. ``chain`` is the whole prompt;
+        one that fills no block is not announced.
+        """
 
     def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Ask which blocks of ``chain`` from index ``first`` on could and should be loaded.
@@ -136,8 +142,13 @@ class KVPort(Protocol):
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Fill engine blocks ``into[i]`` with block ``order.first + i`` of ``order.chain``."""
 
-    def meet(self, request_id: str, num_computed: int) -> None:
-        """Say that the first ``num_computed`` blocks of a load from the back are not needed."""
+    def meet(self, request_id: str, num_computed: int) -> int:
+        """Claim the first ``num_computed`` blocks of a load from the back, to compute them.
+
+        Returns how many are granted, with earlier claims: fewer where the load has got there first,
+        none where it has ended and its event is on the way. The port never writes to those, and
+        ends when nothing is left.
+        """
 
     def store(
         self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
@@ -145,10 +156,13 @@ class KVPort(Protocol):
         """Offer computed blocks; ``blocks[i]`` holds block ``first + i``. Returns a store id."""
 
     def finish(self, request_id: str, outcome: Outcome | None) -> None:
-        """Say that a request is over, and what came of its plan if it had one."""
+        """Say once of each request that its prompt is done with, and what came of its plan.
+
+        That is so with its first token, or when it ends before.
+        """
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Say what steps took, and what there is to do."""
+        """Say what steps took, and what there is still to do."""
 
     def cancel(self, request_id: str) -> None:
         """Say that a lookup or load is no longer wanted; its ending event still comes."""
@@ -182,8 +196,9 @@ class NoPort:
         """End at once with nothing."""
         self._events.append(LoadEnded(order.request_id, (), "off"))
 
-    def meet(self, request_id: str, num_computed: int) -> None:
+    def meet(self, request_id: str, num_computed: int) -> int:
         """Have no load to shorten."""
+        return 0
 
     def finish(self, request_id: str, outcome: Outcome | None) -> None:
         """Have nobody to tell."""

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvtier.core.traits import Traits
 from kvtier.errors import KvtierError
 
 __all__ = [
+    "NO_HINTS",
     "Decision",
     "DecisionReason",
     "Deliver",
     "FinishReason",
+    "Hints",
     "Output",
     "QueueFull",
     "Request",
@@ -20,6 +23,10 @@ __all__ = [
     "Usage",
     "format_decision",
 ]
+
+
+_TOKENS_MAX = 2**31 - 1
+"""More than any model reads."""
 
 
 class RequestRefused(KvtierError):
@@ -43,6 +50,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client knows of a request's future; nothing is said by default. See ``Traits``."""
+
+    kind: str = ""
+    continues: float | None = None
+    gap_s: float | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+
+
+NO_HINTS = Hints()
+"""Of a request of whose future nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to complete."""
 
@@ -55,6 +77,26 @@ class Request:
     """Offer at most the first N tokens to the tiers below, rounded down to blocks; 0: none."""
     max_load_tokens: int | None = None
     """Load at most N tokens from the tiers below, rounded down to blocks; 0: none."""
+    hints: Hints = NO_HINTS
+
+    def traits(self) -> Traits:
+        """Return what the tiers below are told of this request."""
+        return Traits(
+            request_id=self.request_id,
+            num_tokens=len(self.prompt),
+            kind=self.hints.kind,
+            continues=self.hints.continues,
+            gap_s=self.hints.gap_s,
+            priority=self.hints.priority,
+            ttl_s=self.hints.ttl_s,
+            max_offload_tokens=_bounded(self.max_offload_tokens),
+            max_load_tokens=_bounded(self.max_load_tokens),
+        )
+
+
+def _bounded(num_tokens: int | None) -> int | None:
+    """Return a limit that fits a message: beyond any context one is as good as another."""
+    return None if num_tokens is None else min(num_tokens, _TOKENS_MAX)
 
 
 class FinishReason(StrEnum):
@@ -89,19 +131,34 @@ class Decision(StrEnum):
     LOADED = "loaded"
     """Every full block that the GPU lacked was loaded."""
     LOADED_PART = "loaded_part"
-    """Leading blocks were loaded; the reason says why not the rest."""
+    """Some of them were loaded; the reason says why not the rest."""
     COMPUTED = "computed"
     """Nothing was loaded; the reason says why."""
 
 
 class DecisionReason(StrEnum):
-    """Why a decision was made; the KV port's reasons are among them, others become ``other``."""
+    """Why a decision was made.
+
+    The reasons of the KV port and of its plans are among them; others become ``other``.
+    """
 
     COMPLETE = "complete"
     ABSENT = "absent"
     TOO_SHORT = "too_short"
     """No full block was missing, so there was nothing to ask for."""
     MAX_LOAD_TOKENS = "max_load_tokens"
+    SPLIT = "split"
+    """The front was computed while the back was loaded, until they met."""
+    PART = "part"
+    """Loading more would have taken longer than computing it."""
+    COST = "cost"
+    """Computing was predicted to be faster."""
+    RISK = "risk"
+    """Computing was predicted to be slower on average, but loading might have taken far longer."""
+    GUARD = "guard"
+    """Loading from that tier did not pay lately."""
+    NEVER = "never"
+    """By configuration."""
     POOL_FULL = "pool_full"
     """The pool had no room for the blocks to load into."""
     LATE = "late"

@@ -11,6 +11,10 @@ Single flight: a request announces the blocks it will compute or load. Another o
 missing block is announced waits for it, and then hits it. No two can wait for each other, since
 what a request waits for comes earlier in the chain than all it announced itself.
 
+Split: a sequence whose plan says so computes from the front while its blocks are loaded from the
+back; it is given only what its loader has claimed for it, and goes on behind the loaded blocks when
+it gets there.
+
 When the pool is full, the latest arrival gives its blocks back and waits again. The earliest one
 is never taken from, so it ends, and so does each after it.
 """
@@ -18,6 +22,7 @@ is never taken from, so it ends, and so does each after it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
 from kvtier.engine.loader import Loader
@@ -77,8 +82,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a request and free its blocks, except those that a load or store still holds."""
-        if sequence.phase in {Phase.LOOKING, Phase.LOADING}:
-            self.loader.cancel(sequence)
+        self.loader.cancel(sequence)
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
@@ -103,24 +107,23 @@ class Scheduler:
 
     # Each step: poll, admit, plan; then complete what was computed
 
-    def poll(self) -> bool:
+    def poll(self, now_ns: int) -> bool:
         """Take in what happened below; returns whether anything did."""
         events = self._port.poll()
         for event in events:
-            self._take(event)
+            self._take(event, now_ns)
         return bool(events)
 
-    def _take(self, event: PortEvent) -> None:
+    def _take(self, event: PortEvent, now_ns: int) -> None:
         match event:
             case Found():
                 sequence = self.loader.found(event)
                 if sequence is not None:
-                    sequence.phase = Phase.WAITING
-                    self._waiting.append(sequence)
+                    self._queue(sequence, now_ns)
             case Loaded():
-                self.loader.loaded(event)
+                self.loader.loaded(event, now_ns)
             case LoadEnded():
-                sequence = self.loader.ended(event)
+                sequence = self.loader.ended(event, now_ns)
                 if sequence is not None:
                     sequence.phase = Phase.RUNNING
                     self._running.append(sequence)
@@ -135,14 +138,14 @@ class Scheduler:
         for sequence in self._in_order(now_ns):
             if self._num_active >= self._settings.max_num_sequences:
                 break
-            if self._is_in_flight(sequence):
-                continue
-            if not self._start(sequence):
+            if self.loader.has(sequence.request_id) or self._is_in_flight(sequence):
+                continue  # the load of one that was preempted ends first
+            if not self._start(sequence, now_ns):
                 break  # nobody overtakes: the pool would never have room for a long prompt
             num_started += 1
         return num_started > 0
 
-    def plan(self) -> list[Chunk]:
+    def plan(self, now_ns: int) -> list[Chunk]:
         """Return what to compute now, each sequence with blocks for it; preempts if it must."""
         budget = self._settings.max_batch_tokens
         chunks: list[Chunk] = []
@@ -150,29 +153,46 @@ class Scheduler:
         for sequence in running:
             # One that lost its blocks to an earlier one in this loop is not running any more.
             is_next = sequence.num_missing == 1 and sequence.phase is Phase.RUNNING and budget
-            if is_next and self._grow(sequence):
+            if is_next and self._grow(sequence, now_ns):
                 chunks.append(Chunk(sequence, 1))
                 budget -= 1
         for sequence in running:
             if sequence.num_missing > 1 and sequence.phase is Phase.RUNNING and budget:
-                chunk = Chunk(sequence, min(budget, sequence.num_missing))
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
+                num_tokens = min(budget, self.loader.num_computable(sequence))
+                if num_tokens:
+                    chunks.append(Chunk(sequence, num_tokens))
+                    budget -= num_tokens
         return chunks
 
     def complete(self, chunk: Chunk) -> None:
         """Note that a chunk is computed: its full blocks are found and offered from now on."""
         sequence = chunk.sequence
+        start = sequence.num_computed
         sequence.num_computed += chunk.num_tokens
-        sequence.account.count(None, sequence.num_computed)
+        sequence.account.count(None, start, sequence.num_computed)
         num_full = sequence.num_computed // self._pool.shape.block_tokens
         for index in range(sequence.num_published, num_full):
             chain = sequence.chain
             self._pool.publish(sequence.blocks[index], chain.hashes[index], chain.parent(index))
         sequence.num_published = max(sequence.num_published, num_full)
+        self.loader.join(sequence)
         self.offload.offer(sequence)
         if not sequence.num_missing:
             self._retract(sequence)
+
+    def load_before(self, sequence: Sequence | None = None) -> EngineLoad:
+        """Return what is to do before a request, or before one that comes now."""
+        ticket = sequence.ticket if sequence is not None else None
+        num_tokens = num_running = 0
+        for other in self.sequences.values():
+            if ticket is not None and other.ticket >= ticket:
+                continue
+            if other.num_generated and other.phase is Phase.RUNNING:
+                num_running += 1
+            else:
+                num_cached = 0 if other.blocks else other.matched * self._pool.shape.block_tokens
+                num_tokens += max(0, other.num_uncovered - num_cached)
+        return EngineLoad(num_tokens, num_running)
 
     # Admission
 
@@ -217,7 +237,7 @@ class Scheduler:
         owner = self._announced.get(sequence.chain.hashes[num_hit])
         return owner is not None and owner is not sequence
 
-    def _start(self, sequence: Sequence) -> bool:
+    def _start(self, sequence: Sequence, now_ns: int) -> bool:
         """Look up, load or run a waiting request; False: the pool has no room for it now."""
         num_hit = self._match(sequence)
         hit = self._pool.acquire(sequence.chain.hashes[:num_hit])
@@ -225,11 +245,12 @@ class Scheduler:
         if not self._has_room(num_new):
             self._pool.release(hit)
             return False
-        if self.loader.look_up(sequence, num_hit):
+        if self.loader.wants_lookup(sequence, num_hit):
             self._pool.release(hit)
             sequence.num_reserved = num_new
-            self._waiting.remove(sequence)
+            self._unqueue(sequence, now_ns)
             self._announce(sequence, num_hit)
+            self.loader.look_up(sequence, num_hit, self.load_before(sequence))
             return True
         num_load = self.loader.num_loadable(sequence, num_hit)
         num_spare = self.loader.num_spare(num_hit) if num_load else 0
@@ -239,16 +260,26 @@ class Scheduler:
                 return False
             num_load = num_spare = 0
             self.loader.decide_computed(sequence, DecisionReason.POOL_FULL)
-        self._waiting.remove(sequence)
+        self._unqueue(sequence, now_ns)
         self._seat(sequence, hit, num_new)
         if num_load:
-            spare = self._allocate(num_spare)
-            self.loader.load(sequence, num_hit, num_load, spare)
+            sequence.timing.begin_restoring(now_ns)
+            self.loader.load(sequence, num_hit, num_load, self._allocate(num_spare))
         else:
             self.loader.decide_computed(sequence)
             sequence.phase = Phase.RUNNING
+        if sequence.phase is Phase.RUNNING:
             self._running.append(sequence)
         return True
+
+    def _queue(self, sequence: Sequence, now_ns: int) -> None:
+        sequence.phase = Phase.WAITING
+        sequence.timing.begin_waiting(now_ns)
+        self._waiting.append(sequence)
+
+    def _unqueue(self, sequence: Sequence, now_ns: int) -> None:
+        self._waiting.remove(sequence)
+        sequence.timing.end_waiting(now_ns)
 
     def _has_room(self, num_blocks: int) -> bool:
         """Tell whether there are blocks to start with, besides those that others were promised.
@@ -268,7 +299,7 @@ class Scheduler:
         sequence.blocks = hit + self._allocate(num_new)
         sequence.num_published = len(hit)
         sequence.num_computed = len(hit) * self._pool.shape.block_tokens
-        sequence.account.count(TierName.GPU, sequence.num_computed)
+        sequence.account.count(TierName.GPU, 0, sequence.num_computed)
         self._announce(sequence, len(hit))
 
     # Single flight
@@ -286,7 +317,7 @@ class Scheduler:
 
     # Preemption
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, now_ns: int) -> bool:
         """Give a sequence a block for its newest token; False: it cannot run in this step."""
         while len(sequence.blocks) < sequence.num_blocks_needed:
             blocks = self._pool.allocate(1)
@@ -296,30 +327,32 @@ class Scheduler:
             latest = max(self._running, key=lambda running: running.ticket)
             if latest is sequence and len(self._running) == 1:
                 return False  # stores or loads hold the rest of the pool, and will end
-            self._preempt(latest)
+            self._preempt(latest, now_ns)
             if latest is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         self.num_preemptions += 1
+        self.loader.cancel(sequence)
         self._running.remove(sequence)
         self._let_go(sequence)
-        sequence.phase = Phase.WAITING
-        self._waiting.append(sequence)
+        sequence.timing.is_spoilt = True
+        self._queue(sequence, now_ns)
 
     def _let_go(self, sequence: Sequence) -> None:
         self._retract(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0
-        sequence.found = None
+        sequence.back = sequence.found = None
 
     # Verifying
 
     def check(self) -> None:
         """Verify the pool and that each phase has what belongs to it; raises AssertionError."""
         self._pool.check()
+        self.loader.check()
         _check_queue(self._waiting, Phase.WAITING)
         _check_queue(self._running, Phase.RUNNING)
         for sequence in self.sequences.values():
@@ -329,8 +362,9 @@ class Scheduler:
                 capacity = len(sequence.blocks) * self._pool.shape.block_tokens
                 assert sequence.num_computed <= capacity, "what is computed is somewhere"
             if sequence.phase is Phase.RUNNING:
-                counted = min(sequence.num_computed, sequence.num_prompt)
-                assert sequence.account.num_counted >= counted, "each token is accounted for"
+                counts = sequence.account.is_counted(sequence.num_computed)
+                assert counts, "each token is accounted for"
+            _check_back(sequence)
         for owner in self._announced.values():
             assert owner.request_id in self.sequences, "who left announces nothing"
         if self.is_idle:
@@ -340,3 +374,15 @@ class Scheduler:
 def _check_queue(queue: Iterable[Sequence], phase: Phase) -> None:
     for sequence in queue:
         assert sequence.phase is phase, f"{sequence.request_id} is {sequence.phase}, not {phase}"
+
+
+def _check_back(sequence: Sequence) -> None:
+    back = sequence.back
+    if back is None:
+        return
+    assert sequence.phase is Phase.RUNNING, "only who computes has a back"
+    assert back.start <= back.end < len(sequence.tokens), "the last token is always computed"
+    assert sequence.num_computed < back.start, "who gets to its back joins it"
+    size = sequence.chain.block_tokens
+    assert back.start % size == back.end % size == 0, "a back is whole blocks"
+    assert sequence.num_published * size < back.end, "what is in place later is published later"

@@ -6,19 +6,20 @@ from enum import StrEnum
 import torch
 
 from kvtier.core.identity import BlockHash, hash_blocks
-from kvtier.core.residency import TierName
+from kvtier.core.plan import Plan
+from kvtier.core.traits import Traits
+from kvtier.engine.account import Timing, TokenAccount
 from kvtier.engine.port import Found
 from kvtier.engine.request import (
     Decision,
     DecisionReason,
     Deliver,
     Request,
-    TierTokens,
     Usage,
     format_decision,
 )
 
-__all__ = ["BlockChain", "Phase", "Sequence", "TokenAccount"]
+__all__ = ["Back", "BlockChain", "Phase", "Sequence"]
 
 
 class Phase(StrEnum):
@@ -30,6 +31,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     """It has its blocks, and the tiers below write to some of them."""
     RUNNING = "running"
+    """It computes; the tiers below may write to its ``back`` meanwhile."""
     ENDED = "ended"
 
 
@@ -54,26 +56,11 @@ class BlockChain:
 
 
 @dataclass(slots=True)
-class TokenAccount:
-    """Who supplied each prompt token first. Supply comes from the front, so a length will do."""
+class Back:
+    """Tokens behind a gap that are in place already, from ``start`` to ``end``: whole blocks."""
 
-    num_prompt: int
-    num_counted: int = 0
-    computed: int = 0
-    by_tier: dict[TierName, int] = field(default_factory=dict)
-
-    def count(self, source: TierName | None, end: int) -> None:
-        """Count the prompt tokens before ``end`` that nobody supplied yet; None: computed."""
-        num_new = max(0, min(end, self.num_prompt) - self.num_counted)
-        self.num_counted += num_new
-        if source is None:
-            self.computed += num_new
-        else:
-            self.by_tier[source] = self.by_tier.get(source, 0) + num_new
-
-    def tier_tokens(self) -> TierTokens:
-        """Return the tokens that were not computed, by tier."""
-        return TierTokens(**{tier.value: count for tier, count in self.by_tier.items()})
+    start: int
+    end: int
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +71,10 @@ class Sequence:
 
         tokens  |<------ num_computed: K and V in blocks ------>|<-- to compute -->|
         blocks  [0][1][2] …   (published up to num_published, offered up to num_offered)
+
+    With a ``back``, that much of what is to compute is, or is going to be, in place already::
+
+        tokens  |<-- num_computed -->|<-- to compute -->|<-- back -->|<-- to compute -->|
     """
 
     request: Request
@@ -98,10 +89,13 @@ class Sequence:
     """Of the blocks below; from the same root."""
     generator: torch.Generator | None
     tokens: list[int]
+    traits: Traits
     account: TokenAccount
+    timing: Timing
     phase: Phase = Phase.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    back: Back | None = None
     num_published: int = 0
     """Leading blocks that were given to the prefix cache."""
     num_offered: int = 0
@@ -114,7 +108,13 @@ class Sequence:
     """The block of ``port_chain`` that ``found`` begins with."""
     num_loaded: int = 0
     """Blocks of ``port_chain`` that were loaded in all."""
+    plan: Plan | None = None
+    """The latest one that the daemon made for it."""
+    advised_offload_tokens: int | None = None
+    """What the daemon said it pays to offer; the request's own limit goes before it."""
     decision: str = ""
+    is_finished: bool = False
+    """The port was told that it is."""
     announced: list[BlockHash] = field(default_factory=list)
     match_generation: int = -1
     matched: int = 0
@@ -140,6 +140,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_uncovered(self) -> int:
+        """Return the tokens that have yet to be computed, as far as is known now."""
+        return self.num_missing - (self.back.end - self.back.start if self.back else 0)
+
+    @property
     def num_blocks_needed(self) -> int:
         """Return the blocks that hold all tokens known."""
         return -(-len(self.tokens) // self.chain.block_tokens)
@@ -149,6 +154,15 @@ class Sequence:
         self.tokens.append(token)
         self.chain.extend(self.tokens)
         self.port_chain.extend(self.tokens)
+
+    def join(self) -> bool:
+        """Go on behind the back where everything before it is computed; False: not so far yet."""
+        if self.back is None or self.num_computed < self.back.start:
+            return False
+        self.num_computed = max(self.num_computed, self.back.end)
+        self.num_published = max(self.num_published, self.back.end // self.chain.block_tokens)
+        self.back = None
+        return True
 
     def decide(self, decision: Decision, reason: str = DecisionReason.COMPLETE) -> None:
         """Note what was done about the prefix; the first decision is the one that is told."""

@@ -212,6 +212,9 @@ class Progress:
     checksums: tuple[bytes, ...]
     tiers: tuple[TierName, ...]
     end: str = ""
+    num_blocks: int = 0
+    """Of the lease as it was made: a load from the back begins with the last of them. 0: as many
+    as were asked for."""
 
 
 Action = Reply | Progress | Read | Write | Probe | Purge | Order

@@ -10,14 +10,15 @@ Rules
 * A block that is *expelled* is served no more, and leaves once nobody reads or fills its slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import numpy as np
 
 from kvtier.core.eviction import Eviction
+from kvtier.core.fate import Fate
 from kvtier.core.identity import BlockHeader, Selection
-from kvtier.core.index import NO_SLOT, WAS_USED, Index, Scope
+from kvtier.core.index import IS_KEPT, NO_SLOT, WAS_DEMOTED, WAS_REFUSED, WAS_USED, Index, Scope
 from kvtier.core.limits import (
     DRAINS_MAX,
     INDEX_ROWS_MAX,
@@ -26,9 +27,11 @@ from kvtier.core.limits import (
     VICTIMS_TAKEN_AT_ONCE,
 )
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.history import History
 from kvtier.core.share import donors
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows, as_keys
+from kvtier.node.whereabouts import Whereabouts
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import EVICTED_BLOCKS
 
@@ -38,8 +41,15 @@ __all__ = ["Cache"]
 class Cache:
     """Which blocks are where, and which arena slots they have."""
 
-    def __init__(self, slots: SlabAllocator, eviction: Eviction, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        slots: SlabAllocator,
+        eviction: Eviction,
+        metrics: Metrics,
+        history: History | None = None,
+    ) -> None:
         self.index = Index()
+        self.whereabouts = Whereabouts(self.index, history)
         self.slots = slots
         self.eviction = eviction
         self.metrics = metrics
@@ -53,6 +63,12 @@ class Cache:
         """Rows that leave once they are unpinned, or written."""
         self._used_ns: dict[int, int] = {}
         """By slot size, when a block of it was last used."""
+        self.before_eviction: Callable[[Rows], object] = len
+        """Told the rows that are evicted to make room, while they are still there."""
+        self.is_kept: Callable[[bytes], bool] = lambda _key: False
+        """Whether a block is passed over by eviction as long as another can go."""
+        self.give_way: Callable[[int], bool] = lambda _size: False
+        """Asked to let a kept block in a slot of that size go; False: there is none."""
         self._now_ns = 0
 
     def is_closed(self, scope: Scope) -> bool:
@@ -62,6 +78,7 @@ class Cache:
     def touch(self, rows: Rows, payload_bytes: int, now_ns: int) -> int:
         """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
         self._used_ns[slot_bytes(payload_bytes)] = self._now_ns = now_ns
+        self.whereabouts.tell()
         return self.eviction.touch(self.index, rows)
 
     def note_loaded(self, rows: Rows) -> None:
@@ -71,6 +88,8 @@ class Cache:
         """
         is_here = self.index.residency(rows, TierName.CPU) == Residency.READY
         self.index.past[rows[is_here]] |= WAS_USED
+        # What was used since it was offered below may be taken there now.
+        self.index.past[rows[is_here]] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
     def make_rows(self, count: int) -> int:
         """Return for how many more blocks the index has room, forgetting some where it lacks it.
@@ -104,7 +123,7 @@ class Cache:
         self.num_claims += 1
         self.slots.hold(offset)
         self.index.slot[row] = offset
-        self.index.past[row] = 0
+        self.index.past[row] = IS_KEPT if self.is_kept(self.index.hash_of(row)) else 0
         self.index.move(row, TierName.CPU, Residency.WRITING)
         return True
 
@@ -141,7 +160,8 @@ class Cache:
         rows = index.selected(index.in_state(TierName.CPU, Residency.READY), selection)
         rows = rows[index.pins[rows] == 0]
         num_bytes = int(index.payload_bytes[rows].sum())
-        self.evict(rows)
+        with self.whereabouts.leaving(Fate.DROPPED):
+            self.evict(rows)
         return len(rows), num_bytes
 
     def held(self, selection: Selection) -> Rows:
@@ -188,7 +208,8 @@ class Cache:
         if self.state(row, TierName.CPU) != Residency.READY:
             return
         self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="corrupt")
-        self._expel_ready(row)
+        with self.whereabouts.leaving(Fate.FAILED_CHECK):
+            self._expel_ready(row)
 
     def is_held(self, row: int) -> bool:
         """Tell whether a row has a slot that it cannot leave now."""
@@ -253,16 +274,27 @@ class Cache:
                 has_room = self._empty_slab(donor)
             if has_room:
                 return True
+        while self.give_way(size):
+            if self._evict_oldest(size, mark, num_wanted):
+                return True
         self._begin_drain(size, slabs_of)
         return False
 
     def _evict_oldest(self, size: int, mark: int, count: int) -> bool:
         victims = self.eviction.victims(self.index, self.slots, size, mark)
         rows = np.array(list(islice(victims, min(count, VICTIMS_TAKEN_AT_ONCE))), np.int64)
-        self.evict(rows)
+        self._evict_for_room(rows)
         victims.close()  # not before, or they would be proposed again
         self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
         return len(rows) > 0
+
+    def _evict_for_room(self, rows: Rows) -> None:
+        """Evict rows, and have remembered of each whether a slower tier did not want it."""
+        self.before_eviction(rows)
+        is_refused = self.index.past[rows] & WAS_REFUSED != 0
+        with self.whereabouts.leaving(Fate.REFUSED_BUDGET):
+            self.evict(rows[is_refused])
+        self.evict(rows[~is_refused])
 
     def _empty_slab(self, size: int) -> bool:
         """Empty one slab of a size, all of which can go, so that another size may use it.
@@ -280,7 +312,7 @@ class Cache:
         number = next((slab for slab in slabs if slab in idle), min(idle))
         rows = self.slots.owners_in(number)
         if len(rows):
-            self.evict(rows)
+            self._evict_for_room(rows)
             self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
         else:
             self.slots.clear(number)

@@ -1,78 +1,168 @@
-"""Demotion ahead of eviction: a last chance for blocks that no slower tier has.
+"""Demotion ahead of eviction: what has to leave the CPU tier soon is offered to slower ones.
 
-Blocks are written below when they are stored. One that could not be, because the way was full or
-the tier was out, would be lost with its eviction. So while the arena is nearly full, those that go
-next are offered once more, the ones that were used since they came in first. No store waits for it:
-what is not written when its turn comes is evicted all the same.
+A tier that is written to on demotion gets its blocks here, those that its admission takes; one that
+is written to at once gets another chance at what it missed, because the way was full or the tier
+was out. No store waits for it: what is not written when its turn comes is evicted all the same, and
+counted. So it looks far ahead, a share of the tier, and as soon as the tier is nearly full.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.index import WAS_DEMOTED, WAS_USED
-from kvtier.core.limits import DEMOTION_BLOCKS_MAX, DEMOTION_FREE_SHARE, DEMOTION_WINDOW_BLOCKS
+from kvtier.core.admission import Occasion, Rule
+from kvtier.core.index import WAS_DEMOTED, WAS_FLUSHED, WAS_REFUSED, WAS_USED
+from kvtier.core.limits import (
+    DEMOTION_BLOCKS_MAX,
+    DEMOTION_FREE_SHARE,
+    DEMOTION_WINDOW_BLOCKS,
+    DEMOTION_WINDOW_BLOCKS_MAX,
+    DEMOTION_WINDOW_SHARE,
+    DEMOTION_WINDOW_SHARE_MAX,
+)
 from kvtier.core.residency import Residency
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Lane, Transfers
-from kvtier.observe.table import DEMOTED_BLOCKS
+from kvtier.node.transfer import Lane, Transfers, WriteMode
+from kvtier.node.writes import Writes
+from kvtier.observe.table import DEMOTED_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Demotion"]
+
+_LOOKS_A_WINDOW = 256
+"""A window is looked through each time so small a part of it has been used up."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """One look ahead."""
+
+    lanes: list[Lane]
+    num_left: int
+    """Blocks that may be offered before others get their turn."""
+    is_cut_short: bool = False
 
 
 class Demotion:
     """Looks ahead of eviction each time slots were given out."""
 
-    def __init__(self, cache: Cache, transfers: Transfers) -> None:
+    def __init__(self, cache: Cache, transfers: Transfers, writes: Writes) -> None:
         self._cache = cache
         self._transfers = transfers
+        self._writes = writes
         self._num_claims_seen = 0
         self._is_cut_short = False
         """More was to be demoted than the lanes would take."""
 
     def advance(self, now_ns: int) -> None:
         """Offer the next blocks to go, a bounded number of them."""
-        if self._num_claims_seen == self._cache.num_claims and not self._is_cut_short:
+        num_claims = self._cache.num_claims - self._num_claims_seen
+        if not self._is_cut_short and num_claims < self._num_claims_between():
             return
-        lanes = [lane for lane in self._transfers.lanes.values() if lane.is_usable(now_ns)]
+        lanes = [
+            lane
+            for lane in self._transfers.lanes.values()
+            if lane.tier.write is not WriteMode.SECOND_USE and lane.is_usable(now_ns)
+        ]
         if not lanes or all(self._transfers.room_bytes(lane) <= 0 for lane in lanes):
             self._is_cut_short = True
             return  # looked at again once something was written
         self._num_claims_seen = self._cache.num_claims
-        self._is_cut_short = False
-        slots, num_left = self._cache.slots, DEMOTION_BLOCKS_MAX
+        look = _Look(lanes, DEMOTION_BLOCKS_MAX)
+        slots = self._cache.slots
         for size in list(slots.sizes()):
             if not slots.has_room_share(size, DEMOTION_FREE_SHARE):
-                num_left -= self._demote(self._worthy(size), lanes, num_left, now_ns)
+                self._demote(self._next(size), look, now_ns)
+        self._is_cut_short = look.is_cut_short
 
-    def _worthy(self, size: int) -> Rows:
-        """Return the next rows to go that no slower tier has, those that were used first."""
+    def note_evicted(self, rows: Rows) -> None:
+        """Count rows that leave the CPU tier now and would have been offered, had there been time.
+
+        To be called before they are gone.
+        """
+        index = self._cache.index
+        for lane in self._transfers.lanes.values():
+            if lane.tier.write is WriteMode.DEMOTE:
+                is_missed = index.past[rows] & WAS_DEMOTED == 0
+                is_missed &= index.residency(rows, lane.tier.name) == Residency.ABSENT
+                self._cache.metrics.add(
+                    REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=Rule.FULL
+                )
+
+    def _num_claims_between(self) -> int:
+        """Return how many slots are given out between two looks: few of those looked at."""
+        windows = [self._window(size) for size in self._cache.slots.sizes()]
+        return max(1, min(windows, default=0) // _LOOKS_A_WINDOW)
+
+    def _window(self, size: int) -> int:
+        """Return how many blocks of a size to look ahead."""
+        slots = self._cache.slots
+        num_slots = slots.num_slabs_of(size) * (slots.slab_bytes // size)
+        wanted = max(DEMOTION_WINDOW_BLOCKS, int(num_slots * DEMOTION_WINDOW_SHARE))
+        if not self._is_last_chance():
+            # The longer a block was here the better it is known what it is worth.
+            wanted = min(wanted, max(1, int(num_slots * DEMOTION_WINDOW_SHARE_MAX)))
+        return min(wanted, DEMOTION_WINDOW_BLOCKS_MAX)
+
+    def _is_last_chance(self) -> bool:
+        """Tell whether all tiers are written to at once, so that here they get what they missed."""
+        lanes = self._transfers.lanes.values()
+        return all(lane.tier.write is WriteMode.STORE for lane in lanes)
+
+    def _next(self, size: int) -> Rows:
+        """Return the next rows to go that were not offered yet.
+
+        In the order in which they go, children before their parents, so that what is needed below
+        for its children is known by then. Where everything is written anyway, those first that
+        proved useful.
+        """
         cache, index = self._cache, self._cache.index
-        rows = cache.eviction.coming(index, cache.slots, size, DEMOTION_WINDOW_BLOCKS)
-        is_lost = index.past[rows] & WAS_DEMOTED == 0
-        for tier in self._transfers.lanes:
-            is_lost &= index.residency(rows, tier) == Residency.ABSENT
-        rows = rows[is_lost]
-        order = np.lexsort((index.stamp[rows], index.past[rows] & WAS_USED == 0))
-        worthy: Rows = rows[order]
-        return worthy
+        rows = cache.eviction.coming(index, cache.slots, size, self._window(size))
+        rows = rows[index.past[rows] & WAS_DEMOTED == 0]
+        if self._is_last_chance():
+            order = np.lexsort((index.stamp[rows], index.past[rows] & WAS_USED == 0))
+            rows = rows[order]
+        fresh: Rows = rows
+        return fresh
 
-    def _demote(self, rows: Rows, lanes: list[Lane], num_left: int, now_ns: int) -> int:
-        """Offer rows one by one, each to the fastest tier that takes it; returns how many went."""
-        num_demoted = 0
+    def _demote(self, rows: Rows, look: _Look, now_ns: int) -> None:
+        """Offer rows one by one, and mark those that had their chance."""
         for row in rows.tolist():
-            if num_demoted == num_left:
-                self._is_cut_short = True
-                break
-            lane = next((lane for lane in lanes if self._gives(row, lane, now_ns)), None)
-            if lane is None:
-                self._is_cut_short = True
-                break
-            self._cache.index.past[row] |= WAS_DEMOTED
-            self._cache.metrics.add(DEMOTED_BLOCKS, tier=lane.tier.name)
-            num_demoted += 1
-        return num_demoted
+            if look.num_left == 0:
+                look.is_cut_short = True
+                return
+            chances = [self._offer(row, lane, now_ns) for lane in look.lanes]
+            if all(chance is None for chance in chances):
+                look.is_cut_short = True
+                return
+            look.num_left -= chances.count(1)
+            # What it needs may have been passed over before.
+            look.is_cut_short |= 1 in chances
+            self._mark(row, is_taken=1 in chances)
 
-    def _gives(self, row: int, lane: Lane, now_ns: int) -> bool:
-        """Offer a row to a tier that has room for it; tells whether it will be written."""
-        has_room = self._transfers.room_bytes(lane) >= self._cache.size_of(row)
-        return has_room and self._transfers.offer_to(lane, [row], now_ns) == 1
+    def _offer(self, row: int, lane: Lane, now_ns: int) -> int | None:
+        """Offer a row to a tier; returns how many were taken, None where there is no room."""
+        index, name = self._cache.index, lane.tier.name
+        if index.cell(row, name) != Residency.ABSENT:
+            if index.past[row] & WAS_FLUSHED:
+                self._writes.note_written(lane, row, now_ns)
+            return 0
+        if lane.tier.write is WriteMode.STORE and self._is_below(row):
+            return 0  # a last chance is for what would be lost
+        if self._transfers.room_bytes(lane) < self._cache.size_of(row):
+            return None
+        taken = self._writes.offer(lane, [row], Occasion.LEAVING, now_ns)
+        self._cache.metrics.add(DEMOTED_BLOCKS, taken, tier=name)
+        return taken
+
+    def _is_below(self, row: int) -> bool:
+        """Tell whether some slower tier has a block, or is about to."""
+        index = self._cache.index
+        return any(index.cell(row, tier) != Residency.ABSENT for tier in self._transfers.lanes)
+
+    def _mark(self, row: int, *, is_taken: bool) -> None:
+        index = self._cache.index
+        index.past[row] &= ~np.uint8(WAS_FLUSHED)
+        index.past[row] |= WAS_DEMOTED
+        if not is_taken and not self._is_below(row):
+            index.past[row] |= WAS_REFUSED

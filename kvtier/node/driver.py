@@ -17,6 +17,7 @@ from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.node import Node
 from kvtier.observe.log import Log, Repeated
+from kvtier.observe.table import POLICY_SECONDS
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -37,6 +38,9 @@ _BROKEN_PAUSE_S = 0.1
 """After an event that the node could not take, so that one that comes again does not spin."""
 
 _NO_MORE_ORDERS = 0
+
+_DECIDED = (ev.Announce, ev.Lookup, ev.PrepareStore)
+"""Calls that the node answers with a decision: what to restore, or what to keep."""
 
 TierWork = ac.Read | ac.Write | ac.Probe | ac.Purge
 
@@ -109,11 +113,14 @@ class Driver:
         """Let the node take an event in, and carry out what it wants done."""
         if isinstance(event, ev.ReadDone | ev.WriteDone):
             self._note_moved(event.transfer)
+        start_ns = time.monotonic_ns()
         try:
-            actions = self.node.handle(event, time.monotonic_ns())
+            actions = self.node.handle(event, start_ns)
         except BaseException:  # a bug; the node is woken all the same for what others wait for
             self._arm(_BROKEN_PAUSE_S)
             raise
+        if isinstance(event, _DECIDED):
+            self.node.metrics.observe(POLICY_SECONDS, _since(start_ns))
         for action in actions:
             self._perform(action)
         sessions = self.node.sessions.values()

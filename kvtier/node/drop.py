@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.fate import Fate
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, as_keys
@@ -94,7 +95,8 @@ class Drops:
             index = self._cache.index
             rows = index.in_state(event.tier, Residency.READY)
             rows = index.selected(rows, event.selection)
-            index.move(rows, event.tier, Residency.ABSENT)
+            with self._cache.whereabouts.leaving(Fate.DROPPED):
+                index.move(rows, event.tier, Residency.ABSENT)
             index.forget_absent(rows)
             self._cache.metrics.add(DROPPED_BLOCKS, event.removed.num_blocks, tier=event.tier)
         for drop in self._pending:
@@ -141,7 +143,8 @@ class Drops:
         drop.held = index.keys_of(held)
         drop.held_bytes = index.payload_bytes[held].copy()
         drop.was_ready = index.residency(held, TierName.CPU) == Residency.READY
-        cache.expel(held)
+        with cache.whereabouts.leaving(Fate.DROPPED):
+            cache.expel(held)
 
     def _reopen(self, event: Drop) -> None:
         if TierName.CPU in event.tiers:

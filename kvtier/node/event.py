@@ -15,8 +15,10 @@ from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
 __all__ = [
+    "Allowance",
     "Announce",
     "Announced",
+    "Closing",
     "CompleteStore",
     "Drop",
     "Event",
@@ -53,6 +55,8 @@ class Register:
     transport: str
     pid: int
     flops: ModelFlops = field(default_factory=ModelFlops)
+    can_split: bool = False
+    """It can compute the front of a prompt while the back is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +273,19 @@ class TierUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowance:
+    """So much may be written to a tier for the time being; None: as much as there is."""
+
+    tier: TierName
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The daemon is about to stop: no more calls come, and what is worth it is written below."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlabsReserved:
     """The first ``num_slabs`` slabs of the arena have memory behind them."""
 
@@ -307,6 +324,8 @@ Event = (
     | PurgeDone
     | Lost
     | TierUp
+    | Allowance
+    | Closing
     | SlabsReserved
     | Recovered
     | Tick

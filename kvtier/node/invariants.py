@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from kvtier.core.index import NO_SLOT
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.reuse.invariants import check_history, residents
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.node import Node
 
-__all__ = ["check"]
+__all__ = ["check", "check_memory"]
 
 _CPU = LOWER_TIERS.index(TierName.CPU)
 
@@ -32,6 +33,25 @@ def check(node: Node) -> None:
     _check_pins(node, rows, state[:, _CPU])
     _check_lanes(node)
     _check_stores(node)
+
+
+def check_memory(node: Node) -> None:
+    """Raise AssertionError if the history is wrong in itself, or about where blocks are.
+
+    Slower than ``check``: it looks at each block that is remembered.
+    """
+    history, index = node.history, node.cache.index
+    if history is None:
+        return
+    node.cache.whereabouts.tell()
+    check_history(history)
+    for tier in LOWER_TIERS:
+        rows = index.in_state(tier, Residency.READY)
+        there = {bytes(index.hash_of(row)) for row in rows.tolist()}
+        believed = residents(history, tier)
+        assert believed <= there, "the history has blocks in a tier that are not there"
+        if not index.num_restored:
+            assert believed == there, "a tier has blocks that the history does not know of"
 
 
 def _check_slots(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
@@ -98,6 +118,7 @@ def _check_lanes(node: Node) -> None:
     reading: list[int] = []
     for name, lane in node.transfers.lanes.items():
         flights = lane.flights.values()
+        lane.reads.check()
         reading += lane.reads
         reading += [row for flight in flights if flight.is_read for row in flight.rows]
         writing = list(lane.writes)

@@ -3,6 +3,7 @@
 A load covers the leading run of blocks that some tier has. Those in the CPU tier are ready at once;
 the others are claimed and read, and blocks that another load or store is bringing are waited for:
 each block is read once, however many wait for it. A block that does not come ends the run there.
+A load from the back is the same in the opposite order: its engine computes the front meanwhile.
 The lease pins all its blocks until it is released, or expires. An engine's leases together may
 hold twice of what they leave to others: a load that asks for more gets what fits, and ends with
 ``no_room``.
@@ -13,12 +14,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvtier.core.fate import Fate
 from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
 from kvtier.node.action import Action, Progress, Refused, Released, Reply
 from kvtier.node.cache import Cache
 from kvtier.node.event import Load
+from kvtier.node.miss import Misses
 from kvtier.node.run import Run
 from kvtier.node.session import LoadLease, Session
 from kvtier.node.transfer import Transfers
@@ -30,9 +33,10 @@ __all__ = ["Loads"]
 class Loads:
     """All open loads."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, lease_ns: int) -> None:
+    def __init__(self, cache: Cache, transfers: Transfers, misses: Misses, lease_ns: int) -> None:
         self._cache = cache
         self._transfers = transfers
+        self._misses = misses
         self._metrics = cache.metrics
         self._lease_ns = lease_ns
         self._num_leases = 0
@@ -42,9 +46,19 @@ class Loads:
         """By row being read, the tiers to try if this read misses."""
 
     def start(
-        self, event: Load, session: Session, before: Rows, run: Run, now_ns: int
+        self,
+        event: Load,
+        session: Session,
+        before: Rows,
+        run: Run,
+        *,
+        deadline_ns: int,
+        now_ns: int,
     ) -> list[Action]:
-        """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it."""
+        """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it.
+
+        Waits until ``deadline_ns``, which may be sooner than the client would.
+        """
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
             return [Reply(event.call, Refused("too_many", "release loads that are done"))]
         self._num_leases += 1
@@ -54,14 +68,17 @@ class Loads:
             leased=session.leased,
             rows=[],
             tiers=[],
-            deadline_ns=event.deadline_ns,
+            decision=event.decision,
+            num_found=len(run),
+            deadline_ns=deadline_ns,
             expires_ns=event.deadline_ns + self._lease_ns,
             end=run.reason,
         )
         session.loads[lease.number] = lease
-        self._gather(lease, before, run, now_ns)
+        places = range(len(run))
+        self._gather(lease, before, run, places[::-1] if event.from_back else places, now_ns)
         # The first message always comes at once, so that the client can name the lease.
-        return self._advance(lease) or [Progress(event.call, lease.number, (), (), ())]
+        return self._advance(lease) or [self._progress(lease, (), (), ())]
 
     def release(
         self, session: Session, number: int, corrupt: Sequence[int] = ()
@@ -81,8 +98,7 @@ class Loads:
         if lease.is_ended:
             return Released(held=True), []
         lease.is_ended = True
-        last = Progress(lease.call, lease.number, (), (), (), end="released")
-        return Released(held=True), [last]
+        return Released(held=True), [self._progress(lease, (), (), (), end="released")]
 
     def block_ready(self, row: int) -> list[Action]:
         """Note that a row became ready in the CPU tier."""
@@ -92,7 +108,7 @@ class Loads:
             actions += self._advance(lease)
         return actions
 
-    def block_missed(self, row: int, now_ns: int) -> list[Action]:
+    def block_missed(self, row: int, fate: Fate, now_ns: int) -> list[Action]:
         """Note that a claimed row's bytes did not come: try the next tier, or end the loads there.
 
         In the end the row is still claimed if the next tier is being read, else abandoned.
@@ -103,9 +119,9 @@ class Loads:
             if lane and lane.is_usable(now_ns):
                 for lease in self._waiting[row].values():
                     lease.tiers[lease.rows.index(row)] = tier
-                self._transfers.read(row, tier, now_ns)
+                    self._transfers.read(row, tier, lease.number, now_ns)
                 return []
-        return self.block_lost(row, "failed")
+        return self.block_lost(row, "failed", fate)
 
     def block_stuck(self, row: int) -> list[Action]:
         """End every load that waits for a row whose read is overdue; its slot stays with the read.
@@ -114,19 +130,17 @@ class Loads:
         """
         actions: list[Action] = []
         for lease in list(self._waiting.pop(row, {}).values()):
-            lease.end = "late"
             self._count_late(lease)
-            self._cut(lease, lease.rows.index(row))
+            self._end_at(lease, lease.rows.index(row), "late", Fate.DEADLINE)
             actions += self._advance(lease)
         return actions
 
-    def block_lost(self, row: int, end: str) -> list[Action]:
+    def block_lost(self, row: int, end: str, fate: Fate = Fate.NOT_OFFERED) -> list[Action]:
         """End every load that waits for a claimed row, and abandon the row."""
         self._remaining.pop(row, None)
         actions: list[Action] = []
         for lease in list(self._waiting.pop(row, {}).values()):
-            lease.end = end
-            self._cut(lease, lease.rows.index(row))
+            self._end_at(lease, lease.rows.index(row), end, fate)
             actions += self._advance(lease)
         self._cache.abandon(row)
         return actions
@@ -137,31 +151,36 @@ class Loads:
         for session in sessions:
             for lease in list(session.loads.values()):
                 if not lease.is_ended and lease.deadline_ns <= now_ns:
-                    lease.end = "late"
                     self._count_late(lease)
-                    self._cut(lease, lease.num_ready)
+                    self._end_at(lease, lease.num_ready, "late", Fate.DEADLINE)
                     actions += self._advance(lease)
                 if lease.expires_ns <= now_ns:
                     del session.loads[lease.number]
                     self._cut(lease, 0)
         return actions
 
-    def _gather(self, lease: LoadLease, before: Rows, run: Run, now_ns: int) -> None:
+    def _gather(self, lease: LoadLease, before: Rows, run: Run, places: range, now_ns: int) -> None:
         """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
         used = np.concatenate([before, run.rows])
         mark = self._cache.touch(used, run.payload_bytes, now_ns)
         self._cache.note_loaded(run.rows)
-        for place, row in enumerate(run.rows.tolist()):
-            tiers = run.sources(place)
-            if not (self._may_hold(lease, row) and self._bring(row, tiers, mark, now_ns)):
+        for place in places:
+            row, tiers = int(run.rows[place]), run.sources(place)
+            if not self._may_hold(lease, row) or not self._bring(lease, row, tiers, mark, now_ns):
                 lease.end = "no_room"
+                self._misses.count_load(
+                    lease.decision, Fate.REFUSED_FULL, len(run) - len(lease.rows)
+                )
                 break
             self._cache.pin(row)
             lease.leased.add(row, self._cache.size_of(row))
             lease.rows.append(row)
-            lease.tiers.append(tiers[0])
-            if not self._is_ready(row):
-                self._waiting[row][lease.number] = lease
+            if self._is_ready(row):
+                lease.tiers.append(TierName.CPU)
+                continue
+            # What is on its way comes from where it is read, whoever asked for it first.
+            lease.tiers.append(self._transfers.reading(row) or tiers[0])
+            self._waiting[row][lease.number] = lease
 
     def _may_hold(self, lease: LoadLease, row: int) -> bool:
         """Tell whether an engine may hold one more block: not where it is too much already."""
@@ -171,13 +190,16 @@ class Loads:
         left_bytes = slots.reserved_bytes - slots.held_bytes - size
         return not num_bytes or num_bytes + size <= ENGINE_SHARE * left_bytes
 
-    def _bring(self, row: int, tiers: tuple[TierName, ...], mark: int, now_ns: int) -> bool:
+    def _bring(
+        self, lease: LoadLease, row: int, tiers: tuple[TierName, ...], mark: int, now_ns: int
+    ) -> bool:
         if self._cache.state(row, TierName.CPU) != Residency.ABSENT:
+            self._transfers.want_too(row, lease.number, now_ns)
             return True
         if not self._cache.claim(row, mark):
             return False
         self._remaining[row] = list(tiers[1:])
-        self._transfers.read(row, tiers[0], now_ns)
+        self._transfers.read(row, tiers[0], lease.number, now_ns)
         return True
 
     def _advance(self, lease: LoadLease) -> list[Action]:
@@ -188,8 +210,7 @@ class Loads:
         while lease.num_ready < len(rows) and self._is_ready(rows[lease.num_ready]):
             lease.num_ready += 1
         if lease.num_ready < len(rows) and self._is_condemned(rows[lease.num_ready]):
-            lease.end = "failed"
-            self._cut(lease, lease.num_ready)
+            self._end_at(lease, lease.num_ready, "failed", Fate.FAILED_CHECK)
         is_last = lease.num_ready == len(rows)
         if lease.num_ready == lease.num_sent and not is_last:
             return []
@@ -197,22 +218,34 @@ class Loads:
         tiers = tuple(lease.tiers[lease.num_sent : lease.num_ready])
         lease.num_sent = lease.num_ready
         lease.is_ended = is_last
-        return [
-            Progress(
-                call=lease.call,
-                lease=lease.number,
-                offsets=self._cache.offsets(fresh),
-                checksums=tuple(self._cache.checksum(row) for row in fresh),
-                tiers=tiers,
-                end=lease.end if is_last else "",
-            )
-        ]
+        offsets = self._cache.offsets(fresh)
+        checksums = tuple(self._cache.checksum(row) for row in fresh)
+        end = lease.end if is_last else ""
+        return [self._progress(lease, offsets, checksums, tiers, end)]
+
+    @staticmethod
+    def _progress(
+        lease: LoadLease,
+        offsets: tuple[int, ...],
+        checksums: tuple[bytes, ...],
+        tiers: tuple[TierName, ...],
+        end: str = "",
+    ) -> Progress:
+        return Progress(
+            lease.call, lease.number, offsets, checksums, tiers, end, num_blocks=lease.num_found
+        )
 
     def _is_ready(self, row: int) -> bool:
         return self._cache.state(row, TierName.CPU) == Residency.READY
 
     def _is_condemned(self, row: int) -> bool:
         return self._cache.state(row, TierName.CPU) == Residency.EVICTING
+
+    def _end_at(self, lease: LoadLease, length: int, end: str, fate: Fate) -> None:
+        """Let a load end after its first ``length`` rows, because of what became of the next."""
+        lease.end = end
+        self._misses.count_load(lease.decision, fate, len(lease.rows) - length)
+        self._cut(lease, length)
 
     def _cut(self, lease: LoadLease, length: int) -> None:
         """Let go of a lease's rows from ``length`` on.
@@ -228,9 +261,11 @@ class Loads:
                 continue
             self._waiting.pop(row, None)
             if self._transfers.cancel_read(row):
-                del self._remaining[row]
+                self._remaining.pop(row, None)  # of one that is being warmed there is none
                 self._cache.abandon(row)
         del lease.rows[length:], lease.tiers[length:]
+        if lease.num_ready >= length:
+            self._transfers.forget_load(lease.number)
 
     def _count_late(self, lease: LoadLease) -> None:
         for tier in lease.tiers[lease.num_ready :]:

@@ -17,40 +17,48 @@ Rules
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvtier.core.admission import Admission
 from kvtier.core.eviction import Eviction
-from kvtier.core.identity import HASH_BYTES, split_hashes
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
 from kvtier.core.index import Scope
 from kvtier.core.layout import KNOWN_LAYOUTS
-from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
-from kvtier.core.residency import Residency, TierName
+from kvtier.core.limits import ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
+from kvtier.core.planner import Planner
+from kvtier.core.residency import TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.core.table import as_keys
 from kvtier.node import event as ev
-from kvtier.node.action import Action, Found, Refused, Registered, Released, Reply
+from kvtier.node.action import Action, Refused, Registered, Released, Reply
 from kvtier.node.cache import Cache
+from kvtier.node.completion import Completions
+from kvtier.node.decision import Decisions
 from kvtier.node.demotion import Demotion
 from kvtier.node.drop import Drops
+from kvtier.node.flush import Flush
+from kvtier.node.ledger import Ledger
 from kvtier.node.load import Loads
+from kvtier.node.lookahead import Lookahead
+from kvtier.node.measurement import Measurements
+from kvtier.node.miss import Misses
 from kvtier.node.probe import PendingLookup, Probes
-from kvtier.node.run import Chain, Run, find_run
+from kvtier.node.run import Chain, Run, chain_fault, find_run, has_repeats
 from kvtier.node.session import EngineReport, Session
 from kvtier.node.store import Stores
-from kvtier.node.transfer import Lane, SlowTier, Transfers
+from kvtier.node.transfer import SlowTier, Transfers
+from kvtier.node.use import Uses, use_of
+from kvtier.node.writes import Writes
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
-    EVICTED_BLOCKS,
+    ANNOUNCED_REQUESTS,
     LOOKUP_BLOCKS,
     MISS_BLOCKS,
-    QUARANTINED_BLOCKS,
-    TRANSFER_BYTES,
-    TRANSFER_SECONDS,
 )
-from kvtier.tiers.base import MissReason, WriteOutcome
 
 __all__ = ["Node", "NodeSettings"]
 
@@ -65,64 +73,84 @@ class NodeSettings:
     slab_bytes: int
     lease_ns: int
     tiers: tuple[SlowTier, ...] = ()
-
-
-_DAMAGE = frozenset(
-    {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
-)
-"""Why a read found nothing, where something was there and is not what was written."""
+    pin_share: float = 0.0
+    """Of the CPU tier, what pins and the like may keep from being evicted."""
 
 
 class Node:
     """See the module. Attributes are for the driver's status reports and for tests."""
 
     def __init__(
-        self, settings: NodeSettings, eviction: Eviction, admission: Admission, metrics: Metrics
+        self,
+        settings: NodeSettings,
+        eviction: Eviction,
+        admission: Admission,
+        metrics: Metrics,
+        *,
+        history: History | None = None,
+        planner: Planner | None = None,
+        depth: DepthCurves | None = None,
     ) -> None:
         self.boot = settings.boot
         self._lease_ns = settings.lease_ns
         self.sessions: dict[str, Session] = {}
         self.metrics = metrics
         slots = SlabAllocator(settings.num_slabs, settings.slab_bytes)
-        self.cache = Cache(slots, eviction, metrics)
-        self.transfers = Transfers(self.cache, settings.tiers, admission)
-        self.loads = Loads(self.cache, self.transfers, settings.lease_ns)
-        self.stores = Stores(self.cache, self.loads, self.transfers, admission, settings.lease_ns)
+        self.cache = Cache(slots, eviction, metrics, history)
+        self.transfers = Transfers(self.cache, settings.tiers)
+        self.writes = Writes(self.cache, self.transfers, admission)
+        self.flush = Flush(self.cache, self.transfers, self.writes, history)
+        self.ledger = Ledger()
+        self.history, self.planner, self.depth = history, planner, depth
+        self.uses = Uses(history, depth, self.cache.whereabouts)
+        self.misses = Misses(self.cache, self.transfers, history, self.ledger)
+        self.decisions = Decisions(self.transfers, planner, self.ledger, metrics)
+        self.measurements = Measurements(self.cache, planner)
+        self.loads = Loads(self.cache, self.transfers, self.misses, settings.lease_ns)
+        self.stores = Stores(
+            self.cache,
+            self.loads,
+            self.transfers,
+            admission,
+            settings.lease_ns,
+            history=history,
+            depth=depth,
+        )
+        self.stores.on_published = self._published
         self.drops = Drops(self.cache, self.transfers, self.sessions)
         self.probes = Probes(self.cache)
-        self._demotion = Demotion(self.cache, self.transfers)
+        self.lookahead = Lookahead(
+            self.cache,
+            self.transfers,
+            self.writes,
+            self.find,
+            pin_share=settings.pin_share,
+            history=history,
+            planner=planner,
+        )
+        self._demotion = Demotion(self.cache, self.transfers, self.writes)
+        self.cache.before_eviction = self._demotion.note_evicted
+        self._completions = Completions(
+            self.cache, self.transfers, self.loads, self.probes, self.measurements
+        )
         self._num_sessions = 0
-        self._reactions: dict[type, Callable[..., list[Action]]] = {
-            ev.Register: self._register,
-            ev.Lookup: self._lookup,
-            ev.Load: self._load,
-            ev.Release: self._release,
-            ev.PrepareStore: self._prepare_store,
-            ev.CompleteStore: self._complete_store,
-            ev.Report: self._report,
-            ev.SessionEnded: self._session_ended,
-            ev.Drop: self._drop,
-            ev.ReadDone: self._read_done,
-            ev.WriteDone: self._write_done,
-            ev.ProbeDone: self._probe_done,
-            ev.PurgeDone: self._purge_done,
-            ev.Lost: self._lost,
-            ev.TierUp: self._tier_up,
-            ev.SlabsReserved: self._slabs_reserved,
-            ev.Recovered: self._recovered,
-            ev.Tick: self._tick,
-        }
+        self._reactions = self._all_reactions()
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Take one event in, and return what is to be done about it, in order."""
+        self.uses.advance(now_ns)
         actions = self._reactions[type(event)](event, now_ns)
-        for row in self.transfers.note_overdue(now_ns):
-            actions += self.loads.block_stuck(row)
+        for lane, flight in self.transfers.note_overdue(now_ns):
+            self.measurements.overdue(lane, flight, now_ns)
+            for row in flight.rows if flight.is_read else ():
+                actions += self.loads.block_stuck(row)
         for lane, rows in self.transfers.shed_unusable(now_ns):
             for row in rows:
                 self.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
-                actions += self.loads.block_missed(row, now_ns)
+                actions += self.loads.block_missed(row, Fate.TIER_DOWN, now_ns)
+        self.lookahead.advance(now_ns)
         self._demotion.advance(now_ns)
+        self.flush.advance(now_ns)
         actions += self.drops.advance(now_ns)
         actions += self.transfers.pump(now_ns)
         return actions
@@ -133,6 +161,7 @@ class Node:
             self.drops.next_deadline_ns(),
             self.transfers.next_deadline_ns(),
             self.probes.next_deadline_ns(),
+            self.flush.next_deadline_ns(),
         ]
         deadlines += [
             lease.expires_ns if lease.is_ended else lease.deadline_ns
@@ -151,10 +180,38 @@ class Node:
         """Return how many leases are open."""
         return sum(len(s.loads) + len(s.stores) for s in self.sessions.values())
 
+    def _all_reactions(self) -> dict[type, Callable[..., list[Action]]]:
+        """Return what is done about each kind of event."""
+        return {
+            ev.Register: self._register,
+            ev.Announce: self._announce,
+            ev.Lookup: self._lookup,
+            ev.Load: self._load,
+            ev.Release: self._release,
+            ev.PrepareStore: self._prepare_store,
+            ev.CompleteStore: self._complete_store,
+            ev.Report: self._report,
+            ev.SessionEnded: self._session_ended,
+            ev.Drop: self._drop,
+            ev.Pin: self._pin,
+            ev.Warm: self._warm,
+            ev.ReadDone: self._completions.read,
+            ev.WriteDone: self._write_done,
+            ev.ProbeDone: self._probe_done,
+            ev.PurgeDone: self._purge_done,
+            ev.Lost: self._lost,
+            ev.TierUp: self._tier_up,
+            ev.Allowance: self._allowance,
+            ev.Closing: self._closing,
+            ev.SlabsReserved: self._slabs_reserved,
+            ev.Recovered: self._recovered,
+            ev.Tick: self._tick,
+        }
+
     # Sessions
 
     def _register(self, event: ev.Register, _now_ns: int) -> list[Action]:
-        refusal = self._refusal(event)
+        refusal = _refusal(event, self.cache.slots)
         if refusal:
             return [Reply(event.call, Refused("registration", refusal))]
         if len(self.sessions) >= SESSIONS_MAX:
@@ -172,26 +229,14 @@ class Node:
             engine=event.engine,
             transport=event.transport,
             pid=event.pid,
+            can_split=event.can_split,
         )
+        if self.planner is not None:
+            self.planner.note_flops(event.key_space, event.flops)
+        self.writes.note_layout(event.key_space, event.layout)
         return [Reply(event.call, Registered(token, self.boot, self._lease_ns))]
 
-    def _refusal(self, event: ev.Register) -> str:
-        """Return why a registration cannot be served, or nothing."""
-        layout = event.layout
-        if (layout.name, layout.version) not in KNOWN_LAYOUTS:
-            return f"layout {layout.name!r} version {layout.version} is not known to this daemon"
-        if len(event.key_space) != HASH_BYTES:
-            return f"key_space has {len(event.key_space)} bytes, not {HASH_BYTES}"
-        size, slab_bytes = slot_bytes(layout.block_bytes), self.cache.slots.slab_bytes
-        if size > slab_bytes:
-            return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
-        # What an engine alone may hold in stores must have room for one block.
-        least_bytes = int(size / STORE_ARENA_SHARE * (ENGINE_SHARE + 1) / ENGINE_SHARE)
-        if least_bytes > self.cache.slots.capacity_bytes:
-            return f"a block takes {size} bytes; raise cpu.capacity to at least {least_bytes} bytes"
-        return ""
-
-    def _report(self, event: ev.Report, _now_ns: int) -> list[Action]:
+    def _report(self, event: ev.Report, now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
         if session is None:
             return [_unknown_session(event.call)]
@@ -200,6 +245,10 @@ class Node:
         )
         if event.order:
             self.drops.answered(event.order, event.removed)
+        if self.planner is not None and event.steps:
+            self.planner.note_steps(session.key_space, event.steps, now_ns)
+        for outcome in event.outcomes:
+            self.decisions.conclude(session, outcome, now_ns)
         return [Reply(event.call, None)]
 
     def _session_ended(self, event: ev.SessionEnded, _now_ns: int) -> list[Action]:
@@ -214,18 +263,40 @@ class Node:
 
     # Lookups and loads
 
+    def _announce(self, event: ev.Announce, now_ns: int) -> list[Action]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return [_unknown_session(event.call)]
+        for each in event.requests:
+            if fault := chain_fault(each.hashes, each.tenant, each.first):
+                return [Reply(event.call, Refused("chain", fault))]
+        for each in event.requests:
+            use = use_of(session, each.tenant, each.hashes, each.traits)
+            # One without a name counts when it is looked up, unless it need not be.
+            if each.traits.request_id or each.first == len(use.keys):
+                num_known = self.uses.count(session.token, use, 0, now_ns)
+                self.writes.used(as_keys(each.hashes)[:num_known], now_ns)
+            chain = Chain.of(
+                Scope(session.key_space, each.tenant), each.hashes, session.layout.block_bytes
+            )
+            self.lookahead.announced(session.token, use, chain, each.first, now_ns)
+        for name in event.over:
+            self.lookahead.over(session.token, name)
+        self.metrics.add(ANNOUNCED_REQUESTS, len(event.requests))
+        return [Reply(event.call, None)]
+
     def _lookup(self, event: ev.Lookup, now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
         if session is None:
             return [_unknown_session(event.call)]
-        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+        if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
-        run = self._find(chain, event.first, now_ns)
+        run = self.find(chain, event.first, now_ns)
         remote = self.transfers.lanes.get(TierName.REMOTE)
         is_open = run.reason == "absent" and not self.cache.is_closed(chain.scope)
-        if remote is None or not is_open or _has_repeats(event.hashes):
-            return [self._found(event, run)]
+        if remote is None or not is_open or has_repeats(event.hashes):
+            return [self._found(event, session, chain, run, now_ns=now_ns)]
         probe = self.probes.start(
             event,
             chain,
@@ -234,7 +305,9 @@ class Node:
             lane=remote,
             now_ns=now_ns,
         )
-        return [self._found(event, run) if probe is None else probe]
+        if probe is not None:
+            return [probe]
+        return [self._found(event, session, chain, run, now_ns=now_ns)]
 
     def _probe_done(self, event: ev.ProbeDone, now_ns: int) -> list[Action]:
         lookup = self.probes.end(event, now_ns)
@@ -242,21 +315,27 @@ class Node:
 
     def _answer(self, lookup: PendingLookup, now_ns: int) -> Reply:
         """Answer a lookup that waited with what is known now."""
-        if lookup.event.session not in self.sessions:
+        session = self.sessions.get(lookup.event.session)
+        if session is None:
             return _unknown_session(lookup.event.call)
-        run = self._find(lookup.chain, lookup.event.first, now_ns)
-        return self._found(lookup.event, run)
+        run = self.find(lookup.chain, lookup.event.first, now_ns)
+        return self._found(
+            lookup.event, session, lookup.chain, run, is_late=lookup.is_late, now_ns=now_ns
+        )
 
     def _load(self, event: ev.Load, now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
         if session is None:
             return [_unknown_session(event.call)]
-        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+        if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
-        run = self._find(chain, event.first, now_ns)
+        run = self.find(chain, event.first, now_ns)
         before = self.cache.index.find(chain.keys[: event.first if len(run) else 0])
-        return self.loads.start(event, session, before[before >= 0], run, now_ns)
+        deadline_ns = self.decisions.deadline_ns(event, session, now_ns)
+        return self.loads.start(
+            event, session, before[before >= 0], run, deadline_ns=deadline_ns, now_ns=now_ns
+        )
 
     def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
@@ -265,7 +344,8 @@ class Node:
             released, actions = self.loads.release(session, event.lease, event.corrupt)
         return actions if event.call is None else [*actions, Reply(event.call, released)]
 
-    def _find(self, chain: Chain, first: int, now_ns: int) -> Run:
+    def find(self, chain: Chain, first: int, now_ns: int) -> Run:
+        """Return the run of blocks from ``first`` on that could be loaded now. Changes nothing."""
         usable = {
             name
             for name, lane in self.transfers.lanes.items()
@@ -278,18 +358,40 @@ class Node:
         run = find_run(self.cache.index, chain, first, frozenset(usable))
         return run.without(self.transfers.stuck())
 
-    def _found(self, event: ev.Lookup, run: Run) -> Reply:
-        runs = run.by_tier()
+    def _found(
+        self,
+        event: ev.Lookup,
+        session: Session,
+        chain: Chain,
+        run: Run,
+        *,
+        is_late: bool = False,
+        now_ns: int,
+    ) -> Reply:
+        use = use_of(session, event.tenant, event.hashes, event.traits)
+        num_found = event.first + len(run)
+        num_known = self.uses.count(session.token, use, num_found if len(run) else 0, now_ns)
+        self.writes.used(chain.keys[:num_known], now_ns)
+        self.lookahead.looked_up(session.token, use, now_ns)
+        missed = self.misses.of_lookup(
+            chain, num_found, run, num_known, is_late=is_late, now_ns=now_ns
+        )
+        depth_tokens = None if self.depth is None else self.depth.max_offload_tokens(use)
+        found = self.decisions.decide(event, session, run, missed, depth_tokens, now_ns=now_ns)
+        self.misses.count(missed)
+        self._count_lookup(event, run)
+        return Reply(event.call, found)
+
+    def _count_lookup(self, event: ev.Lookup, run: Run) -> None:
         pending = int(run.is_writing.sum())
         misses = len(event.hashes) // HASH_BYTES - event.first - len(run)
         hits = Counter({TierName.CPU: -pending})
-        for tier, length in runs:
+        for tier, length in run.by_tier():
             hits[tier] += length
         for tier, count in hits.items():
             self.metrics.add(LOOKUP_BLOCKS, count, outcome="hit", tier=tier)
         self.metrics.add(LOOKUP_BLOCKS, pending, outcome="pending", tier=TierName.CPU)
         self.metrics.add(LOOKUP_BLOCKS, misses, outcome="miss", tier="none")
-        return Reply(event.call, Found(runs, run.reason))
 
     # Stores
 
@@ -297,12 +399,17 @@ class Node:
         session = self.sessions.get(event.session)
         if session is None:
             return [_unknown_session(event.call)]
-        if fault := _chain_fault(event.hashes, event.tenant, event.first):
+        if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
-        if _has_repeats(event.hashes):
+        if has_repeats(event.hashes):
             return [Reply(event.call, Refused("chain", "a chain names each block once"))]
         chain = _chain_of(session, event)
-        return [Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns))]
+        use = use_of(session, event.tenant, event.hashes, event.traits, event.num_prompt_blocks)
+        self.uses.store(session.token, use, now_ns)
+        self.lookahead.stored(use, now_ns)
+        return [
+            Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
+        ]
 
     def _complete_store(self, event: ev.CompleteStore, now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
@@ -311,75 +418,30 @@ class Node:
         stored, actions = self.stores.complete(session, event, now_ns)
         return [Reply(event.call, stored), *actions]
 
-    # Completions of tiers
-
-    def _read_done(self, event: ev.ReadDone, now_ns: int) -> list[Action]:
-        lane, rows = self.transfers.end(event.transfer)
-        tier = lane.tier.name
-        actions: list[Action] = []
-        if event.fault:
-            self.metrics.add(MISS_BLOCKS, len(rows), tier=tier, reason="fault")
-            self._count_bytes(f"{tier}_to_cpu", rows, "failed")
-            for row in rows:
-                actions += self.loads.block_missed(row, now_ns)
-            return actions
-        self.metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"{tier}_to_cpu")
-        for row, result in zip(rows, event.results, strict=True):
-            if isinstance(result, MissReason):
-                self.metrics.add(MISS_BLOCKS, tier=tier, reason=result)
-                self.metrics.add(QUARANTINED_BLOCKS, result in _DAMAGE, tier=tier)
-                # Before the row may be forgotten: it is in the CPU tier's state writing till then.
-                self.cache.index.move(row, tier, Residency.ABSENT)
-                actions += self.loads.block_missed(row, now_ns)
-            else:
-                self._count_bytes(f"{tier}_to_cpu", (row,), "complete")
-                self.cache.publish(row, result)
-                actions += self.loads.block_ready(row)
-        return actions
-
-    def _write_done(self, event: ev.WriteDone, _now_ns: int) -> list[Action]:
-        lane, rows = self.transfers.end(event.transfer)
-        tier, index = lane.tier.name, self.cache.index
-        if event.fault:
-            self._count_bytes(f"cpu_to_{tier}", rows, "failed")
-            index.move(np.array(rows), tier, Residency.ABSENT)
-            index.forget_absent(np.array(rows))
-            return []
-        self.metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"cpu_to_{tier}")
-        for row, result in zip(rows, event.results, strict=True):
-            is_stored = result is WriteOutcome.STORED
-            index.move(row, tier, Residency.READY if is_stored else Residency.ABSENT)
-            self._count_bytes(f"cpu_to_{tier}", (row,), "complete" if is_stored else "failed")
-            if result is None:
-                self.metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
-                self.cache.condemn(row)
-        if tier is TierName.REMOTE:
-            self.probes.note_stored(index.hash_of(row) for row in rows)
-        # One that was condemned before may have left the CPU tier when this write let go of it.
-        index.forget_absent(np.array(rows))
-        self._forget(lane, event.evicted, "capacity")
-        return []
-
-    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> None:
-        """Note which blocks a tier has let go."""
-        if not hashes:
-            return
-        if reason == "corrupt":
-            num_blocks = len(hashes) // HASH_BYTES
-            self.metrics.add(QUARANTINED_BLOCKS, num_blocks, tier=lane.tier.name)
-        index, tier = self.cache.index, lane.tier.name
-        rows = index.find(np.frombuffer(hashes, dtype="<u8").reshape(-1, 2))
-        rows = rows[rows >= 0]
-        rows = rows[index.residency(rows, tier) == Residency.READY]
-        index.move(rows, tier, Residency.ABSENT)
-        index.forget_absent(rows)
-        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
-
-    def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
-        num_bytes = int(self.cache.index.payload_bytes[np.array(rows)].sum())
-        self.metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)
+    def _published(self, rows: list[int], now_ns: int) -> None:
+        """Have blocks that a store brought written below, now or later."""
+        self.writes.stored(rows, now_ns)
+        self.flush.stored(rows, now_ns)
 
     # The rest
+
+    def _pin(self, event: ev.Pin, now_ns: int) -> list[Action]:
+        if fault := chain_fault(event.hashes, event.tenant, 0):
+            return [Reply(event.call, Refused("chain", fault))]
+        return [Reply(event.call, self.lookahead.pin(event, now_ns))]
+
+    def _warm(self, event: ev.Warm, now_ns: int) -> list[Action]:
+        if fault := chain_fault(event.hashes, event.tenant, 0):
+            return [Reply(event.call, Refused("chain", fault))]
+        return [Reply(event.call, self.lookahead.warm(event, now_ns))]
+
+    def _allowance(self, event: ev.Allowance, _now_ns: int) -> list[Action]:
+        self.writes.note_allowance(event.tier, event.bytes_per_s)
+        return []
+
+    def _closing(self, _event: ev.Closing, now_ns: int) -> list[Action]:
+        self.flush.close(now_ns)
+        return []
 
     def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
         actions = self.drops.start(event, now_ns)
@@ -392,8 +454,12 @@ class Node:
         self.drops.purged(event)
         return []
 
+    def _write_done(self, event: ev.WriteDone, now_ns: int) -> list[Action]:
+        self._completions.written(event, now_ns)
+        return []
+
     def _lost(self, event: ev.Lost, _now_ns: int) -> list[Action]:
-        self._forget(self.transfers.lanes[event.tier], event.hashes, event.reason)
+        self._completions.lost(event)
         return []
 
     def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:
@@ -414,6 +480,23 @@ class Node:
         return actions + [self._answer(lookup, now_ns) for lookup in late]
 
 
+def _refusal(event: ev.Register, slots: SlabAllocator) -> str:
+    """Return why a registration cannot be served, or nothing."""
+    layout = event.layout
+    if (layout.name, layout.version) not in KNOWN_LAYOUTS:
+        return f"layout {layout.name!r} version {layout.version} is not known to this daemon"
+    if len(event.key_space) != HASH_BYTES:
+        return f"key_space has {len(event.key_space)} bytes, not {HASH_BYTES}"
+    size, slab_bytes = slot_bytes(layout.block_bytes), slots.slab_bytes
+    if size > slab_bytes:
+        return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
+    # What an engine alone may hold in stores must have room for one block.
+    least_bytes = int(size / STORE_ARENA_SHARE * (ENGINE_SHARE + 1) / ENGINE_SHARE)
+    if least_bytes > slots.capacity_bytes:
+        return f"a block takes {size} bytes; raise cpu.capacity to at least {least_bytes} bytes"
+    return ""
+
+
 def _unknown_session(call: int) -> Reply:
     return Reply(call, Refused("session", "this daemon does not know the session; register again"))
 
@@ -421,19 +504,3 @@ def _unknown_session(call: int) -> Reply:
 def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> Chain:
     scope = Scope(session.key_space, event.tenant)
     return Chain.of(scope, event.hashes, session.layout.block_bytes)
-
-
-def _has_repeats(hashes: bytes) -> bool:
-    return len(set(split_hashes(hashes))) < len(hashes) // HASH_BYTES
-
-
-def _chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
-    """Return what is wrong with a chain that came from outside, or nothing."""
-    if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
-        return f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
-    num_blocks = len(hashes) // HASH_BYTES
-    if num_blocks > CHAIN_BLOCKS_MAX:
-        return f"a chain of {num_blocks} blocks; {CHAIN_BLOCKS_MAX} is the most"
-    if first > num_blocks:
-        return f"first is {first} in a chain of {num_blocks} blocks"
-    return ""

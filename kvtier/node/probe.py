@@ -6,7 +6,7 @@ answers in time, and where it did not say no a moment ago.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.core.identity import BlockHash, Selection, split_hashes
 from kvtier.core.index import NewBlocks
@@ -40,6 +40,8 @@ class PendingLookup:
     first: int
     """The first block that the shared tier was asked for."""
     deadline_ns: int
+    is_late: bool = False
+    """The shared tier did not answer, so that nobody knows what it has."""
 
 
 class Probes:
@@ -100,6 +102,7 @@ class Probes:
     def expire(self, now_ns: int) -> list[PendingLookup]:
         """Return the lookups that can wait no longer."""
         late = self._take(lambda lookup: lookup.deadline_ns <= now_ns)
+        late = [replace(lookup, is_late=True) for lookup in late]
         self._count("late", len(late))
         self._num_late += len(late)
         if late and self._num_late >= PROBES_LATE_MAX:

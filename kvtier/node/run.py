@@ -7,12 +7,13 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.identity import HASH_BYTES, chain_root
+from kvtier.core.identity import HASH_BYTES, chain_root, split_hashes
 from kvtier.core.index import Index, Scope
+from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import Keys, Rows, as_keys
 
-__all__ = ["Chain", "Run", "find_own", "find_run"]
+__all__ = ["Chain", "Run", "chain_fault", "find_own", "find_run", "has_repeats"]
 
 _BITS = np.array([1 << column for column in range(len(LOWER_TIERS))], dtype=np.uint8)
 _SOURCES = tuple(
@@ -60,13 +61,15 @@ class Run:
         """Return the run up to the first of these rows, which do not count as there."""
         if not stuck or not (is_stuck := np.isin(self.rows, stuck)).any():
             return self
-        end = int(is_stuck.argmax())
+        return replace(self.head(int(is_stuck.argmax())), reason="absent")
+
+    def head(self, length: int) -> "Run":
+        """Return the first ``length`` blocks, or all there are."""
         return replace(
             self,
-            rows=self.rows[:end],
-            masks=self.masks[:end],
-            is_writing=self.is_writing[:end],
-            reason="absent",
+            rows=self.rows[:length],
+            masks=self.masks[:length],
+            is_writing=self.is_writing[:length],
         )
 
     def sources(self, index: int) -> tuple[TierName, ...]:
@@ -122,3 +125,20 @@ def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]
     elif first + length < len(chain.keys):
         reason = "identity"
     return Run(rows[:length], masks[:length], is_writing[:length], chain.payload_bytes, reason)
+
+
+def has_repeats(hashes: bytes) -> bool:
+    """Tell whether joined hashes name a block twice."""
+    return len(set(split_hashes(hashes))) < len(hashes) // HASH_BYTES
+
+
+def chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
+    """Return what is wrong with a chain that came from outside, or nothing."""
+    if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
+        return f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
+    num_blocks = len(hashes) // HASH_BYTES
+    if num_blocks > CHAIN_BLOCKS_MAX:
+        return f"a chain of {num_blocks} blocks; {CHAIN_BLOCKS_MAX} is the most"
+    if first > num_blocks:
+        return f"first is {first} in a chain of {num_blocks} blocks"
+    return ""

@@ -50,14 +50,18 @@ class Leased:
 
 @dataclass(slots=True)
 class LoadLease:
-    """Blocks leased to be copied out of the arena, in chain order; all of them pinned."""
+    """Blocks leased to be copied out of the arena; all of them pinned."""
 
     number: int
     call: int
     leased: Leased
     """Of its session."""
     rows: list[int]
+    """In the order in which they are announced: that of the chain, or from its end."""
     tiers: list[TierName]
+    decision: int
+    num_found: int
+    """Blocks of the run that the lease was made for; of some it may have found no room."""
     deadline_ns: int
     expires_ns: int
     end: str
@@ -90,6 +94,8 @@ class Session:
     engine: str
     transport: str
     pid: int
+    can_split: bool = False
+    """It computes the front of a prompt while the back is loaded."""
     report: EngineReport = EngineReport()
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)

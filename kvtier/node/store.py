@@ -5,14 +5,19 @@ them. A lease whose time is up is not taken back while its client lives, because
 still be writing into the slots; it counts against the client's share of the arena instead.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.admission import Admission, Admit, Offer
+from kvtier.core.admission import Admission, Admit, Offer, Reject, Rule
+from kvtier.core.fate import Fate
 from kvtier.core.index import NewBlocks, Scope
-from kvtier.core.limits import ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
+from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History, Use
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
 from kvtier.node.action import Action, Granted, Stored
@@ -22,9 +27,25 @@ from kvtier.node.load import Loads
 from kvtier.node.run import Chain, find_own
 from kvtier.node.session import Session, StoreLease
 from kvtier.node.transfer import Transfers
-from kvtier.observe.table import ADMISSION_BLOCKS
+from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Stores"]
+
+_FATES: Mapping[Rule, Fate] = {
+    Rule.WORTH: Fate.REFUSED_WORTH,
+    Rule.DEPTH: Fate.REFUSED_DEPTH,
+    Rule.FULL: Fate.REFUSED_FULL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """How many leading blocks of what is lacking may come in, and what refuses the next one."""
+
+    num_blocks: int
+    rule: Rule = Rule.FULL
+    reason: str = ""
+    """In the words of the answer to the client, where it is not the rule's."""
 
 
 class Stores:
@@ -37,18 +58,33 @@ class Stores:
         transfers: Transfers,
         admission: Admission,
         lease_ns: int,
+        *,
+        history: History | None = None,
+        depth: DepthCurves | None = None,
     ) -> None:
         self._cache = cache
         self._loads = loads
         self._transfers = transfers
         self._admission = admission
         self._lease_ns = lease_ns
+        self.on_published: Callable[[list[int], int], object] = lambda _rows, _now_ns: None
+        """Told the rows of each store that became readable, and when."""
+        self._history = history
+        self._depth = depth
         self._metrics = cache.metrics
         self._num_leases = 0
         self._held_bytes = 0
         """Of all stores that are not completed."""
 
-    def prepare(self, session: Session, chain: Chain, first: int, now_ns: int) -> Granted:
+    def prepare(
+        self,
+        session: Session,
+        chain: Chain,
+        first: int,
+        now_ns: int,
+        *,
+        use: Use | None = None,
+    ) -> Granted:
         """Lease slots for the blocks from ``first`` on that no local tier has, as far as admitted.
 
         What is granted is a prefix of what is lacking: a block behind one that was refused could
@@ -71,29 +107,35 @@ class Stores:
         used = np.concatenate([before[before >= 0], rows])
         mark = self._cache.touch(used, chain.payload_bytes, now_ns)
         lacking = self._lacking(rows, chain.scope, now_ns)
-        num_admitted, reason = self._judge(session, lacking, first)
+        if use is not None and self._depth is not None:
+            self._depth.note_generated(use, first, now_ns)
+        answer = self._judge(session, lacking, first, use)
         if self._cache.is_closed(chain.scope):
-            num_admitted, reason = 0, "dropping"
+            answer = _Answer(0, reason="dropping")
         claimed: list[int] = []
-        for place in lacking[:num_admitted]:
-            if not self._cache.claim(int(rows[place]), mark, num_admitted - len(claimed) - 1):
-                reason = "no_room"
+        for place in lacking[: answer.num_blocks]:
+            num_more = answer.num_blocks - len(claimed) - 1
+            if not self._cache.claim(int(rows[place]), mark, num_more):
+                answer = _Answer(len(claimed), reason="no_room")
                 break
             claimed.append(place)
         leased = rows[claimed].tolist()
+        self._note_refused(rows, lacking[len(claimed) :], answer.rule)
         index.forget_absent(rows)
         present, refused = len(rows) - len(lacking), len(lacking) - len(claimed)
+        reason = (answer.reason or answer.rule) if refused else ""
         if end < len(chain.keys):
-            reason = reason if refused else "identity"
+            reason = reason or "identity"
             refused += len(chain.keys) - end
-        self._count(present, len(claimed), refused)
+        self._count("present", present)
+        self._count("admitted", len(claimed))
         return Granted(
             lease=self._grant(session, leased, now_ns).number if leased else 0,
             indexes=tuple(first + place for place in claimed),
             offsets=self._cache.offsets(leased),
             present_blocks=present,
             rejected_blocks=refused,
-            reason=reason if refused else "",
+            reason=reason,
         )
 
     def complete(
@@ -117,7 +159,7 @@ class Stores:
         for row in lease.rows[len(whole) :]:
             actions += self._loads.block_lost(row, "failed")
         if ready:
-            self._transfers.offer(ready, now_ns)
+            self.on_published(ready, now_ns)
         return Stored(len(ready)), actions
 
     def abandon(self, session: Session) -> list[Action]:
@@ -146,30 +188,60 @@ class Stores:
         places: list[int] = np.flatnonzero(outside).tolist()
         return places
 
-    def _judge(self, session: Session, lacking: Sequence[int], first: int) -> tuple[int, str]:
+    def _judge(
+        self, session: Session, lacking: Sequence[int], first: int, use: Use | None
+    ) -> _Answer:
         """Return how many of the lacking blocks may come in, and why not the others."""
         size = slot_bytes(session.layout.block_bytes)
         if not lacking:
-            return 0, ""
+            return _Answer(0)
         if len(self._cache.index) >= INDEX_ROWS_MAX:
-            return 0, "index_full"
+            return _Answer(0, reason="index_full")
+        num_near = bisect_left(lacking, self._limit_blocks(use) - first)
+        if not num_near:
+            return _Answer(0, Rule.DEPTH)
         held_bytes = session.store_bytes
         share_bytes = int(self._cache.slots.reserved_bytes * STORE_ARENA_SHARE)
         left_bytes = share_bytes - (self._held_bytes - held_bytes)
         verdict = self._admission.judge(
             Offer(
                 tier=TierName.CPU,
-                num_blocks=len(lacking),
+                num_blocks=num_near,
                 first_position=first + lacking[0],
                 payload_bytes=size,
                 queued_bytes=held_bytes,
                 # At most twice of what is left is two thirds of all.
                 queued_bytes_max=left_bytes * ENGINE_SHARE // (ENGINE_SHARE + 1),
+                use=use,
+                num_spare=min(num_near, self._cache.slots.num_free(size)),
             )
         )
         if isinstance(verdict, Admit):
-            return verdict.num_blocks, "throttled"
-        return 0, verdict.reason
+            if verdict.num_blocks == num_near:
+                return _Answer(num_near, Rule.DEPTH)
+            reason = "throttled" if verdict.rule is Rule.FULL else ""
+            return _Answer(verdict.num_blocks, verdict.rule, reason)
+        if isinstance(verdict, Reject):
+            return _Answer(0, verdict.rule)
+        return _Answer(0, reason=verdict.reason)
+
+    def _limit_blocks(self, use: Use | None) -> int:
+        """Return how many leading blocks of a request are taken at most."""
+        if use is None:
+            return CHAIN_BLOCKS_MAX
+        if self._depth is not None:
+            most_tokens = self._depth.max_offload_tokens(use)
+        else:
+            most_tokens = use.traits.max_offload_tokens
+        return CHAIN_BLOCKS_MAX if most_tokens is None else most_tokens // use.block_tokens
+
+    def _note_refused(self, rows: Rows, places: Sequence[int], rule: Rule) -> None:
+        """Count what did not come in, and remember why."""
+        self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
+        self._count("throttled" if rule is Rule.FULL else "rejected", len(places))
+        if self._history is not None and places:
+            keys = [self._cache.index.hash_of(int(rows[place])) for place in places]
+            self._history.note_fate(keys, _FATES[rule])
 
     def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
         self._num_leases += 1
@@ -184,10 +256,5 @@ class Stores:
         self._held_bytes += lease.num_bytes
         return lease
 
-    def _count(self, present: int, admitted: int, refused: int) -> None:
-        for outcome, count in (
-            ("present", present),
-            ("admitted", admitted),
-            ("throttled", refused),
-        ):
-            self._metrics.add(ADMISSION_BLOCKS, count, tier=TierName.CPU, outcome=outcome)
+    def _count(self, outcome: str, num_blocks: int) -> None:
+        self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=TierName.CPU, outcome=outcome)

@@ -8,11 +8,11 @@ tier counts as stuck and is left alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import islice
 
 import numpy as np
 
-from kvtier.core.admission import Admission, Admit, Offer, Reject
 from kvtier.core.identity import EVERYTHING, Selection
 from kvtier.core.index import Scope
 from kvtier.core.limits import (
@@ -25,9 +25,21 @@ from kvtier.core.limits import (
 from kvtier.core.residency import Residency, TierName
 from kvtier.node.action import Read, TransferBlock, Write
 from kvtier.node.cache import Cache
-from kvtier.observe.table import ADMISSION_BLOCKS, TRANSFER_QUEUE_SECONDS
+from kvtier.node.reads import ReadQueue
+from kvtier.observe.table import TRANSFER_QUEUE_SECONDS
 
-__all__ = ["Lane", "SlowTier", "Transfers"]
+__all__ = ["Flight", "Lane", "SlowTier", "Transfers", "WriteMode"]
+
+
+class WriteMode(StrEnum):
+    """When blocks are written to a tier."""
+
+    DEMOTE = "demote"
+    """When the CPU tier is about to let them go, and the admission takes them."""
+    SECOND_USE = "second_use"
+    """Once they are asked for a second time."""
+    STORE = "store"
+    """As soon as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +56,22 @@ class SlowTier:
     """A lookup asks a shared tier only where at least so many are missing."""
     transfer_bytes: int = TRANSFER_BYTES
     """What a transfer of small blocks may take together."""
+    write: WriteMode = WriteMode.STORE
+    flush_after_ns: int = 0
+    """With ``DEMOTE``: after so long in the CPU tier blocks are written too; 0: never."""
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
+    """One transfer under way."""
+
     rows: tuple[int, ...]
     is_read: bool
     deadline_ns: int
+    started_ns: int
+    depth: int
+    """Transfers of its direction under way when it began, itself included."""
+    num_bytes: int
     is_overdue: bool = False
     """Seen to be past its deadline, so that nobody is woken for it again."""
 
@@ -61,16 +82,21 @@ class Lane:
 
     tier: SlowTier
     is_up: bool = True
-    reads: dict[int, int] = field(default_factory=dict)
-    """Rows to read, first come first served, each with the time it was queued."""
+    reads: ReadQueue = field(default_factory=ReadQueue)
     writes: dict[int, int] = field(default_factory=dict)
-    flights: dict[int, _Flight] = field(default_factory=dict)
+    """Rows to write, first come first served, each with the time it was queued."""
+    flights: dict[int, Flight] = field(default_factory=dict)
     closed: list[Selection] = field(default_factory=list)
     """Whose blocks are being dropped: none is read for a lookup, and none is written."""
     purging: Selection | None = None
     """Whose blocks the tier is taking out just now; closed too, however long it takes."""
     queued_bytes: int = 0
     """Bytes pinned because they wait to be written or are being written."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the bytes of reads that wait or are under way."""
+        return self.reads.num_bytes + sum(f.num_bytes for f in self.flights.values() if f.is_read)
 
     @property
     def is_idle(self) -> bool:
@@ -90,21 +116,31 @@ class Lane:
 class Transfers:
     """Every lane. ``pump`` turns what is queued into actions, as far as workers are free."""
 
-    def __init__(self, cache: Cache, tiers: Sequence[SlowTier], admission: Admission) -> None:
+    def __init__(self, cache: Cache, tiers: Sequence[SlowTier]) -> None:
         self._cache = cache
-        self._admission = admission
         self._metrics = cache.metrics
         self._num_started = 0
         self.lanes = {tier.name: Lane(tier) for tier in tiers}
 
-    def read(self, row: int, tier: TierName, now_ns: int) -> None:
-        """Queue a claimed row to be filled from a tier."""
+    def read(self, row: int, tier: TierName, load: int, now_ns: int) -> None:
+        """Queue a claimed row to be filled from a tier, for a load or in the ``BACKGROUND``."""
         assert self._cache.state(row, TierName.CPU) == Residency.WRITING
-        self.lanes[tier].reads[row] = now_ns
+        self.lanes[tier].reads.add(row, load, self._cache.size_of(row), now_ns)
+
+    def want_too(self, row: int, load: int, now_ns: int) -> None:
+        """Let a row that is queued for another be read in this load's turn, if that is sooner."""
+        for lane in self.lanes.values():
+            if row in lane.reads:
+                lane.reads.add(row, load, self._cache.size_of(row), now_ns)
+
+    def forget_load(self, load: int) -> None:
+        """Give a load no more turns; what it alone wanted was cancelled before."""
+        for lane in self.lanes.values():
+            lane.reads.forget(load)
 
     def cancel_read(self, row: int) -> bool:
         """Take a row off the queue of reads; False where none is queued that has not begun."""
-        return any(lane.reads.pop(row, None) is not None for lane in self.lanes.values())
+        return any(lane.reads.discard(row) for lane in self.lanes.values())
 
     def cancel_writes(self, lane: Lane, selection: Selection) -> None:
         """Write no block of a selection that is still queued."""
@@ -120,29 +156,13 @@ class Transfers:
         rows = np.array([r for f in flights if not f.is_read for r in f.rows], np.int64)
         return len(self._cache.index.selected(rows, selection))
 
-    def offer(self, rows: Sequence[int], now_ns: int) -> None:
-        """Offer rows, consecutive in one chain, to every slower tier that lacks them."""
-        for lane in self.lanes.values():
-            self.offer_to(lane, rows, now_ns)
-
-    def offer_to(self, lane: Lane, rows: Sequence[int], now_ns: int) -> int:
-        """Offer rows, consecutive in one chain, to one tier; returns how many will be written."""
-        index, name = self._cache.index, lane.tier.name
-        lacking = [
-            row
-            for row in rows
-            if self._cache.state(row, TierName.CPU) == Residency.READY
-            and self._cache.state(row, name) == Residency.ABSENT
-        ]
-        if not lacking or lane.is_closed(index.scope_of(lacking[0])):
-            return 0
-        taken = self._judge(lane, lacking, now_ns)
-        for row in lacking[:taken]:
+    def write(self, lane: Lane, rows: Sequence[int], now_ns: int) -> None:
+        """Queue rows that are ready here, and absent there, to be written to a tier."""
+        for row in rows:
             self._cache.pin(row)
-            index.move(row, name, Residency.WRITING)
+            self._cache.index.move(row, lane.tier.name, Residency.WRITING)
             lane.queued_bytes += self._cache.size_of(row)
             lane.writes[row] = now_ns
-        return taken
 
     def pump(self, now_ns: int) -> list[Read | Write]:
         """Start what free workers can take, reads first. One worker is kept for reads."""
@@ -157,7 +177,7 @@ class Transfers:
                 actions.append(self._start_write(lane, now_ns))
         return actions
 
-    def end(self, transfer: int) -> tuple[Lane, tuple[int, ...]]:
+    def end(self, transfer: int) -> tuple[Lane, Flight]:
         """Take a transfer off its lane; a write's rows are unpinned."""
         for lane in self.lanes.values():
             flight = lane.flights.pop(transfer, None)
@@ -166,7 +186,7 @@ class Transfers:
             if not flight.is_read:
                 for row in flight.rows:
                     self._unqueue(lane, row)
-            return lane, flight.rows
+            return lane, flight
         raise AssertionError(f"transfer {transfer} ends once")
 
     def shed(self, lane: Lane) -> list[int]:
@@ -176,13 +196,24 @@ class Transfers:
         lane.reads.clear()
         return unread
 
-    def note_overdue(self, now_ns: int) -> list[int]:
-        """Note transfers past their deadline; returns the rows of reads that just became so."""
-        flights = [f for lane in self.lanes.values() for f in lane.flights.values()]
-        fresh = [f for f in flights if f.deadline_ns <= now_ns and not f.is_overdue]
-        for flight in fresh:
+    def note_overdue(self, now_ns: int) -> list[tuple[Lane, Flight]]:
+        """Note transfers past their deadline; returns those that just became so."""
+        fresh = [
+            (lane, flight)
+            for lane in self.lanes.values()
+            for flight in lane.flights.values()
+            if flight.deadline_ns <= now_ns and not flight.is_overdue
+        ]
+        for _, flight in fresh:
             flight.is_overdue = True
-        return [row for flight in fresh if flight.is_read for row in flight.rows]
+        return fresh
+
+    def reading(self, row: int) -> TierName | None:
+        """Return the tier that a row is being read from, or is queued to be."""
+        for name, lane in self.lanes.items():
+            if row in lane.reads or any(f.is_read and row in f.rows for f in lane.flights.values()):
+                return name
+        return None
 
     def stuck(self) -> list[int]:
         """Return the rows that overdue reads still fill: it may take for ever, so nobody waits."""
@@ -207,30 +238,8 @@ class Transfers:
         share_bytes = int(self._cache.slots.reserved_bytes * WRITE_ARENA_SHARE)
         return min(share_bytes, lane.tier.queue_bytes_max) - lane.queued_bytes
 
-    def _judge(self, lane: Lane, rows: Sequence[int], now_ns: int) -> int:
-        index = self._cache.index
-        if not lane.is_usable(now_ns):
-            self._metrics.add(ADMISSION_BLOCKS, len(rows), tier=lane.tier.name, outcome="throttled")
-            return 0
-        verdict = self._admission.judge(
-            Offer(
-                tier=lane.tier.name,
-                num_blocks=len(rows),
-                first_position=int(index.position[rows[0]]),
-                payload_bytes=self._cache.size_of(rows[0]),
-                queued_bytes=lane.queued_bytes,
-                queued_bytes_max=lane.queued_bytes + self.room_bytes(lane),
-            )
-        )
-        taken = verdict.num_blocks if isinstance(verdict, Admit) else 0
-        name = lane.tier.name
-        refusal = "rejected" if isinstance(verdict, Reject) else "throttled"
-        self._metrics.add(ADMISSION_BLOCKS, taken, tier=name, outcome="admitted")
-        self._metrics.add(ADMISSION_BLOCKS, len(rows) - taken, tier=name, outcome=refusal)
-        return taken
-
     def _start_read(self, lane: Lane, now_ns: int) -> Read:
-        rows = self._next(lane, lane.reads, now_ns)
+        rows = self._next(lane, now_ns, is_read=True)
         blocks = tuple(
             TransferBlock(self._cache.index.header_of(row), int(self._cache.index.slot[row]))
             for row in rows
@@ -239,20 +248,22 @@ class Transfers:
         return Read(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
     def _start_write(self, lane: Lane, now_ns: int) -> Write:
-        rows = self._next(lane, lane.writes, now_ns)
+        rows = self._next(lane, now_ns, is_read=False)
         blocks = tuple(
             TransferBlock(self._cache.header(row), int(self._cache.index.slot[row])) for row in rows
         )
         number = self._fly(lane, rows, now_ns, is_read=False)
         return Write(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
-    def _next(self, lane: Lane, queue: dict[int, int], now_ns: int) -> tuple[int, ...]:
+    def _next(self, lane: Lane, now_ns: int, *, is_read: bool) -> tuple[int, ...]:
+        queue = lane.reads if is_read else lane.writes
         small = lane.tier.transfer_bytes // self._cache.size_of(next(iter(queue)))
         count = max(TRANSFER_BLOCKS, min(TRANSFER_BLOCKS_MAX, small))
-        taken = [(row, queue.pop(row)) for row in list(islice(queue, count))]
-        source, target = ("cpu", lane.tier.name)
-        if queue is lane.reads:
-            source, target = target, source
+        if is_read:
+            taken = lane.reads.take(count)
+        else:
+            taken = [(row, lane.writes.pop(row)) for row in list(islice(lane.writes, count))]
+        source, target = (lane.tier.name, "cpu") if is_read else ("cpu", lane.tier.name)
         for _, queued_ns in taken:
             waited = (now_ns - queued_ns) / 1e9
             self._metrics.observe(TRANSFER_QUEUE_SECONDS, waited, route=f"{source}_to_{target}")
@@ -264,7 +275,10 @@ class Transfers:
         deadline_ns = (
             now_ns + lane.tier.deadline_ns + num_bytes * 10**9 // BANDWIDTH_MIN_BYTES_PER_S
         )
-        lane.flights[self._num_started] = _Flight(rows, is_read, deadline_ns)
+        depth = 1 + sum(flight.is_read == is_read for flight in lane.flights.values())
+        lane.flights[self._num_started] = Flight(
+            rows, is_read, deadline_ns, now_ns, depth, num_bytes
+        )
         return self._num_started
 
     def _unqueue(self, lane: Lane, row: int) -> None:

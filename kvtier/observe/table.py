@@ -256,7 +256,7 @@ DEMOTED_BLOCKS = Counter(
 BACKGROUND_FAULTS = Counter(
     "kvtier_background_faults_total",
     "Exceptions in tasks that nobody waits for; each was logged and the task goes on.",
-    (("task", ("health", "scrub", "gauges", "reserve")),),
+    (("task", ("health", "scrub", "gauges", "reserve", "probe", "learned", "budget")),),
 )
 MISSED_BLOCKS = Counter(
     "kvtier_missed_blocks_total",

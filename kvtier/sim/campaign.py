@@ -52,9 +52,11 @@ def summarize(reports: Iterable[Report]) -> str:
     """Say what happened in these runs, for people."""
     reports = list(reports)
     served, ends, faults = Counter[str](), Counter[str](), Counter[str]()
+    plans = Counter[str]()
     for report in reports:
         served.update(report.tally.served)
         ends.update(report.tally.ends)
+        plans.update(report.tally.plans)
         faults.update(report.faults)
     num_events = sum(report.num_events for report in reports)
     simulated_s = sum(report.simulated_s for report in reports)
@@ -62,6 +64,7 @@ def summarize(reports: Iterable[Report]) -> str:
         f"{len(reports)} seeds, {num_events} events, {simulated_s:.0f} s simulated\n"
         f"blocks served, each as it was stored: {_counts(served)}\n"
         f"loads by their end: {_counts(ends)}\n"
+        f"plans by their reason: {_counts(plans)}\n"
         f"what went wrong: {_counts(faults)}"
     )
 

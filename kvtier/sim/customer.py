@@ -1,12 +1,21 @@
-"""What a simulated engine does all day: looks up, loads, copies, stores, and sometimes fails to.
+"""What a simulated engine does all day: announces, looks up, loads, copies, stores and reports.
+
+Sometimes it fails to, sometimes it does not follow the plan it was given, and what it reports may
+be nonsense.
 
 Each job is a generator that yields how long to wait, in nanoseconds, so that any number of jobs
 interleave in any order under one seed.
 """
 
+import math
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
+from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.plan import Outcome, Plan
+from kvtier.core.residency import TierName
+from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.sim.world import MS, TENANTS, World
@@ -29,6 +38,8 @@ class Tally:
     """Blocks accepted, by tier."""
     ends: dict[str, int] = field(default_factory=dict)
     """Loads, by why they ended."""
+    plans: dict[str, int] = field(default_factory=dict)
+    """Plans, by their reason."""
 
     def count(self, load: FakeLoad) -> None:
         """Add one load."""
@@ -36,6 +47,10 @@ class Tally:
             self.served[tier] = self.served.get(tier, 0) + 1
         end = load.end or "given_up"
         self.ends[end] = self.ends.get(end, 0) + 1
+
+    def count_plan(self, plan: Plan) -> None:
+        """Add one plan."""
+        self.plans[plan.reason] = self.plans.get(plan.reason, 0) + 1
 
 
 class Customer:
@@ -46,6 +61,9 @@ class Customer:
         self._draw = world.draw
         self._weather = world.weather
         self._tally = tally
+        self._num_requests = 0
+        self._over: list[str] = []
+        """Requests that ended, and of which the node is still to be told."""
 
     def prompt(self) -> Blocks:
         """Return a chain that begins like others: some of a document, then perhaps its own."""
@@ -67,20 +85,57 @@ class Customer:
                 return
 
     def _serve(self, blocks: Blocks) -> Job:
-        call = self.engine.lookup(blocks, within_ns=self._draw.randint(10, 200) * MS)
+        draw, traits = self._draw, self._traits(blocks)
+        if self._happens(0.3):
+            first = draw.choice((0, 0, 0, len(blocks)))
+            self.engine.announce(blocks, traits, first, over=self._over)
+            self._over.clear()
+            yield draw.randint(0, 60) * MS
+            if first or self._happens(0.1):
+                return  # its own tier has it all, or it was given up before its turn
+        within_ns = draw.randint(10, 200) * MS
+        load = EngineLoad(draw.choice((0, 0, 500, 10**6)), draw.randint(0, 8))
+        call = self.engine.lookup(blocks, within_ns=within_ns, traits=traits, load=load)
         while call not in self.engine.stage.answers:
             yield from self._wait()
         found = self.engine.answer(call)
         assert isinstance(found, ac.Found), found
-        num_loaded = 0
-        if found.num_blocks:
-            first = self._draw.choice((0, 0, 0, found.num_blocks // 2))
-            load = self.engine.load(blocks, first, within_ns=self._draw.randint(5, 300) * MS)
-            yield from self._take(load)
-            self._tally.count(load)
-            num_loaded = first + len(load.accepted)
-        yield self._draw.randint(0, 10) * MS
-        yield from self._store(blocks, min(num_loaded, len(blocks)))
+        assert found.plan is not None
+        self._tally.count_plan(found.plan)
+        num_loaded, tiers = yield from self._load(blocks, found, found.plan)
+        yield draw.randint(0, 10) * MS
+        yield from self._store(blocks, num_loaded, traits)
+        if self._happens(0.5):
+            self._report(found.plan, tiers)
+
+    def _load(
+        self, blocks: Blocks, found: ac.Found, plan: Plan
+    ) -> Generator[int, None, tuple[int, list[TierName]]]:
+        """Restore as planned, or otherwise; returns how many leading blocks there are, and whence.
+
+        What came from the back is of use only with what is computed before it.
+        """
+        draw = self._draw
+        num_wanted = len(blocks) if self._happens(0.3) else plan.num_blocks
+        if not found.num_blocks:
+            num_wanted = 0
+        if not num_wanted:
+            return 0, []
+        first = draw.choice((0, 0, 0, num_wanted // 2))
+        from_back = plan.is_split or self._happens(0.2)
+        load = self.engine.load(
+            blocks[:num_wanted],
+            first,
+            within_ns=draw.randint(5, 300) * MS,
+            decision=draw.choice((plan.decision, plan.decision, 0, 1)),
+            from_back=from_back,
+        )
+        yield from self._take(load)
+        self._tally.count(load)
+        num_loaded = first + len(load.accepted)
+        if from_back and num_loaded < num_wanted:
+            num_loaded = first
+        return num_loaded, load.accepted
 
     def _take(self, load: FakeLoad) -> Job:
         while not load.end:
@@ -93,8 +148,13 @@ class Customer:
         if not self._happens(self._weather.forget):
             load.release()
 
-    def _store(self, blocks: Blocks, first: int) -> Job:
-        granted = self.engine.prepare(blocks, first)
+    def _store(self, blocks: Blocks, first: int, traits: Traits) -> Job:
+        num_prompt_blocks = self._draw.choice((-1, self._draw.randint(0, len(blocks))))
+        granted = self.engine.prepare(
+            blocks, first, traits=traits, num_prompt_blocks=num_prompt_blocks
+        )
+        if traits.request_id:
+            self._over.append(traits.request_id)
         if not granted.lease:
             return
         checksums: list[bytes] = []
@@ -105,6 +165,46 @@ class Customer:
                 break
         if not self._happens(self._weather.forget / 4):
             self.engine.complete(granted, checksums)
+
+    # What it says
+
+    def _traits(self, blocks: Blocks) -> Traits:
+        """Return what this request says of itself: nothing, or a little of everything."""
+        draw = self._draw
+        if self._happens(0.3):
+            return NO_TRAITS
+        self._num_requests += 1
+        limits = (*[None] * 10, 0, draw.randint(1, 64 * len(blocks)))
+        return Traits(
+            request_id=f"{self.engine.name}.{self._num_requests}",
+            num_tokens=64 * len(blocks) + draw.randrange(64),
+            kind=draw.choice(("", "chat", "agent")),
+            continues=draw.choice((None, 0.0, 0.5, 1.0)),
+            gap_s=draw.choice((None, 1.0, 600.0)),
+            priority=draw.choice((0, 0, 0, 1, 3)),
+            ttl_s=draw.choice((None, None, 0.1, 60.0)),
+            max_offload_tokens=draw.choice(limits),
+            max_load_tokens=draw.choice(limits),
+        )
+
+    def _report(self, plan: Plan, tiers: list[TierName]) -> None:
+        """Say what steps took and what came of a plan, truly or not."""
+        draw = self._draw
+        num_tokens = draw.randint(1, 512)
+        seconds = num_tokens * draw.choice((1e-6, 1e-4, 1e-4, 1e-2))
+        restored = tuple(Counter(tiers).items())
+        steps = [StepSample(num_tokens, 0, num_tokens**2 / 2, 0, seconds)]
+        ttft_s = seconds + 0.01
+        outcomes = [Outcome(plan.decision, restored, 0.01, num_tokens, seconds, 0.0, ttft_s)]
+        if self._happens(self._weather.lie):
+            wrong = draw.choice((math.nan, math.inf, -1.0, 0.0, 1e-300, 1e12))
+            steps.append(StepSample(num_tokens, 0, draw.choice((wrong, 1.0)), 0, wrong))
+            number = draw.choice((plan.decision, plan.decision + 1, -1, 10**12))
+            restored = ((TierName.SSD, draw.choice((-1, 10**9))),)
+            outcomes.insert(
+                draw.randrange(2), Outcome(number, restored, wrong, -1, wrong, wrong, wrong)
+            )
+        self.engine.measured(steps, outcomes)
 
     def _pause(self) -> Iterator[int]:
         if self._happens(self._weather.dawdle):

@@ -24,6 +24,8 @@ class Fleet:
             FakeEngine("d", key_space=b"key space no. 3.", payload_bytes=30_000),
         ]
         engines = engines[: world.draw.choice((3, 3, 4))]
+        for engine in engines:
+            engine.can_split = world.draw.random() < 0.5
         self.customers = [Customer(engine, world, tally) for engine in engines]
         self._lives = dict.fromkeys((engine.name for engine in engines), 0)
 

@@ -39,6 +39,8 @@ class Misfortune:
             (0.1, self._scrub),
             (0.05, self._expire),
             (0.1, self._visit),
+            (0.05, self._pin),
+            (0.05, self._warm),
         ):
             if world.happens(chance, act.__name__.strip("_")):
                 act()
@@ -139,6 +141,24 @@ class Misfortune:
             )
         )
         world.stage.call(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
+
+    def _pin(self) -> None:
+        """Have a chain kept for a while, or no longer."""
+        world, draw = self._world, self._world.draw
+        ttl_ns = draw.choice((0, 50, 5000, 10**7)) * MS
+        key_space, tenant, hashes = self._some_chain()
+        world.stage.call(lambda call: ev.Pin(call, key_space, tenant, hashes, ttl_ns))
+
+    def _warm(self) -> None:
+        world = self._world
+        deadline_ns = world.clock() + world.draw.randint(1, 900) * MS
+        key_space, tenant, hashes = self._some_chain()
+        world.stage.call(lambda call: ev.Warm(call, key_space, tenant, hashes, deadline_ns))
+
+    def _some_chain(self) -> tuple[bytes, bytes, bytes]:
+        blocks = self._world.draw.choice(self._fleet.customers).prompt()
+        header = blocks[0].header
+        return header.key_space, header.tenant, b"".join(b.header.block_hash for b in blocks)
 
     def _suspend(self) -> None:
         """Let time pass in which nothing happens, and nobody can be blamed for being late."""

@@ -14,6 +14,7 @@ accepts is the one it asked for, byte for byte. When all engines are gone, the n
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import action as ac
@@ -107,12 +108,17 @@ class Simulation:
         tears = isinstance(work, ac.Write) and world.happens(weather.tear, "tear")
         told_as_failed = tears or world.happens(weather.fail_after, "fail_after")
         ended: list[ev.Event] = []
+        if isinstance(work, ac.Write) and work.tier is not TierName.REMOTE:
+            world.cut_short[work] = partial(self._cut_short, stage, work)
 
         def take_effect() -> None:
             if stage is not world.stage:
-                if isinstance(work, ac.Write):
+                # A server may still get what a dead node sent; its own disk does not.
+                if isinstance(work, ac.Write) and work.tier is TierName.REMOTE:
                     self._cut_short(stage, work)
-            elif tears and isinstance(work, ac.Write):
+                return
+            world.cut_short.pop(work, None)
+            if tears and isinstance(work, ac.Write):
                 self._tear(work)
             else:
                 ended.append(stage.fault(work) if fails else stage.completion(work))

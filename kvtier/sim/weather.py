@@ -48,6 +48,8 @@ class Weather:
     """An engine does not release, does not complete, or stops half-way."""
     dawdle: float = 0.0
     """An engine pauses while it copies, perhaps until after its lease."""
+    lie: float = 0.0
+    """An engine reports steps and outcomes that cannot be."""
 
 
 CALM = Weather()
@@ -71,6 +73,7 @@ _USUAL = Weather(
     drop=0.2,
     forget=0.12,
     dawdle=0.03,
+    lie=0.2,
 )
 
 

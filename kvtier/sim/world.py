@@ -5,10 +5,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
 from kvtier.sim.medium import Medium
+from kvtier.sim.policy import draw_config, policies, write_modes
 from kvtier.sim.weather import draw_weather
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.stage import Stage, StageSettings, Work
@@ -39,17 +41,25 @@ class World:
         self.stalls: set[TierName] = set()
         self.lost: list[Work] = []
         """What this node will never hear of."""
+        self.cut_short: dict[Work, Callable[[], None]] = {}
+        """By write to the node's own disk that has not taken effect, what a crash makes of it."""
         self.num_boots = 0
         self.num_events_before = 0
         """Of the nodes that crashed."""
         self.is_open = True
+        self._config = config = draw_config(draw)
         self._settings = StageSettings(
             num_slabs=draw.choice((5, 8)),
             slab_bytes=40_960,
             num_workers=draw.choice((1, 2, 3)),
             queue_bytes_max=draw.choice((30_000, 1 << 30)),
             min_tokens=draw.choice((0, 0, 256)),
+            write=write_modes(config),
+            flush_after_ns=config.ssd.flush_after_ns,
+            pin_share=config.policy.pin_share,
         )
+        self._learned: dict[str, Any] = {}
+        """What the last planner left behind."""
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self.stage = self._boot()
@@ -88,12 +98,29 @@ class World:
         """Let the node die, and start a new one over the same media."""
         self.num_events_before += self.stage.num_events
         self.stage.is_down = True
+        if self.stage.node.planner is not None:
+            self._learned = self.stage.node.planner.document()
         self.lost.clear()
+        for leave_something in self.cut_short.values():
+            leave_something()
+        self.cut_short.clear()
         self.stage = self._boot()
 
     def _boot(self) -> Stage:
         self.num_boots += 1
         boot = f"{self.seed}.{self.num_boots}"
-        stage = Stage(self.tiers, self._settings, clock=self.clock, boot=boot)
+        chosen = policies(self._config)
+        chosen.planner.recall(self._learned)
+        stage = Stage(
+            self.tiers,
+            self._settings,
+            clock=self.clock,
+            boot=boot,
+            eviction=chosen.eviction,
+            admission=chosen.admission,
+            history=chosen.history,
+            planner=chosen.planner,
+            depth=chosen.depth,
+        )
         stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
         return stage

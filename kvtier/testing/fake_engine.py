@@ -8,9 +8,12 @@ still holds once they were copied. What it accepts must then be what the oracle 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import NO_TENANT, BlockHeader, payload_checksum
 from kvtier.core.layout import KVLayout
+from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
+from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -33,9 +36,15 @@ class FakeEngine:
     """One engine; ``attach`` makes it known to a node."""
 
     def __init__(
-        self, name: str, *, key_space: bytes = TEST_KEY_SPACE, payload_bytes: int = 3000
+        self,
+        name: str,
+        *,
+        key_space: bytes = TEST_KEY_SPACE,
+        payload_bytes: int = 3000,
+        can_split: bool = False,
     ) -> None:
         self.name = name
+        self.can_split = can_split
         self.key_space = key_space
         self.layout = KVLayout("paged", 1, 64, payload_bytes, "float32", "fake")
         self.stage: Stage
@@ -50,7 +59,14 @@ class FakeEngine:
         self.ticket = f"{self.name}.{self._num_tickets}"
         answer = stage.ask(
             lambda call: ev.Register(
-                call, self.ticket, self.key_space, self.layout, self.name, "shm", 1
+                call,
+                self.ticket,
+                self.key_space,
+                self.layout,
+                self.name,
+                "shm",
+                1,
+                can_split=self.can_split,
             )
         )
         assert isinstance(answer, ac.Registered), answer
@@ -69,13 +85,45 @@ class FakeEngine:
 
     # Lookups
 
-    def lookup(self, blocks: Blocks, first: int = 0, *, within_ns: int = _DEADLINE_NS) -> int:
+    def announce(
+        self, blocks: Blocks, traits: Traits = NO_TRAITS, first: int = 0, over: Sequence[str] = ()
+    ) -> None:
+        """Say that a request has come, and which others are over."""
+        answer = self.answer(
+            self._call(
+                blocks,
+                lambda call, tenant, hashes: ev.Announce(
+                    call,
+                    self.session,
+                    (ev.Announced(traits, tenant, hashes, first),),
+                    tuple(over),
+                ),
+            )
+        )
+        assert answer is None, answer
+
+    def lookup(
+        self,
+        blocks: Blocks,
+        first: int = 0,
+        *,
+        within_ns: int = _DEADLINE_NS,
+        traits: Traits = NO_TRAITS,
+        load: EngineLoad | None = None,
+    ) -> int:
         """Ask what could be loaded; the answer to this call may come later."""
         deadline_ns = self.stage.clock() + within_ns
         return self._call(
             blocks,
             lambda call, tenant, hashes: ev.Lookup(
-                call, self.session, tenant, hashes, first, deadline_ns
+                call,
+                self.session,
+                tenant,
+                hashes,
+                first,
+                deadline_ns,
+                traits,
+                load or EngineLoad(),
             ),
         )
 
@@ -97,13 +145,20 @@ class FakeEngine:
 
     # Stores
 
-    def prepare(self, blocks: Blocks, first: int = 0) -> ac.Granted:
+    def prepare(
+        self,
+        blocks: Blocks,
+        first: int = 0,
+        *,
+        traits: Traits = NO_TRAITS,
+        num_prompt_blocks: int = -1,
+    ) -> ac.Granted:
         """Ask for slots."""
         answer = self.answer(
             self._call(
                 blocks,
                 lambda call, tenant, hashes: ev.PrepareStore(
-                    call, self.session, tenant, hashes, first
+                    call, self.session, tenant, hashes, first, traits, num_prompt_blocks
                 ),
             )
         )
@@ -134,9 +189,9 @@ class FakeEngine:
         assert isinstance(answer, ac.Stored), answer
         return answer.num_blocks
 
-    def store(self, blocks: Blocks, first: int = 0) -> ac.Granted:
+    def store(self, blocks: Blocks, first: int = 0, *, traits: Traits = NO_TRAITS) -> ac.Granted:
         """Prepare, copy, complete."""
-        granted = self.prepare(blocks, first)
+        granted = self.prepare(blocks, first, traits=traits)
         if granted.lease:
             checksums = [checksum for checksum in self.copy(granted, blocks) if checksum]
             assert self.complete(granted, checksums) == len(granted.indexes)
@@ -144,18 +199,44 @@ class FakeEngine:
 
     # Loads
 
-    def load(self, blocks: Blocks, first: int = 0, *, within_ns: int = _DEADLINE_NS) -> "FakeLoad":
+    def load(
+        self,
+        blocks: Blocks,
+        first: int = 0,
+        *,
+        within_ns: int = _DEADLINE_NS,
+        decision: int = 0,
+        from_back: bool = False,
+    ) -> "FakeLoad":
         """Ask for blocks; they come as the node's tiers are carried on."""
         asked_ns = self.stage.clock()
         call = self._call(
             blocks,
             lambda call, tenant, hashes: ev.Load(
-                call, self.session, tenant, hashes, first, asked_ns + within_ns
+                call,
+                self.session,
+                tenant,
+                hashes,
+                first,
+                asked_ns + within_ns,
+                decision,
+                from_back,
             ),
         )
         if call in self.stage.answers:
             raise AssertionError(f"refused: {self.answer(call)}")
-        return FakeLoad(self, blocks, first, call, asked_ns)
+        return FakeLoad(self, blocks, first, call, asked_ns, from_back=from_back)
+
+    # Reports
+
+    def measured(self, steps: Sequence[StepSample] = (), outcomes: Sequence[Outcome] = ()) -> None:
+        """Report what steps took, and what came of decisions."""
+        call = self.stage.call(
+            lambda call: ev.Report(
+                call, self.session, 0, 0, 0, 0, steps=tuple(steps), outcomes=tuple(outcomes)
+            )
+        )
+        self.answer(call)
 
     def report(self, order: int, num_blocks: int) -> None:
         """Answer an order to empty this engine's own tier."""
@@ -175,7 +256,14 @@ class FakeLoad:
     """One load of a ``FakeEngine``."""
 
     def __init__(
-        self, engine: FakeEngine, blocks: Blocks, first: int, call: int, asked_ns: int
+        self,
+        engine: FakeEngine,
+        blocks: Blocks,
+        first: int,
+        call: int,
+        asked_ns: int,
+        *,
+        from_back: bool = False,
     ) -> None:
         self.accepted: list[TierName] = []
         """The tier of each block that was copied and found good, in order."""
@@ -187,6 +275,7 @@ class FakeLoad:
         self._first = first
         self._call = call
         self._asked_ns = asked_ns
+        self._from_back = from_back
         self._corrupt: list[int] = []
 
     @property
@@ -211,7 +300,7 @@ class FakeLoad:
         for offset, checksum, tier in announced[len(self.accepted) :]:
             if self.end:
                 return
-            wanted = self._blocks[self._first + len(self.accepted)].header
+            wanted = self._blocks[self._place(messages[0].num_blocks)].header
             payload = self._stage.view(offset, wanted.payload_bytes)
             if not replace(wanted, checksum=checksum).matches(payload):
                 self._corrupt.append(len(self.accepted))
@@ -241,6 +330,11 @@ class FakeLoad:
         answer = self._engine.answer(call)
         assert isinstance(answer, ac.Released), answer
         return answer.held
+
+    def _place(self, num_blocks: int) -> int:
+        """Return which block of the chain comes next, of a lease made for so many."""
+        num_taken = len(self.accepted)
+        return self._first + (num_blocks - 1 - num_taken if self._from_back else num_taken)
 
     def _accept(self, wanted: BlockHeader, copied: bytes, tier: TierName) -> None:
         """Note a block; here the theorem is checked."""

@@ -3,10 +3,14 @@
 It keeps the port's contract to the letter, and its badly documented parts too: blocks beyond the
 reported ones are filled with garbage, and nothing happens before ``poll`` unless the test wants it.
 With ``is_manual`` every operation waits for ``finish_*``, in whatever order the test chooses.
+
+A load from the back takes its blocks in with ``report_loaded``, and what the engine claims is the
+engine's: it is not written to any more. Unless it is manual it lets the engine claim once or twice
+first, as ``meets_max`` says, so that both have something to do.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import Outcome, Plan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.engine.port import (
@@ -50,9 +54,25 @@ class LoadScript:
 
 @dataclass(slots=True)
 class _OpenLoad:
-    chain: Chain
-    first: int
+    order: LoadOrder
     into: list[list[int]]
+    num_claimed: int = 0
+    num_filled: int = 0
+    """Of its blocks, in its order."""
+    num_meets: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Return the blocks that are neither in place nor claimed."""
+        return len(self.into) - self.num_claimed - self.num_filled
+
+    def place(self, number: int) -> int:
+        """Return which of its blocks comes after ``number`` others."""
+        return len(self.into) - 1 - number if self.order.from_back else number
+
+    def hash_at(self, place: int) -> BlockHash:
+        """Return which block goes into a place."""
+        return self.order.chain.hashes[self.order.first + place]
 
 
 @dataclass(slots=True)
@@ -60,6 +80,10 @@ class _OpenStore:
     chain: Chain
     first: int
     blocks: list[list[int]]
+
+
+def _no_plan(_found: Found) -> Plan | None:
+    return None
 
 
 @dataclass(slots=True)
@@ -76,9 +100,22 @@ class MemoryPort:
     stores_taken_max: int | None = None
     """Blocks of each store that are taken; None: all."""
     pool: Blocks | None = None
+    make_plan: Callable[[Found], Plan | None] = _no_plan
+    """What a lookup's answer says to do with what it found."""
+    max_offload_tokens: int | None = None
+    """What a lookup's answer says it pays to offer."""
+    meets_max: int = 1
+    """A load from the back ends by itself once the engine has claimed so often."""
     num_lookups: int = 0
     stored_hashes: list[BlockHash] = field(default_factory=list)
     """Every hash offered, in order, with repetitions."""
+    announced: dict[str, tuple[Chain, int, Traits]] = field(default_factory=dict)
+    finished: dict[str, Outcome | None] = field(default_factory=dict)
+    offers: list[StoreOffer] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+    waiting: dict[str, EngineLoad] = field(default_factory=dict)
+    """By request, what the engine had to do before its lookup."""
+    steps: list[StepSample] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     open_lookups: dict[str, Found] = field(default_factory=dict)
     open_loads: dict[str, _OpenLoad] = field(default_factory=dict)
@@ -93,16 +130,32 @@ class MemoryPort:
         self._wake = wake
 
     def announce(self, chain: Chain, first: int, traits: Traits) -> None:
-        """Tell nobody yet."""
+        """Note it."""
+        assert traits.request_id not in self.announced, "a request is announced once"
+        assert chain.hashes, "an announced request has blocks"
+        self.announced[traits.request_id] = (chain, first, traits)
 
-    def meet(self, request_id: str, num_computed: int) -> None:
-        """Tell nobody yet."""
+    def meet(self, request_id: str, num_computed: int) -> int:
+        """Leave to the engine what is not in place yet."""
+        load = self.open_loads.get(request_id)
+        if load is None:
+            return 0
+        assert load.order.from_back, "only a load from the back is met"
+        most = len(load.into) - load.num_filled
+        load.num_claimed = max(load.num_claimed, min(num_computed, most))
+        load.num_meets += 1
+        if not self.is_manual and (load.num_meets >= self.meets_max or not load.num_left):
+            self.finish_load(request_id)
+        return load.num_claimed
 
     def finish(self, request_id: str, outcome: Outcome | None) -> None:
-        """Tell nobody yet."""
+        """Note it."""
+        assert request_id not in self.finished, "a request is finished once"
+        self.finished[request_id] = outcome
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Tell nobody yet."""
+        """Note them."""
+        self.steps += steps
 
     def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Answer with the leading blocks that are kept."""
@@ -117,18 +170,21 @@ class MemoryPort:
             tiers.append(self.tiers.get(block_hash, self.tier))
         is_complete = len(tiers) == len(chain.hashes) - first
         reason = "complete" if is_complete else "absent"
-        self.open_lookups[request_id] = Found(request_id, tuple(tiers), reason)
+        self.waiting[request_id] = load
+        found = Found(request_id, tuple(tiers), reason, max_offload_tokens=self.max_offload_tokens)
+        self.open_lookups[request_id] = replace(found, plan=self.make_plan(found))
         if not self.is_manual:
             self.finish_lookup(request_id)
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Begin to fill blocks; all of them are garbage from now on."""
-        request_id, chain, first = order.request_id, order.chain, order.first
+        request_id = order.request_id
         assert request_id not in self.open_loads, "one load at a time for a request"
         assert into, "a load asks for something"
-        self.open_loads[request_id] = _OpenLoad(chain, first, [list(blocks) for blocks in into])
+        self.loads.append(order)
+        self.open_loads[request_id] = _OpenLoad(order, [list(blocks) for blocks in into])
         self._fill_garbage(into)
-        if not self.is_manual:
+        if not self.is_manual and not (order.from_back and self.meets_max):
             self.finish_load(request_id)
 
     def store(
@@ -137,6 +193,7 @@ class MemoryPort:
         """Begin to take blocks; their bytes are read when the store finishes."""
         assert len(chain.hashes) == first + len(blocks), "a chain ends with what is offered"
         self._num_stores += 1
+        self.offers.append(offer)
         self.stored_hashes += chain.hashes[first:]
         groups = [list(group) for group in blocks]
         self.open_stores[self._num_stores] = _OpenStore(chain, first, groups)
@@ -165,25 +222,29 @@ class MemoryPort:
         """End a lookup with what was found when it began."""
         self._emit(self.open_lookups.pop(request_id))
 
-    def report_loaded(self, request_id: str, num_blocks: int) -> None:
-        """Put the leading blocks of an open load in place, and say so."""
+    def copy_loaded(self, request_id: str, num_blocks: int) -> None:
+        """Put the next blocks of an open load in place, ``num_blocks`` in all; say nothing yet."""
         self._fill(self.open_loads[request_id], num_blocks)
-        self._emit(Loaded(request_id, num_blocks))
+
+    def report_loaded(self, request_id: str, num_blocks: int) -> None:
+        """Put the next blocks of an open load in place, ``num_blocks`` in all, and say so."""
+        load = self.open_loads[request_id]
+        self._fill(load, num_blocks)
+        self._emit(Loaded(request_id, self._tiers(load)))
 
     def finish_load(self, request_id: str, script: LoadScript | None = None) -> None:
         """End a load as the script says."""
         script = script or self.script
         load = self.open_loads[request_id]
         num_asked = len(load.into)
-        most = num_asked if script.num_blocks is None else min(script.num_blocks, num_asked)
-        num_filled = self._fill(load, most)
+        self._fill(load, num_asked if script.num_blocks is None else script.num_blocks)
         if script.is_reported_early:
-            self._emit(Loaded(request_id, num_filled))
+            self._emit(Loaded(request_id, self._tiers(load)))
         del self.open_loads[request_id]
-        hashes = load.chain.hashes[load.first : load.first + num_filled]
-        tiers = tuple(self.tiers.get(block_hash, self.tier) for block_hash in hashes)
-        reason = "complete" if num_filled == num_asked else script.reason
-        self._emit(LoadEnded(request_id, tiers, reason))
+        reason = "complete" if load.num_filled == num_asked else script.reason
+        if load.num_claimed and not load.num_left:
+            reason = "met"
+        self._emit(LoadEnded(request_id, self._tiers(load), reason))
 
     def finish_store(self, store_id: int) -> None:
         """End a store: read its blocks now and keep them."""
@@ -207,16 +268,23 @@ class MemoryPort:
         assert self.pool is not None, "give the port its pool"
         return self.pool.block_bytes(block)
 
-    def _fill(self, load: _OpenLoad, most: int) -> int:
-        """Copy leading blocks into place until one is missing; returns how many."""
-        for offset, group in enumerate(load.into[:most]):
-            content = self.kept.get(load.chain.hashes[load.first + offset])
+    def _tiers(self, load: _OpenLoad) -> tuple[TierName, ...]:
+        hashes = [load.hash_at(load.place(number)) for number in range(load.num_filled)]
+        return tuple(self.tiers.get(block_hash, self.tier) for block_hash in hashes)
+
+    def _fill(self, load: _OpenLoad, most: int) -> None:
+        """Copy blocks into place, at most so many in all, until one is missing or claimed."""
+        most = min(most, len(load.into) - load.num_claimed)
+        while load.num_filled < most:
+            place = load.place(load.num_filled)
+            content = self.kept.get(load.hash_at(place))
             if content is None:
-                return offset
+                return
+            group = load.into[place]
             parts = np.frombuffer(content, dtype=np.uint8).reshape(len(group), -1)
             for block, part in zip(group, parts, strict=True):
                 self._view(block)[:] = part
-        return most
+            load.num_filled += 1
 
     def _fill_garbage(self, into: Sequence[Sequence[int]]) -> None:
         for group in into:

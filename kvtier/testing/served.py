@@ -6,7 +6,7 @@ Counters are read where an operator reads them: the status document and ``/metri
 import contextlib
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,8 +17,8 @@ from kvtier.client.operator import open_operator
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
+from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
-from kvtier.v1 import operator_pb2_grpc
 
 __all__ = ["Served", "complete", "fetch", "url_of"]
 
@@ -87,6 +87,13 @@ class Served:
             "http.listen": f"127.0.0.1:{self.http_port}",
             "engine.listen": "127.0.0.1:0",
             "engine.pool": "4MiB",
+            # Every block is written at once and everything is restored, so that a test knows where
+            # each one is; those that are about what is decided say otherwise.
+            "policy.eviction": "lru",
+            "ssd.write": "store",
+            "remote.write": "store",
+            "cost.restore": "always",
+            "cost.probe": "off",
         }
         self.settings = defaults | dict(settings or {})
         self._num_started = 0
@@ -120,6 +127,26 @@ class Served:
         """Return the daemon's status document."""
         with self._stub() as stub:
             return json.loads(stub.Stat(pb.StatRequest(), timeout=_CALL_TIMEOUT_S).json)
+
+    def explain(
+        self,
+        request_id: str = "",
+        key_space: bytes = b"",
+        hashes: Sequence[bytes] = (),
+        *,
+        tenant: bytes = b"",
+        unsalted: Sequence[bytes] = (),
+    ) -> Any:
+        """Return the daemon's explanation of a request or a chain; None where it knows none."""
+        request = pb.ExplainRequest(
+            request_id=request_id,
+            key_space=key_space,
+            chain=engine_pb2.Chain(tenant=tenant, hashes=b"".join(hashes)),
+            unsalted=engine_pb2.Chain(hashes=b"".join(unsalted)),
+        )
+        with self._stub() as stub:
+            told = stub.Explain(request, timeout=_CALL_TIMEOUT_S).json
+        return json.loads(told) if told else None
 
     def drop(self, *tiers: str) -> dict[str, int]:
         """Empty tiers; returns the blocks that each one lost. Fails where one kept some."""

@@ -7,21 +7,24 @@ deadline; and after each event the node's invariants hold.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import Admission, AdmitEverything
 from kvtier.core.eviction import Eviction, LeafLru
 from kvtier.core.identity import BlockHeader
+from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History
 from kvtier.core.table import as_keys
 from kvtier.errors import DaemonUnavailable, TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.node.invariants import check
+from kvtier.node.invariants import check, check_memory
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier
+from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS, REFUSED_SAMPLES
 from kvtier.testing.clock import FakeClock
@@ -30,6 +33,9 @@ from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, 
 __all__ = ["Stage", "StageSettings", "Work"]
 
 Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.Order
+
+_EVENTS_A_LOOK = 16
+"""The history is looked through each so many events, and when all is at rest: it takes longer."""
 
 _NEVER_NS = 1 << 62
 """Deadline for the tiers, which look at the real clock; on a stage nobody's patience ends there."""
@@ -46,12 +52,16 @@ class StageSettings:
     num_workers: int = 2
     queue_bytes_max: int = 1 << 30
     min_tokens: int = 0
+    write: Mapping[TierName, WriteMode] = field(default_factory=dict)
+    """When blocks are written to a tier; as soon as they are stored where nothing is said."""
+    flush_after_ns: int = 0
+    pin_share: float = 0.0
 
 
 class Stage:
     """See the module. ``tiers`` may outlive the stage, as disks outlive daemons."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a node takes, and its clock; each has a default
         self,
         tiers: Mapping[TierName, Tier] | None = None,
         settings: StageSettings | None = None,
@@ -60,6 +70,9 @@ class Stage:
         boot: str = "boot",
         eviction: Eviction | None = None,
         admission: Admission | None = None,
+        history: History | None = None,
+        planner: Planner | None = None,
+        depth: DepthCurves | None = None,
     ) -> None:
         self.tiers = dict(tiers or {})
         self.clock = clock or FakeClock()
@@ -72,15 +85,27 @@ class Stage:
                 settings.queue_bytes_max,
                 settings.min_tokens,
                 transfer_bytes=0,  # blocks here are small, and transfers are to have eight
+                write=settings.write.get(name, WriteMode.STORE),
+                flush_after_ns=settings.flush_after_ns if name is TierName.SSD else 0,
             )
             for name in self.tiers
         )
         self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
         self.node = Node(
-            NodeSettings(boot, settings.num_slabs, settings.slab_bytes, settings.lease_ns, slow),
+            NodeSettings(
+                boot,
+                settings.num_slabs,
+                settings.slab_bytes,
+                settings.lease_ns,
+                slow,
+                settings.pin_share,
+            ),
             eviction or LeafLru(),
             admission or AdmitEverything(),
             self.metrics,
+            history=history,
+            planner=planner,
+            depth=depth,
         )
         self.arena = memoryview(bytearray(settings.num_slabs * settings.slab_bytes))
         self.waiting: list[Work] = []
@@ -116,6 +141,8 @@ class Stage:
                 self.waiting.append(action)
         if self.is_checked:
             check(self.node)
+            if self.num_events % _EVENTS_A_LOOK == 0:
+                check_memory(self.node)
         due_ns = self.node.next_deadline_ns()
         is_at_rest = due_ns is None or due_ns > self.clock() or not isinstance(event, ev.Tick)
         assert is_at_rest, "a node that is told the time and asks for it again never rests"
@@ -201,6 +228,7 @@ class Stage:
         Of ``lost`` work the node was never told the end: it holds what that may still touch.
         """
         node = self.node
+        check_memory(node)
         assert not self.open_calls, f"calls without an answer: {self.open_calls}"
         num_pins = sum(len(work.blocks) for work in lost if isinstance(work, ac.Write))
         assert node.num_pins == num_pins, "pins are left"

@@ -14,7 +14,7 @@ Contract (tests/contract runs it over every implementation)
   have been stored all the same; what was evicted for them is reported by the next write.
 * Each call ends by its ``deadline_ns`` (on the monotonic clock), or raises ``TierTimeout``. A
   system call cannot be interrupted, so a medium that hangs may keep its caller: run calls on
-  threads that may be lost, or behind ``DeadlineTier``.
+  threads that may be lost.
 * Once a call has returned or raised, the tier touches the memory it was given no more.
 """
 

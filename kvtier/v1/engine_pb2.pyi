@@ -85,6 +85,7 @@ class RegisterRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     FLOPS_FIELD_NUMBER: _builtins.int
+    CAN_SPLIT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     ticket: _builtins.bytes
     """from the arena socket"""
@@ -93,6 +94,8 @@ class RegisterRequest(_message.Message):
     key_space: _builtins.bytes
     engine: _builtins.str
     """for people: a name and a model, no secrets"""
+    can_split: _builtins.bool
+    """it can compute the front of a prompt while the back is loaded"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -107,10 +110,11 @@ class RegisterRequest(_message.Message):
         layout: Global___Layout | None = ...,
         engine: _builtins.str = ...,
         flops: Global___ModelFlops | None = ...,
+        can_split: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flops", b"flops", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_split", b"can_split", "engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -738,11 +742,14 @@ class LoadReply(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     checksums: _builtins.bytes
     """16 bytes a block"""
     end: _builtins.str
     """in the last message: why it ends where it ends"""
+    blocks: _builtins.int
+    """of the lease as it was made; from the back, the last comes first"""
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The next blocks that are ready, in order.
@@ -761,10 +768,11 @@ class LoadReply(_message.Message):
         checksums: _builtins.bytes = ...,
         tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
         end: _builtins.str = ...,
+        blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "end", b"end", "lease", b"lease", "offsets", b"offsets", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "end", b"end", "lease", b"lease", "offsets", b"offsets", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import engine_pb2 as kvtier_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/operator.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/engine.proto\"\r\n\x0bPingRequest\"7\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x04\"\r\n\x0bStatRequest\"\x19\n\tStatReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"e\n\x0b\x44ropRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x11\n\tkey_space\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\xa7\x01\n\tDropReply\x12-\n\x07removed\x18\x01 \x03(\x0b\x32\x1c.kvtier.v1.DropReply.Removed\x1ak\n\x07Removed\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\r\n\x0b\x46sckRequest\"\x90\x01\n\tFsckReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x61maged_blocks\x18\x03 \x01(\x04\x12\x16\n\x0e\x65xpired_blocks\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\x12\x15\n\rblocks_in_all\x18\x06 \x01(\x04\x12\x0c\n\x04over\x18\x07 \x01(\x08\"l\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tkey_space\x18\x02 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x1c\n\x0c\x45xplainReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"O\n\nPinRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05ttl_s\x18\x03 \x01(\r\"*\n\x08PinReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"V\n\x0bWarmRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"H\n\tWarmReply\x12\x14\n\x0cready_blocks\x18\x01 \x01(\r\x12\x15\n\rcoming_blocks\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\".\n\x0cProbeRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\"\x1a\n\nProbeReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xc5\x03\n\x08Operator\x12\x34\n\x04Ping\x12\x16.kvtier.v1.PingRequest\x1a\x14.kvtier.v1.PingReply\x12\x34\n\x04Stat\x12\x16.kvtier.v1.StatRequest\x1a\x14.kvtier.v1.StatReply\x12\x34\n\x04\x44rop\x12\x16.kvtier.v1.DropRequest\x1a\x14.kvtier.v1.DropReply\x12\x36\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x14.kvtier.v1.FsckReply0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x31\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x13.kvtier.v1.PinReply\x12\x34\n\x04Warm\x12\x16.kvtier.v1.WarmRequest\x1a\x14.kvtier.v1.WarmReply\x12\x37\n\x05Probe\x12\x17.kvtier.v1.ProbeRequest\x1a\x15.kvtier.v1.ProbeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/operator.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/engine.proto\"\r\n\x0bPingRequest\"7\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x04\"\r\n\x0bStatRequest\"\x19\n\tStatReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"e\n\x0b\x44ropRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x11\n\tkey_space\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\xa7\x01\n\tDropReply\x12-\n\x07removed\x18\x01 \x03(\x0b\x32\x1c.kvtier.v1.DropReply.Removed\x1ak\n\x07Removed\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\r\n\x0b\x46sckRequest\"\x90\x01\n\tFsckReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x61maged_blocks\x18\x03 \x01(\x04\x12\x16\n\x0e\x65xpired_blocks\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\x12\x15\n\rblocks_in_all\x18\x06 \x01(\x04\x12\x0c\n\x04over\x18\x07 \x01(\x08\"\x90\x01\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tkey_space\x18\x02 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\"\n\x08unsalted\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Chain\"\x1c\n\x0c\x45xplainReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"O\n\nPinRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05ttl_s\x18\x03 \x01(\r\"*\n\x08PinReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"V\n\x0bWarmRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"H\n\tWarmReply\x12\x14\n\x0cready_blocks\x18\x01 \x01(\r\x12\x15\n\rcoming_blocks\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\".\n\x0cProbeRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\"\x1a\n\nProbeReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xc5\x03\n\x08Operator\x12\x34\n\x04Ping\x12\x16.kvtier.v1.PingRequest\x1a\x14.kvtier.v1.PingReply\x12\x34\n\x04Stat\x12\x16.kvtier.v1.StatRequest\x1a\x14.kvtier.v1.StatReply\x12\x34\n\x04\x44rop\x12\x16.kvtier.v1.DropRequest\x1a\x14.kvtier.v1.DropReply\x12\x36\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x14.kvtier.v1.FsckReply0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x31\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x13.kvtier.v1.PinReply\x12\x34\n\x04Warm\x12\x16.kvtier.v1.WarmRequest\x1a\x14.kvtier.v1.WarmReply\x12\x37\n\x05Probe\x12\x17.kvtier.v1.ProbeRequest\x1a\x15.kvtier.v1.ProbeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,22 +50,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FSCKREQUEST']._serialized_end=463
   _globals['_FSCKREPLY']._serialized_start=466
   _globals['_FSCKREPLY']._serialized_end=610
-  _globals['_EXPLAINREQUEST']._serialized_start=612
-  _globals['_EXPLAINREQUEST']._serialized_end=720
-  _globals['_EXPLAINREPLY']._serialized_start=722
-  _globals['_EXPLAINREPLY']._serialized_end=750
-  _globals['_PINREQUEST']._serialized_start=752
-  _globals['_PINREQUEST']._serialized_end=831
-  _globals['_PINREPLY']._serialized_start=833
-  _globals['_PINREPLY']._serialized_end=875
-  _globals['_WARMREQUEST']._serialized_start=877
-  _globals['_WARMREQUEST']._serialized_end=963
-  _globals['_WARMREPLY']._serialized_start=965
-  _globals['_WARMREPLY']._serialized_end=1037
-  _globals['_PROBEREQUEST']._serialized_start=1039
-  _globals['_PROBEREQUEST']._serialized_end=1085
-  _globals['_PROBEREPLY']._serialized_start=1087
-  _globals['_PROBEREPLY']._serialized_end=1113
-  _globals['_OPERATOR']._serialized_start=1116
-  _globals['_OPERATOR']._serialized_end=1569
+  _globals['_EXPLAINREQUEST']._serialized_start=613
+  _globals['_EXPLAINREQUEST']._serialized_end=757
+  _globals['_EXPLAINREPLY']._serialized_start=759
+  _globals['_EXPLAINREPLY']._serialized_end=787
+  _globals['_PINREQUEST']._serialized_start=789
+  _globals['_PINREQUEST']._serialized_end=868
+  _globals['_PINREPLY']._serialized_start=870
+  _globals['_PINREPLY']._serialized_end=912
+  _globals['_WARMREQUEST']._serialized_start=914
+  _globals['_WARMREQUEST']._serialized_end=1000
+  _globals['_WARMREPLY']._serialized_start=1002
+  _globals['_WARMREPLY']._serialized_end=1074
+  _globals['_PROBEREQUEST']._serialized_start=1076
+  _globals['_PROBEREQUEST']._serialized_end=1122
+  _globals['_PROBEREPLY']._serialized_start=1124
+  _globals['_PROBEREPLY']._serialized_end=1150
+  _globals['_OPERATOR']._serialized_start=1153
+  _globals['_OPERATOR']._serialized_end=1606
 # @@protoc_insertion_point(module_scope)

@@ -243,12 +243,19 @@ class ExplainRequest(_message.Message):
     KEY_SPACE_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    UNSALTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     key_space: _builtins.bytes
     num_tokens: _builtins.int
     """of the whole prompt"""
     @_builtins.property
     def chain(self) -> _engine_pb2.Chain: ...
+    @_builtins.property
+    def unsalted(self) -> _engine_pb2.Chain:
+        """The same tokens without the salt, or under another one: where only that is known, the salt is
+        what keeps the chain from being found.
+        """
+
     def __init__(
         self,
         *,
@@ -256,10 +263,11 @@ class ExplainRequest(_message.Message):
         key_space: _builtins.bytes = ...,
         chain: _engine_pb2.Chain | None = ...,
         num_tokens: _builtins.int = ...,
+        unsalted: _engine_pb2.Chain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "unsalted", b"unsalted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "key_space", b"key_space", "num_tokens", b"num_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "key_space", b"key_space", "num_tokens", b"num_tokens", "request_id", b"request_id", "unsalted", b"unsalted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

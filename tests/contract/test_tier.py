@@ -14,14 +14,9 @@ from kvtier.tiers.memory import EvictionOrder, MemoryTier
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
-from kvtier.tiers.wrap import BreakerTier, Call, CallOutcome, DeadlineTier, InstrumentTier
+from kvtier.tiers.wrap import BreakerTier, ThrottleTier
 
 CAPACITY_BYTES = 16 << 20
-
-
-class Silent:
-    def observe(self, call: Call, seconds: float, outcome: CallOutcome) -> None:
-        assert seconds >= 0
 
 
 class TestMemoryTier(TierContract):
@@ -69,24 +64,23 @@ class TestRemoteTier(TierContract):
 
 
 class TestWrapper(TierContract):
-    @pytest.fixture(params=["deadline", "breaker", "instrument", "faulty", "all"])
+    @pytest.fixture(params=["breaker", "faulty", "throttle", "all"])
     def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         tier: Tier = MemoryTier(CAPACITY_BYTES)
         if request.param in {"faulty", "all"}:
             tier = FaultyTier(tier, scripted_faults())
-        if request.param in {"deadline", "all"}:
-            tier = DeadlineTier(tier)
         if request.param in {"breaker", "all"}:
             tier = BreakerTier(tier, faults_max=100)
-        if request.param in {"instrument", "all"}:
-            tier = InstrumentTier(tier, Silent())
+        if request.param in {"throttle", "all"}:
+            tier = ThrottleTier(tier, bytes_per_s=1e9, latency_s=0.0001)
         yield tier
         tier.close()
 
 
-class TestDeadlineTierAroundSsd(TierContract):
+class TestSsdTierByWorth(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        tier = DeadlineTier(SsdTier(tmp_path / "ssd", CAPACITY_BYTES, 1 << 20))
+        options = SsdOptions(worth=lambda hashes: [each[0] for each in hashes])
+        tier = SsdTier(tmp_path / "ssd", CAPACITY_BYTES, 1 << 20, options)
         yield tier
         tier.close()

@@ -12,6 +12,7 @@ from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.engine.engine import Engine, block_layout, create_pool
 from kvtier.engine.fingerprint import key_space
+from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import NoPort
 from kvtier.engine.request import Output, Request, Usage
@@ -103,6 +104,7 @@ def attached(
     socket_path: Path | None,
     settings: EngineSettings = SETTINGS,
     deadlines: ClientDeadlines | None = None,
+    make_port: type[DaemonPort] = DaemonPort,
 ) -> Iterator[AttachedEngine]:
     """Run an engine; without a socket it is alone."""
     pool = create_pool(loaded, settings)
@@ -115,8 +117,10 @@ def attached(
             key_space(loaded, block_layout(loaded, settings)),
             "test",
             deadlines=deadlines or ClientDeadlines(5, 10, 10, 0.1),
+            flops=model_flops(loaded),
+            can_split=True,
         )
-        port = DaemonPort(
+        port = make_port(
             client,
             pool,
             block_tokens=settings.block_tokens,

@@ -14,16 +14,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvtier.core.plan import Plan, PlanReason
 from kvtier.engine.model import LoadedModel
+from kvtier.engine.port import Found
 from kvtier.engine.request import FinishReason, Sampling
 from kvtier.testing.memory_port import LoadScript, MemoryPort
 from tests.engine.drive import Answer, Drive, prompt
 from tests.engine.models import Reference
 
-STEM = prompt(150, seed=77)
+STEM = prompt(230, seed=77)
 """Prompts begin with some of it, so that they share blocks."""
 
-LENGTHS = (1, 16, 17, 33, 63, 64, 65, 97, 128, 129, 150)
+LENGTHS = (1, 16, 33, 64, 65, 97, 129, 150, 192, 193, 230, 230)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -31,20 +33,40 @@ class EngineMachine(RuleBasedStateMachine):
     reference: Reference
 
     @initialize(
-        pool_tokens=st.sampled_from([256, 320, 480]),
+        pool_tokens=st.sampled_from([304, 400, 640]),
         max_batch_tokens=st.sampled_from([4, 24, 64, 512]),
         is_manual=st.booleans(),
+        block_tokens=st.sampled_from([32, 64]),
+        is_split=st.booleans(),
     )
-    def begin(self, pool_tokens: int, max_batch_tokens: int, is_manual: bool) -> None:
-        self.port = MemoryPort(is_manual=is_manual)
+    def begin(
+        self,
+        pool_tokens: int,
+        max_batch_tokens: int,
+        is_manual: bool,
+        block_tokens: int,
+        is_split: bool,
+    ) -> None:
+        self.port = MemoryPort(block_tokens=block_tokens, is_manual=is_manual)
+        self.change_the_plan(10 if is_split else None, is_split)
         self.drive = Drive(
             self.loaded,
             self.port,
             pool_tokens=pool_tokens,
             max_batch_tokens=max_batch_tokens,
             max_num_sequences=4,
+            block_tokens=block_tokens,
         )
         self.asked: dict[str, tuple[tuple[int, ...], int, Answer]] = {}
+        self.warm()
+
+    def warm(self) -> None:
+        """Have the tiers below know the stem, and the GPU not: loads come from the start."""
+        self.port.is_manual, is_manual = False, self.port.is_manual
+        answer = self.drive.ask(STEM, 1)
+        self.asked["request-1"] = STEM, 1, answer
+        self.drive.engine.drop_cache()
+        self.port.is_manual = is_manual
 
     @rule(
         shared=st.sampled_from(LENGTHS),
@@ -86,6 +108,26 @@ class EngineMachine(RuleBasedStateMachine):
     def change_the_script(self, num_blocks: int | None, is_reported_early: bool) -> None:
         self.port.script = LoadScript(num_blocks, "failed", is_reported_early)
 
+    @rule(num_blocks=st.sampled_from([None, 0, 1, 2, 10]), is_split=st.booleans())
+    def change_the_plan(self, num_blocks: int | None, is_split: bool) -> None:
+        def make_plan(found: Found) -> Plan | None:
+            if num_blocks is None or not found.tiers:
+                return None
+            reason = PlanReason.SPLIT if is_split else PlanReason.PART
+            return Plan(1, min(num_blocks, len(found.tiers)), reason, is_split)
+
+        self.port.make_plan = make_plan
+
+    @rule(most=st.sampled_from([0, 1, 2, 3]))
+    def change_how_often_a_load_is_met(self, most: int) -> None:
+        self.port.meets_max = most
+
+    @precondition(lambda self: self.port.open_loads)
+    @rule(choice=st.randoms(use_true_random=False), most=st.integers(0, 3))
+    def report_some(self, choice: Random, most: int) -> None:
+        name = choice.choice(sorted(self.port.open_loads))
+        self.port.report_loaded(name, self.port.open_loads[name].num_filled + most)
+
     @rule(most=st.sampled_from([None, 0, 1]))
     def change_what_is_taken(self, most: int | None) -> None:
         self.port.stores_taken_max = most
@@ -117,9 +159,12 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "drive"):
             return
         self.port.is_manual = False
+        self.port.meets_max = 0
         self.port.finish_all()
         self.drive.run()
         assert self.drive.engine.snapshot().pool_blocks.used == 0
+        assert set(self.port.finished) == set(self.asked), "the port knows which are done with"
+        assert set(self.port.announced) <= set(self.asked)
         for tokens, max_tokens, answer in self.asked.values():
             assert answer.is_done
             assert answer.usage.completion_tokens == len(answer.tokens)

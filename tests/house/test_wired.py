@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 from source import SOURCE
 
-from kvtier.config.model import key_of, section_models
+from kvtier.config.model import section_models
+from kvtier.config.section import key_of
 from kvtier.observe import table
 
 SETTINGS = [

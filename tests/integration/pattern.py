@@ -6,7 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvtier.client import Client, ClientDeadlines, LoadedBlock
+from kvtier.client import Announcement, Client, ClientDeadlines, Found, LoadedBlock
+from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import (
     NO_TENANT,
     BlockHash,
@@ -16,6 +17,7 @@ from kvtier.core.identity import (
     hash_blocks,
 )
 from kvtier.core.layout import KVLayout
+from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.testing.block import payload_of
 
 BLOCK_BYTES = 8192
@@ -50,12 +52,15 @@ class PatternEngine:
         deadlines: ClientDeadlines | None = None,
         *,
         name: str = "pattern",
+        can_split: bool = False,
     ) -> None:
         self.space = space or key_space()
         self.tenant = tenant
         # Generous: these tests are about what is answered, others about when.
         self.deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
-        self.client = Client(socket_path, self.space, name, deadlines=self.deadlines)
+        self.client = Client(
+            socket_path, self.space, name, deadlines=self.deadlines, can_split=can_split
+        )
 
     def __enter__(self) -> Self:
         self.client.start()
@@ -85,18 +90,46 @@ class PatternEngine:
             for index, (own, parent) in enumerate(zip(hashes, parents, strict=False))
         ]
 
-    def store(self, prompt: Prompt, num_blocks: int = 4, first: int = 0) -> int:
+    def announce(self, prompt: Prompt, num_blocks: int = 4, traits: Traits = NO_TRAITS) -> None:
+        self.client.announce([Announcement(traits, self.tenant, self.chain(prompt, num_blocks), 0)])
+
+    def ask(
+        self,
+        prompt: Prompt,
+        num_blocks: int = 4,
+        traits: Traits = NO_TRAITS,
+        load: EngineLoad | None = None,
+    ) -> Found:
+        """Look a prompt up, and return the whole answer."""
+        return self.client.lookup(self.tenant, self.chain(prompt, num_blocks), 0, traits, load)
+
+    def store(
+        self,
+        prompt: Prompt,
+        num_blocks: int = 4,
+        first: int = 0,
+        *,
+        traits: Traits = NO_TRAITS,
+        num_prompt_blocks: int = -1,
+    ) -> int:
         payloads = self.payloads(prompt, num_blocks)
 
         def copy(index: int, slot: memoryview) -> None:
             slot[:] = payloads[index]
 
-        return self.client.store(self.tenant, self.chain(prompt, num_blocks), first, copy)
+        return self.client.store(
+            self.tenant,
+            self.chain(prompt, num_blocks),
+            first,
+            copy,
+            traits=traits,
+            num_prompt_blocks=num_prompt_blocks,
+        )
 
     def lookup(self, prompt: Prompt, num_blocks: int = 4, first: int = 0) -> tuple[list[str], str]:
         chain = self.chain(prompt, num_blocks)
-        tiers, reason = self.client.lookup(self.tenant, chain, first)
-        return [tier.value for tier in tiers], reason
+        found = self.client.lookup(self.tenant, chain, first)
+        return [tier.value for tier in found.tiers], found.reason
 
     def load(
         self,

@@ -61,6 +61,8 @@ def test_counts_are_whole_numbers(node: Served) -> None:
     document = json.loads(run(node, "stat", "--json").stdout)
 
     def check(value: object, path: str) -> None:
+        if path in {".cost", ".policy", ".worth"}:
+            return  # mostly measured; the counts in them are tested where they are made
         if isinstance(value, dict):
             for key, each in value.items():
                 check(each, f"{path}.{key}")

@@ -96,10 +96,11 @@ def test_the_right_hashes_of_another_tenant_are_a_miss(shared: Served) -> None:
         owner.store(4)
         hashes = owner.chain(4, 4)
         stolen = thief.client.lookup(tenant_digest("thief"), hashes, 0)
-        assert stolen == ((), "identity")
+        assert (stolen.tiers, stolen.reason) == ((), "identity")
         assert list(thief.client.load(tenant_digest("thief"), hashes, 0)) == ["identity"]
         with PatternEngine(shared.socket, key_space('{"other":1}')) as foreign:
-            assert foreign.client.lookup(NO_TENANT, hashes, 0) == ((), "identity")
+            found = foreign.client.lookup(NO_TENANT, hashes, 0)
+            assert (found.tiers, found.reason) == ((), "identity")
             assert list(foreign.client.load(NO_TENANT, hashes, 0)) == ["identity"]
 
 
@@ -275,8 +276,8 @@ def test_a_prompt_of_a_million_tokens(shared: Served) -> None:
         hashes = engine.chain(9, 4)
         hashes += hash_blocks(hashes[-1], list(range(4 * (CHAIN_BLOCKS_MAX - 4))), 4)
         assert len(hashes) == CHAIN_BLOCKS_MAX
-        tiers, reason = engine.client.lookup(NO_TENANT, hashes, 0)
-        assert ([*tiers], reason) == (["cpu"] * 4, "absent")
+        found = engine.client.lookup(NO_TENANT, hashes, 0)
+        assert ([*found.tiers], found.reason) == (["cpu"] * 4, "absent")
         copied: list[int] = []
 
         def copy(index: int, slot: memoryview) -> None:

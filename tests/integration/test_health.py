@@ -1,6 +1,5 @@
 """Health tells the truth: which tier is up, degraded or out, and why, within seconds."""
 
-import asyncio
 import errno
 import http.client
 import json
@@ -10,23 +9,22 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvtier.config import Config, load_config
-from kvtier.core.residency import TierName
-from kvtier.daemon.daemon import Daemon
+from kvtier.config import load_config
 from kvtier.testing.child import await_true, kvtier_command, work_directory
 from kvtier.testing.served import Served
 from kvtier.tiers.base import Health, Scrubbed, TierUsage
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
 from kvtier.tiers.wrap import BreakerTier
+from tests.integration.in_process import running
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
 from tests.shim.storage import Call, StorageShim, block, fail
@@ -191,41 +189,6 @@ class MutedTier(BreakerTier):
         if self.num_health_calls % 2:
             return super().health()
         return Health()
-
-
-@contextmanager
-def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[None]:
-    """Run a daemon with that tier for its SSD on a thread of this process."""
-    begun, failed = threading.Event(), list[BaseException]()
-    loop = asyncio.new_event_loop()
-    stopping = asyncio.Event()
-
-    async def serve() -> None:
-        daemon = Daemon(config, open_tiers=lambda _config, _ring: {TierName.SSD: make()})
-        async with daemon.serving():
-            begun.set()
-            await stopping.wait()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(serve())
-        except BaseException as error:
-            failed.append(error)
-            begun.set()
-        finally:
-            loop.close()
-
-    thread = threading.Thread(target=run, name="in-process")
-    thread.start()
-    try:
-        assert begun.wait(30)
-        assert not failed, failed
-        yield
-    finally:
-        loop.call_soon_threadsafe(stopping.set)
-        thread.join(30)
-        assert not thread.is_alive()
-        assert not failed, failed
 
 
 def test_no_exception_ends_what_works_in_the_background(

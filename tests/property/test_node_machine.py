@@ -5,19 +5,25 @@ time; the engines check each block they accept against the oracle. So the rules 
 """
 
 import random
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import EVERYTHING, Selection
+from kvtier.core.plan import Outcome
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
+from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.daemon.policies import Policies, policies
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.sim.medium import Medium
+from kvtier.sim.policy import draw_config, write_modes
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.stage import Stage, StageSettings
 
@@ -29,6 +35,17 @@ PATHS = st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 2)).map(
     lambda p: [p[0] * 100 + place for place in range(p[1])] + [50 + p[2]] * bool(p[2])
 )
 TIERS = st.sampled_from([TierName.SSD, TierName.REMOTE])
+LOWER = st.sampled_from([TierName.CPU, TierName.SSD, TierName.REMOTE])
+TRAITS = st.builds(
+    Traits,
+    kind=st.sampled_from(["", "chat"]),
+    num_tokens=st.integers(0, 1000),
+    continues=st.sampled_from([None, 0.0, 1.0]),
+    priority=st.sampled_from([0, 0, 2]),
+    ttl_s=st.sampled_from([None, 0.1, 100.0]),
+    max_offload_tokens=st.sampled_from([None, None, 0, 130]),
+    max_load_tokens=st.sampled_from([None, None, 0, 130]),
+)
 
 
 class NodeMachine(RuleBasedStateMachine):
@@ -39,28 +56,84 @@ class NodeMachine(RuleBasedStateMachine):
             TierName.REMOTE: Medium(90_000, TierName.REMOTE, random.Random(2)),
         }
         self.num_boots = 0
+        self.num_requests = 0
+        self.plans = []
         self.engines = [
             FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
             FakeEngine("b", key_space=b"key space no. 1.", payload_bytes=3000),
             FakeEngine("c", key_space=b"key space no. 2.", payload_bytes=9000),
             FakeEngine("d", key_space=b"key space no. 3.", payload_bytes=16_000),
         ]
+
+    @initialize(seed=st.integers(0, 10_000))
+    def choose(self, seed):
+        """Any policies an operator may configure; seed 0 stands for none at all."""
+        self.config = draw_config(random.Random(seed)) if seed else None
         self.boot()
 
     def boot(self):
         self.num_boots += 1
+        chosen, modes = {}, {}
+        if self.config is not None:
+            made = policies(self.config)
+            chosen = {each.name: getattr(made, each.name) for each in fields(Policies)}
+            modes = write_modes(self.config)
         self.stage = Stage(
-            self.tiers, StageSettings(num_slabs=4, slab_bytes=16_384), boot=f"{self.num_boots}"
+            self.tiers,
+            StageSettings(num_slabs=4, slab_bytes=16_384, write=modes, pin_share=0.25),
+            boot=f"{self.num_boots}",
+            **chosen,
         )
         self.stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
-        self.loads, self.stores, self.lost = [], [], []
+        self.loads, self.stores, self.lost, self.plans = [], [], [], []
         for engine in self.engines:
             engine.attach(self.stage)
 
     @rule(who=ENGINES, path=PATHS)
     def lookup(self, who, path):
         engine = self.engines[who]
-        engine.lookup(engine.chain(path))
+        self.ask(engine, engine.chain(path), NO_TRAITS)
+
+    @rule(who=ENGINES, path=PATHS, traits=TRAITS, is_announced=st.booleans())
+    def request(self, who, path, traits, is_announced):
+        engine = self.engines[who]
+        self.num_requests += 1
+        traits = replace(traits, request_id=f"r{self.num_requests}")
+        if is_announced:
+            engine.announce(engine.chain(path), traits, over=(f"r{self.num_requests - 3}",))
+        self.ask(engine, engine.chain(path), traits)
+
+    def ask(self, engine, blocks, traits):
+        found = self.stage.answers.get(engine.lookup(blocks, traits=traits))
+        if isinstance(found, ac.Found) and found.plan is not None:
+            self.plans.append((engine, found.plan))
+
+    @precondition(lambda self: self.plans)
+    @rule(place=PLACES, seconds=st.floats(), num_blocks=st.integers(-1, 20), tier=LOWER)
+    def conclude(self, place, seconds, num_blocks, tier):
+        """Say what came of a plan: perhaps the truth."""
+        engine, plan = self.plans.pop(place % len(self.plans))
+        steps = [StepSample(100, 0, 5000.0, 0, seconds)]
+        restored = ((tier, num_blocks),)
+        said = Outcome(plan.decision, restored, seconds, 100, seconds, 0.0, 2 * seconds)
+        engine.measured(steps, [said])
+
+    @rule(who=ENGINES, path=PATHS, ttl_ms=st.sampled_from([0, 10, 10_000]))
+    def pin(self, who, path, ttl_ms):
+        chain = self.named(who, path)
+        answer = self.stage.ask(lambda call: ev.Pin(call, *chain, ttl_ms * MS))
+        assert isinstance(answer, ac.Retained | ac.Refused)
+
+    @rule(who=ENGINES, path=PATHS)
+    def warm(self, who, path):
+        deadline_ns = self.stage.clock() + 100 * MS
+        chain = self.named(who, path)
+        self.stage.call(lambda call: ev.Warm(call, *chain, deadline_ns))
+
+    def named(self, who, path):
+        blocks = self.engines[who].chain(path)
+        header = blocks[0].header
+        return header.key_space, header.tenant, b"".join(b.header.block_hash for b in blocks)
 
     @rule(who=ENGINES, path=PATHS)
     def store(self, who, path):
@@ -88,11 +161,24 @@ class NodeMachine(RuleBasedStateMachine):
         engine, granted, checksums = self.stores.pop(place % len(self.stores))
         engine.complete(granted, checksums)
 
-    @rule(who=ENGINES, path=PATHS, first=st.integers(0, 3), within_ms=st.integers(1, 400))
-    def load(self, who, path, first, within_ms):
+    @rule(
+        who=ENGINES,
+        path=PATHS,
+        first=st.integers(0, 3),
+        within_ms=st.integers(1, 400),
+        decision=st.integers(0, 9),
+        from_back=st.booleans(),
+    )
+    def load(self, who, path, first, within_ms, decision, from_back):
         engine = self.engines[who]
         blocks = engine.chain(path)
-        load = engine.load(blocks, min(first, len(blocks)), within_ns=within_ms * MS)
+        load = engine.load(
+            blocks,
+            min(first, len(blocks)),
+            within_ns=within_ms * MS,
+            decision=decision,
+            from_back=from_back,
+        )
         self.loads.append((engine, load))
 
     @precondition(lambda self: self.loads)
@@ -193,6 +279,7 @@ class NodeMachine(RuleBasedStateMachine):
     def die(self, who):
         engine = self.engines[who]
         engine.die()
+        self.plans = [each for each in self.plans if each[0] is not engine]
         self.loads = [each for each in self.loads if each[0] is not engine]
         self.stores = [each for each in self.stores if each[0] is not engine]
         engine.attach(self.stage)
@@ -217,12 +304,17 @@ class NodeMachine(RuleBasedStateMachine):
         first = draw.randint(0, 6)
         deadline_ns = self.stage.clock() + 50 * MS
         chain = (liar.session, tenant, joined, first)
-        match draw.randrange(3):
+        match draw.randrange(5):
             case 0:
                 self.stage.call(lambda call: ev.Lookup(call, *chain, deadline_ns))
             case 1:
                 self.stage.call(lambda call: ev.Load(call, *chain, deadline_ns))
             case 2:
+                self.stage.call(lambda call: ev.Pin(call, liar.key_space, *chain[1:3], FAR_NS))
+            case 3:
+                announced = (ev.Announced(NO_TRAITS, *chain[1:]),)
+                self.stage.ask(lambda call: ev.Announce(call, liar.session, announced))
+            case 4:
                 answer = self.stage.ask(lambda call: ev.PrepareStore(call, *chain))
                 if isinstance(answer, ac.Granted) and answer.lease:
                     none = ac.Granted(answer.lease, (), (), 0, 0, "")

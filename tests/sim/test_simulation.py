@@ -1,17 +1,20 @@
 """The theorem, by seeds: whatever happens, a block that is served is the one that was asked for."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
+from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator
 from kvtier.node.cache import Cache
+from kvtier.node.decision import Decisions
 from kvtier.node.drop import Drops
 from kvtier.node.load import Loads
 from kvtier.node.node import Node
 from kvtier.node.probe import Probes
+from kvtier.node.reads import ReadQueue
 from kvtier.node.store import Stores
 from kvtier.node.transfer import Lane, Transfers
 from kvtier.sim.campaign import Failure, replay_command, run_seeds
@@ -34,19 +37,22 @@ def test_a_seed(seed):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10_000, 11_000, 100))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(10_000, 11_000, 250))
 def test_a_thousand_seeds(first):
     """In two processes, and whatever can go wrong or come of a load is among what did."""
-    ends, served, faults = set(), set(), set()
-    for outcome in run_seeds(range(first, first + 100), EVENTS, num_jobs=2):
+    ends, served, faults, plans = set(), set(), set(), set()
+    for outcome in run_seeds(range(first, first + 250), EVENTS, num_jobs=2):
         if isinstance(outcome, Failure):
             pytest.fail(f"{outcome.trace}\n{replay_command(outcome.seed, EVENTS)}")
         ends |= outcome.tally.ends.keys()
         served |= outcome.tally.served.keys()
         faults |= outcome.faults.keys()
+        plans |= outcome.tally.plans.keys()
     assert served == {TierName.CPU, TierName.SSD, TierName.REMOTE}
     assert ends >= {"complete", "absent", "failed", "late", "no_room", "corrupt", "lease"}
-    behaviours = {"forget", "dawdle"}  # of engines, which are not counted
+    assert plans >= {"all", "part", "cost", "limit", "nothing", "always", "never"}
+    behaviours = {"forget", "dawdle", "lie"}  # of engines, which are not counted
     renamed = {"full": "fill"}
     expected = {renamed.get(kind.name, kind.name) for kind in fields(Weather)} - behaviours
     assert faults >= expected
@@ -183,6 +189,26 @@ def begin_reads_that_were_given_up(patch):
     patch.setattr(Transfers, "cancel_read", cancel)
 
 
+def wait_longer_than_the_client(patch):
+    patch.setattr(
+        Decisions, "deadline_ns", lambda self, event, session, now_ns: event.deadline_ns + 10**9
+    )
+
+
+def forget_what_other_loads_wait_for(patch):
+    patch.setattr(ReadQueue, "forget", lambda self, load: self._lines.clear())
+
+
+def restore_more_than_there_is(patch):
+    plan = Planner.plan
+
+    def plan_more(self, ask, decision, now_ns):
+        made = plan(self, ask, decision, now_ns)
+        return replace(made, num_blocks=made.num_blocks + 1)
+
+    patch.setattr(Planner, "plan", plan_more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
@@ -201,6 +227,9 @@ def begin_reads_that_were_given_up(patch):
         keep_slots_held,
         let_lookups_wait_for_ever,
         begin_reads_that_were_given_up,
+        wait_longer_than_the_client,
+        forget_what_other_loads_wait_for,
+        restore_more_than_there_is,
     ],
 )
 def test_a_planted_bug_is_found(plant, monkeypatch):
@@ -233,15 +262,29 @@ def publish_what_was_not_copied(patch):
 
 
 def believe_a_tier_that_missed(patch):
-    def publish_anyway(self, row, now_ns):
+    def publish_anyway(self, row, fate, now_ns):
         self._cache.publish(row, b"\1" * 16)
         return self.block_ready(row)
 
     patch.setattr(Loads, "block_missed", publish_anyway)
 
 
+def begin_at_the_wrong_end(patch):
+    gather = Loads._gather
+    patch.setattr(
+        Loads,
+        "_gather",
+        lambda self, lease, before, run, places, now_ns: gather(
+            self, lease, before, run, places[::-1], now_ns
+        ),
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [publish_what_was_not_copied, believe_a_tier_that_missed])
+@pytest.mark.parametrize(
+    "plant",
+    [publish_what_was_not_copied, believe_a_tier_that_missed, begin_at_the_wrong_end],
+)
 def test_a_node_that_lies_is_seen_through(plant, monkeypatch):
     plant(monkeypatch)
     # What is in the arena is wrong, then; what matters is that nobody takes it.

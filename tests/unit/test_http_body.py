@@ -5,6 +5,7 @@ import pytest
 from kvtier.api.http.body import ChatBody, CompletionBody, parse_body
 from kvtier.api.http.call import read_chat, read_completion
 from kvtier.api.http.error import ApiError
+from kvtier.client.wire import traits_fault
 from kvtier.testing.byte_model import ByteChatModel
 
 MODEL = ByteChatModel()
@@ -194,10 +195,51 @@ def test_what_cannot_be_honoured_is_refused_by_name(make, name, value):
         ({"max_load_tokens": "5"}, "kv_transfer_params.max_load_tokens"),
         ({"max_load_tokens": True}, "kv_transfer_params.max_load_tokens"),
         ({"remote_host": "x"}, "kv_transfer_params.remote_host"),
+        ({"continues": 1.5}, "kv_transfer_params.continues"),
+        ({"continues": "yes"}, "kv_transfer_params.continues"),
+        ({"continues": []}, "kv_transfer_params.continues"),
+        ({"final": 1}, "kv_transfer_params.final"),
+        ({"final": True, "continues": False}, "kv_transfer_params"),
+        ({"expected_gap_s": -1}, "kv_transfer_params.expected_gap_s"),
+        ({"expected_gap_s": 1e9}, "kv_transfer_params.expected_gap_s"),
+        ({"kind": "two words"}, "kv_transfer_params.kind"),
+        ({"kind": "x" * 33}, "kv_transfer_params.kind"),
+        ({"kind": ""}, "kv_transfer_params.kind"),
+        ({"priority": -1}, "kv_transfer_params.priority"),
+        ({"priority": 1001}, "kv_transfer_params.priority"),
+        ({"priority": True}, "kv_transfer_params.priority"),
+        ({"ttl_s": "60"}, "kv_transfer_params.ttl_s"),
     ],
 )
 def test_transfer_parameters_are_checked_one_by_one(transfer, param):
     assert refusal(completion, kv_transfer_params=transfer).param == param
+
+
+@pytest.mark.parametrize(
+    ("said", "continues"),
+    [
+        ({"continues": True}, 1.0),
+        ({"continues": False}, 0.0),
+        ({"continues": 0.25}, 0.25),
+        ({"final": True}, 0.0),
+        ({"final": False}, 1.0),
+        ({"continues": None, "final": None}, None),
+        ({}, None),
+    ],
+)
+def test_whether_it_continues_may_be_said_in_two_ways(said, continues):
+    call = read_completion(completion(kv_transfer_params=said), MODEL)
+    assert call.requests[0].traits().continues == continues
+
+
+def test_hints_reach_the_traits_of_each_request():
+    transfer = {"kind": "agent", "expected_gap_s": 2, "priority": 3, "ttl_s": 60.5}
+    transfer |= {"max_offload_tokens": 128}
+    call = read_chat(chat(kv_transfer_params=transfer), MODEL)
+    traits = call.requests[0].traits()
+    assert (traits.kind, traits.gap_s, traits.priority, traits.ttl_s) == ("agent", 2.0, 3, 60.5)
+    assert traits.max_offload_tokens == 128
+    assert traits_fault(traits) == "", "what is let in here can be sent"
 
 
 def test_the_context_limit_says_both_numbers():

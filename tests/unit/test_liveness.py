@@ -60,7 +60,7 @@ def test_work_that_is_queued_and_not_done_is_told_unless_the_tier_is_out() -> No
         driver = driver_of(arena)
         lane = driver.node.transfers.lanes[TierName.SSD]
         assert driver.stalled(0) == []
-        lane.reads[7] = 0
+        lane.reads.add(7, 1, 4096, 0)
         assert driver.stalled(3600) == [], "not yet"
         assert driver.stalled(0) == [TierName.SSD]
         health = NodeHealth(driver, Health)

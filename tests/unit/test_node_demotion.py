@@ -116,10 +116,11 @@ def test_what_a_slower_tier_has_is_not_written_again():
 
 
 def test_one_event_demotes_a_bounded_number():
-    stage = open_stage(SSD, slots=256)
+    stage = open_stage(SSD, slots=1024)
+    stage.is_checked = False  # a thousand events
     engine = engine_on(stage)
     down(stage, SSD)
-    fill(stage, engine, range(255))
+    fill(stage, engine, range(1023))
     up(stage, SSD)
     assert demoted(stage, SSD) == DEMOTION_BLOCKS_MAX
     for _ in range(9):

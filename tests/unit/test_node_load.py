@@ -1,19 +1,21 @@
 """Dialogues: leading blocks, from wherever they are, each as soon as it is there."""
 
 import pytest
-from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
+from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, metric, open_stage
 
 from kvtier.core.identity import EVERYTHING
+from kvtier.core.residency import Residency
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.tiers.base import BlockWrite, MissReason
 
 
 def on_slower_tiers(stage, engine, numbers):
-    """Store a prompt and let it leave the CPU tier once it is on the others."""
+    """Store a prompt, bit by bit, and let it leave the CPU tier once it is on the others."""
     blocks = engine.chain(numbers)
-    engine.store(blocks)
-    stage.settle()
+    for first in range(0, len(blocks), 16):
+        engine.store(blocks[: first + 16], first)
+        stage.settle()
     empty_cpu(stage)
     return blocks
 
@@ -43,6 +45,115 @@ def test_leading_blocks_are_handed_out_while_others_are_still_read():
     assert load.take() == []  # those behind a gap are no use yet
     stage.carry_out(stage.waiting[0])
     assert load.take() == [SSD] * 14
+
+
+def test_a_load_from_the_back_begins_with_the_last_block():
+    stage = open_stage(SSD, slots=64)
+    engine = engine_on(stage)
+    blocks = on_slower_tiers(stage, engine, range(14))
+    load = engine.load(blocks, 2, from_back=True)
+    (last, before) = stage.waiting
+    assert [block.header.position for block in last.blocks] == list(range(13, 5, -1))
+    stage.carry_out(before)
+    assert load.take() == []  # those before a gap are no use yet
+    stage.carry_out(last)
+    assert load.take() == [SSD] * 12
+    assert load.end == "complete"
+
+
+def test_a_load_from_the_back_of_a_shorter_run_says_where_it_begins():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(8))
+    engine.store(blocks[:4])
+    load = engine.load(blocks, 1, from_back=True)
+    assert load.take() == [CPU] * 3  # each of them is checked against what it should be
+    assert load.end == "absent"
+
+
+def test_a_load_from_the_back_leaves_the_front_where_there_is_no_room():
+    stage = open_stage(SSD, slots=6)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(6))
+    for length in range(1, 7):  # one block at a time is this engine's share
+        engine.store(blocks[:length])
+        stage.settle()
+    empty_cpu(stage)
+    load = engine.load(blocks, from_back=True)
+    stage.settle()
+    assert load.take() == [SSD] * 4  # an engine's share, of the last ones
+    assert load.end == "no_room"
+
+
+def test_what_was_computed_meanwhile_is_not_read():
+    stage = open_stage(SSD, slots=64)
+    engine = engine_on(stage)
+    blocks = on_slower_tiers(stage, engine, range(40))
+    load = engine.load(blocks, from_back=True)
+    assert sum(len(read.blocks) for read in stage.waiting) == 16
+    stage.carry_out(stage.waiting[0])
+    assert load.take() == [SSD] * 8
+    assert load.release()  # engine and load have met
+    stage.settle()
+    assert stage.node.cache.index.num_in(CPU, Residency.READY) == 24
+    stage.check_idle()
+
+
+def test_a_block_that_does_not_come_ends_a_load_from_the_back():
+    stage = open_stage(SSD, slots=64)
+    engine = engine_on(stage)
+    blocks = on_slower_tiers(stage, engine, range(14))
+    load = engine.load(blocks, from_back=True)
+    stage.carry_out(stage.waiting[0])
+    stage.fail(stage.waiting[0])
+    assert load.take() == [SSD] * 8
+    assert load.end == "failed"
+    load.release()
+    stage.check_idle()
+
+
+def test_fifty_short_loads_do_not_wait_for_a_long_one():
+    stage = open_stage(SSD, slots=256, workers=1)
+    engine = engine_on(stage)
+    long = on_slower_tiers(stage, engine, range(100))
+    short = [on_slower_tiers(stage, engine, [1000 + n]) for n in range(50)]
+    slow = engine.load(long)
+    fast = [engine.load(blocks) for blocks in short]
+    for _ in range(2 + len(fast)):
+        stage.carry_out(stage.waiting[0])
+    assert [load.take() for load in fast] == [[SSD]] * 50
+    assert len(slow.take()) == 16  # two turns, of thirteen
+
+
+def test_a_shared_prefix_is_read_when_the_first_load_gets_to_it():
+    """A long load reads it last, from the back; the short one does not wait for that."""
+    stage = open_stage(SSD, slots=256, workers=1)
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    blocks = on_slower_tiers(stage, engine, range(100))
+    long, short = engine.load(blocks, from_back=True), other.load(blocks[:4])
+    for _ in range(3):
+        stage.carry_out(stage.waiting[0])
+    assert short.take() == [SSD] * 4
+    assert short.end == "complete"
+    stage.settle()
+    assert long.take() == [SSD] * 100
+    reads = metric(stage, "kvtier_transfer_bytes_total", route="ssd_to_cpu", outcome="complete")
+    assert reads == 100 * 3000  # each block once
+
+
+def test_fifty_loads_of_one_prefix_read_it_once_and_each_goes_on_by_itself():
+    stage = open_stage(SSD, slots=256, workers=1)
+    engine = engine_on(stage)
+    prefix = list(range(16))
+    tails = [on_slower_tiers(stage, engine, [*prefix, 1000 + n]) for n in range(50)]
+    loads = [engine.load(blocks) for blocks in tails]
+    for _ in range(2):
+        stage.carry_out(stage.waiting[0])
+    assert {len(load.take()) for load in loads} == {16}
+    stage.settle()
+    assert all(load.take() == [SSD] * 17 for load in loads)
+    reads = metric(stage, "kvtier_transfer_bytes_total", route="ssd_to_cpu", outcome="complete")
+    assert reads == (16 + 50) * 3000
 
 
 def test_waiters_share_one_read():

@@ -1,11 +1,10 @@
 import threading
-import time
 
 import pytest
 
 from kvtier.core.identity import EVERYTHING
 from kvtier.errors import TierError, TierTimeout
-from kvtier.testing.block import make_block, read_of
+from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults, seeded_faults
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import Health, HealthState, MissReason
@@ -14,9 +13,6 @@ from kvtier.tiers.wrap import (
     BreakerState,
     BreakerTier,
     Call,
-    CallOutcome,
-    DeadlineTier,
-    InstrumentTier,
     Operation,
 )
 
@@ -30,10 +26,6 @@ class Clock:
 
     def __call__(self) -> int:
         return self.now_ns
-
-
-def in_ms(milliseconds: int) -> int:
-    return time.monotonic_ns() + milliseconds * 1_000_000
 
 
 def breaker(*faults: tuple[Operation, Fault], faults_max: int = 2) -> tuple[BreakerTier, Clock]:
@@ -154,87 +146,6 @@ def test_breaker_lets_one_probe_through_at_a_time() -> None:
     tier.inner.release.set()
     probe.join(30)
     assert tier.state is BreakerState.CLOSED
-
-
-def test_deadline_frees_the_caller_and_keeps_its_memory() -> None:
-    memory = MemoryTier(CAPACITY_BYTES)
-    faulty = FaultyTier(Deaf(memory), scripted_faults())
-    tier = DeadlineTier(faulty, num_workers=2)
-    block = make_block(1)
-    store(memory, block)
-    into = memoryview(bytearray(b"\xa5" * 5000))
-    for lost in (1, 2):
-        with pytest.raises(TierTimeout):
-            tier.read([read_of(block, into)], in_ms(30))
-        assert tier.num_lost == lost
-    started = time.monotonic()
-    with pytest.raises(TierError, match="stuck"):
-        tier.read([read_of(block, into)], in_ms(20_000))
-    assert time.monotonic() - started < 1
-    faulty.inner.answer.set()
-    faulty.inner.wait_for(2)
-    while tier.num_lost:
-        assert threading.active_count() > 1
-    assert into == b"\xa5" * 5000
-    assert fetch(tier, block) == [None]
-
-
-class Deaf(FaultyTier):
-    """A medium that does not answer, and does not know of deadlines, until ``answer`` is set."""
-
-    def __init__(self, inner: MemoryTier) -> None:
-        super().__init__(inner, scripted_faults())
-        self.answer = threading.Event()
-        self.answered = threading.Semaphore(0)
-
-    def around(self, call, step):
-        assert self.answer.wait(30)
-        try:
-            return super().around(Call(call.operation, 0, 0, soon()), step)
-        finally:
-            self.answered.release()
-
-    def read(self, blocks, deadline_ns):
-        return super().read(blocks, soon())
-
-    def wait_for(self, calls: int) -> None:
-        for _ in range(calls):
-            assert self.answered.acquire(timeout=30)
-
-
-def test_deadline_passes_faults_on() -> None:
-    faulty = FaultyTier(
-        MemoryTier(CAPACITY_BYTES),
-        scripted_faults((READ, Fault.FAIL_BEFORE), (READ, Fault.TIMEOUT_AFTER)),
-    )
-    tier = DeadlineTier(faulty)
-    with pytest.raises(TierError, match="injected before"):
-        fetch(tier, make_block(1))
-    with pytest.raises(TierTimeout, match="injected after"):
-        fetch(tier, make_block(1))
-    assert tier.num_lost == 0
-    assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
-
-
-def test_instrument_reports_every_call() -> None:
-    seen: list[tuple[Call, float, CallOutcome]] = []
-
-    class Observer:
-        def observe(self, call: Call, seconds: float, outcome: CallOutcome) -> None:
-            seen.append((call, seconds, outcome))
-
-    script = scripted_faults((READ, Fault.TIMEOUT_BEFORE), (READ, Fault.FAIL_BEFORE))
-    tier = InstrumentTier(FaultyTier(MemoryTier(CAPACITY_BYTES), script), Observer())
-    store(tier, make_block(1, 5000), make_block(2, 7000))
-    for _ in range(2):
-        with pytest.raises(TierError):
-            fetch(tier, make_block(1))
-    assert [(c.operation, c.num_blocks, c.num_bytes, o) for c, _, o in seen] == [
-        (WRITE, 2, 12_000, CallOutcome.DONE),
-        (READ, 1, 5000, CallOutcome.TIMEOUT),
-        (READ, 1, 5000, CallOutcome.FAULT),
-    ]
-    assert all(seconds >= 0 for _, seconds, _ in seen)
 
 
 def test_faults_are_what_they_say() -> None:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from kvtier.api.http.body import ChatBody, CompletionBody
 from kvtier.api.http.call import read_chat, read_completion
+from kvtier.api.http.chain import ChainIdentity, Chains, Recent, RememberingService
 from kvtier.api.http.error import error_responses
 from kvtier.api.http.exchange import Exchange
 from kvtier.api.http.gate import Gate
@@ -32,15 +33,24 @@ def create_app(
     observer: Observer | None = None,
     limits: ServerLimits | None = None,
     tenants: Tenants | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    identity: ChainIdentity | None = None,
 ) -> Starlette:
-    """Return the application. It holds no thread and needs no closing."""
+    """Return the application. It holds no thread and needs no closing.
+
+    ``identity`` says what the engine's block hashes are made of; without one nobody is told.
+    """
     limits = limits or ServerLimits()
     tenants = tenants or Tenants()
-    backend = Backend(service, model, observer or NoObserver(), clock, limits.silence_seconds)
+    recent = Recent()
+    if identity is not None:
+        service = RememberingService(service, recent)
+    backend = Backend(
+        service, model, observer or NoObserver(), time.monotonic, limits.silence_seconds
+    )
     gate = Gate(limits.open_prompts, limits.prompts_per_call)
     complete = Exchange(CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants)
     chat = Exchange(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
+    chains = Chains(identity, recent, model, gate, limits, tenants) if identity else None
     probes = probe_routes(
         is_alive=lambda: not service.is_stuck,
         is_ready=lambda: service.is_ready,
@@ -51,12 +61,17 @@ def create_app(
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", _models(model, tenants)),
+            *_chain_routes(chains),
             *(_guarded(route, tenants) if route.path == "/metrics" else route for route in probes),
         ],
         exception_handlers=error_responses(),
     )
     app.router.redirect_slashes = False  # clients do not resend a body after a redirect
     return app
+
+
+def _chain_routes(chains: Chains | None) -> list[Route]:
+    return [Route("/v1/kvtier/chain", chains.answer, methods=["POST"])] if chains else []
 
 
 def _guarded(metrics: Route, tenants: Tenants) -> Route:

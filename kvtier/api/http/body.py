@@ -2,15 +2,25 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.parameter import refuse_unsupported
+from kvtier.core.limits import GAP_MAX_S, KIND_CHARACTERS_MAX, PRIORITY_MAX
+from kvtier.engine.request import Hints
 
 __all__ = [
     "ChatBody",
@@ -76,15 +86,56 @@ def _content_text(value: object) -> str:
     return "\n".join(texts)
 
 
+def _likelihood(value: object) -> float | None:
+    """Return how likely something is, said as yes or no or as a number."""
+    if value is None or isinstance(value, bool):
+        return None if value is None else float(value)
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise _wrong("must be true, false, or a number from 0 to 1")
+    return float(value)
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+_KIND = r"^[A-Za-z0-9._-]+$"
+
+
 class TransferParams(_Strict):
-    """How far the tiers below may be used for one request; named and meant as in vLLM."""
+    """How far the tiers below may be used for one request, and what its client knows of its future.
+
+    The limits are named and meant as in vLLM.
+    """
 
     max_offload_tokens: int | None = Field(None, ge=0)
     max_load_tokens: int | None = Field(None, ge=0)
+    continues: Annotated[float | None, PlainValidator(_likelihood)] = None
+    final: bool | None = None
+    expected_gap_s: float | None = Field(None, ge=0, le=GAP_MAX_S)
+    kind: str | None = Field(None, min_length=1, max_length=KIND_CHARACTERS_MAX, pattern=_KIND)
+    priority: int | None = Field(None, ge=0, le=PRIORITY_MAX)
+    ttl_s: float | None = Field(None, ge=0, le=GAP_MAX_S)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.final is not None and self.continues is not None:
+            raise _wrong("final and continues say the same thing: send one of them")
+        return self
+
+    @property
+    def hints(self) -> Hints:
+        """Return what the engine is told of the request's future."""
+        continues = self.continues
+        if self.final is not None:
+            continues = 0.0 if self.final else 1.0
+        return Hints(
+            kind=self.kind or "",
+            continues=continues,
+            gap_s=self.expected_gap_s,
+            priority=self.priority or 0,
+            ttl_s=self.ttl_s,
+        )
 
 
 class StreamOptions(_Strict):

@@ -6,7 +6,7 @@ from uuid import uuid4
 from kvtier.api.http.body import ChatBody, CompletionBody, Prompt
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.service import ChatModel
-from kvtier.engine.request import Request, Sampling
+from kvtier.engine.request import NO_HINTS, Request, Sampling
 
 __all__ = ["Call", "read_chat", "read_completion"]
 
@@ -120,6 +120,7 @@ def _call(
             cache_salt=body.cache_salt,
             max_offload_tokens=transfer.max_offload_tokens if transfer else None,
             max_load_tokens=transfer.max_load_tokens if transfer else None,
+            hints=transfer.hints if transfer else NO_HINTS,
         )
         requests.append(request)
     return Call(

@@ -2,11 +2,20 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvtier.client.wire import PROTOCOL, tier_to_wire
+from kvtier.api.rpc.incoming import (
+    announced_of,
+    flops_of,
+    load_of,
+    outcomes_of,
+    over_of,
+    steps_of,
+    traits_of,
+)
+from kvtier.client.wire import PROTOCOL, plan_to_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.layout import KVLayout
 from kvtier.node import action as ac
@@ -24,12 +33,15 @@ _STATUS: Mapping[str, grpc.StatusCode] = {
     "registration": grpc.StatusCode.FAILED_PRECONDITION,
     "session": grpc.StatusCode.UNAUTHENTICATED,
     "chain": grpc.StatusCode.INVALID_ARGUMENT,
+    "field": grpc.StatusCode.INVALID_ARGUMENT,
     "too_many": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 _DEADLINE_MS_MAX = 600_000
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+T = TypeVar("T")
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
@@ -65,6 +77,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 layout.dtype,
                 layout.detail,
             )
+            flops = flops_of(request.flops)
         except ValueError as error:
             await _refuse(context, "registration", str(error))
         ticket = request.ticket.decode("ascii")
@@ -78,6 +91,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 engine=request.engine[:200],
                 transport="shm",
                 pid=self._arena.pid_of(ticket),
+                flops=flops,
+                can_split=request.can_split,
             ),
         )
         assert isinstance(answer, ac.Registered)
@@ -93,7 +108,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             yield pb.Order(order=order, drop=pb.Order.Drop())
 
     async def Report(self, request: pb.ReportRequest, context: _Context) -> pb.ReportReply:
-        """Note what the engine's own tier holds."""
+        """Note what the engine's own tier holds, and what it measured."""
+        steps, outcomes, load = await _read(
+            context,
+            lambda: (
+                steps_of(request.steps),
+                outcomes_of(request.outcomes),
+                load_of(request.load),
+            ),
+        )
         await self._ask(
             context,
             lambda call: ev.Report(
@@ -105,13 +128,27 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 hit_tokens=request.hit_tokens,
                 order=request.order,
                 removed=Removed(request.removed_blocks, request.removed_bytes),
+                steps=steps,
+                outcomes=outcomes,
+                load=load,
             ),
         )
         return pb.ReportReply()
 
+    async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceReply:
+        """Note which requests have come, and which are over."""
+        requests, over = await _read(
+            context, lambda: (announced_of(request.requests), over_of(request.over))
+        )
+        await self._ask(context, lambda call: ev.Announce(call, request.session, requests, over))
+        return pb.AnnounceReply()
+
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupReply:
-        """Tell which blocks could be loaded."""
+        """Tell which blocks could be loaded, and how many of them should be."""
         start_ns = time.monotonic_ns()
+        traits, load = await _read(
+            context, lambda: (traits_of(request.traits), load_of(request.load))
+        )
         answer = await self._ask(
             context,
             lambda call: ev.Lookup(
@@ -121,6 +158,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 hashes=request.chain.hashes,
                 first=request.first,
                 deadline_ns=_deadline_ns(request.deadline_ms),
+                traits=traits,
+                load=load,
             ),
         )
         assert isinstance(answer, ac.Found)
@@ -130,6 +169,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             tiers=[tier_to_wire(tier) for tier, _ in answer.runs],
             lengths=[length for _, length in answer.runs],
             reason=answer.reason,
+            plan=None if answer.plan is None else plan_to_wire(answer.plan),
+            max_offload_tokens=answer.max_offload_tokens,
         )
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
@@ -142,6 +183,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 hashes=request.chain.hashes,
                 first=request.first,
                 deadline_ns=_deadline_ns(request.deadline_ms),
+                decision=request.decision,
+                from_back=request.from_back,
             )
         )
         lease, is_ended = 0, False
@@ -157,6 +200,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     checksums=b"".join(message.checksums),
                     tiers=map(tier_to_wire, message.tiers),
                     end=message.end,
+                    blocks=message.num_blocks,
                 )
         finally:
             if not is_ended:
@@ -176,6 +220,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request: pb.PrepareStoreRequest, context: _Context
     ) -> pb.PrepareStoreReply:
         """Lease slots for new blocks."""
+        traits = await _read(context, lambda: traits_of(request.traits))
+        num_prompt_blocks = request.prompt_blocks if request.HasField("prompt_blocks") else -1
         answer = await self._ask(
             context,
             lambda call: ev.PrepareStore(
@@ -184,6 +230,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 tenant=request.chain.tenant,
                 hashes=request.chain.hashes,
                 first=request.first,
+                traits=traits,
+                num_prompt_blocks=num_prompt_blocks,
             ),
         )
         assert isinstance(answer, ac.Granted)
@@ -216,6 +264,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         if isinstance(answer, ac.Refused):
             await _refuse(context, answer.kind, answer.message)
         return answer
+
+
+async def _read(context: _Context, read: Callable[[], T]) -> T:
+    """Return what ``read`` makes of a message, or refuse the call by the field that is wrong."""
+    try:
+        return read()
+    except ValueError as wrong:
+        await _refuse(context, "field", str(wrong))
 
 
 async def _refuse(context: _Context, kind: str, message: str) -> NoReturn:

@@ -4,33 +4,36 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
 
 from kvtier import __version__
+from kvtier.api.rpc.incoming import tenant_of
+from kvtier.api.rpc.reports import Question, Reports
 from kvtier.client.wire import tier_from_wire, tier_to_wire
-from kvtier.core.identity import Selection
+from kvtier.core.identity import HASH_BYTES, Selection
+from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import Progress, Scrubber
+from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
-from kvtier.v1 import operator_pb2_grpc
 
 __all__ = ["OperatorService"]
 
-_DROP_DEADLINE_MS = 10_000
-_DROP_DEADLINE_MS_MAX = 600_000
+_DEADLINE_MS = 10_000
+_DEADLINE_MS_MAX = 600_000
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorService(operator_pb2_grpc.OperatorServicer):
-    """Serves ``kvtier.v1.Operator``; ``stat`` makes the document of ``kvtier stat``.
+    """Serves ``kvtier.v1.Operator``; ``reports`` makes what it tells.
 
     ``on_emptied`` is called when the SSD tier was emptied of everything.
     """
@@ -38,12 +41,12 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
     def __init__(
         self,
         driver: Driver,
-        stat: Callable[[], dict[str, Any]],
+        reports: Reports,
         scrubber: Scrubber | None,
         on_emptied: Callable[[], None],
     ) -> None:
         self._driver = driver
-        self._stat = stat
+        self._reports = reports
         self._scrubber = scrubber
         self._on_emptied = on_emptied
 
@@ -53,27 +56,75 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
 
     async def Stat(self, request: pb.StatRequest, context: _Context) -> pb.StatReply:
         """Return the status document."""
-        return pb.StatReply(json=json.dumps(self._stat()))
+        return pb.StatReply(json=json.dumps(self._reports.stat()))
 
     async def Drop(self, request: pb.DropRequest, context: _Context) -> pb.DropReply:
         """Take a selection of blocks out of tiers."""
+        tiers = await _tiers(context, request.tiers)
         try:
-            tiers = tuple(dict.fromkeys(map(tier_from_wire, request.tiers)))
             selection = Selection(request.key_space, request.tenant)
-        except KeyError as unknown:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"tier {unknown} is none")
-            raise AssertionError("abort raises") from None
         except ValueError as wrong:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
             raise AssertionError("abort raises") from None
-        deadline_ms = min(request.deadline_ms or _DROP_DEADLINE_MS, _DROP_DEADLINE_MS_MAX)
-        deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
+        deadline_ns = _deadline_ns(request.deadline_ms)
         answer = await self._driver.ask(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
         assert isinstance(answer, tuple)
         is_emptied = any(each.tier is TierName.SSD and not each.error for each in answer)
         if selection.is_all and is_emptied:
             self._on_emptied()
         return pb.DropReply(removed=map(_removed, answer))
+
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainReply:
+        """Return what is cached of a chain or a request, and what was decided about it."""
+        question = Question(
+            request.request_id,
+            request.key_space,
+            tenant_of(request.chain),
+            request.chain.hashes,
+            request.num_tokens,
+            request.unsalted.hashes,
+        )
+        if question.key_space or question.hashes or not question.request_id:
+            await _check_chain(context, question.key_space, question.tenant, question.hashes)
+            await _check_chain(context, question.key_space, question.tenant, question.unsalted)
+        document = self._reports.explain(question)
+        return pb.ExplainReply(json="" if document is None else json.dumps(document))
+
+    async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinReply:
+        """Keep a chain's blocks, or let them go again."""
+        tenant, hashes = tenant_of(request.chain), request.chain.hashes
+        await _check_chain(context, request.key_space, tenant, hashes)
+        if request.ttl_s > GAP_MAX_S:
+            said = f"ttl_s is {request.ttl_s}; it goes from 0 to {GAP_MAX_S}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+        ttl_ns = request.ttl_s * 10**9
+        answer = await self._driver.ask(
+            lambda call: ev.Pin(call, request.key_space, tenant, hashes, ttl_ns)
+        )
+        if isinstance(answer, ac.Refused):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.message)
+        assert isinstance(answer, ac.Retained)
+        return pb.PinReply(blocks=answer.num_blocks, reason=answer.reason)
+
+    async def Warm(self, request: pb.WarmRequest, context: _Context) -> pb.WarmReply:
+        """Bring a chain's blocks into the CPU tier."""
+        tenant, hashes = tenant_of(request.chain), request.chain.hashes
+        await _check_chain(context, request.key_space, tenant, hashes)
+        deadline_ns = _deadline_ns(request.deadline_ms)
+        answer = await self._driver.ask(
+            lambda call: ev.Warm(call, request.key_space, tenant, hashes, deadline_ns)
+        )
+        if isinstance(answer, ac.Refused):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.message)
+        assert isinstance(answer, ac.Warmed)
+        return pb.WarmReply(
+            ready_blocks=answer.num_ready, coming_blocks=answer.num_coming, reason=answer.reason
+        )
+
+    async def Probe(self, request: pb.ProbeRequest, context: _Context) -> pb.ProbeReply:
+        """Measure what transfers of tiers take, now."""
+        tiers = await _tiers(context, request.tiers)
+        return pb.ProbeReply(json=json.dumps(await self._reports.probe(tiers)))
 
     async def Fsck(self, request: pb.FsckRequest, context: _Context) -> AsyncIterator[pb.FsckReply]:
         """Verify the whole SSD tier; loads go first."""
@@ -97,6 +148,34 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
             blocks_in_all=self._driver.tiers[TierName.SSD].usage().num_blocks,
             over=progress.is_over,
         )
+
+
+def _deadline_ns(deadline_ms: int) -> int:
+    return time.monotonic_ns() + min(deadline_ms or _DEADLINE_MS, _DEADLINE_MS_MAX) * 1_000_000
+
+
+async def _tiers(
+    context: _Context, numbers: Iterable["engine_pb2.Tier.ValueType"]
+) -> tuple[TierName, ...]:
+    """Return the tiers that a call names, each once."""
+    try:
+        return tuple(dict.fromkeys(map(tier_from_wire, numbers)))
+    except KeyError as unknown:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"tier {unknown} is none")
+        raise AssertionError("abort raises") from None
+
+
+async def _check_chain(context: _Context, key_space: bytes, tenant: bytes, hashes: bytes) -> None:
+    """Refuse a call that names no chain."""
+    said = ""
+    if len(key_space) != HASH_BYTES:
+        said = f"key_space has {len(key_space)} bytes, not {HASH_BYTES}"
+    elif len(tenant) != HASH_BYTES or len(hashes) % HASH_BYTES:
+        said = f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
+    elif len(hashes) > CHAIN_BLOCKS_MAX * HASH_BYTES:
+        said = f"a chain has {len(hashes) // HASH_BYTES} blocks; {CHAIN_BLOCKS_MAX} is the most"
+    if said:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
 def _removed(dropped: ac.Dropped) -> pb.DropReply.Removed:

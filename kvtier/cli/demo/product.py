@@ -39,6 +39,10 @@ _SETTINGS = (
     "client.load_deadline=30s",
     "ssd.deadline=30s",
     "remote.deadline=10s",
+    # Nor is what would be decided: here every tier is to have every block, and to serve it.
+    "ssd.write=store",
+    "remote.write=store",
+    "cost.restore=always",
     "remote.ttl=1h",  # removed at the end; should that fail, the server forgets them by itself
 )
 

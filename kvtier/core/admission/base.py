@@ -1,11 +1,44 @@
 """The seam between a tier and the policy that guards its door; three answers, as values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from kvtier.core.residency import TierName
+from kvtier.core.reuse.history import Use
 
-__all__ = ["Admission", "Admit", "Offer", "Reject", "Throttle", "Verdict"]
+__all__ = ["Admission", "Admit", "Occasion", "Offer", "Reject", "Rule", "Throttle", "Verdict"]
+
+
+class Occasion(StrEnum):
+    """Why blocks are offered to a tier just now."""
+
+    STORED = "stored"
+    """An engine has computed them."""
+    USED = "used"
+    """They were asked for once more."""
+    LEAVING = "leaving"
+    """They will have to leave the CPU tier soon."""
+    LINGERING = "lingering"
+    """They have been in the CPU tier for long, and the daemon might crash."""
+    CLOSING = "closing"
+    """The daemon is about to stop."""
+
+
+class Rule(StrEnum):
+    """What refused a block; each is a label of ``kvtier_refused_blocks_total``."""
+
+    WORTH = "worth"
+    """It is expected to save less than it costs, or than what it would push out."""
+    DEPTH = "depth"
+    """It lies beyond ``max_offload_tokens``."""
+    BUDGET = "budget"
+    """It is not in the share that is written."""
+    SECOND_USE = "second_use"
+    """It was asked for once only."""
+    FULL = "full"
+    """There was no room, or the way there was full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +53,33 @@ class Offer:
     queued_bytes: int
     """What already waits to be written to that tier."""
     queued_bytes_max: int
+    occasion: Occasion = Occasion.STORED
+    use: Use | None = None
+    """To the CPU tier: the request that offers them."""
+    num_spare: int = 0
+    """To the CPU tier: how many of them fit without pushing anything out."""
+    keys: Sequence[bytes] = ()
+    """To a slower tier: their hashes."""
+    block_tokens: int = 1
+    key_space: bytes = b""
+    is_needed: bool = False
+    """The tier has a child of the last one, that is found through it alone."""
+    now_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Take the first ``num_blocks`` of what was offered."""
+    """Take the first ``num_blocks`` of what was offered; the others are refused by ``rule``."""
 
     num_blocks: int
+    rule: Rule = Rule.FULL
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Take none, because they do not pay; ``reason`` is a metric label."""
+    """Take none, because they do not pay."""
 
-    reason: str
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +97,6 @@ class Admission(Protocol):
 
     def judge(self, offer: Offer) -> Verdict:
         """Decide about an offer."""
+
+    def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
+        """Take what may be written to a tier for the time being; None: as much as there is."""

@@ -1,6 +1,7 @@
 """Admission of everything the way has room for: the baseline that other policies must beat."""
 
 from kvtier.core.admission.base import Admit, Offer, Throttle, Verdict
+from kvtier.core.residency import TierName
 
 __all__ = ["AdmitEverything"]
 
@@ -14,3 +15,6 @@ class AdmitEverything:
         if room <= 0:
             return Throttle("queue_full")
         return Admit(min(offer.num_blocks, room))
+
+    def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
+        """Leave budgets to the tiers, which keep them anyway."""

@@ -11,13 +11,15 @@ evictions. What has been used since is recognised by its stamp and passed over, 
 is offered again when it no longer is, so the order is exactly that of use.
 """
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge, nsmallest
+from itertools import islice
 
 import numpy as np
 
-from kvtier.core.index import Index
+from kvtier.core.index import IS_KEPT, Index
 from kvtier.core.limits import VICTIMS_SCANNED_AT_ONCE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -30,9 +32,29 @@ __all__ = ["LeafLru"]
 class _Queue:
     """The blocks of one slot size that go next."""
 
-    candidates: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of rows by the stamp they had: all that are evictable up to ``scanned``."""
+    oldest: deque[tuple[int, int]] = field(default_factory=deque)
+    """Rows by the stamp they had, in order: those that were evictable up to ``scanned``."""
+    returned: list[tuple[int, int]] = field(default_factory=list)
+    """A heap of those that became evictable later."""
     scanned: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.oldest or self.returned)
+
+    def first(self) -> tuple[int, int]:
+        """Return the oldest candidate there is."""
+        return min(each[0] for each in (self.oldest, self.returned) if each)
+
+    def pop(self) -> tuple[int, int]:
+        """Take the oldest candidate out."""
+        if self.returned and self.first() == self.returned[0]:
+            return heappop(self.returned)
+        return self.oldest.popleft()
+
+    def front(self, count: int) -> list[tuple[int, int]]:
+        """Return the oldest ``count`` candidates, in order."""
+        again = nsmallest(count, self.returned)
+        return list(islice(merge(self.oldest, again), count))
 
 
 class LeafLru:
@@ -54,7 +76,7 @@ class LeafLru:
         """Take in a row that the last scan had to leave out; a younger one comes with the next."""
         queue = self._queues.get(slot_bytes(int(index.payload_bytes[row])))
         if queue is not None and (stamp := int(index.stamp[row])) <= queue.scanned:
-            heappush(queue.candidates, (stamp, row))
+            heappush(queue.returned, (stamp, row))
 
     def victims(
         self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
@@ -66,9 +88,9 @@ class LeafLru:
         last = (0, -1)
         try:
             while (
-                queue.candidates or self._scan(index, slots.owners_of(size), queue, before)
-            ) and (queue.candidates[0][0] < before):
-                stamp, row = candidate = heappop(queue.candidates)
+                queue or self._scan(index, slots.owners_of(size), queue, before)
+            ) and queue.first()[0] < before:
+                stamp, row = candidate = queue.pop()
                 is_repeat, last = candidate == last, candidate
                 if is_repeat or not self._is_evictable(index, row, stamp):
                     continue  # used since, gone, or pinned: then it is offered again
@@ -77,17 +99,16 @@ class LeafLru:
         finally:
             for stamp, row in proposed:
                 if self._is_evictable(index, row, stamp):
-                    heappush(queue.candidates, (stamp, row))  # it was not taken
+                    heappush(queue.returned, (stamp, row))  # it was not taken
 
     def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Return the front of the heap, which holds the oldest in nearly the right order."""
+        """Return the oldest, of those that are still so."""
         queue = self._queues.setdefault(size, _Queue())
-        if not queue.candidates:
+        if len(queue.oldest) < count:
             self._scan(index, slots.owners_of(size), queue, self._clock)
-        front = np.array(queue.candidates[:count], np.int64).reshape(-1, 2)
+        front = np.array(queue.front(count), np.int64).reshape(-1, 2)
         rows: Rows = front[index.stamp[front[:, 1]] == front[:, 0], 1]
-        is_ready = index.residency(rows, TierName.CPU) == Residency.READY
-        evictable: Rows = rows[is_ready & (index.pins[rows] == 0)]
+        evictable: Rows = rows[index.evictable(rows)]
         return evictable
 
     @staticmethod
@@ -106,21 +127,21 @@ class LeafLru:
                 queue.scanned = int(taken_stamps.max())
             # Only these are looked at more closely: each look at another column of a million rows
             # takes as long as finding the oldest of them.
-            is_ready = index.residency(taken, TierName.CPU) == Residency.READY
-            is_ready &= index.pins[taken] == 0
-            taken, taken_stamps = taken[is_ready], taken_stamps[is_ready]
+            is_free = index.evictable(taken)
+            taken, taken_stamps = taken[is_free], taken_stamps[is_free]
             order = np.argsort(taken_stamps)
-            # Sorted, and so a heap already.
-            queue.candidates = list(
+            # All younger than those scanned before, and so in order behind them.
+            queue.oldest.extend(
                 zip(taken_stamps[order].tolist(), taken[order].tolist(), strict=True)
             )
-            if is_last or queue.candidates:
-                return bool(queue.candidates)
+            if is_last or queue.oldest:
+                return bool(queue.oldest)
 
     @staticmethod
     def _is_evictable(index: Index, row: int, stamp: int) -> bool:
         return bool(
             index.stamp[row] == stamp
             and index.pins[row] == 0
+            and not index.past[row] & IS_KEPT
             and index.cell(row, TierName.CPU) == Residency.READY
         )

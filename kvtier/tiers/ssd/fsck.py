@@ -52,7 +52,7 @@ from kvtier.tiers.ssd.segment import (
 
 __all__ = ["Fsck", "Purpose", "Report"]
 
-_OURS = frozenset({"lock", "probe", "key_spaces.json"})
+_OURS = frozenset({"lock", "probe", "key_spaces.json", "learned.json"})
 """Files beside the segments."""
 
 _FOREIGN_SHOWN_MAX = 100

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash
 from kvtier.core.limits import INDEX_ROWS_MAX, PAGE_BYTES
-from kvtier.core.table import HashTable, Rows, as_keys
+from kvtier.core.table import HashTable, Keys, Rows, as_keys
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.segment import Entries
 
@@ -59,9 +59,13 @@ class Index:
         """Return the row of each block, -1 where it is absent."""
         return self._table.find(as_keys(b"".join(hashes)))
 
+    def find_keys(self, keys: Keys) -> Rows:
+        """Return the row of each block, -1 where it is absent; ``keys`` is a column of hashes."""
+        return self._table.find(np.ascontiguousarray(keys))
+
     def find_entries(self, entries: Entries) -> Rows:
         """Return the row of each entry's block, -1 where it is absent."""
-        return self._table.find(np.ascontiguousarray(entries["header"]["block_hash"]))
+        return self.find_keys(entries["header"]["block_hash"])
 
     def rows_at(self, entries: Entries, segment: int) -> Rows:
         """Return the rows of those entries' blocks whose record is this very one."""
@@ -95,6 +99,10 @@ class Index:
     def rows_of(self, segment: int) -> Rows:
         """Return the rows whose blocks are in a segment."""
         return np.flatnonzero(self.segment[: self._table.extent] == segment)
+
+    def rows_among(self, segments: Sequence[int]) -> Rows:
+        """Return the rows whose blocks are in any of some segments."""
+        return np.flatnonzero(np.isin(self.segment[: self._table.extent], segments))
 
     def expired_rows(self, oldest_s: int) -> Rows:
         """Return the rows of blocks that were written before ``oldest_s``."""

@@ -5,7 +5,7 @@ Rules
 * Sizes of files plus ``metadata_bytes`` never exceed the capacity: room is made before a file is.
   A file that is being read while its blocks are given up counts until its last reader is done, and
   one that cannot be removed until it can.
-* Which segment goes is the choice of victim.py, unless a reader has it pinned or the caller
+* Which segment goes is the choice of its ``order``, unless a reader has it pinned or the caller
   protects it. What is worth keeping of it was moved before, by reclaim.py.
 * ``lock`` guards everything here. Files are made and removed by the one appending thread; only a
   retired file's last reader may remove it elsewhere.
@@ -23,13 +23,14 @@ from kvtier.tiers.ssd.budget import WriteBudget
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.index import Index
 from kvtier.tiers.ssd.segment import Segment, create_segment, seal_segment
-from kvtier.tiers.ssd.victim import choose_victim
+from kvtier.tiers.ssd.victim import Choice, Order
 from kvtier.tiers.ssd.volume import NO_SPACE, Volume
 
 __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
-METADATA_BYTES = 64 << 10
-"""The least kept back for what is no segment: the lock file, the probe, the directory itself."""
+METADATA_BYTES = 96 << 10
+"""The least kept back for what is no segment: the lock file, the probe, the directory itself, and
+what the daemon keeps beside them."""
 
 _RECLAIMS_MAX = 2
 """Segments given up for one new one: more than one where another size was set before."""
@@ -51,12 +52,14 @@ class SegmentPool:
         *,
         volume: Volume,
         budget: WriteBudget,
+        order: Order,
     ) -> None:
         self.disk = disk
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = segment_bytes
         self.volume = volume
         self.budget = budget
+        self.order = order
         self.lock = threading.Lock()
         self.index = Index()
         self.segments: dict[int, Segment] = {}
@@ -128,8 +131,8 @@ class SegmentPool:
         is_full = not self.is_within_capacity(1)
         return is_full or self.volume.shortage(self.segment_bytes) is not None
 
-    def victim(self, protected: Collection[int]) -> Segment | None:
-        """Return the segment to go next; None where none may."""
+    def victim(self, protected: Collection[int], choose: Choice) -> Segment | None:
+        """Return the segment to go next by a choice of the order; None where none may."""
         with self.lock:
             candidates = sorted(
                 number
@@ -137,7 +140,7 @@ class SegmentPool:
                 if segment.num_pins == 0 and segment is not self.active and number not in protected
             )
             unknown = [number for number in candidates if self.segments[number].is_unknown]
-        number = choose_victim(self.index, candidates, self.segment_bytes, unknown)
+        number = choose(self.index, candidates, unknown)
         return None if number is None else self.segments[number]
 
     def relieve(self, protected: Collection[int]) -> bool:
@@ -146,7 +149,7 @@ class SegmentPool:
 
     def reclaim(self, protected: Collection[int]) -> bool:
         """Give up the segment that is to go next; False where none may."""
-        victim = self.victim(protected)
+        victim = self.victim(protected, self.order.to_evict)
         if victim is None:
             return False
         self.give_up(victim)

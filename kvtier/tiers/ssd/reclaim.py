@@ -2,10 +2,11 @@
 
 Theory
 ------
-A second chance for what has been read (FIFO with reinsertion, as in S3-FIFO, SOSP'23): the blocks
-of a victim that were read since they were written or last moved are moved to the segment that is
-appended to; its other blocks are evicted. A move halves a block's count of reads, so that a block
-stays only as long as it goes on being read.
+A second chance for what is worth it (FIFO with reinsertion, as in S3-FIFO, SOSP'23): such blocks
+of a victim are moved to the segment that is appended to; its other blocks are evicted. Worth it is,
+by the pool's order, what stands out among the store's blocks, or what was read since it was written
+or last moved. A move halves a block's count of reads, so that it stays only as long as it goes on
+being read.
 
 Moving takes room, and the cap is hard. So a segment is reclaimed ahead of time, once the active one
 has no more room than a move may need, and only where there is something to move. Otherwise the
@@ -13,7 +14,7 @@ victim goes when its room is needed, and not before.
 
 Rules
 -----
-* At most ``MOVED_SHARE`` of a segment is moved, those read most first. Each victim so yields
+* At most ``MOVED_SHARE`` of a segment is moved, the best first. Each victim so yields
   three quarters of a segment, what is written is at most 4/3 of what was offered (plus metadata),
   and one call waits for one such move at most.
 * A record is moved as it lies there, seal and time of writing included, and only if it verifies.
@@ -38,7 +39,7 @@ from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.append import StoredRecord, note_fault, write_records
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.record import padded, record_bytes
-from kvtier.tiers.ssd.segment import Segment
+from kvtier.tiers.ssd.segment import Segment, entries_of
 from kvtier.tiers.ssd.verdict import examine, read_record
 from kvtier.tiers.ssd.victim import MOVED_SHARE
 
@@ -92,7 +93,7 @@ class Reclaimer:
         with pool.lock:
             rows = pool.index.find([block.header.block_hash for block in blocks])
             protected = set(pool.index.segment[rows[rows >= 0]].tolist())
-        victim = pool.victim(protected)
+        victim = pool.victim(protected, pool.order.to_clean)
         kept = self._worth_keeping(victim, share_bytes) if victim else []
         if victim and kept:
             # Half of the time is left for the write itself.
@@ -100,16 +101,18 @@ class Reclaimer:
             pool.give_up(victim)
 
     def _worth_keeping(self, victim: Segment, most_bytes: int) -> list[_Kept]:
-        """Return the records to move, those read most first; all within the bounds."""
-        pool = self._pool
+        """Return the records to move, the best first; all within the bounds."""
+        pool, index = self._pool, self._pool.index
         if pool.budget.is_limited:
             most_bytes = min(most_bytes, pool.budget.available_bytes())
         with pool.lock:
-            index = pool.index
             rows = index.rows_of(victim.number)
-            is_kept = (index.reads[rows] > 0) & (index.written_s[rows] >= self._age.oldest_s())
-            rows = rows[is_kept]
-            rows = rows[np.lexsort((index.page[rows], -index.reads[rows].astype(int)))]
+            rows = rows[index.written_s[rows] >= self._age.oldest_s()]
+        try:
+            rows = pool.order.worth_moving(index, rows, lambda: entries_of(pool.disk, victim))
+        except OSError:
+            return []  # what is in it cannot be read
+        with pool.lock:
             columns = index.page[rows], index.payload_bytes[rows], index.reads[rows]
             hashes = index.hashes_of(rows)
         kept = [

@@ -57,7 +57,9 @@ from kvtier.tiers.ssd.reclaim import Reclaimer
 from kvtier.tiers.ssd.recovery import recover
 from kvtier.tiers.ssd.scrub import Scrubber
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, entries_of, written_since
+from kvtier.tiers.ssd.victim import ReadOrder
 from kvtier.tiers.ssd.volume import Volume
+from kvtier.tiers.ssd.worth import WorthOrder
 
 __all__ = ["SsdTier"]
 
@@ -113,7 +115,7 @@ class SsdTier:
         self._is_closed = False
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
-        """Append blocks, giving up the oldest segments for them where the tier is full.
+        """Append blocks, giving up segments for them where the tier is full.
 
         Segments of blocks named in this call are kept. Blocks evicted by a call that raised are
         reported by the next one that does not.
@@ -314,4 +316,11 @@ def _new_pool(
     budget = WriteBudget(
         options.write_budget_bytes, lambda: disk.written.total_bytes, options.now_s
     )
-    return SegmentPool(disk, capacity_bytes, segment_bytes, volume=volume, budget=budget)
+    order = (
+        ReadOrder(segment_bytes)
+        if options.worth is None
+        else WorthOrder(segment_bytes, options.worth, options.now_s)
+    )
+    return SegmentPool(
+        disk, capacity_bytes, segment_bytes, volume=volume, budget=budget, order=order
+    )

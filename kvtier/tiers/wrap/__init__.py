@@ -2,17 +2,13 @@
 
 from kvtier.tiers.wrap.around import AroundTier, Call, Operation
 from kvtier.tiers.wrap.breaker import BreakerState, BreakerTier
-from kvtier.tiers.wrap.deadline import DeadlineTier
-from kvtier.tiers.wrap.instrument import CallOutcome, InstrumentTier, TierObserver
+from kvtier.tiers.wrap.throttle import ThrottleTier
 
 __all__ = [
     "AroundTier",
     "BreakerState",
     "BreakerTier",
     "Call",
-    "CallOutcome",
-    "DeadlineTier",
-    "InstrumentTier",
     "Operation",
-    "TierObserver",
+    "ThrottleTier",
 ]

@@ -1,0 +1,258 @@
+"""``POST /v1/kvtier/chain``: what a prompt is to the cache, and where it leaves the others' way.
+
+Tools that explain, pin or warm a prompt name it by its block hashes. Only the engine can make them
+of text: it has the tokenizer, the chat template and the key space. So it also knows where a prompt
+first differs from the nearest one that came before, which is the first question after a miss.
+
+Rules
+-----
+* The prompt goes through the very functions that a completion goes through.
+* A prompt is compared with those of its own tenant and with no others, or the place where two
+  differ would tell one tenant what another has asked.
+* Recent prompts are kept as token ids, up to a bound of bytes; text leaves only when asked for.
+"""
+
+import asyncio
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic_core import from_json, to_json
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, read_body
+from kvtier.api.http.call import read_chat, read_completion
+from kvtier.api.http.error import ApiError
+from kvtier.api.http.gate import Gate
+from kvtier.api.http.limits import ServerLimits
+from kvtier.api.http.service import ChatModel, EngineService
+from kvtier.api.http.tenant import Tenants
+from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
+from kvtier.engine.request import Deliver, Request
+
+__all__ = ["ChainIdentity", "Chains", "Nearest", "Recent", "RememberingService"]
+
+_RECENT_BYTES_MAX = 32 << 20
+"""Of token ids of recent prompts: eight million tokens, a thousand prompts of eight thousand."""
+
+_TENANTS_MAX = 1024
+"""Whose prompts are kept; the one that was here last longest ago goes first."""
+
+_NAMES = ("prompt", "messages", "token_ids")
+_TEXT_BEFORE, _TEXT_AFTER = 8, 24
+"""Tokens shown around the place where two prompts part."""
+
+_Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainIdentity:
+    """What this engine's block hashes are made with, besides tokens and salt."""
+
+    key_space: bytes
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """How a prompt relates to the recent ones of its tenant."""
+
+    is_seen: bool
+    """One of them begins with the whole prompt."""
+    num_tokens: int
+    """Of the longest prefix in common with one that then goes another way, or ends."""
+    other: _Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
+    """That one; empty where there is none."""
+
+
+@dataclass(slots=True)
+class _Own:
+    """The prompts of one tenant, oldest first."""
+
+    prompts: deque[_Tokens] = field(default_factory=deque)
+    num_bytes: int = 0
+
+
+class Recent:
+    """Token ids of recent prompts, by tenant; from any thread."""
+
+    def __init__(self, bytes_max: int = _RECENT_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._by_tenant: OrderedDict[bytes, _Own] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def note(self, tenant: bytes, prompt: Sequence[int]) -> None:
+        """Keep a prompt; the oldest of whoever has most goes for it."""
+        tokens = _as_tokens(prompt)
+        if tokens.nbytes > self._bytes_max:
+            return
+        with self._lock:
+            own = self._by_tenant.setdefault(tenant, _Own())
+            self._by_tenant.move_to_end(tenant)
+            own.prompts.append(tokens)
+            own.num_bytes += tokens.nbytes
+            self._num_bytes += tokens.nbytes
+            while self._num_bytes > self._bytes_max:
+                self._forget_oldest()
+            while len(self._by_tenant) > _TENANTS_MAX:
+                _, gone = self._by_tenant.popitem(last=False)
+                self._num_bytes -= gone.num_bytes
+
+    def nearest(self, tenant: bytes, prompt: Sequence[int]) -> Nearest:
+        """Compare a prompt with the recent ones of its tenant."""
+        with self._lock:
+            others = list(self._by_tenant.get(tenant, _Own()).prompts)
+        tokens = _as_tokens(prompt)
+        is_seen, longest, other = False, 0, np.empty(0, np.uint32)
+        for each in others:
+            num_common = _num_common(tokens, each)
+            if num_common == len(tokens):
+                is_seen = True
+            elif num_common >= longest:  # of equals the latest
+                longest, other = num_common, each
+        return Nearest(is_seen, longest, other)
+
+    def _forget_oldest(self) -> None:
+        tenant, most = max(self._by_tenant.items(), key=lambda item: item[1].num_bytes)
+        gone_bytes = most.prompts.popleft().nbytes
+        most.num_bytes -= gone_bytes
+        self._num_bytes -= gone_bytes
+        if not most.prompts:
+            del self._by_tenant[tenant]
+
+
+class RememberingService:
+    """An engine of which each prompt is noted in ``recent`` as it is submitted."""
+
+    def __init__(self, inner: EngineService, recent: Recent) -> None:
+        self._inner = inner
+        self._recent = recent
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell what the engine says."""
+        return self._inner.is_ready
+
+    @property
+    def is_stuck(self) -> bool:
+        """Tell what the engine says."""
+        return self._inner.is_stuck
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Submit a request, and note its prompt if it was taken."""
+        self._inner.submit(request, deliver)
+        self._recent.note(tenant_digest(request.cache_salt), request.prompt)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        self._inner.abort(request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The endpoint."""
+
+    identity: ChainIdentity
+    recent: Recent
+    model: ChatModel
+    gate: Gate
+    limits: ServerLimits
+    tenants: Tenants
+
+    async def answer(self, request: HttpRequest) -> Response:
+        """Answer one request; a prompt takes a place like any other."""
+        key = self.tenants.key_of(request)
+        with self.gate.enter():
+            raw = await read_body(request, self.limits)
+            # In a thread: long texts take their time, and so do many recent prompts.
+            return JSONResponse(await asyncio.to_thread(self._document, raw, key))
+
+    def _document(self, raw: bytes, key: str) -> dict[str, Any]:
+        prompt, salt, has_text = self._read(raw, key)
+        tenant = tenant_digest(salt)
+        nearest = self.recent.nearest(tenant, prompt)
+        document: dict[str, Any] = {
+            "key_space": self.identity.key_space.hex(),
+            "tenant": tenant.hex(),
+            "block_tokens": self.identity.block_tokens,
+            "num_tokens": len(prompt),
+            "hashes": self._hashes(tenant, prompt),
+            "unsalted": [] if tenant == NO_TENANT else self._hashes(NO_TENANT, prompt),
+            "is_seen": nearest.is_seen,
+            "nearest_tokens": nearest.num_tokens,
+            "has_nearest": bool(len(nearest.other)),
+        }
+        if has_text:
+            document["text"] = self._texts(prompt, nearest)
+        return document
+
+    def _read(self, raw: bytes, key: str) -> tuple[tuple[int, ...], str | None, bool]:
+        """Return the prompt's tokens, its salt, and whether text is asked for."""
+        body = _parsed(raw)
+        has_text = body.pop("with_text", False)
+        if not isinstance(has_text, bool):
+            raise ApiError("with_text: must be true or false", param="with_text")
+        named = [name for name in _NAMES if name in body]
+        if len(named) != 1:
+            raise ApiError(f"give exactly one of {', '.join(_NAMES)}")
+        if named == ["token_ids"]:
+            body["prompt"] = _token_ids(body.pop("token_ids"))
+        whole = to_json({"model": self.model.model_id, "max_tokens": 1} | body)
+        if named == ["messages"]:
+            chat = parse_body(whole, ChatBody)
+            call, salt = read_chat(chat, self.model), chat.cache_salt
+        else:
+            completion = parse_body(whole, CompletionBody)
+            if completion.num_prompts != 1:
+                raise ApiError("prompt: one at a time", param="prompt")
+            call, salt = read_completion(completion, self.model), completion.cache_salt
+        return call.requests[0].prompt, self.tenants.salt_of(key, salt), has_text
+
+    def _hashes(self, tenant: bytes, prompt: Sequence[int]) -> list[str]:
+        root = chain_root(self.identity.key_space, tenant)
+        return [each.hex() for each in hash_blocks(root, prompt, self.identity.block_tokens)]
+
+    def _texts(self, prompt: Sequence[int], nearest: Nearest) -> dict[str, str]:
+        """Return both prompts around the place where they part."""
+        at = nearest.num_tokens
+        start, end = max(0, at - _TEXT_BEFORE), at + _TEXT_AFTER
+        return {
+            "before": self.model.decode(list(prompt[start:at])),
+            "here": self.model.decode(list(prompt[at:end])),
+            "there": self.model.decode(nearest.other[at:end].tolist()),
+        }
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    return body
+
+
+def _token_ids(value: object) -> object:
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise ApiError("token_ids: must be a list of token ids", param="token_ids")
+    return value
+
+
+def _as_tokens(prompt: Sequence[int]) -> _Tokens:
+    # By way of array: numpy takes three times as long to read a tuple of 128k numbers.
+    return np.frombuffer(array("I", prompt), np.uint32)
+
+
+def _num_common(tokens: _Tokens, other: _Tokens) -> int:
+    """Return the length of the longest prefix in common."""
+    length = min(len(tokens), len(other))
+    is_other = tokens[:length] != other[:length]
+    return int(np.argmax(is_other)) if is_other.any() else length

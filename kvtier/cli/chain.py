@@ -1,0 +1,227 @@
+"""Which prompt a command means: given as text, as messages or as tokens, and hashed by an engine.
+
+Only an engine knows how text becomes tokens, and tokens block hashes; see ``api.http.chain``.
+"""
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.cli.options import config_of
+from kvtier.core.identity import HASH_BYTES
+from kvtier.errors import StartError
+from kvtier.v1 import engine_pb2 as pb
+
+__all__ = ["NamedChain", "add_chain_options", "chain_of", "names_a_chain"]
+
+_TIMEOUT_S = 60.0
+"""For a prompt of a million tokens, which takes a tokenizer half a minute."""
+
+_PROMPT_BYTES_MAX = 16 << 20
+"""What an engine takes as a body."""
+
+_REPLY_BYTES_MAX = 64 << 20
+_PATH = "/v1/kvtier/chain"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChain:
+    """A prompt as the daemon knows it, and what the engine said of it."""
+
+    key_space: bytes
+    tenant: bytes
+    hashes: bytes
+    unsalted: bytes
+    num_tokens: int
+    told: Mapping[str, Any]
+    """The engine's answer without the hashes."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many full blocks it has."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def message(self) -> pb.Chain:
+        """Return it as calls name it."""
+        return pb.Chain(tenant=self.tenant, hashes=self.hashes)
+
+
+def add_chain_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a prompt, and the engine that reads it."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--prompt", metavar="TEXT|@FILE", help="a prompt: its text, or @ and a file (@- stdin)"
+    )
+    what.add_argument(
+        "--messages", metavar="FILE", help="a conversation: a JSON list of messages (- stdin)"
+    )
+    what.add_argument(
+        "--tokens", metavar="FILE", help="token ids: a JSON list, or one a line (- stdin)"
+    )
+    parser.add_argument("--salt", metavar="SALT", help="the cache_salt it was sent with")
+    parser.add_argument(
+        "--engine", metavar="URL", help="an engine of that model (http:// and engine.listen)"
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the API key to show to the engine"
+    )
+
+
+def names_a_chain(options: argparse.Namespace) -> bool:
+    """Tell whether the command line names a prompt."""
+    return any(each is not None for each in (options.prompt, options.messages, options.tokens))
+
+
+def chain_of(options: argparse.Namespace, *, with_text: bool = False) -> NamedChain:
+    """Return the chain of the prompt that the options name. Raises StartError."""
+    if not names_a_chain(options):
+        raise StartError("--prompt", "is not given", "name one: --prompt, --messages or --tokens")
+    body = _body(options) | ({"with_text": True} if with_text else {})
+    if options.salt is not None:
+        if not options.salt:  # mostly a shell variable that is not set
+            raise StartError("--salt", "is empty", "give a salt, or leave the option out")
+        body["cache_salt"] = options.salt
+    url = _engine(options)
+    return _named(url, _asked(url, body, _key(options)))
+
+
+def _body(options: argparse.Namespace) -> dict[str, Any]:
+    if options.prompt is not None:
+        given: str = options.prompt
+        text = _read("--prompt", given[1:]) if given.startswith("@") else given
+        if not text:
+            raise StartError("--prompt", "is empty", "give a text, or @FILE")
+        return {"prompt": text}
+    if options.messages is not None:
+        messages = _parsed("--messages", _read("--messages", options.messages))
+        if isinstance(messages, dict):  # a whole request, as clients log it
+            messages = messages.get("messages")
+        if not isinstance(messages, list):
+            raise StartError("--messages", "are no list", 'give [{"role": …, "content": …}, …]')
+        return {"messages": messages}
+    text = _read("--tokens", options.tokens)
+    if text.lstrip().startswith("["):
+        return {"token_ids": _parsed("--tokens", text)}
+    try:
+        return {"token_ids": [int(word) for word in text.replace(",", " ").split()]}
+    except ValueError:
+        raise StartError("--tokens", "are no numbers", "give a JSON list, or one a line") from None
+
+
+def _read(option: str, path: str) -> str:
+    """Return the content of a file, or of standard input for ``-``."""
+    try:
+        if path == "-":
+            raw = sys.stdin.buffer.read(_PROMPT_BYTES_MAX + 1)
+        else:
+            with Path(path).open("rb") as file:
+                raw = file.read(_PROMPT_BYTES_MAX + 1)
+        text = raw.decode()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise StartError(
+            option, f"{path or 'a file without a name'} cannot be read: {reason}", "give a file"
+        ) from error
+    except UnicodeDecodeError:
+        raise StartError(option, f"{path} is no text in UTF-8", "give a text file") from None
+    if len(raw) > _PROMPT_BYTES_MAX:
+        raise StartError(option, f"{path} is over {_PROMPT_BYTES_MAX} bytes", "give a prompt")
+    return text
+
+
+def _parsed(option: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise StartError(option, f"is no JSON: {error}", "give a JSON list") from None
+
+
+def _engine(options: argparse.Namespace) -> str:
+    """Return the URL of the engine, without the path of its API."""
+    given: str | None = options.engine
+    if given is None:
+        return f"http://{config_of(options).engine.listen}"
+    where = urlsplit(given)
+    if where.scheme not in {"http", "https"} or not where.netloc:
+        raise StartError("--engine", f"{given!r} is no URL", "give http://HOST:PORT")
+    return f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _key(options: argparse.Namespace) -> str:
+    if options.api_key_file is None:
+        return ""
+    key = _read("--api-key-file", str(options.api_key_file)).strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise StartError("--api-key-file", "has no key", "give a file with one key")
+    return key
+
+
+def _asked(url: str, body: Mapping[str, Any], key: str) -> Any:
+    """Return what the engine answers. Raises StartError."""
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    call = urllib.request.Request(  # noqa: S310 - http or https, as was checked
+        url + _PATH, json.dumps(body).encode(), headers
+    )
+    # Not by way of a proxy: an engine is near.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(call, timeout=_TIMEOUT_S) as reply:
+            return json.loads(reply.read(_REPLY_BYTES_MAX))
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refusal(url, error.code, error.read(_PROMPT_BYTES_MAX)) from None
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise StartError(
+            "--engine", f"no engine answers at {url}: {reason}", "give --engine http://HOST:PORT"
+        ) from error
+    except ValueError:
+        raise _stranger(url) from None
+
+
+def _refusal(url: str, status: int, raw: bytes) -> StartError:
+    """Say in the engine's own words why it does not answer."""
+    try:
+        said = " ".join(str(json.loads(raw)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        said = ""
+    if status == 401:
+        return StartError(
+            "--api-key-file",
+            f"{url} wants an API key: {said}",
+            "give a file with one",
+        )
+    if status == 404 and not said.startswith("there is no model"):
+        return _stranger(url)
+    return StartError("--engine", f"{url} refuses: {said or status}", "do as it says")
+
+
+def _stranger(url: str) -> StartError:
+    return StartError(
+        "--engine", f"{url} is no kvtier engine, or one too old", "give that of `kvtier engine`"
+    )
+
+
+def _named(url: str, told: Any) -> NamedChain:
+    try:
+        return NamedChain(
+            key_space=bytes.fromhex(told["key_space"]),
+            tenant=bytes.fromhex(told["tenant"]),
+            hashes=bytes.fromhex("".join(told["hashes"])),
+            unsalted=bytes.fromhex("".join(told["unsalted"])),
+            num_tokens=int(told["num_tokens"]),
+            told={name: each for name, each in told.items() if name not in {"hashes", "unsalted"}},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _stranger(url) from None

@@ -1,0 +1,61 @@
+"""``kvtier pin``: keep a prompt's blocks for a time, or no longer."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.cli.call import add_socket_options, ask, socket_of
+from kvtier.cli.chain import add_chain_options, chain_of
+from kvtier.cli.options import whole_seconds
+from kvtier.v1 import operator_pb2 as pb
+
+__all__ = ["add_parser", "run"]
+
+_TIMEOUT_S = 10.0
+_TTL_S = 3600
+
+_REASONS: Mapping[str, str] = {
+    "budget": "what policy.pin_share lets pins keep is used up",
+    "unknown": "no engine has stored blocks of this model here",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "pin",
+        help="keep a prompt's blocks in the CPU tier for a time",
+        description="Keep a prompt's blocks from being evicted from the CPU tier for a time, also "
+        "those that come there later; --ttl 0 ends it. All pins together keep policy.pin_share of "
+        "the tier at most, the front of the prompt first.",
+    )
+    add_socket_options(parser)
+    add_chain_options(parser)
+    parser.add_argument(
+        "--ttl",
+        type=whole_seconds,
+        default=_TTL_S,
+        metavar="SECONDS",
+        help=f"for how long ({_TTL_S}); 0: no longer",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Pin, or end a pin; exit code 1 where not all of the prompt is kept."""
+    target = socket_of(options)
+    chain = chain_of(options)
+    request = pb.PinRequest(key_space=chain.key_space, chain=chain.message, ttl_s=options.ttl)
+    reply = ask(target, lambda stub: stub.Pin(request, timeout=_TIMEOUT_S))
+    if options.json:
+        kept = {"blocks": reply.blocks, "of_blocks": chain.num_blocks, "reason": reply.reason}
+        print(json.dumps(kept | {"ttl_s": options.ttl}))
+    elif options.ttl:
+        line = f"kept are {reply.blocks} of {chain.num_blocks} blocks, for {options.ttl} s"
+        why = _REASONS.get(reply.reason, reply.reason)
+        print(line + (f": {why}" if why else ""))
+    else:
+        print(f"the {chain.num_blocks} blocks are kept no longer than others")
+    return int(bool(options.ttl) and reply.blocks < chain.num_blocks)

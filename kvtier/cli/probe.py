@@ -1,0 +1,98 @@
+"""``kvtier probe``: measure what transfers of each tier take, now."""
+
+import argparse
+import json
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvtier.cli.call import add_socket_options, ask, socket_of
+from kvtier.cli.shown import shown_bytes, shown_seconds
+from kvtier.client.wire import tier_to_wire
+from kvtier.core.residency import TierName
+from kvtier.v1 import operator_pb2 as pb
+
+__all__ = ["add_parser", "probe_text", "run"]
+
+_TIMEOUT_S = 180.0
+"""Reads of requests go first, and each of a handful of sizes may wait for them for a while."""
+
+_COLUMNS = 80
+
+_Document = Mapping[str, Any]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "probe",
+        help="measure what transfers of each tier take",
+        description="Write blocks of a few sizes to each tier below the CPU, read them back one "
+        "at a time and together, and remove them: about 20 MiB. The cost model learns from it. "
+        "Requests go first.",
+    )
+    add_socket_options(parser)
+    parser.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        choices=[*TierName],
+        help="tier to measure; may be repeated (all below the CPU)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the document itself")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; exit code 1 where nothing could be measured."""
+    request = pb.ProbeRequest(tiers=[tier_to_wire(TierName(each)) for each in options.tier])
+    reply = ask(socket_of(options), lambda stub: stub.Probe(request, timeout=_TIMEOUT_S))
+    document = json.loads(reply.json)
+    print(reply.json if options.json else probe_text(document))
+    return int(not any(tier["rounds"] for tier in document["tiers"].values()))
+
+
+def probe_text(document: _Document) -> str:
+    """Return the document for people: what was measured, against what the model says."""
+    if not document["tiers"]:
+        return "there is no tier below the CPU"
+    parts = [_tier(name, tier) for name, tier in document["tiers"].items()]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _tier(name: str, tier: _Document) -> Iterator[str]:
+    head = f"{name}: {tier['device']}" if tier["device"] else name
+    if tier["measured_s"]:
+        day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tier["measured_s"]))
+        head += f", measured {day}"
+    yield from textwrap.wrap(head, _COLUMNS, subsequent_indent="  ")
+    if tier["rounds"]:
+        yield "     block  at once      wrote       each       read       each   by model"
+    sizes = sorted({each["block_bytes"] for each in tier["rounds"]})
+    for size in sizes:
+        rounds = [each for each in tier["rounds"] if each["block_bytes"] == size]
+        written = next((each for each in rounds if not each["is_read"]), None)
+        for place, each in enumerate(each for each in rounds if each["is_read"]):
+            yield _row(size, each, written if place == 0 else None)
+    if tier["reason"]:
+        said = f"not measured: {tier['reason']}"
+        if tier["rounds"]:
+            said = f"no further: {tier['reason']}"
+        yield from textwrap.wrap(said, _COLUMNS, subsequent_indent="  ")
+
+
+def _row(size: int, read: _Document, written: _Document | None) -> str:
+    wrote = ["", ""]
+    if written is not None:
+        seconds = written["seconds"] / written["num_blocks"]
+        wrote = [_rate(written["block_bytes"], seconds), shown_seconds(seconds)]
+    rate = _rate(size * read["depth"], read["seconds"])
+    model = "" if read["model_s"] is None else shown_seconds(read["model_s"])
+    columns = [*wrote, rate, shown_seconds(read["seconds"]), model]
+    line = f"{shown_bytes(size):>10}{read['depth']:>9}" + "".join(f"{c:>11}" for c in columns)
+    return line.rstrip()
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{shown_bytes(num_bytes / seconds)}/s" if seconds > 0 else "-"

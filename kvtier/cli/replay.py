@@ -1,0 +1,247 @@
+"""``kvtier replay``: what a trace would have had of kvtier, under policies and sizes to choose.
+
+The node that serves is run under a clock that the trace moves; no engine, model or disk is needed.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from kvtier.config import Config
+from kvtier.config.model import PolicyConfig
+from kvtier.errors import StartError
+from kvtier.sim.replay.machine import Machine, load_machine
+from kvtier.sim.replay.page import study_page
+from kvtier.sim.replay.prefill import fit_profile
+from kvtier.sim.replay.reader import ReadOptions, read_trace
+from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.setup import Setup, config_of, hinted
+from kvtier.sim.replay.study import Study, ladder, run_study
+from kvtier.sim.replay.table import study_text
+from kvtier.sim.replay.trace import Trace
+
+__all__ = [
+    "add_machine_options",
+    "add_parser",
+    "add_trace_options",
+    "machine_of",
+    "run",
+    "trace_of",
+]
+
+_BASELINE = "lru"
+_BLOCKS_MAX = 1 << 30
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("replay", help="run the node over a trace, in simulated time")
+    add_trace_options(parser)
+    add_machine_options(parser)
+    parser.add_argument(
+        "--policy",
+        action="append",
+        choices=get_args(PolicyConfig.model_fields["eviction"].annotation),
+        help="what is kept; may be repeated (the configuration's, and lru to compare with)",
+    )
+    parser.add_argument(
+        "--cpu-blocks",
+        action="append",
+        type=_blocks,
+        metavar="N",
+        help="blocks of the CPU tier; may be repeated (cpu.capacity of --config, or a ladder)",
+    )
+    parser.add_argument(
+        "--ssd-blocks", type=_count, metavar="N", help="blocks of the SSD tier; 0: none"
+    )
+    parser.add_argument(
+        "--instant",
+        action="store_true",
+        help="nothing takes time, and prompts are resident at once: to compare policies by hits",
+    )
+    parser.add_argument(
+        "--hints",
+        type=_share,
+        metavar="RIGHT_SHARE",
+        help="let each request say whether it goes on, right for so many of them (0 to 1)",
+    )
+    parser.add_argument(
+        "--jobs", type=_blocks, metavar="N", help="processes (as many as there are CPUs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with plots")
+    parser.set_defaults(run=run)
+
+
+def add_trace_options(parser: argparse._ActionsContainer, name: str = "trace") -> None:
+    """Add the trace and how to read it."""
+    parser.add_argument(
+        name,
+        type=Path,
+        metavar="TRACE",
+        help="Mooncake, Bailian, text or kvtier JSONL, or Azure CSV; plain or .xz",
+    )
+    parser.add_argument(
+        "--block-tokens", type=_blocks, default=0, metavar="T", help="tokens of a block"
+    )
+    parser.add_argument(
+        "--hash-tokens", type=_blocks, default=0, metavar="T", help="tokens of each hash in it"
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, for text")
+    parser.add_argument(
+        "--requests", type=_blocks, default=0, metavar="N", help="read so many requests only"
+    )
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the node's configuration and what is said of the machine."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the node's configuration (TOML), as for serve"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one key of the configuration, such as ssd.gate=0.5; may be repeated",
+    )
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="speeds of engines, links and disks (TOML)"
+    )
+    parser.add_argument(
+        "--prefill-profile", type=Path, metavar="FILE", help="fit the engines to a Vidur profile"
+    )
+    parser.add_argument(
+        "--layers", type=_blocks, default=32, metavar="N", help="layers of the profile's model"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay, and print what came of it."""
+    trace = trace_of(options)
+    setups = _setups(options, trace)
+    if options.hints is not None:
+        trace = hinted(trace, options.hints)
+    if options.report is not None and not options.report.parent.is_dir():
+        raise StartError("--report", f"{options.report.parent} is no directory", "make it first")
+    jobs = options.jobs or os.cpu_count() or 1
+
+    def note(count: int, _run: Run) -> None:
+        if sys.stderr.isatty():
+            print(f"{count} of {len(setups)} runs", end="\r", file=sys.stderr)
+
+    study = run_study(trace, setups, jobs, note)
+    if options.report is not None:
+        _write(options.report, study)
+    print(json.dumps(study.document()) if options.json else study_text(study))
+    return 0
+
+
+def trace_of(options: argparse.Namespace) -> Trace:
+    """Read the trace of a command line. Raises StartError."""
+    return read_trace(
+        options.trace,
+        ReadOptions(
+            block_tokens=options.block_tokens,
+            hash_tokens=options.hash_tokens,
+            tokenizer=options.tokenizer,
+            requests_max=options.requests,
+        ),
+    )
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """Return the machine of a command line. Raises StartError."""
+    machine = load_machine(options.machine)
+    if options.prefill_profile is None:
+        return machine
+    return machine.with_prefill(fit_profile(options.prefill_profile, options.layers))
+
+
+def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
+    """Return every run: each policy with each size."""
+    overrides = dict(_override(item) for item in options.set)
+    machine = machine_of(options)
+    plain = Setup(
+        policy=overrides.get("policy.eviction", ""),
+        cpu_blocks=1,
+        is_instant=options.instant,
+        machine=machine,
+        config=options.config,
+        overrides=overrides,
+    )
+    config = config_of(plain)
+    block_bytes = machine.token_bytes * trace.block_tokens
+    chosen = options.policy or list(dict.fromkeys([config.policy.eviction, _BASELINE]))
+    ssd_blocks = options.ssd_blocks
+    if ssd_blocks is None:
+        is_given = options.config is not None and config.ssd.enabled
+        ssd_blocks = config.ssd.capacity_bytes // block_bytes if is_given else 0
+    return [
+        Setup(
+            policy=policy,
+            cpu_blocks=cpu_blocks,
+            ssd_blocks=ssd_blocks,
+            is_instant=options.instant,
+            machine=machine,
+            config=options.config,
+            overrides=overrides,
+        )
+        for policy in chosen
+        for cpu_blocks in _sizes(options, config, trace, block_bytes)
+    ]
+
+
+def _sizes(
+    options: argparse.Namespace, config: Config, trace: Trace, block_bytes: int
+) -> list[int]:
+    if options.cpu_blocks:
+        return sorted(set(options.cpu_blocks))
+    if options.config is None:
+        return ladder(trace)
+    num_blocks = config.cpu.capacity_bytes // block_bytes
+    if not num_blocks:
+        raise StartError(
+            "cpu.capacity",
+            f"has no room for one block of {block_bytes:,} bytes",
+            "raise it, or give --cpu-blocks",
+        )
+    return [num_blocks]
+
+
+def _override(item: str) -> tuple[str, str]:
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise StartError("--set", f"{item!r} has no '='", "write --set section.key=value")
+    return key.strip(), value.strip()
+
+
+def _write(path: Path, study: Study) -> None:
+    try:
+        path.write_text(study_page(study))
+    except OSError as error:
+        raise StartError("--report", f"{path}: {error.strerror}", "name a file") from error
+
+
+def _blocks(text: str) -> int:
+    """Read a positive whole number; argparse refuses what raises ArgumentTypeError."""
+    if not text.isdecimal() or not 0 < int(text) <= _BLOCKS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _blocks(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return value

@@ -1,0 +1,99 @@
+"""Leaves a tier alone from which restores lately took longer than computing would have.
+
+Theory
+------
+The models may be wrong in ways they cannot see. The guard believes only outcomes: what a request
+gained or lost against computing, over what computing would have taken. One outcome counts for one,
+however bad it was. Where most of the latest ones lost, and together they did, the tier is closed
+for a while; then a single request tries it, and opens it again or closes it for twice as long.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtier.core.residency import LOWER_TIERS, TierName
+
+__all__ = ["Guard"]
+
+_OUTCOMES = 10
+"""The latest ones count."""
+
+_OUTCOMES_MIN = 5
+"""Fewer prove nothing."""
+
+_LOSS = 0.03
+"""A tier that costs less than so much on average may stay: predictions are not better than that."""
+
+_PAUSE_NS = 5_000_000_000
+_PAUSE_MAX_NS = 160_000_000_000
+"""The first pause and the longest: a tier that recovers is back within minutes at the latest."""
+
+_TRIAL_NS = 30_000_000_000
+"""A trial of which nothing is heard for so long is given up, and there may be another."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One tier."""
+
+    gains: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES))
+    closed_ns: int | None = None
+    pause_ns: int = _PAUSE_NS
+    trial_ns: int | None = None
+    """When the trial began that is under way."""
+
+    def is_losing(self) -> bool:
+        """Tell whether restoring did not pay, over several outcomes and in most of them."""
+        losses = sum(gain < 0 for gain in self.gains)
+        is_enough = len(self.gains) >= _OUTCOMES_MIN and 2 * losses > len(self.gains)
+        return is_enough and sum(self.gains) < -_LOSS * len(self.gains)
+
+
+class Guard:
+    """Which tiers are left alone. Each decision asks, each outcome is told."""
+
+    def __init__(self) -> None:
+        self._watches: Mapping[TierName, _Watch] = {tier: _Watch() for tier in LOWER_TIERS}
+
+    def closed(self, now_ns: int) -> frozenset[TierName]:
+        """Return the tiers that are left alone now; one that may be tried is not among them."""
+        return frozenset(
+            tier for tier, watch in self._watches.items() if not _may_use(watch, now_ns)
+        )
+
+    def begin(self, tier: TierName, now_ns: int) -> None:
+        """Note that a restore from a tier was decided; of a closed one it is the trial."""
+        watch = self._watches[tier]
+        if watch.closed_ns is not None:
+            watch.trial_ns = now_ns
+
+    def note(self, tier: TierName, gain_share: float, now_ns: int) -> None:
+        """Take an outcome: seconds gained (or lost, below 0) over those that computing takes."""
+        watch = self._watches.get(tier)
+        if watch is None or not -1e9 <= gain_share <= 1e9:
+            return
+        gain = min(max(gain_share, -1.0), 1.0)
+        watch.gains.append(gain)
+        if watch.closed_ns is None:
+            if watch.is_losing():
+                watch.closed_ns, watch.trial_ns = now_ns, None
+            elif len(watch.gains) == _OUTCOMES and not any(gain < 0 for gain in watch.gains):
+                watch.pause_ns = _PAUSE_NS
+        elif watch.trial_ns is not None:  # else it was decided before the tier was closed
+            watch.trial_ns = None
+            if gain > -_LOSS:
+                watch.closed_ns = None
+                watch.gains.clear()
+            else:
+                watch.closed_ns = now_ns
+                watch.pause_ns = min(2 * watch.pause_ns, _PAUSE_MAX_NS)
+
+
+def _may_use(watch: _Watch, now_ns: int) -> bool:
+    if watch.closed_ns is None:
+        return True
+    # The clock may have been set back; nothing stays closed, or on trial, because of that.
+    if watch.trial_ns is not None:
+        return not 0 <= now_ns - watch.trial_ns < _TRIAL_NS
+    return not 0 <= now_ns - watch.closed_ns < watch.pause_ns

@@ -1,0 +1,102 @@
+"""What a decision was worth: what came of it against the road that was not taken.
+
+Of that road nobody knows what it would have taken. Computing is predicted by the model that was
+fitted to the engine's real steps, restoring by what is known of the tiers by now. All figures are
+bounded by the times they are made of, so that a wrong report spoils no sum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.core.cost.fit import SECONDS_MAX
+from kvtier.core.cost.roads import Roads
+from kvtier.core.plan import Ask, Judgement, Outcome, Plan
+from kvtier.core.residency import LOWER_TIERS, TierName
+
+__all__ = ["Verdict", "judge", "planned_blocks", "restored_blocks", "seconds_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A judgement, and what the guard is told."""
+
+    judgement: Judgement
+    gains: Mapping[TierName, float]
+    """Gain by tier, over what computing takes."""
+
+
+def restored_blocks(outcome: Outcome, plan: Plan) -> dict[TierName, int]:
+    """Return what was restored by tier; no more than was planned."""
+    counts: dict[TierName, int] = {}
+    left = plan.num_blocks
+    for tier, count in outcome.tiers:
+        taken = min(count, left) if count > 0 else 0
+        if tier in LOWER_TIERS and taken:
+            counts[tier] = counts.get(tier, 0) + taken
+            left -= taken
+    return counts
+
+
+def planned_blocks(ask: Ask, plan: Plan) -> dict[TierName, int]:
+    """Return what was to be restored by tier."""
+    counts: dict[TierName, int] = {}
+    left = plan.num_blocks
+    for source in ask.sources:
+        taken = min(max(source.num_blocks, 0), left)
+        if taken:
+            counts[source.tier] = counts.get(source.tier, 0) + taken
+        left -= taken
+    return counts
+
+
+def seconds_of(value: float) -> float:
+    """Return a reported time, brought to what is possible; one that is none is no time."""
+    return min(value, SECONDS_MAX) if value > 0 else 0.0
+
+
+def judge(ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> Verdict:
+    """Say what a plan's outcome was worth."""
+    took_s = max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
+    computing_s = roads.recompute.mean_s
+    if not plan.num_blocks:
+        other_s = _best_restore_s(ask, roads)
+        regret_s = min(max(computing_s - other_s, 0.0), took_s)
+        return Verdict(Judgement({}, {}, regret_s, "recompute"), {})
+    gain_s = min(max(computing_s - took_s, -took_s), computing_s)
+    restored = restored_blocks(outcome, plan)
+    saved_s = _shared(restored, gain_s) if gain_s > 0 else {}
+    lost_s: dict[TierName, float] = {}
+    if gain_s < 0:
+        lost_s = _shared(_awaited(ask, plan, restored, roads), -gain_s)
+    gain = gain_s / max(computing_s, 1e-6)
+    gains = dict.fromkeys(lost_s or restored, gain)
+    return Verdict(Judgement(saved_s, lost_s, max(-gain_s, 0.0), "restore"), gains)
+
+
+def _best_restore_s(ask: Ask, roads: Roads) -> float:
+    if not ask.num_found:
+        return roads.recompute.mean_s
+    # Splitting is left out: whether it would have gone well is a guess upon guesses.
+    return min(road.total.mean_s for road in roads.plain(ask.num_found))
+
+
+def _awaited(
+    ask: Ask, plan: Plan, restored: Mapping[TierName, int], roads: Roads
+) -> Mapping[TierName, int]:
+    """Return on whom the request waited: those that did not bring all, else the slowest."""
+    planned = planned_blocks(ask, plan)
+    if not plan.is_split:  # else what did not come was computed meanwhile
+        late = {
+            tier: count - restored.get(tier, 0)
+            for tier, count in planned.items()
+            if count > restored.get(tier, 0)
+        }
+        if late:
+            return late
+    _, slowest = roads.predicted(planned)
+    return {slowest: 1}
+
+
+def _shared(counts: Mapping[TierName, int], seconds: float) -> dict[TierName, float]:
+    total = sum(counts.values())
+    return {tier: seconds * count / total for tier, count in counts.items()} if total else {}

@@ -1,0 +1,245 @@
+"""What computing a prompt takes, on an engine that has other things to do.
+
+Theory
+------
+A step that computes ``n`` prompt tokens takes ``max(floor, base + n * per_token) + attended *
+per_attended``: reading the weights takes the floor, however few tokens there are; an engine that
+begins slowly has a base on top. Sequences that decode ride along in each step. What they add is
+fitted to steps that only decode, and taken off before the rest is fitted, so that a full batch does
+not look like slow prefill.
+
+A prompt is computed in chunks, after the tokens of those that came before.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.core.cost.fit import SECONDS_MAX, Fit, Rate, is_amount, table
+from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
+
+__all__ = ["Engine", "Pace"]
+
+_GUESS = (1e-3, 67e-6, 67e-6 / 30_000)
+"""Base, per token and per squared token: an 8B model on a data-centre GPU. Faster than most, so
+that nothing is restored on a mere guess where computing might have been faster."""
+
+_FLOOR_GUESS_S = 0.01
+"""Such a model's weights are read in that time."""
+
+_FIRST_TAIL = 2.0
+_CHUNK_GUESS = 512
+_WAITING_MAX = 10**8
+_RUNNING_MAX = 10**5
+"""An engine that says it has more to do than that is not believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How an engine computes under one load, worked out once for many questions."""
+
+    floor_s: float
+    base_s: float
+    token_s: float
+    attended_s: float
+    riders_s: float
+    """What the sequences that decode add to each step."""
+    chunk: int
+    lag: float
+    """Whole prompts over what their steps should take together; it is in the others."""
+    tail: float
+    """P95 over mean, of one step."""
+    tail_whole: float
+    """And of whole prompts, at the least."""
+
+    @property
+    def knee_tokens(self) -> float:
+        """Return up to how many tokens a step takes the floor."""
+        return max((self.floor_s - self.base_s) / self.token_s, 0.0)
+
+    def tail_of(self, seconds: float) -> float:
+        """Return P95 over mean of so much computing; the noise of its steps evens out."""
+        num_steps = max(seconds / (self._step_s(self.chunk) + self.riders_s), 1.0)
+        return float(max(1.0 + (self.tail - 1.0) / num_steps**0.5, self.tail_whole))
+
+    def steps_s(self, num_tokens: float) -> float:
+        """Return the time of so many prompt tokens in full chunks, without attention's share."""
+        if num_tokens <= 0:
+            return 0.0
+        full, rest = divmod(num_tokens, self.chunk)
+        seconds = full * (self._step_s(self.chunk) + self.riders_s)
+        return seconds + (self._step_s(rest) + self.riders_s if rest > 0 else 0.0)
+
+    def compute_s(self, first: float, end: float) -> float:
+        """Return the time to compute the tokens from ``first`` to ``end``."""
+        if end <= first:
+            return 0.0
+        attended = (end - first) * (end + first) / 2
+        return self.steps_s(end - first) + attended * self.attended_s
+
+    def _step_s(self, num_tokens: float) -> float:
+        return max(self.floor_s, self.base_s + num_tokens * self.token_s)
+
+
+class Engine:
+    """The steps of the engines that share one key space: one model, one kind of device."""
+
+    def __init__(self) -> None:
+        base_s, token_s, attended_s = _GUESS
+        self._prefill = Fit(
+            (
+                Rate(base_s, 0.0, 10.0),
+                Rate(token_s, 1e-9, 1.0),
+                Rate(attended_s, 0.0, 1e-3),
+            ),
+            _FIRST_TAIL,
+        )
+        self._decode = Fit(
+            (
+                Rate(_FLOOR_GUESS_S, 0.0, 10.0),
+                Rate(1e-5, 0.0, 1.0),
+                Rate(1e-9, 0.0, 1e-3),
+            ),
+            _FIRST_TAIL,
+        )
+        # What lies between steps, and other requests that come in between.
+        self._whole = Fit((Rate(1.0, 0.8, 2.0),), 1.0)
+        self._is_recalled = False
+        self._small_s: float | None = None
+        """What steps of few prompt tokens took lately, the floor where nothing only decodes."""
+        self._past_per_sequence = 512.0
+        self._attended_per_token = 512.0
+        self._chunks: deque[int] = deque(maxlen=32)
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether a prompt's step was ever measured."""
+        return self._prefill.num_noted > 0
+
+    def note_flops(self, flops: ModelFlops) -> None:
+        """Take the guess from what the model should take, where the device's speed is known."""
+        amounts = (flops.per_token, flops.per_attended, flops.per_s)
+        if self.is_measured or self._is_recalled or not all(map(is_amount, amounts)):
+            return
+        if flops.per_s < 1e6 or flops.per_token < 1.0:
+            return
+        token_s = min(max(flops.per_token / flops.per_s, 1e-9), 1.0)
+        attended_s = min(flops.per_attended / flops.per_s, 1e-3)
+        self._prefill.guess((0.0, token_s, attended_s))
+
+    def note(self, step: StepSample, now_ns: int) -> bool:
+        """Learn from a step; False: it cannot have been one."""
+        new, decoding = step.num_prefill_tokens, step.num_decode_tokens
+        amounts = (new, decoding, step.attended, step.decode_past_tokens)
+        if not all(map(is_amount, amounts)) or new > _WAITING_MAX or decoding > _RUNNING_MAX:
+            return False
+        if decoding:
+            self._past_per_sequence += 0.1 * (
+                min(step.decode_past_tokens / decoding, 1e7) - self._past_per_sequence
+            )
+        riders = (1.0, decoding, step.decode_past_tokens)
+        if not new:
+            return bool(decoding) and self._decode.note(riders, step.seconds, now_ns)
+        ridden_s = self._decode.mean_s(riders) - self._decode.mean_s((1.0, 0, 0))
+        # However wrong that is, most of a step of a prompt is the prompt's.
+        seconds = max(step.seconds - ridden_s, 0.25 * step.seconds) if decoding else step.seconds
+        if self._is_floor(new, seconds):  # it says nothing of what a token takes
+            self._note_small(seconds)
+            return True
+        if not self._prefill.note((1.0, new, step.attended), seconds, now_ns):
+            return False
+        self._attended_per_token += 0.1 * (min(step.attended / new, 1e8) - self._attended_per_token)
+        self._chunks.append(new + decoding)
+        if new <= 16:
+            self._note_small(seconds)
+        return True
+
+    def _is_floor(self, num_tokens: int, seconds: float) -> bool:
+        """Tell whether a step took the floor alone, as far as one knows."""
+        floor_s = self._floor_s()
+        base_s, token_s, _ = self._prefill.rates
+        is_below = self._prefill.num_noted >= 8 and base_s + num_tokens * token_s < floor_s
+        return is_below and 0.7 * floor_s < seconds < 1.3 * floor_s
+
+    def _note_small(self, seconds: float) -> None:
+        self._small_s = seconds if self._small_s is None else _nearer(self._small_s, seconds)
+
+    def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
+        """Learn from a request that restored nothing, with what its steps should have taken."""
+        self._whole.note((predicted_s,), seconds, now_ns)
+
+    def pace(self, load: EngineLoad) -> Pace:
+        """Return how prompts are computed while so many sequences decode."""
+        running = _bounded(load.num_running, _RUNNING_MAX)
+        base_s, token_s, attended_s = self._prefill.rates
+        lag = self._whole.rates[0]
+        past = running * self._past_per_sequence
+        riders_s = self._decode.mean_s((1.0, running, past)) - self._decode.mean_s((1.0, 0, 0))
+        return Pace(
+            floor_s=self._floor_s() * lag,
+            base_s=base_s * lag,
+            token_s=token_s * lag,
+            attended_s=attended_s * lag,
+            riders_s=max(riders_s, 0.0) * lag if running else 0.0,
+            chunk=max(self._chunk() - running, 16),
+            lag=lag,
+            tail=self._prefill.tail,
+            tail_whole=self._whole.tail,
+        )
+
+    def wait_s(self, load: EngineLoad, pace: Pace) -> float:
+        """Return the time until what waits already is computed."""
+        waiting = _bounded(load.waiting_tokens, _WAITING_MAX)
+        attended_s = waiting * self._attended_per_token * pace.attended_s
+        return min(pace.steps_s(waiting) + attended_s, SECONDS_MAX)
+
+    def saved_s(self, end_tokens: int, num_tokens: int) -> float:
+        """Return what not computing ``num_tokens`` that end at ``end_tokens`` saves."""
+        pace = self.pace(EngineLoad())
+        first = max(end_tokens - num_tokens, 0)
+        attended = max(end_tokens - first, 0) * (end_tokens + first) / 2
+        share = pace.steps_s(pace.chunk) / pace.chunk
+        return min(max(end_tokens - first, 0) * share + attended * pace.attended_s, SECONDS_MAX)
+
+    def _floor_s(self) -> float:
+        """Return what a step takes at the least, as far as one knows."""
+        if self._decode.num_noted:
+            return self._decode.mean_s((1.0, 1.0, self._past_per_sequence))
+        if self._small_s is not None:
+            return self._small_s
+        base_s, token_s, _ = self._prefill.rates
+        return min(_FLOOR_GUESS_S, base_s + 64 * token_s)
+
+    def _chunk(self) -> int:
+        """Return the tokens of a full step: what several steps had, and none had more."""
+        if not self._chunks:
+            return _CHUNK_GUESS
+        most = max(self._chunks)
+        return most if self._chunks.count(most) >= 3 else max(most, _CHUNK_GUESS)
+
+    def document(self) -> dict[str, Any]:
+        """Return what was learned, and the speed that follows from it."""
+        return {
+            "prefill": self._prefill.document(),
+            "decode": self._decode.document(),
+            "floor_s": self._floor_s(),
+            "chunk_tokens": self._chunk(),
+            "tokens_per_s": 4096 / max(self.saved_s(4096, 4096), 1e-9),
+        }
+
+    def recall(self, document: Mapping[str, Any]) -> None:
+        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        self._prefill.recall(table(document, "prefill"))
+        self._decode.recall(table(document, "decode"))
+        self._is_recalled = True
+
+
+def _bounded(value: float, most: int) -> int:
+    """Return a count that a client reported, brought to what is possible."""
+    return int(min(value, most)) if value > 0 else 0
+
+
+def _nearer(before: float, now: float) -> float:
+    """Return a running level; one that is far off moves it by no more than a fifth."""
+    return before + 0.2 * (min(max(now, before / 2), before * 2) - before)

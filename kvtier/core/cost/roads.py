@@ -1,0 +1,269 @@
+"""The roads from a request to its first token, and how long each is.
+
+Theory
+------
+Restore the first ``m`` blocks, compute the rest: ``max(wait, restore(m)) + compute(rest)``. While a
+request waits for its engine, restoring is free. In a tier's run each further block costs the same
+to restore and saves the same to compute, or more where attention is long, so within a run only few
+``m`` can be the best: its ends, where the restore takes as long as the wait, and where the rest is
+so short that it takes the floor of one step. Only these are tried, however many blocks there are.
+
+Or compute from the front while the same blocks are loaded from the back: ``max(wait + compute(f),
+restore(m - f)) + compute(rest)``, best where both meet.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.restore import Restores
+from kvtier.core.cost.sample import Estimate
+from kvtier.core.plan import Ask
+from kvtier.core.residency import LOWER_TIERS, TierName
+
+__all__ = ["Road", "Roads"]
+
+_RUNS_MAX = 12
+"""Runs that are told apart: more often than that tiers do not take turns in a real chain."""
+
+_MEETING_ROUNDS = 12
+"""Secants and halvings on the way to where front and back meet."""
+
+_MET = 0.01
+"""They have met when they miss each other by so small a part of the way."""
+
+_CPU = LOWER_TIERS.index(TierName.CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """Restore the first ``num_blocks``; if split, from the back while the front is computed."""
+
+    num_blocks: int
+    is_split: bool
+    restore: Estimate
+    total: Estimate
+    """Until the first token."""
+    slowest: TierName
+    """The tier on which it waits."""
+
+
+class Roads:
+    """All roads of one request, as the models see them at one moment."""
+
+    def __init__(self, ask: Ask, restores: Restores, engine: Engine) -> None:
+        self._ask = ask
+        self._runs = _runs(ask)
+        self._speeds = [restores.route(tier).speed(ask.block_bytes) for tier in LOWER_TIERS]
+        self._queued_s = self._queues()
+        self._pace = engine.pace(ask.load)
+        self.wait_s = engine.wait_s(ask.load, self._pace)
+        """Until the engine gets to the request."""
+        self._first = ask.first_token
+        known = ask.first_token + ask.num_found * ask.block_tokens
+        self._end = max(ask.num_tokens, known + 1)  # the last token is always computed
+        self.recompute = self._recompute(self._end)
+        """Restoring nothing."""
+
+    def _queues(self) -> list[float]:
+        """Return how long what is queued already holds each tier up."""
+        queued = [0.0] * len(LOWER_TIERS)
+        for source in self._ask.sources:
+            place = LOWER_TIERS.index(source.tier)
+            blocks = max(source.queued_bytes, 0) / max(self._ask.block_bytes, 1)
+            queued[place] = max(queued[place], self._speeds[place].passing_s(blocks))
+        return queued
+
+    # What roads take
+
+    def restore_road(self, num_blocks: int) -> Road:
+        """Return the road on which the first blocks are restored, and then the rest computed."""
+        mean_s, p95_s, slowest = self._arrival(self._counts(0, num_blocks))
+        rest_s = self._pace.compute_s(self._token(num_blocks), self._end)
+        total_s = max(self.wait_s, mean_s) + rest_s
+        slow_s = max(self.wait_s * self._pace.tail_of(self.wait_s), p95_s)
+        total_p95_s = slow_s + rest_s * self._pace.tail_of(rest_s)
+        total = Estimate(total_s, total_p95_s)
+        return Road(num_blocks, False, Estimate(mean_s, p95_s), total, LOWER_TIERS[slowest])
+
+    def split_road(self, num_blocks: int, wait_max_s: float) -> Road:
+        """Return the same road, but with the front computed meanwhile.
+
+        What has not come from the back after ``wait_max_s`` is computed as well.
+        """
+        plain = self.restore_road(num_blocks)
+        if plain.restore.mean_s <= self.wait_s:
+            return plain  # all is there before the engine comes to it
+        front = self._meeting(num_blocks)
+        if self._arrival(self._counts(front, num_blocks))[0] > wait_max_s:
+            front = self._front_by(wait_max_s, front, num_blocks)
+        mean_s, _, slowest = self._arrival(self._counts(front, num_blocks))
+        met_s = max(self._front_s(front), mean_s)
+        total_s = met_s + self._pace.compute_s(self._token(num_blocks), self._end)
+        # However slow the restore, the front goes on: computing everything is the worst.
+        total_p95_s = max(min(plain.total.p95_s, self.recompute.p95_s), total_s)
+        restore = Estimate(met_s, max(plain.restore.p95_s, met_s))
+        total = Estimate(total_s, total_p95_s)
+        return Road(num_blocks, True, restore, total, LOWER_TIERS[slowest])
+
+    def recompute_of(self, num_blocks: int) -> Estimate:
+        """Predict computing the first blocks, the wait for the engine included."""
+        return self._recompute(self._token(num_blocks))
+
+    def predicted(self, tiers: Mapping[TierName, int]) -> tuple[float, TierName]:
+        """Predict restoring so many blocks of each tier, and name the one that is waited for."""
+        mean_s, _, slowest = self._arrival([tiers.get(tier, 0) for tier in LOWER_TIERS])
+        return mean_s, LOWER_TIERS[slowest]
+
+    def lag_of(self, tier: TierName) -> float:
+        """Return by how much a tier's predictions are stretched already."""
+        return self._speeds[LOWER_TIERS.index(tier)].lag
+
+    @property
+    def engine_lag(self) -> float:
+        """Return by how much those of computing are."""
+        return self._pace.lag
+
+    # Which roads there are
+
+    def plain(self, most: int) -> list[Road]:
+        """Return every road without a split that can be the best, with at most so many blocks."""
+        return [self.restore_road(stop) for stop in sorted(set(self._stops(most))) if stop > 0]
+
+    def within(self, seconds: float, most: int) -> int:
+        """Return how many leading blocks are restored in a time, at most so many."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            # All at first, as a rule that is it.
+            middle = most if (low, high) == (0, most) else middle
+            if self._arrival(self._counts(0, middle))[0] <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _stops(self, most: int) -> Iterator[int]:
+        yield most
+        for _, end, _ in self._runs:
+            yield min(end, most)
+        if self.wait_s > 0:
+            yield self.within(self.wait_s, most)
+        # Rests of one step: the shortest one that is worth it, and a full one.
+        tokens = max(self._ask.block_tokens, 1)
+        for rest in (self._pace.knee_tokens, float(self._pace.chunk)):
+            yield min(int((self._end - self._first - rest) // tokens), most)
+
+    def _meeting(self, num_blocks: int) -> int:
+        """Return how many front blocks are computed when the others have come."""
+        low, high = 0, num_blocks
+        low_s = self._ahead_s(low, num_blocks)  # below 0: the front waits for the back
+        high_s = self._ahead_s(high, num_blocks)
+        enough_s = _MET * max(high_s, -low_s)
+        for turn in range(_MEETING_ROUNDS):
+            if high - low <= 1:
+                break
+            # A secant finds it at once where both are straight; halving where it crawls.
+            share = 0.5 if turn % 3 == 2 else low_s / (low_s - high_s)
+            middle = min(max(low + round((high - low) * share), low + 1), high - 1)
+            middle_s = self._ahead_s(middle, num_blocks)
+            if abs(middle_s) <= enough_s:
+                return middle
+            if middle_s < 0:
+                low, low_s = middle, middle_s
+            else:
+                high, high_s = middle, middle_s
+        return high
+
+    def _front_by(self, seconds: float, low: int, num_blocks: int) -> int:
+        """Return how many front blocks are left when so much time was spent on the back."""
+        high = num_blocks
+        while low < high:
+            middle = (low + high) // 2
+            if self._arrival(self._counts(middle, num_blocks))[0] <= seconds:
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _ahead_s(self, front: int, num_blocks: int) -> float:
+        """Return by how much computing the front takes longer than loading the rest."""
+        return self._front_s(front) - self._arrival(self._counts(front, num_blocks))[0]
+
+    # Parts
+
+    def _token(self, num_blocks: int) -> int:
+        return self._first + num_blocks * self._ask.block_tokens
+
+    def _front_s(self, num_blocks: int) -> float:
+        computed_s = self._pace.compute_s(self._first, self._token(num_blocks))
+        return self.wait_s + computed_s + self._claims_s(num_blocks)
+
+    def _claims_s(self, num_blocks: int) -> float:
+        """Return what it costs that a front is computed in small steps at first, and at last.
+
+        The engine claims a block, then as many as it has, and towards the meeting less again (see
+        ``engine.meeting``). Each step takes the floor, however little is claimed for it.
+        """
+        pace, block_tokens = self._pace, max(self._ask.block_tokens, 1)
+        seconds, size, left = 0.0, 1, num_blocks
+        while left > 0 and size * block_tokens < pace.knee_tokens:
+            seconds += pace.floor_s - pace.base_s - size * block_tokens * pace.token_s
+            left -= 2 * size
+            size *= 2
+        return 2 * seconds
+
+    def _recompute(self, end: int) -> Estimate:
+        mean_s = self.wait_s + self._pace.compute_s(self._first, end)
+        return Estimate(mean_s, mean_s * self._pace.tail_of(mean_s))
+
+    def _counts(self, first: int, end: int) -> list[int]:
+        """Return how many of the blocks from ``first`` to ``end`` each lower tier serves."""
+        counts = [0] * len(LOWER_TIERS)
+        for run_first, run_end, place in self._runs:
+            if run_first >= end:
+                break
+            if run_end > first:
+                counts[place] += min(run_end, end) - max(run_first, first)
+        return counts
+
+    def _arrival(self, counts: list[int]) -> tuple[float, float, int]:
+        """Predict until the last of these blocks is in the engine: mean, P95, and whom it awaits.
+
+        Blocks are copied while others are read; those of the last transfer when it has ended.
+        """
+        arena = self._speeds[_CPU]
+        total = sum(counts)
+        if not total:
+            return 0.0, 0.0, _CPU
+        mean_s = arena.start_s + total * arena.block_s
+        doubt_s, slowest = mean_s * (arena.tail_of(total) - 1.0), _CPU
+        for place, count in enumerate(counts):
+            if not count or place == _CPU:
+                continue
+            speed = self._speeds[place]
+            read_s = self._queued_s[place] + speed.seconds(count)
+            copy_s = arena.start_s + min(count, speed.part_blocks) * arena.block_s
+            if read_s + copy_s > mean_s:
+                mean_s, slowest = read_s + copy_s, place
+                doubt_s = read_s * (speed.tail_of(count) - 1.0) + copy_s * (arena.tail - 1.0)
+        return mean_s, mean_s + doubt_s, slowest
+
+
+def _runs(ask: Ask) -> list[tuple[int, int, int]]:
+    """Return runs as first block, end, and place of the tier.
+
+    Very many count as few: what lies beyond as one run of the slowest tier in it.
+    """
+    runs: list[tuple[int, int, int]] = []
+    first = 0
+    for source in ask.sources:
+        if source.num_blocks <= 0:
+            continue
+        end, place = first + source.num_blocks, LOWER_TIERS.index(source.tier)
+        if len(runs) < _RUNS_MAX:
+            runs.append((first, end, place))
+        else:
+            runs[-1] = (runs[-1][0], end, max(runs[-1][2], place))
+        first = end
+    return runs

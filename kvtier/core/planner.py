@@ -1,0 +1,386 @@
+"""How much of what was found to restore: all, a part, none, or from both ends.
+
+Theory
+------
+Whatever ends first, as the models of restoring and computing see it, given what waits before
+either. The road last taken by requests of this kind is left only for a gain (hysteresis); a road
+that is better on average but may turn out far longer is not taken (risk); a tier that lost lately
+is left alone (guard).
+
+What is not used is not measured. Where nobody measured a tier for a while, a request now and then
+tries a few blocks of it although that does not seem to pay. It waits for them so short a time that
+it loses next to nothing; what comes later is measured as well, and the next request has it.
+
+Rules
+-----
+* No plan is predicted to take 5 % longer than computing everything.
+* A decision takes the same time however many blocks there are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from kvtier.core.cost.fit import number, table
+from kvtier.core.cost.guard import Guard
+from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of
+from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.restore import Restores, transfer_blocks
+from kvtier.core.cost.roads import Road, Roads
+from kvtier.core.cost.sample import Estimate, ModelFlops, StepSample, TransferSample
+from kvtier.core.limits import SESSIONS_MAX
+from kvtier.core.plan import Ask, Judgement, Outcome, Plan, PlanReason, Source
+from kvtier.core.residency import LOWER_TIERS, TierName
+
+__all__ = ["Ask", "Judgement", "Planner", "PlannerSettings", "Source"]
+
+_MARGIN = 0.03
+"""Gain for which the road is changed: predictions scatter by as much."""
+
+_SPLIT_GAIN = 0.05
+"""Gain for which the front is computed meanwhile: what a chunk too many costs."""
+
+_RISK = 2.0
+"""The slow twentieth of restores may take so much longer than that of computing: then a request
+waits twice as long as without us, seldom, and gains on average."""
+
+_TRIAL_NS = 2_000_000_000
+_TRIAL_MAX_NS = 8_000_000_000
+"""So old is what is known of a tier when a request tries it; twice as old after each in vain."""
+
+_TRIAL_REST = 4.0
+"""Nor is it tried for so many times as long as a request takes: few of them pay for trials."""
+
+_TRIAL_LOSS = 0.04
+"""The most that may cost the request, of its time to first token."""
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """What the operator says."""
+
+    mode: str = "auto"
+    """``auto``, ``always`` or ``never``."""
+    is_split_allowed: bool = True
+    is_guarded: bool = True
+    wait_max_ns: int = 5_000_000_000
+
+
+class Planner:
+    """Predicts both roads from what they took so far, and takes the shorter."""
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
+        self._restores = Restores()
+        self._engines: dict[bytes, Engine] = {}
+        """By key space, the one that reported last at the end; at most ``SESSIONS_MAX``."""
+        self._guard = Guard()
+        self._is_restoring: dict[tuple[TierName, int], bool] = {}
+        """The road last taken, by the tier that is waited for and the magnitude of tokens."""
+        self._trials: dict[TierName, tuple[int | None, int]] = {}
+        """When a tier was tried, and how long it is not tried again."""
+        self._now_ns = 0
+
+    # Deciding
+
+    def plan(self, ask: Ask, decision: int, now_ns: int) -> Plan:
+        """Decide about one request."""
+        self._now_ns = now_ns
+        found = ask.num_found
+        if found <= 0:
+            return Plan(decision, 0, PlanReason.NOTHING)
+        limit = found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
+        most = min(found, limit)
+        roads = self._roads(ask)
+        if self._settings.mode == "never":
+            return self._nothing(roads, roads.restore_road(found), decision, PlanReason.NEVER)
+        if not most:
+            return self._nothing(roads, roads.restore_road(found), decision, PlanReason.LIMIT)
+        if self._settings.mode == "always":
+            reason = PlanReason.ALWAYS if most == found else PlanReason.LIMIT
+            road = roads.restore_road(most)
+            return self._plan(roads, road, decision, reason, self._settings.wait_max_ns)
+        open_blocks = self._open_blocks(ask, now_ns)
+        if not open_blocks:
+            return self._nothing(roads, roads.restore_road(most), decision, PlanReason.GUARD)
+        full = PlanReason.ALL
+        if min(open_blocks, most) < found:
+            full = PlanReason.GUARD if open_blocks < most else PlanReason.LIMIT
+        return self._cheapest(ask, roads, min(open_blocks, most), decision, full)
+
+    def _cheapest(self, ask: Ask, roads: Roads, most: int, decision: int, full: PlanReason) -> Plan:
+        """Take the shortest road with at most so many blocks; ``full`` is why not more."""
+        options = self._options(ask, roads, most)
+        best = _shortest(options)
+        key = (best.slowest, (most * ask.block_tokens).bit_length())
+        chosen, refusal = self._chosen(options, roads, self._is_restoring.get(key))
+        self._is_restoring[key] = chosen is not None
+        trial = self._trial(ask, roads, chosen, most)
+        if trial is not None:
+            road, wait_s = trial
+            return self._plan(roads, road, decision, PlanReason.PART, round(wait_s * 1e9))
+        if chosen is None:
+            return self._nothing(roads, best, decision, refusal)
+        for tier in _tiers_of(ask, chosen.num_blocks):
+            self._guard.begin(tier, self._now_ns)
+            self._trials.pop(tier, None)
+        reason = full if chosen.num_blocks == most else PlanReason.PART
+        if chosen.is_split:
+            reason = PlanReason.SPLIT
+        # Once computing them would have been done, waiting no longer pays.
+        wait_s = max(roads.recompute_of(chosen.num_blocks).mean_s, chosen.restore.mean_s)
+        return self._plan(roads, chosen, decision, reason, round(wait_s * 1e9))
+
+    def _options(self, ask: Ask, roads: Roads, most: int) -> list[Road]:
+        wait_max_s = self._settings.wait_max_ns / 1e9
+        options = roads.plain(max(roads.within(wait_max_s, most), 1))
+        if ask.can_split and self._settings.is_split_allowed:
+            numbers = {most, _shortest(options).num_blocks}
+            splits = [roads.split_road(number, wait_max_s) for number in numbers]
+            options += [road for road in splits if road.is_split]
+        return options
+
+    def _chosen(
+        self, options: Sequence[Road], roads: Roads, was_restoring: bool | None
+    ) -> tuple[Road | None, PlanReason]:
+        """Return the road to take, or None and why nothing is restored."""
+        # The wait for the engine is the same on every road, however long it is.
+        margin = {None: 0.0, True: _MARGIN, False: -_MARGIN}[was_restoring]
+        most_s = roads.recompute.mean_s + margin * (roads.recompute.mean_s - roads.wait_s)
+        paying = [road for road in options if road.total.mean_s <= most_s]
+        if not paying:
+            return None, PlanReason.COST
+        longest_s = roads.recompute.p95_s * _RISK
+        safe = [road for road in paying if road.total.p95_s <= longest_s]
+        return (_shortest(safe), PlanReason.ALL) if safe else (None, PlanReason.RISK)
+
+    def _trial(
+        self, ask: Ask, roads: Roads, chosen: Road | None, most: int
+    ) -> tuple[Road, float] | None:
+        """Return a road with a few blocks more, of a tier of which too little is known.
+
+        With it comes how long to wait for them.
+        """
+        taken = chosen.num_blocks if chosen is not None else 0
+        if taken >= most or (chosen is not None and chosen.is_split):
+            return None
+        tier = _tier_at(ask, taken)
+        route = self._restores.route(tier)
+        before = chosen or Road(0, False, Estimate(0.0, 0.0), roads.recompute, tier)
+        tried_ns, pause_ns = self._trials.get(tier, (None, _TRIAL_NS))
+        rest_ns = max(pause_ns, round(_TRIAL_REST * before.total.mean_s * 1e9))
+        is_tried = tried_ns is not None and abs(self._now_ns - tried_ns) < rest_ns
+        is_fresh = is_tried or not route.is_stale(self._now_ns, pause_ns)
+        if is_fresh and not route.looks_faster:
+            return None
+        self._trials[tier] = (self._now_ns, min(2 * pause_ns, _TRIAL_MAX_NS))
+        road = roads.restore_road(min(taken + transfer_blocks(ask.block_bytes), most))
+        loss_s = _TRIAL_LOSS * before.total.mean_s
+        total = replace(road.total, mean_s=min(road.total.mean_s, before.total.mean_s + loss_s))
+        # Those that pay have their time, and then these a moment.
+        ready_s = min(before.restore.p95_s, roads.recompute_of(taken).mean_s)
+        return replace(road, total=total), max(roads.wait_s, ready_s + loss_s)
+
+    def _open_blocks(self, ask: Ask, now_ns: int) -> int:
+        """Return how many leading blocks come from tiers that are not left alone."""
+        closed = self.guarded(now_ns)
+        usable = takewhile(lambda source: source.tier not in closed, ask.sources)
+        return sum(source.num_blocks for source in usable)
+
+    def _roads(self, ask: Ask) -> Roads:
+        engine = self._engines.get(ask.key_space)
+        return Roads(ask, self._restores, engine or Engine())
+
+    def _plan(
+        self, roads: Roads, road: Road, decision: int, reason: PlanReason, wait_ns: int
+    ) -> Plan:
+        return Plan(
+            decision=decision,
+            num_blocks=road.num_blocks,
+            reason=reason,
+            is_split=road.is_split,
+            wait_ns=min(max(wait_ns, 1), self._settings.wait_max_ns),
+            restore=road.restore,
+            recompute=roads.recompute_of(road.num_blocks),
+            total_s=road.total.mean_s,
+            recompute_total_s=roads.recompute.mean_s,
+        )
+
+    def _nothing(self, roads: Roads, road: Road, decision: int, reason: PlanReason) -> Plan:
+        """Restore nothing; ``road`` is the best there was."""
+        return Plan(
+            decision=decision,
+            num_blocks=0,
+            reason=reason,
+            restore=road.restore,
+            recompute=roads.recompute_of(road.num_blocks),
+            total_s=roads.recompute.mean_s,
+            recompute_total_s=roads.recompute.mean_s,
+        )
+
+    # Learning
+
+    def note_transfer(
+        self, tier: TierName, is_read: bool, sample: TransferSample, now_ns: int
+    ) -> None:
+        """Learn from a transfer between the arena and a tier."""
+        self._now_ns = now_ns
+        if tier in LOWER_TIERS:
+            self._restores.route(tier, is_read=is_read).note(sample, now_ns)
+
+    def note_flops(self, key_space: bytes, flops: ModelFlops) -> None:
+        """Take what a model should take, for as long as no step was measured."""
+        self._engine(key_space).note_flops(flops)
+
+    def note_steps(self, key_space: bytes, steps: Sequence[StepSample], now_ns: int) -> None:
+        """Learn from an engine's steps."""
+        self._now_ns = now_ns
+        engine = self._engine(key_space)
+        for step in steps:
+            engine.note(step, now_ns)
+
+    def note_outcome(self, ask: Ask, plan: Plan, outcome: Outcome, now_ns: int) -> Judgement:
+        """Learn from what came of a plan, and say what it was worth."""
+        self._now_ns = now_ns
+        roads = self._roads(ask)
+        verdict = judge(ask, plan, outcome, roads)
+        if plan.total_s <= plan.recompute_total_s:  # else it was not expected to pay
+            for tier, gain in verdict.gains.items():
+                self._guard.note(tier, gain, now_ns)
+        if not plan.num_blocks:
+            self._note_computed(ask, outcome, roads)
+        elif plan.is_split:
+            self._note_split(ask, plan, outcome, roads)
+        else:
+            self._note_restored(ask, plan, outcome, roads)
+        return verdict.judgement
+
+    def _note_restored(self, ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> None:
+        restored, seconds = restored_blocks(outcome, plan), seconds_of(outcome.restore_s)
+        is_whole = sum(restored.values()) == plan.num_blocks
+        counts = restored if is_whole else planned_blocks(ask, plan)
+        predicted_s, slowest = roads.predicted(counts)
+        # What was cut short took at least so long; of what came by then nothing follows, because
+        # it is always the fast part.
+        if not seconds or not (is_whole or seconds > predicted_s):
+            return
+        route = self._restores.route(slowest)
+        if slowest is not TierName.CPU:
+            route.note_whole(predicted_s / roads.lag_of(slowest), seconds, self._now_ns)
+        elif is_whole or set(counts) == {TierName.CPU}:
+            # It waited for the way into the engine, wherever the blocks came from.
+            self._note_copied(ask, sum(counts.values()), seconds)
+
+    def _note_split(self, ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> None:
+        """Learn that the way into the engine is no slower than a load from the back was.
+
+        How far the load got shows only after each chunk that is computed, so it may be faster.
+        """
+        restored, seconds = restored_blocks(outcome, plan), seconds_of(outcome.restore_s)
+        predicted_s, slowest = roads.predicted(restored)
+        if slowest is TierName.CPU and 0 < seconds < predicted_s:
+            self._note_copied(ask, sum(restored.values()), seconds)
+
+    def _note_copied(self, ask: Ask, num_blocks: int, seconds: float) -> None:
+        sample = TransferSample(num_blocks, num_blocks * ask.block_bytes, 1, seconds)
+        self._restores.route(TierName.CPU).note(sample, self._now_ns)
+
+    def _note_computed(self, ask: Ask, outcome: Outcome, roads: Roads) -> None:
+        engine = self._engines.get(ask.key_space)
+        took_s = seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s)
+        # One that came to a full engine waited for others, and says little of its own computing.
+        is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
+        if engine is not None and engine.is_measured and is_alone:
+            predicted_s = roads.recompute.mean_s / roads.engine_lag
+            engine.note_whole(predicted_s, took_s, self._now_ns)
+
+    def _engine(self, key_space: bytes) -> Engine:
+        """Return the model of a key space, now the one that reported last."""
+        engine = self._engines.pop(key_space, None) or Engine()
+        self._engines[key_space] = engine
+        if len(self._engines) > SESSIONS_MAX:
+            del self._engines[next(iter(self._engines))]
+        return engine
+
+    # What others ask
+
+    def saved_s(self, end_tokens: int, num_tokens: int, key_space: bytes | None = None) -> float:
+        """Return the seconds that not computing ``num_tokens`` up to ``end_tokens`` saves.
+
+        Without a key space, for the engine that reported last.
+        """
+        return self._engine_of(key_space).saved_s(end_tokens, num_tokens)
+
+    def restore_s(self, tier: TierName, num_bytes: int) -> float:
+        """Return the seconds that one restore of so many bytes takes on average."""
+        return self._restores.route(tier).speed(max(num_bytes, 1)).seconds(1)
+
+    def guarded(self, now_ns: int) -> frozenset[TierName]:
+        """Return the tiers that are left alone."""
+        is_on = self._settings.is_guarded and self._settings.mode == "auto"
+        return self._guard.closed(now_ns) if is_on else frozenset()
+
+    def _engine_of(self, key_space: bytes | None) -> Engine:
+        if key_space is None and self._engines:
+            key_space = next(reversed(self._engines))
+        return self._engines.get(key_space or b"") or Engine()
+
+    # Across restarts
+
+    def document(self) -> dict[str, Any]:
+        """Return what was learned, for people and to be kept; JSON has all of it."""
+        return {
+            "version": _VERSION,
+            "restore": self._restores.document(),
+            "recompute": {key.hex(): engine.document() for key, engine in self._engines.items()},
+            "guarded": sorted(self.guarded(self._now_ns)),
+        }
+
+    def recall(self, document: Mapping[str, Any]) -> str:
+        """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
+        restores, engines = Restores(), {}
+        try:
+            number(document.get("version"), _VERSION, _VERSION)
+            restores.recall(table(document, "restore"))
+            parts = list(table(document, "recompute").items())[-SESSIONS_MAX:]
+            for key, part in parts:
+                engine = engines[bytes.fromhex(key)] = Engine()
+                engine.recall(table({key: part}, key))
+        except (ValueError, TypeError, AttributeError) as fault:
+            return str(fault)
+        self._restores, self._engines = restores, engines
+        return ""
+
+
+def _shortest(roads: Sequence[Road]) -> Road:
+    """Return the road that ends first; splitting has to be worth it, and of equals the longer."""
+    return min(
+        roads,
+        key=lambda road: (
+            road.total.mean_s / (1.0 - _SPLIT_GAIN if road.is_split else 1.0),
+            -road.num_blocks,
+        ),
+    )
+
+
+def _tiers_of(ask: Ask, num_blocks: int) -> set[TierName]:
+    """Return the tiers that would serve the first blocks."""
+    tiers = set()
+    for source in ask.sources:
+        if num_blocks <= 0:
+            break
+        tiers.add(source.tier)
+        num_blocks -= source.num_blocks
+    return tiers
+
+
+def _tier_at(ask: Ask, place: int) -> TierName:
+    """Return the tier that would serve one block."""
+    for source in ask.sources:
+        if place < source.num_blocks:
+            return source.tier
+        place -= source.num_blocks
+    raise AssertionError("the place is among the blocks found")

@@ -1,0 +1,260 @@
+"""How deep into a prompt it pays to keep blocks: learned for each class of traffic.
+
+Theory
+------
+A block stored at some depth is asked for again so many times, on average: reuses over stores, both
+counted by depth. Heads of prompts come back with every request, tails with the next turn or never.
+It pays to keep a depth where the reuses, times what each saves, are more than what storing costs;
+``max_offload_tokens`` is the end of the deepest such depth.
+
+What was stored just now had no time to come back, so stores are counted a quarter of an hour later.
+Reuse is seen for blocks that were refused as well, since a history remembers what was asked for
+however it was answered: a class that was cut short opens again once its tails come back. Both
+counts age, half in an hour.
+
+Nothing is cut without evidence: a class that has none is judged with all of its kind, and if they
+have none, without a limit.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.core.identity import NO_TENANT
+from kvtier.core.reuse.history import Use
+
+__all__ = ["DEPTH_EDGES", "DepthCurves"]
+
+DEPTH_EDGES: Sequence[int] = (
+    0, 256, 512, 1024, 2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152, 65_536,
+    98_304, 131_072, 262_144, 524_288, 1_048_576,
+)  # fmt: skip
+"""In tokens; what lies deeper than the last one counts as being there."""
+
+_CLASSES_MAX = 64
+"""Kinds and tenants are words of clients, without end; the one unused for longest is forgotten."""
+
+_TENANT_REQUESTS_MIN = 500
+"""A tenant has a curve of its own from so many requests on; before, it would be noise."""
+
+_TENANTS_COUNTED_MAX = 4096
+
+_BLOCKS_MIN = 200.0
+"""Blocks stored or reused at a depth before anything is said of it, and ..."""
+
+_REQUESTS_MIN = 20.0
+"""... requests that did so: one long document is no evidence."""
+
+_RIPE_NS = 900_000_000_000
+"""When a store counts: of what comes back at all in conversations, nine tenths do by then."""
+
+_SLICE_NS = 60_000_000_000
+"""What was stored within a minute is counted together."""
+
+_HALF_LIFE_NS = 3_600_000_000_000
+
+_CONTINUES_EDGES: Sequence[float] = (0.34, 0.67)
+
+_Key = tuple[bytes, str, int]
+"""Tenant or nothing, kind, and what the client says of a next turn."""
+
+
+@dataclass(slots=True)
+class _Slice:
+    """What was stored within a minute, by depth."""
+
+    begins_ns: int
+    blocks: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    requests: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+
+
+@dataclass(slots=True)
+class _Curve:
+    """Stores and reuses of one class, by depth."""
+
+    stores: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    requests: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    reuses: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    young: deque[_Slice] = field(default_factory=deque)
+    """Stores that do not count yet: a quarter of an hour in minutes."""
+    aged_ns: int = 0
+    num_requests: int = 0
+
+    def advance(self, now_ns: int) -> None:
+        """Count what has become ripe, and let the rest age; a clock that is set back waits."""
+        elapsed_ns = now_ns - self.aged_ns
+        if elapsed_ns >= _SLICE_NS:
+            weight = 0.5 ** (elapsed_ns / _HALF_LIFE_NS)
+            for counts in (self.stores, self.requests, self.reuses):
+                counts[:] = [count * weight for count in counts]
+            self.aged_ns = now_ns
+        while self.young and now_ns - self.young[0].begins_ns >= _RIPE_NS:
+            ripe = self.young.popleft()
+            for place in range(len(DEPTH_EDGES)):
+                self.stores[place] += ripe.blocks[place]
+                self.requests[place] += ripe.requests[place]
+
+    def slice_at(self, now_ns: int) -> _Slice:
+        """Return what the stores of now are counted in."""
+        if not self.young or now_ns - self.young[-1].begins_ns >= _SLICE_NS:
+            self.young.append(_Slice(now_ns))
+        return self.young[-1]
+
+    def has_evidence(self, place: int) -> bool:
+        """Tell whether enough was stored at a depth, or came back, to say what comes of it."""
+        num_blocks = self.stores[place] + self.reuses[place]
+        return num_blocks >= _BLOCKS_MIN and self.requests[place] >= _REQUESTS_MIN
+
+
+class DepthCurves:
+    """Reuse by depth, and the limits that follow.
+
+    ``most_tokens`` is the operator's limit, ``None`` for one that is learned. ``worth`` gives, for
+    the block that ends at so many tokens, the seconds that a reuse saves and those a store costs.
+    """
+
+    def __init__(
+        self,
+        worth: Callable[[int, Use], tuple[float, float]],
+        most_tokens: int | None = None,
+    ) -> None:
+        self._worth = worth
+        self._most_tokens = most_tokens
+        self._curves: OrderedDict[_Key, _Curve] = OrderedDict()
+        """The one used last is last."""
+        self._limits: dict[_Key, int | None] = {}
+        """As last derived: explained, and shown."""
+        self._tenants: OrderedDict[bytes, int] = OrderedDict()
+        """Requests of each tenant, of those seen lately."""
+
+    def note(self, use: Use, num_reused_blocks: int, now_ns: int) -> None:
+        """Count one request: its first ``num_reused_blocks`` came back, the others are new."""
+        tenant_key, kind_key = self._keys_of(use, is_counted=True)
+        for key in {tenant_key, kind_key}:
+            curve = self._curve(key, now_ns)
+            curve.num_requests += 1
+            for place in _spread(curve.reuses, 0, num_reused_blocks, use.block_tokens):
+                curve.requests[place] += 1
+            _note_stores(curve, num_reused_blocks, len(use.keys), use.block_tokens, now_ns)
+
+    def note_generated(self, use: Use, first: int, now_ns: int) -> None:
+        """Count the blocks of generated tokens that a store offers, from ``first`` on."""
+        if use.num_prompt_blocks < 0:
+            return
+        first = max(first, use.num_prompt_blocks)
+        for key in set(self._keys_of(use)):
+            curve = self._curve(key, now_ns)
+            _note_stores(curve, first, len(use.keys), use.block_tokens, now_ns)
+
+    def max_offload_tokens(self, use: Use) -> int | None:
+        """Return how many leading tokens of a request are to be offered; None: all of them.
+
+        What the request says comes first, then what the operator says, then what was learned.
+        """
+        most_tokens = use.traits.max_offload_tokens
+        if most_tokens is None:
+            most_tokens = self._most_tokens
+        if most_tokens is None:
+            most_tokens = self._learned(use)
+        if most_tokens is None:
+            return None
+        return most_tokens // use.block_tokens * use.block_tokens
+
+    def document(self) -> list[dict[str, object]]:
+        """Return the curves for people: for each class its limit, and its reuse by depth."""
+        return [
+            {
+                "tenant": tenant.hex(),
+                "kind": kind,
+                "continues": ("unknown", "unlikely", "maybe", "likely")[hint],
+                "requests": curve.num_requests,
+                "max_offload_tokens": self._limits.get((tenant, kind, hint)),
+                "depths": [
+                    {
+                        "from_tokens": edge,
+                        "stored_blocks": round(curve.stores[place]),
+                        "reused_blocks": round(curve.reuses[place]),
+                    }
+                    for place, edge in enumerate(DEPTH_EDGES)
+                    if curve.stores[place] >= 0.5 or curve.reuses[place] >= 0.5
+                ],
+            }
+            for (tenant, kind, hint), curve in self._curves.items()
+        ]
+
+    def _learned(self, use: Use) -> int | None:
+        for key in self._keys_of(use):
+            curve = self._curves.get(key)
+            if curve is not None and any(map(curve.has_evidence, range(len(DEPTH_EDGES)))):
+                limit = self._limits[key] = self._limit(curve, use)
+                return limit
+        return None
+
+    def _limit(self, curve: _Curve, use: Use) -> int | None:
+        """Return the end of the deepest depth that pays, if what is known goes beyond it."""
+        limit: int | None = 0
+        for place, end_tokens in enumerate([*DEPTH_EDGES[1:], None]):
+            if not curve.has_evidence(place):
+                # Beyond what does not pay nothing is known to, yet between two that pay it may be.
+                continue
+            if end_tokens is None:
+                middle_tokens = DEPTH_EDGES[place]
+            else:
+                middle_tokens = (DEPTH_EDGES[place] + end_tokens) // 2
+            saved_s, cost_s = self._worth(max(middle_tokens, use.block_tokens), use)
+            if curve.reuses[place] * saved_s > curve.stores[place] * cost_s:
+                limit = end_tokens
+        is_bounded = limit is not None and any(
+            curve.has_evidence(place) for place, edge in enumerate(DEPTH_EDGES) if edge >= limit
+        )
+        return limit if is_bounded else None
+
+    def _keys_of(self, use: Use, *, is_counted: bool = False) -> tuple[_Key, _Key]:
+        """Return the class of a request, and that of all its kind, which may be the same."""
+        hint = 0
+        if use.traits.continues is not None:
+            hint = 1 + bisect_left(_CONTINUES_EDGES, use.traits.continues)
+        kind = (b"", use.traits.kind, hint)
+        num_requests = self._tenants.get(use.tenant, 0)
+        if is_counted:
+            num_requests += 1
+            self._tenants[use.tenant] = num_requests
+            self._tenants.move_to_end(use.tenant)
+            if len(self._tenants) > _TENANTS_COUNTED_MAX:
+                self._tenants.popitem(last=False)
+        if use.tenant == NO_TENANT or num_requests < _TENANT_REQUESTS_MIN:
+            return kind, kind
+        return (use.tenant, use.traits.kind, hint), kind
+
+    def _curve(self, key: _Key, now_ns: int) -> _Curve:
+        curve = self._curves.get(key)
+        if curve is None:
+            curve = self._curves[key] = _Curve(aged_ns=now_ns)
+            if len(self._curves) > _CLASSES_MAX:
+                gone, _ = self._curves.popitem(last=False)
+                self._limits.pop(gone, None)
+        self._curves.move_to_end(key)
+        curve.advance(now_ns)
+        return curve
+
+
+def _note_stores(curve: _Curve, first: int, end: int, block_tokens: int, now_ns: int) -> None:
+    if first >= end:
+        return
+    stored = curve.slice_at(now_ns)
+    for place in _spread(stored.blocks, first, end, block_tokens):
+        stored.requests[place] += 1
+
+
+def _spread(counts: list[float], first: int, end: int, block_tokens: int) -> range:
+    """Add blocks ``first`` to ``end`` to the depths where they begin; returns those depths."""
+    if first >= end:
+        return range(0)
+    # Blocks that begin before an edge lie before it.
+    befores = [min(max(-(-edge // block_tokens), first), end) for edge in DEPTH_EDGES]
+    befores.append(end)
+    for place in range(len(DEPTH_EDGES)):
+        counts[place] += befores[place + 1] - befores[place]
+    touched = [place for place in range(len(DEPTH_EDGES)) if befores[place + 1] > befores[place]]
+    return range(touched[0], touched[-1] + 1)

@@ -1,0 +1,470 @@
+"""Which chains were used when, and what that says of their future.
+
+Theory
+------
+Every request *touches* its chain: the blocks that are remembered come back, which is an event in
+the statistics of the runs they were in, and all of its blocks begin new runs of age 0. Blocks that
+no tier has stay as *ghosts*, so that what is learned depends on the traffic and not on what there
+was room for. From group and age of a run follow the chance that its blocks are asked for again, and
+their worth, by which they leave a tier.
+
+Rules
+-----
+* One writer. ``scores``, ``p_reuse`` and ``fate`` may be called from another thread: they read
+  single entries, and at worst judge a block by what has just changed.
+* What is remembered is closed under parents: a block is forgotten after all its children.
+* Each call does a bounded amount of work for the past; time that passed in a leap is caught up with
+  in the calls that follow.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from math import log2
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.fate import Fate
+from kvtier.core.limits import AGED_RUNS_MAX, GHOST_NS
+from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Blocks, Places
+from kvtier.core.reuse.ghost import Ghosts
+from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
+from kvtier.core.reuse.order import Density, Order, Ranking
+from kvtier.core.reuse.run import NONE, Runs
+from kvtier.core.reuse.use import LENGTH_TOKENS, Touched, Use
+from kvtier.core.slots import slot_bytes
+
+__all__ = ["History", "Touched", "Use"]
+
+_EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
+_COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
+
+_VALUE_RATIO_MAX = 1024.0
+"""How much more than one on a first block a hit may be worth: that of a prompt of 30 million tokens
+at the usual slope."""
+
+_SHARED_FORKS = 3
+"""A block behind which so many chains went different ways ends a shared prompt."""
+
+_USES_STEPS = np.array([0, 0, 1, 2, 2, 3], np.uint8)
+"""By how often a block was named: once, twice, up to four times, more often."""
+
+
+class History:
+    """See the module."""
+
+    def __init__(self, saved_s: Callable[[int, int], float] | None = None) -> None:
+        """Remember nothing yet.
+
+        ``saved_s`` tells from the tokens before a block's end, and those of a block, how many
+        seconds a hit on it saves; without it all tokens are worth the same.
+        """
+        self._saved_s = saved_s
+        self.blocks = Blocks()
+        self.runs = Runs()
+        """For the orders, and for those who check."""
+        self._hazards = Hazards()
+        self._now_ns = 1
+        self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
+        """By age bin that can be left, tickets of its runs, the oldest first."""
+        self._ghosts = Ghosts(self.blocks, self.runs)
+        self._rankings: dict[int, Ranking] = {}
+        self._orders: dict[tuple[int, int], Order] = {}
+        """By tier and slot size."""
+
+    @property
+    def num_remembered(self) -> int:
+        """Return how many blocks are remembered."""
+        return len(self.blocks)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Return how many blocks are remembered that no tier has."""
+        return len(self._ghosts)
+
+    @property
+    def num_resident(self) -> int:
+        """Return how many blocks are in one tier at least."""
+        return self.blocks.num_resident
+
+    def rank(self, tier: TierName, ranking: Ranking) -> None:
+        """Have the blocks of a tier leave by another order than that of density."""
+        assert not self._orders, "before anything is there"
+        self._rankings[_COLUMN[tier]] = ranking
+
+    # What happens
+
+    def advance(self, now_ns: int) -> None:
+        """Let time pass; it never goes back."""
+        self._now_ns = now_ns = max(now_ns, self._now_ns)
+        runs, num_left = self.runs, AGED_RUNS_MAX
+        for age, queue in enumerate(self._ages):
+            youngest_ns = now_ns - _EDGES_NS[age + 1]
+            while queue and num_left:
+                run = runs.of(queue[0])
+                if run != NONE and runs.touched_ns[run] > youngest_ns:
+                    break
+                ticket = queue.popleft()
+                if run != NONE:
+                    num_left -= 1
+                    self._age(run, age + 1)
+                    if age + 2 < NUM_BINS:
+                        self._ages[age + 1].append(ticket)
+                    if runs.touched_ns[run] < now_ns - GHOST_NS:
+                        self._ghosts.trim(run, now_ns)
+        self._ghosts.forget(now_ns)
+
+    def touch(self, use: Use, now_ns: int, num_stored: int = 0) -> Touched:
+        """Note one use of a chain, all of whose blocks are remembered from now on.
+
+        Of the first ``num_stored`` blocks it is known that they were stored before, though they may
+        not be remembered, as after a restart.
+        """
+        self.advance(now_ns)
+        self._hazards.advance()
+        blocks = self.blocks
+        rows, num_known = self._rows_of(use)
+        if not len(rows):
+            return Touched(0, 0, 0)
+        num_old = max(num_known, min(num_stored, len(rows)))
+        last = int(rows[num_known - 1]) if num_known else NO_ROW
+        times_seen = int(blocks.uses[last]) if num_known else int(num_old > 0)
+        is_fork = 0 < num_known < len(rows) and blocks.forks[last] >= _SHARED_FORKS
+        turn = 0
+        if num_old and not is_fork:
+            turn = 1 + (self.runs.turn[blocks.run[last]] if num_known else 0)
+        self._take_over(rows[:num_known])
+        if 0 < num_known < len(rows):
+            blocks.forks[last] = min(int(blocks.forks[last]) + 1, 255)
+        blocks.uses[rows[:num_known]] += blocks.uses[rows[:num_known]] < 255
+        blocks.uses[rows[num_known:]] += 1
+        blocks.uses[rows[num_known:num_old]] = 2
+        self._begin_runs(use, rows, num_old, turn, num_known if is_fork else 0)
+        return Touched(num_known, turn, times_seen)
+
+    def extend(self, use: Use, now_ns: int) -> None:
+        """Remember the blocks of a chain beyond what is known of it; no use of the known ones."""
+        self.advance(now_ns)
+        blocks, hazards = self.blocks, self._hazards
+        rows, num_known = self._rows_of(use)
+        if num_known == len(rows):
+            return
+        np.maximum.at(blocks.uses, rows[num_known:], 1)
+        turn, length = 0, use.length(len(rows))
+        if num_known:
+            before = int(blocks.run[rows[num_known - 1]])
+            turn = self.runs.turn[before]
+            length = hazards.groups[self.runs.group[before]].length
+        num_prompt = len(rows) if use.num_prompt_blocks < 0 else use.num_prompt_blocks
+        middle = min(max(num_known, num_prompt), len(rows))
+        for first, end in ((num_known, middle), (middle, len(rows))):
+            if first < end:
+                is_generated = first >= num_prompt
+                group = Group(min(turn, 2), length, 0, False, is_generated, use.hint)
+                self._begin_run(use, rows[first:end], hazards.number(group), turn)
+
+    def enter(
+        self,
+        tier: TierName,
+        keys: Sequence[bytes],
+        payload_bytes: int,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """Note that blocks are resident in a tier now; ``numbers``: as its user knows them.
+
+        Blocks that are not remembered are taken in as seen once, without their chain.
+        """
+        blocks, runs, column = self.blocks, self.runs, _COLUMN[tier]
+        rows = blocks.find(keys)
+        if (rows == NO_ROW).any():
+            unknown = [key for key, row in zip(keys, rows, strict=True) if row == NO_ROW]
+            self._adopt(list(dict.fromkeys(unknown)), payload_bytes)
+            rows = blocks.find(keys)
+        if numbers is not None:
+            blocks.number[rows] = numbers
+        if len(set(keys)) < len(keys):
+            rows = np.unique(rows)
+        rows = rows[blocks.where[rows] & (1 << column) == 0]
+        self.blocks.num_resident += int((blocks.where[rows] == 0).sum())
+        blocks.where[rows] |= 1 << column
+        parents = blocks.parent[rows]
+        np.add.at(blocks.kids[:, column], parents[parents >= 0], 1)
+        for run, first, end in _pieces(blocks.run[rows]):
+            deepest = int(rows[first + blocks.place[rows[first:end]].argmax()])
+            last = runs.last[column][run]
+            if last == NONE or blocks.place[deepest] > blocks.place[last]:
+                runs.last[column][run] = deepest
+            runs.count[column][run] += end - first
+            runs.ghost_ns[run] = 0
+            self.order_of(column, runs.size[run]).put(run)
+
+    def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
+        """Note that blocks are resident in a tier no more, and why."""
+        blocks, column = self.blocks, _COLUMN[tier]
+        number = FATES.index(fate)
+        rows = blocks.find(keys).tolist() if len(keys) > 1 else map(blocks.row, keys)
+        for row in rows:
+            if row != NO_ROW:
+                blocks.fate[row] = number
+                if blocks.where[row] & (1 << column):
+                    self._leave(row, column)
+
+    def note_fate(self, keys: Sequence[bytes], fate: Fate) -> None:
+        """Note why blocks that are remembered are not there."""
+        rows = self.blocks.find(keys)
+        self.blocks.fate[rows[rows != NO_ROW]] = FATES.index(fate)
+
+    # What it says
+
+    def fate(self, key: bytes) -> Fate:
+        """Return why a block is not there, as it was last said."""
+        row = self.blocks.row(key)
+        return Fate.NEVER_STORED if row == NO_ROW else FATES[self.blocks.fate[row]]
+
+    def fates(self, keys: Sequence[bytes]) -> list[Fate]:
+        """Return the same of many blocks, which takes little longer than of one."""
+        rows = self.blocks.find(keys)
+        numbers = self.blocks.fate[rows].tolist()
+        return [
+            Fate.NEVER_STORED if row == NO_ROW else FATES[number]
+            for row, number in zip(rows.tolist(), numbers, strict=True)
+        ]
+
+    def times_seen(self, key: bytes) -> int:
+        """Return how many requests named a block, as far as is remembered."""
+        row = self.blocks.row(key)
+        return 0 if row == NO_ROW else int(self.blocks.uses[row])
+
+    def standing(self, tier: TierName, key: bytes) -> tuple[int, int]:
+        """Return how many requests named a block, and how many of its children are in a tier."""
+        row = self.blocks.row(key)
+        if row == NO_ROW:
+            return 0, 0
+        return int(self.blocks.uses[row]), int(self.blocks.kids[row, _COLUMN[tier]])
+
+    def num_children(self, tier: TierName, key: bytes) -> int:
+        """Return how many children of a block are in a tier, as far as is remembered."""
+        return self.standing(tier, key)[1]
+
+    def p_reuse(self, keys: Sequence[bytes], within_s: float = 1800.0) -> list[float]:
+        """Return how likely each block is asked for within a time; 0.0 where not remembered."""
+        blocks, runs, hazards, now_ns = self.blocks, self.runs, self._hazards, self._now_ns
+        known: dict[int, float] = {}
+        chances = []
+        for row in blocks.find(keys).tolist():
+            run = int(blocks.run[row]) if row != NO_ROW else NONE
+            if run != NONE and run not in known:
+                age_s = (now_ns - runs.touched_ns[run]) / 1e9
+                known[run] = hazards.p_reuse(runs.group[run], age_s, within_s)
+            chances.append(known.get(run, 0.0))
+        return chances
+
+    def scores(self, keys: Sequence[bytes]) -> list[float]:
+        """Return what each block earns: expected value per byte and second; the larger the better.
+
+        0.0 where it is not remembered.
+        """
+        blocks, runs, density = self.blocks, self.runs, Density(self._hazards)
+        runs_of = (
+            int(blocks.run[row]) if row != NO_ROW else NONE for row in blocks.find(keys).tolist()
+        )
+        return [density.score(runs, run) if run != NONE else 0.0 for run in runs_of]
+
+    def victims(
+        self,
+        tier: TierName,
+        payload_bytes: int,
+        is_spared: Callable[[bytes], bool] | None = None,
+    ) -> Generator[bytes, None, None]:
+        """Yield the next blocks of a tier to go, tails first, none with a child in the tier.
+
+        For slots that take a payload of that size. Let a block ``leave`` before asking for the
+        next: one that is still there then stays, with all it hangs on.
+        """
+        blocks, column = self.blocks, _COLUMN[tier]
+
+        def is_kept(row: int) -> bool:
+            return is_spared is not None and is_spared(blocks.key(row))
+
+        walk = self.order_of(column, slot_bytes(payload_bytes)).walk(is_kept)
+        try:
+            _, row = next(walk)
+            while True:
+                yield blocks.key(row)
+                _, row = walk.send(not blocks.where[row] & (1 << column))
+        except StopIteration:
+            return
+        finally:
+            walk.close()
+
+    def next_out(
+        self, tier: TierName, size: int, is_spared: Callable[[int], bool]
+    ) -> Generator[int, None, None]:
+        """Yield the same for slots of a size, by their numbers, as if all yielded before had gone.
+
+        Those for whose number ``is_spared`` holds stay.
+        """
+        number = self.blocks.number
+        walk = self.order_of(_COLUMN[tier], size).walk(lambda row: is_spared(int(number[row])))
+        for _, row in walk:
+            yield int(number[row])
+
+    def would_stay(self, use: Use, num_blocks: int, tier: TierName) -> int:
+        """Return how many of a chain's next ``num_blocks`` blocks are worth what they push out.
+
+        Those that the tier lacks, from the root on, each of which would push one out.
+        """
+        blocks, column = self.blocks, _COLUMN[tier]
+        order = self.order_of(column, slot_bytes(use.payload_bytes))
+        rows = blocks.find(use.keys).tolist()
+        own = set(rows)
+        lacking = (row for row in rows if row == NO_ROW or not blocks.where[row] & (1 << column))
+        victims = order.walk(own.__contains__)
+        num_staying = 0
+        for row, (score, _) in zip(lacking, victims, strict=False):
+            if num_staying == num_blocks:
+                break
+            if row != NO_ROW and order.score(int(blocks.run[row])) <= score:
+                break
+            num_staying += 1
+        else:
+            num_staying = num_blocks  # nothing is left to be pushed out
+        victims.close()
+        return num_staying
+
+    # Runs
+
+    def _rows_of(self, use: Use) -> tuple[Places, int]:
+        """Return the rows of a chain, new ones where it goes on, and how many are known."""
+        rows, num_known, orphans = self.blocks.chain(use.keys)
+        for row in orphans:
+            self.runs.give(int(self.blocks.run[row]))
+        return rows, num_known
+
+    def _adopt(self, keys: list[bytes], payload_bytes: int) -> None:
+        """Take in blocks without their chain, each as a run of its own."""
+        blocks = self.blocks
+        rows = blocks.add(keys)
+        blocks.parent[rows] = ORPHAN
+        blocks.uses[rows] = 1
+        use = Use(keys, payload_bytes, LENGTH_TOKENS)
+        group = self._hazards.number(Group(0, 1, 0, is_shared=False))
+        for place in range(len(rows)):
+            self._begin_run(use, rows[place : place + 1], group, 0)
+
+    def _take_over(self, rows: Places) -> None:
+        """Take the front of a chain out of the runs it was in: it has come back."""
+        blocks, runs = self.blocks, self.runs
+        for run, first, end in _pieces(blocks.run[rows]):
+            weight = runs.weight[run] * (end - first)
+            self._hazards.note_event(runs.group[run], runs.bin[run], weight)
+            if end - first == runs.length(run):
+                runs.give(run)
+                continue
+            runs.first[run] += end - first
+            where = blocks.where[rows[first:end]]
+            for column, count in enumerate(runs.count):
+                if count[run]:
+                    count[run] -= int(np.count_nonzero(where & (1 << column)))
+                    if not count[run]:
+                        self._end_in(run, column)
+
+    def _begin_runs(self, use: Use, rows: Places, num_old: int, turn: int, num_shared: int) -> None:
+        """Begin the runs of a use: one for each piece of its chain that was used alike."""
+        uses = _USES_STEPS[np.minimum(self.blocks.uses[rows], 5)]
+        sorts = uses * 2
+        sorts[:num_shared] += 1
+        length, hint = use.length(len(rows) - num_old), use.hint
+        for sort, first, end in _pieces(sorts):
+            group = Group(min(turn, 2), length, sort // 2, bool(sort & 1), hint=hint)
+            self._begin_run(use, rows[first:end], self._hazards.number(group), turn)
+
+    def _begin_run(self, use: Use, rows: Places, group: int, turn: int) -> None:
+        blocks, runs = self.blocks, self.runs
+        run = runs.take(slot_bytes(use.payload_bytes))
+        blocks.run[rows] = run
+        runs.tail[run] = rows[-1]
+        runs.first[run] = blocks.place[rows[0]]
+        runs.end[run] = runs.first[run] + len(rows)
+        runs.touched_ns[run] = self._now_ns
+        runs.weight[run] = len(rows) ** -0.5
+        runs.group[run], runs.turn[run], runs.bin[run] = group, turn, 0
+        runs.is_repeat[run] = int(blocks.uses[rows[-1]] > 1)
+        runs.value[run] = self._value(use, runs.end[run])
+        self._ages[0].append(runs.ticket[run])
+        self._hazards.expose(group, 0, runs.weight[run] * len(rows))
+        where = blocks.where[rows]
+        if not where.any():
+            self._ghosts.note(run, self._now_ns)
+            return
+        for column in range(len(LOWER_TIERS)):
+            here = np.flatnonzero(where & (1 << column))
+            if len(here):
+                runs.count[column][run] = len(here)
+                runs.last[column][run] = rows[here[-1]]
+                self.order_of(column, runs.size[run]).put(run)
+
+    def _value(self, use: Use, end: int) -> int:
+        """Return what a hit on a block is worth per byte, in half octaves.
+
+        As a multiple of what one on a first block is worth: what is measured may be off by orders
+        of magnitude in the beginning, and runs of then and now are compared.
+        """
+        worth = float(use.block_tokens)
+        if self._saved_s is not None:
+            first_s = self._saved_s(use.block_tokens, use.block_tokens)
+            end_s = self._saved_s(end * use.block_tokens, use.block_tokens)
+            if first_s > 0:
+                worth *= min(max(end_s / first_s, 1.0), _VALUE_RATIO_MAX)
+        return round(2 * log2(worth / max(use.payload_bytes, 1)))
+
+    def _age(self, run: int, age_bin: int) -> None:
+        runs = self.runs
+        runs.bin[run] = age_bin
+        self._hazards.expose(runs.group[run], age_bin, runs.weight[run] * runs.length(run))
+        for column, bucket in enumerate(runs.bucket):
+            if bucket[run] != NONE:
+                self.order_of(column, runs.size[run]).put(run)
+
+    def order_of(self, column: int, size: int) -> Order:
+        """Return the order in which blocks in slots of a size leave a tier, given by its column."""
+        order = self._orders.get((column, size))
+        if order is None:
+            ranking = self._rankings.get(column) or Density(self._hazards)
+            order = self._orders[column, size] = Order(self.blocks, self.runs, column, ranking)
+        return order
+
+    # Residency
+
+    def _leave(self, row: int, column: int) -> None:
+        blocks, runs = self.blocks, self.runs
+        blocks.where[row] &= ~np.uint8(1 << column)
+        self.blocks.num_resident -= not blocks.where[row]
+        run, parent = int(blocks.run[row]), int(blocks.parent[row])
+        if parent >= 0:
+            blocks.kids[parent, column] -= 1
+            above = int(blocks.run[parent])
+            if runs.count[column][above] and blocks.kids[parent, column] == 0:
+                self.order_of(column, runs.size[above]).put(above)  # it may have been blocked
+        runs.count[column][run] -= 1
+        if not runs.count[column][run]:
+            self._end_in(run, column)
+        elif runs.last[column][run] == row:
+            while not blocks.where[row] & (1 << column):
+                row = int(blocks.parent[row])
+            runs.last[column][run] = row
+
+    def _end_in(self, run: int, column: int) -> None:
+        """Note that the last block of a run has left a tier."""
+        self.runs.last[column][run] = self.runs.bucket[column][run] = NONE
+        if not any(count[run] for count in self.runs.count):
+            self._ghosts.note(run, self._now_ns)
+
+
+def _pieces(numbers: Places | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    """Cut an array where its value changes: value, first and end of each piece."""
+    if not len(numbers):
+        return []
+    starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+    return list(zip(numbers[starts].tolist(), starts, [*starts[1:], len(numbers)], strict=True))

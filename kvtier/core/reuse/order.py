@@ -1,0 +1,207 @@
+"""The order in which blocks leave one tier: the tails of the runs that are worth least.
+
+Theory
+------
+Runs that are worth the same wait in one *bucket*, the one touched first in front. There are a few
+hundred buckets however many runs there are, so that a worth which changes with the statistics is
+looked up a bucket and not a run.
+
+Blocks go from the tail of a run, and only those on which no child in the tier hangs. A run that is
+blocked by a child in another run is taken out of its bucket, and put back when the child has left;
+otherwise each search would pass over all the system prompts again.
+"""
+
+from collections.abc import Callable, Generator
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from kvtier.core.reuse.block import Blocks
+from kvtier.core.reuse.hazard import NUM_BINS, Hazards
+from kvtier.core.reuse.run import NONE, Runs
+
+__all__ = ["Credit", "Density", "Order", "Ranking", "Walk"]
+
+_VALUES = 4096
+"""Half octaves of value that are told apart: far more than a double's exponent needs."""
+
+_PUTS_MIN = 4096
+"""Below, there is nothing to be gained by sweeping."""
+
+Walk = Generator[tuple[float, int], bool | None, None]
+"""Yields score and row; may be sent whether the block was taken."""
+
+_Entry = tuple[float, int, int]
+"""Score and ticket of a run, and the bucket it comes from."""
+
+
+class Ranking(Protocol):
+    """What a run is worth, in one number; runs in one bucket are worth more the later touched."""
+
+    def bucket(self, runs: Runs, run: int) -> int:
+        """Return the bucket a run belongs to now."""
+
+    def score(self, runs: Runs, run: int) -> float:
+        """Return what it is worth; comparable across buckets."""
+
+
+class Density:
+    """Expected value of hits per second held."""
+
+    def __init__(self, hazards: Hazards) -> None:
+        self._hazards = hazards
+
+    def bucket(self, runs: Runs, run: int) -> int:
+        """Tell groups, ages and values apart."""
+        place = runs.group[run] * NUM_BINS + runs.bin[run]
+        return place * _VALUES + runs.value[run] + _VALUES // 2
+
+    def score(self, runs: Runs, run: int) -> float:
+        """Multiply the group's density at this age by the value of a hit."""
+        density = self._hazards.densities[runs.group[run] * NUM_BINS + runs.bin[run]]
+        return float(density * 2.0 ** (runs.value[run] / 2))
+
+
+class Credit:
+    """Least recently used, where what was ever seen before counts as used so much later."""
+
+    def __init__(self, credit_s: float) -> None:
+        self._credit_ns = round(credit_s * 1e9)
+
+    def bucket(self, runs: Runs, run: int) -> int:
+        """Tell blocks seen once from others."""
+        return runs.is_repeat[run]
+
+    def score(self, runs: Runs, run: int) -> float:
+        """Return when it was used, on the credit's time."""
+        return runs.touched_ns[run] + self._credit_ns * runs.is_repeat[run]
+
+
+class Order:
+    """The runs that have blocks in one tier, in slots of one size."""
+
+    def __init__(self, blocks: Blocks, runs: Runs, tier: int, ranking: Ranking) -> None:
+        self._blocks = blocks
+        self._runs = runs
+        self._ranking = ranking
+        self._tier = tier
+        self._bit = 1 << tier
+        self._buckets: dict[int, list[int]] = {}
+        """Heaps of tickets; one holds as long as its run says it is in there."""
+        self._num_puts = 0
+        """Since the last sweep."""
+
+    def score(self, run: int) -> float:
+        """Return what a run is worth now."""
+        return self._ranking.score(self._runs, run)
+
+    def is_waiting(self, run: int) -> bool:
+        """Tell whether a run is in the bucket it belongs to, and will be found there."""
+        bucket = self._ranking.bucket(self._runs, run)
+        is_there = self._runs.ticket[run] in self._buckets.get(bucket, ())
+        return is_there and self._runs.bucket[self._tier][run] == bucket
+
+    def put(self, run: int) -> None:
+        """Let a run that has blocks here wait in its bucket, wherever it was before."""
+        runs = self._runs
+        bucket = self._ranking.bucket(runs, run)
+        before = runs.bucket[self._tier][run]
+        if bucket != before:
+            runs.bucket[self._tier][run] = bucket
+            heappush(self._buckets.setdefault(bucket, []), runs.ticket[run])
+            if before != NONE:
+                self._front(before)  # which only the oldest leave, by age
+            self._num_puts += 1
+            if self._num_puts > 2 * len(runs) + _PUTS_MIN:
+                self._sweep()
+
+    def walk(self, is_spared: Callable[[int], bool] | None = None) -> Walk:
+        """Yield the blocks to go, the least worth first, each as if those before it were gone.
+
+        Where False is sent the block is not gone, and nothing it hangs on is proposed. A row that
+        ``is_spared`` stays likewise. Changes nothing.
+        """
+        fronts = [entry for bucket in list(self._buckets) if (entry := self._front(bucket))]
+        heapify(fronts)
+        walked: list[_Entry] = []
+        gone: dict[int, int] = {}
+        proposed: set[int] = set()
+        try:
+            while fronts:
+                entry = heappop(fronts)
+                if entry[2] != NONE:
+                    walked.append(entry)
+                    self._pop(entry)
+                    if following := self._front(entry[2]):
+                        heappush(fronts, following)
+                yield from self._tails(entry, gone, proposed, is_spared, fronts)
+        finally:
+            for _, ticket, bucket in walked:
+                if self._holds(ticket, bucket):
+                    heappush(self._buckets.setdefault(bucket, []), ticket)
+
+    def _tails(
+        self,
+        entry: _Entry,
+        gone: dict[int, int],
+        proposed: set[int],
+        is_spared: Callable[[int], bool] | None,
+        fronts: list[_Entry],
+    ) -> Walk:
+        """Yield the blocks of one run from its tail on, until one cannot go."""
+        blocks, runs = self._blocks, self._runs
+        score, run = entry[0], runs.of(entry[1])
+        if run == NONE:
+            return
+        row, first = runs.last[self._tier][run], runs.first[run]
+        while row >= 0 and blocks.run[row] == run and blocks.place[row] >= first:
+            parent = int(blocks.parent[row])
+            if blocks.where[row] & self._bit and row not in proposed:
+                if blocks.kids[row, self._tier] > gone.get(row, 0):
+                    if row == runs.last[self._tier][run]:
+                        runs.bucket[self._tier][run] = NONE  # until a child leaves
+                    return
+                if is_spared is not None and is_spared(row):
+                    return
+                if (yield score, row) is False:
+                    return
+                if blocks.where[row] & self._bit:  # not gone yet, only to be
+                    proposed.add(row)
+                    gone[parent] = gone.get(parent, 0) + 1
+                self._reveal(parent, run, gone, fronts)
+            row = parent
+
+    def _reveal(self, row: int, child_run: int, gone: dict[int, int], fronts: list[_Entry]) -> None:
+        """Let the run of a block be looked at again if its last child elsewhere has gone."""
+        if row < 0 or not self._blocks.where[row] & self._bit:
+            return
+        run = int(self._blocks.run[row])
+        if run != child_run and self._blocks.kids[row, self._tier] <= gone.get(row, 0):
+            heappush(fronts, (self.score(run), self._runs.ticket[run], NONE))
+
+    def _sweep(self) -> None:
+        """Drop the entries that do not hold: as many as there were runs may have come by now."""
+        self._num_puts = 0
+        for bucket, heap in list(self._buckets.items()):
+            heap[:] = sorted(ticket for ticket in set(heap) if self._holds(ticket, bucket))
+            if not heap:
+                del self._buckets[bucket]
+
+    def _pop(self, entry: _Entry) -> None:
+        """Take an entry out of its bucket; it is in there twice if its run had left and come."""
+        heap = self._buckets[entry[2]]
+        while heap and heap[0] == entry[1]:
+            heappop(heap)
+
+    def _front(self, bucket: int) -> _Entry | None:
+        """Return a bucket's first run, dropping what is not in it any more."""
+        heap = self._buckets.get(bucket)
+        while heap:
+            if self._holds(heap[0], bucket):
+                return self.score(self._runs.of(heap[0])), heap[0], bucket
+            heappop(heap)
+        self._buckets.pop(bucket, None)
+        return None
+
+    def _holds(self, ticket: int, bucket: int) -> bool:
+        run = self._runs.of(ticket)
+        return run != NONE and self._runs.bucket[self._tier][run] == bucket

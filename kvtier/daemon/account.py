@@ -1,0 +1,180 @@
+"""What kvtier keeps, what it expects, and what that was worth: three sections of the status."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvtier.core.admission import QuantileGate
+from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.node.node import Node
+from kvtier.observe.table import (
+    ACTUAL_SECONDS,
+    DECISIONS,
+    GATE_SHARE,
+    GUARDED,
+    LOST_SECONDS,
+    MISSED_BLOCKS,
+    PREDICTED_SECONDS,
+    PREFILL_TOKENS_PER_SECOND,
+    REFUSED_BLOCKS,
+    REGRET_SECONDS,
+    REMEMBERED_BLOCKS,
+    RESTORE_BYTES_PER_SECOND,
+    RETAINED_BYTES,
+    SAVED_SECONDS,
+    Metric,
+    Route,
+)
+
+__all__ = ["Account", "Samples"]
+
+_PROMPT_TOKENS = 4096
+"""The prompt whose speed stands for a model's: of the metric's row."""
+
+_ROUTES: Mapping[str, Route] = {
+    "cpu_read": Route.CPU_TO_GPU,
+    "cpu_write": Route.GPU_TO_CPU,
+    "ssd_read": Route.SSD_TO_CPU,
+    "ssd_write": Route.CPU_TO_SSD,
+    "remote_read": Route.REMOTE_TO_CPU,
+    "remote_write": Route.CPU_TO_REMOTE,
+}
+"""By the cost model's names: the CPU tier is read by engines, the others by the node."""
+
+_Document = dict[str, Any]
+"""A section: everything in it can be written as JSON."""
+
+
+class Samples(Protocol):
+    """One reading of the metrics."""
+
+    def sum(self, metric: Metric, suffix: str = "", **labels: str) -> float:
+        """Return the sum of a metric's series that have these labels."""
+
+
+class Account:
+    """Reads them from ``node``, on the loop's thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        eviction: str,
+        gates: Mapping[TierName, QuantileGate],
+        retained_bytes: Callable[[], int],
+    ) -> None:
+        """``eviction`` is the policy's name, and ``gates`` stand before tiers."""
+        self._node = node
+        self._retained_bytes = retained_bytes
+        self._eviction = eviction
+        self._gates = gates
+
+    def policy(self) -> _Document:
+        """Return what is kept, and how deep into prompts."""
+        history, depth = self._node.history, self._node.depth
+        return {
+            "eviction": self._eviction,
+            "remembered_blocks": history.num_remembered if history else 0,
+            "retained_bytes": self._retained_bytes(),
+            "gates": {
+                tier.value: {
+                    "share": round(gate.share, 4),
+                    "threshold": round(gate.threshold, 6),
+                    "offered_blocks": gate.num_offered,
+                    "taken_blocks": gate.num_taken,
+                }
+                for tier, gate in self._gates.items()
+            },
+            "classes": depth.document() if depth else [],
+        }
+
+    def cost(self, now_ns: int) -> _Document:
+        """Return what the model expects of each route and engine, as far as it was measured."""
+        planner = self._node.planner
+        if planner is None:
+            return {"routes": {}, "engines": {}, "guarded": []}
+        learned = planner.document()
+        routes = {_ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
+        return {
+            "routes": {route.value: each for route, each in routes.items()},
+            "engines": {name: _engine(each) for name, each in learned["recompute"].items()},
+            "guarded": sorted(tier.value for tier in planner.guarded(now_ns)),
+        }
+
+    def worth(self, samples: Samples) -> _Document:
+        """Return what decisions came to: predicted, actual, saved, lost, and missed."""
+        saved = {tier: samples.sum(SAVED_SECONDS, tier=tier) for tier in LOWER_TIERS}
+        lost = {tier: samples.sum(LOST_SECONDS, tier=tier) for tier in LOWER_TIERS}
+        return {
+            "saved_s": _seconds(sum(saved.values())),
+            "lost_s": _seconds(sum(lost.values())),
+            "regret_s": _seconds(samples.sum(REGRET_SECONDS)),
+            "regret_by_road_s": _by_label(samples, REGRET_SECONDS),
+            "tiers": {
+                tier.value: {"saved_s": _seconds(saved[tier]), "lost_s": _seconds(lost[tier])}
+                for tier in LOWER_TIERS
+            },
+            "decisions": _counts(samples, DECISIONS),
+            "predicted_s": _by_label(samples, PREDICTED_SECONDS),
+            "actual_s": _by_label(samples, ACTUAL_SECONDS),
+            "missed_blocks": _counts(samples, MISSED_BLOCKS),
+            "refused_blocks": {
+                tier.value: _counts(samples, REFUSED_BLOCKS, tier=tier) for tier in LOWER_TIERS
+            },
+        }
+
+    def refresh(self, now_ns: int) -> None:
+        """Set the gauges that come from the same numbers."""
+        node, metrics = self._node, self._node.metrics
+        metrics.set(REMEMBERED_BLOCKS, node.history.num_remembered if node.history else 0)
+        metrics.set(RETAINED_BYTES, self._retained_bytes())
+        ssd = self._gates.get(TierName.SSD)
+        metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
+        if node.planner is None:
+            return
+        guarded = node.planner.guarded(now_ns)
+        for tier in LOWER_TIERS:
+            metrics.set(GUARDED, tier in guarded, tier=tier)
+        learned = node.planner.document()
+        for name, route in learned["restore"].items():
+            metrics.set(RESTORE_BYTES_PER_SECOND, route["bytes_per_s"], route=_ROUTES[name])
+        seconds = node.planner.saved_s(_PROMPT_TOKENS, _PROMPT_TOKENS)
+        metrics.set(PREFILL_TOKENS_PER_SECOND, _PROMPT_TOKENS / seconds if seconds > 0 else 0.0)
+
+
+def _route(learned: Mapping[str, Any]) -> _Document:
+    start_s, block_s = learned["rates"][:2]
+    return {
+        "start_s": start_s,
+        "per_block_s": block_s,
+        "bytes_per_s": round(learned["bytes_per_s"]),
+        "p95_over_mean": round(learned["tail"], 2),
+        "samples": learned["num_noted"],
+    }
+
+
+def _engine(learned: Mapping[str, Any]) -> _Document:
+    base_s, token_s, attended_s = learned["prefill"]["rates"]
+    return {
+        "tokens_per_s": round(learned["tokens_per_s"], 1),
+        "floor_s": learned["floor_s"],
+        "step_s": base_s,
+        "per_token_s": token_s,
+        "per_attended_s": attended_s,
+        "p95_over_mean": round(learned["prefill"]["tail"], 2),
+        "samples": learned["prefill"]["num_noted"],
+    }
+
+
+def _by_label(samples: Samples, metric: Metric) -> dict[str, float]:
+    ((label, values),) = metric.labels
+    return {value: _seconds(samples.sum(metric, **{label: value})) for value in values}
+
+
+def _counts(samples: Samples, metric: Metric, **fixed: str) -> dict[str, int]:
+    """Return the counts of a metric by its last label, where they are not 0."""
+    label, values = metric.labels[-1]
+    counts = {value: int(samples.sum(metric, **fixed, **{label: value})) for value in values}
+    return {value: count for value, count in counts.items() if count}
+
+
+def _seconds(seconds: float) -> float:
+    return round(seconds, 3)

@@ -1,0 +1,40 @@
+"""What a tier's medium is, so that what was measured of it is not taken for another one's."""
+
+import hashlib
+import os
+
+import psutil
+
+from kvtier.config import Config
+from kvtier.core.residency import TierName
+
+__all__ = ["devices_of"]
+
+_DIGITS = 12
+
+
+def devices_of(config: Config) -> dict[TierName, str]:
+    """Return a name for each medium of a configuration; the SSD's directory is there."""
+    devices = {}
+    if config.ssd.enabled:
+        devices[TierName.SSD] = _volume(os.path.realpath(config.ssd.directory))
+    if config.remote.url:
+        # Not as it is: there may be a password in it.
+        devices[TierName.REMOTE] = hashlib.sha256(config.remote.url.encode()).hexdigest()[:_DIGITS]
+    return devices
+
+
+def _volume(directory: str) -> str:
+    """Return device, file system and size of the volume that a directory is on."""
+    inside = [
+        part
+        for part in psutil.disk_partitions(all=True)
+        if os.path.commonpath([part.mountpoint, directory]) == part.mountpoint
+    ]
+    found = max(inside, key=lambda part: len(part.mountpoint), default=None)
+    name = f"{found.device} {found.fstype}" if found else "unknown"
+    try:
+        status = os.statvfs(directory)
+    except OSError:  # it was there a moment ago, or the tier is a fake
+        return f"{name}, gone"
+    return f"{name}, {status.f_blocks * status.f_frsize / 2**30:.0f} GiB"

@@ -1,0 +1,281 @@
+"""The document of ``kvtier explain``: what is cached of a chain, what was decided, and why.
+
+It answers "why did this request not hit?" from three sources: the index says what is there now, the
+history remembers what became of what is not, and the ledger has what was decided and what came of
+it. Nothing in it holds text or tokens; positions in a prompt are offsets.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.api.rpc.reports import Question
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES, NO_TENANT
+from kvtier.core.index import Scope
+from kvtier.core.limits import EXPLAINED_RUNS_MAX
+from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.planner import Judgement
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.table import as_keys
+from kvtier.daemon.key_spaces import KeySpaces
+from kvtier.node.ledger import Decision
+from kvtier.node.node import Node
+from kvtier.node.run import Chain, Run, find_own
+
+__all__ = ["FATE_SENTENCES", "PLAN_SENTENCES", "Explainer"]
+
+FATE_SENTENCES: Mapping[Fate, str] = {
+    Fate.NEVER_STORED: "it was not seen before, or too long ago to be remembered",
+    Fate.NOT_OFFERED: "it was asked for before, and no engine offered it since",
+    Fate.REFUSED_WORTH: "it was offered, and was worth less than what it would have pushed out",
+    Fate.REFUSED_DEPTH: "it lies beyond max_offload_tokens",
+    Fate.REFUSED_BUDGET: "it left the CPU tier, and was not in the share that is written below",
+    Fate.REFUSED_FULL: "it was offered, and there was no room, or the way there was full",
+    Fate.EVICTED: "it was here, and made room for others",
+    Fate.DROPPED: "it was here, and an operator dropped it",
+    Fate.EXPIRED: "it was here, and its time was over",
+    Fate.FAILED_CHECK: "it was here, and its bytes were not those that were stored",
+    Fate.IDENTITY: "something else goes by its name: another length, parent or position",
+    Fate.SALT: "another tenant, or another model, has these tokens, and they are not shared",
+    Fate.TOO_SHORT: "the prompt fills no block, and only full blocks are kept",
+    Fate.COST: "it is there, and computing it was decided to be faster",
+    Fate.DEADLINE: "it did not come in time",
+    Fate.TIER_DOWN: "the tier that has it does not answer",
+}
+"""What became of a block that is not served, for people; docs/operations/explain.md has them."""
+
+PLAN_SENTENCES: Mapping[PlanReason, str] = {
+    PlanReason.ALL: "restoring whatever is there ends first",
+    PlanReason.PART: "restoring so much ends first; the rest is computed sooner than it comes",
+    PlanReason.SPLIT: "the back is restored while the front is computed, until they meet",
+    PlanReason.COST: "computing it ends first",
+    PlanReason.RISK: "computing ends later on average, but restoring might take far longer",
+    PlanReason.GUARD: "the tier is left alone for a while, because it did not pay lately",
+    PlanReason.LIMIT: "the request wants no more",
+    PlanReason.NOTHING: "no block that it lacks is there",
+    PlanReason.ALWAYS: "cost.restore is always",
+    PlanReason.NEVER: "cost.restore is never",
+}
+"""Why so much was restored and no more, for people."""
+
+_Document = dict[str, Any]
+"""Part of the document: everything in it can be written as JSON."""
+
+
+class Explainer:
+    """Makes the document from a node, on the loop's thread. Changes nothing."""
+
+    def __init__(
+        self,
+        node: Node,
+        spaces: KeySpaces,
+        block_tokens: int,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``block_tokens`` is taken where no engine of a key space said what its blocks are."""
+        self._node = node
+        self._spaces = spaces
+        self._block_tokens = block_tokens
+        self._clock_ns = clock_ns
+
+    def document(self, question: Question) -> _Document | None:
+        """Return the document, or None where only a request is named and it is not known."""
+        now_ns = self._clock_ns()
+        decision = None
+        if question.request_id:
+            decision = self._node.ledger.find_request(question.request_id)
+        if decision is not None and not question.key_space:
+            question = _about(decision)
+        if not question.key_space:
+            return None
+        return {
+            "request_id": question.request_id,
+            "chain": self._chain(question, now_ns),
+            "decision": self._decision(decision, now_ns) if decision else None,
+        }
+
+    def _chain(self, question: Question, now_ns: int) -> _Document:
+        """Tell what of a chain is where, and what became of the first block that is nowhere."""
+        scope = Scope(question.key_space, question.tenant)
+        chain = Chain.of(scope, question.hashes, self._payload_bytes(question))
+        rows, own_end = find_own(self._node.cache.index, chain)
+        run = self._node.find(chain, 0, now_ns)
+        num_blocks, block_tokens = len(rows), self._tokens_of(question.key_space)
+        is_whole = 0 < num_blocks == len(run)
+        return {
+            "key_space": question.key_space.hex(),
+            "tenant": "" if question.tenant == NO_TENANT else question.tenant.hex(),
+            "block_tokens": block_tokens,
+            "blocks": num_blocks,
+            "tokens": num_blocks * block_tokens,
+            "prompt_tokens": question.num_tokens or num_blocks * block_tokens,
+            "tiers": {tier.value: self._held(rows[:own_end], tier) for tier in LOWER_TIERS},
+            "served": {
+                "blocks": len(run),
+                "tokens": len(run) * block_tokens,
+                "runs": [{"tier": tier.value, "blocks": count} for tier, count in run.by_tier()],
+                "reason": run.reason,
+            },
+            "missing": None if is_whole else self._missing(question, chain, run, now_ns),
+        }
+
+    def _missing(self, question: Question, chain: Chain, run: Run, now_ns: int) -> _Document:
+        """Tell of the first block that is not served what became of it."""
+        gap = len(run)
+        upto = Chain.of(chain.scope, question.hashes[: (gap + 1) * HASH_BYTES], chain.payload_bytes)
+        num_known = gap + self._was_seen(question.hashes, gap)
+        fates = self._node.misses.of_lookup(upto, gap, run, num_known, is_late=False, now_ns=now_ns)
+        fate = next(iter(fates), Fate.NEVER_STORED)
+        is_unknown = fate in {Fate.NEVER_STORED, Fate.NOT_OFFERED}
+        if is_unknown and self._is_somewhere(question.unsalted, gap):
+            fate = Fate.SALT
+        return {
+            "block": gap,
+            "first_token": gap * self._tokens_of(question.key_space),
+            "fate": fate.value,
+            "sentence": FATE_SENTENCES[fate],
+        }
+
+    def _was_seen(self, hashes: bytes, place: int) -> bool:
+        """Tell whether a block was asked for, or offered, before."""
+        key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+        history = self._node.history
+        return history is not None and history.times_seen(key) > 0
+
+    def _is_somewhere(self, hashes: bytes, place: int) -> bool:
+        """Tell whether some tier has a block of a chain, whoever it belongs to."""
+        key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+        if not key:
+            return False
+        index = self._node.cache.index
+        rows = index.find(as_keys(key))
+        return rows[0] >= 0 and any(
+            index.cell(int(rows[0]), tier) == Residency.READY for tier in LOWER_TIERS
+        )
+
+    def _held(self, rows: npt.NDArray[np.int64], tier: TierName) -> _Document:
+        """Tell which blocks a tier has, as (first, how many)."""
+        state = self._node.cache.index.residency(rows, tier)
+        is_there = (rows >= 0) & (state == Residency.READY)
+        edges = np.flatnonzero(np.diff(is_there, prepend=False, append=False))
+        runs = [[int(a), int(b - a)] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return {
+            "blocks": int(is_there.sum()),
+            "runs": runs[:EXPLAINED_RUNS_MAX],
+            "more_runs": max(0, len(runs) - EXPLAINED_RUNS_MAX),
+        }
+
+    def _payload_bytes(self, question: Question) -> int:
+        """Return the size of a chain's blocks: as an engine says, else as the first one has it."""
+        for session in self._node.sessions.values():
+            if session.key_space == question.key_space:
+                return session.layout.block_bytes
+        rows = self._node.cache.index.find(as_keys(question.hashes))
+        known = rows[rows >= 0]
+        return int(self._node.cache.index.payload_bytes[known[0]]) if len(known) else 0
+
+    def _tokens_of(self, key_space: bytes) -> int:
+        named = self._spaces.get(key_space)
+        return named.block_tokens if named else self._block_tokens
+
+    def _decision(self, decision: Decision, now_ns: int) -> _Document:
+        """Tell what was decided about a request, of what, and what came of it."""
+        ask, plan = decision.ask, decision.plan
+        return {
+            "number": decision.number,
+            "engine": decision.engine,
+            "age_s": _number((now_ns - decision.at_ns) / 1e9),
+            "reason": plan.reason.value,
+            "sentence": PLAN_SENTENCES[plan.reason],
+            "inputs": {
+                "prompt_tokens": ask.num_tokens,
+                "first_token": ask.first_token,
+                "block_tokens": ask.block_tokens,
+                "block_bytes": ask.block_bytes,
+                "found": _runs(decision.found),
+                "found_reason": decision.reason,
+                "sources": [
+                    {
+                        "tier": source.tier.value,
+                        "blocks": source.num_blocks,
+                        "queued_bytes": source.queued_bytes,
+                    }
+                    for source in ask.sources
+                ],
+                "limit_blocks": ask.limit_blocks,
+                "can_split": ask.can_split,
+                "waiting_tokens": ask.load.waiting_tokens,
+                "running": ask.load.num_running,
+            },
+            "plan": _plan(plan),
+            "missed": [
+                {"fate": fate.value, "blocks": count, "sentence": FATE_SENTENCES[fate]}
+                for fate, count in decision.missed.items()
+            ],
+            "outcome": _outcome(decision.outcome) if decision.outcome else None,
+            "judgement": _judgement(decision.judgement) if decision.judgement else None,
+            "model": self._node.planner.document() if self._node.planner else None,
+        }
+
+
+def _about(decision: Decision) -> Question:
+    """Return the question about the chain of a request."""
+    return Question(
+        decision.request_id,
+        decision.ask.key_space,
+        decision.tenant,
+        decision.hashes,
+        decision.ask.num_tokens,
+    )
+
+
+def _plan(plan: Plan) -> _Document:
+    return {
+        "blocks": plan.num_blocks,
+        "split": plan.is_split,
+        "wait_s": _number(plan.wait_ns / 1e9),
+        "restore_s": {
+            "mean": _number(plan.restore.mean_s),
+            "p95": _number(plan.restore.p95_s),
+        },
+        "recompute_s": {
+            "mean": _number(plan.recompute.mean_s),
+            "p95": _number(plan.recompute.p95_s),
+        },
+        "first_token_s": _number(plan.total_s),
+        "first_token_by_recompute_s": _number(plan.recompute_total_s),
+    }
+
+
+def _outcome(outcome: Outcome) -> _Document:
+    return {
+        "restored": _runs(outcome.tiers),
+        "restore_s": _number(outcome.restore_s),
+        "computed_tokens": outcome.computed_tokens,
+        "compute_s": _number(outcome.compute_s),
+        "wait_s": _number(outcome.wait_s),
+        "first_token_s": _number(outcome.ttft_s),
+    }
+
+
+def _judgement(judgement: Judgement) -> _Document:
+    return {
+        "taken": judgement.taken,
+        "saved_s": {tier.value: _number(seconds) for tier, seconds in judgement.saved_s.items()},
+        "lost_s": {tier.value: _number(seconds) for tier, seconds in judgement.lost_s.items()},
+        "regret_s": _number(judgement.regret_s),
+    }
+
+
+def _runs(runs: Iterable[Sequence[Any]]) -> list[_Document]:
+    return [{"tier": tier.value, "blocks": count} for tier, count in runs]
+
+
+def _number(seconds: float) -> float | None:
+    """Return seconds to the microsecond; None where they are no number, which JSON has none of."""
+    return round(seconds, 6) if math.isfinite(seconds) else None

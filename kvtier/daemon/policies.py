@@ -1,0 +1,83 @@
+"""What decides, as configured: what is restored, what is kept, and how deep it pays to keep it."""
+
+from dataclasses import dataclass
+
+from kvtier.config import Config
+from kvtier.core.admission import AdmitByWorth, QuantileGate
+from kvtier.core.eviction import CreditLru, Eviction, LeafLru, RunDensity, S3Fifo
+from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.residency import TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History, Use
+
+__all__ = ["Policies", "policies"]
+
+_FELT_SHARE = 0.1
+"""Of the time it takes an engine to give a block away, what its requests feel. It copies between
+two steps, or beside them; this is a guess on the safe side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The parts of a node that decide."""
+
+    eviction: Eviction
+    admission: AdmitByWorth
+    history: History
+    planner: Planner
+    depth: DepthCurves
+
+
+def policies(config: Config) -> Policies:
+    """Return the policies of a configuration."""
+    cost, policy = config.cost, config.policy
+    planner = Planner(
+        PlannerSettings(
+            mode=cost.restore,
+            is_split_allowed=cost.split,
+            is_guarded=cost.guard,
+            wait_max_ns=cost.wait_max_ns,
+        )
+    )
+    history = History(planner.saved_s if policy.eviction == "rd-sec" else None)
+    is_ranked = policy.eviction in {"rd", "rd-sec"}
+    most_tokens = policy.max_offload_tokens
+    return Policies(
+        eviction=_eviction(policy.eviction, history),
+        admission=AdmitByWorth(history, planner, _gates(config), is_ranked=is_ranked),
+        history=history,
+        planner=planner,
+        depth=DepthCurves(
+            lambda end_tokens, use: _worth_s(planner, end_tokens, use),
+            None if most_tokens == "auto" else most_tokens,
+        ),
+    )
+
+
+def _eviction(name: str, history: History) -> Eviction:
+    match name:
+        case "credit-lru":
+            return CreditLru(history)
+        case "s3-fifo":
+            return S3Fifo(history)
+        case "lru":
+            return LeafLru()
+    return RunDensity(history)
+
+
+def _gates(config: Config) -> dict[TierName, QuantileGate]:
+    """Return a gate for each tier that is written to on demotion."""
+    return {
+        tier: QuantileGate(section.gate)
+        for tier, section in ((TierName.SSD, config.ssd), (TierName.REMOTE, config.remote))
+        if section.write == "demote"
+    }
+
+
+def _worth_s(planner: Planner, end_tokens: int, use: Use) -> tuple[float, float]:
+    """Return what one reuse of a block from the CPU tier saves, and what storing it costs."""
+    saved_s = planner.saved_s(end_tokens, use.block_tokens)
+    # What one block more costs: a restore begins once, however deep it goes.
+    one_s, two_s = (planner.restore_s(TierName.CPU, n * use.payload_bytes) for n in (1, 2))
+    copy_s = max(0.0, two_s - one_s)
+    return max(0.0, saved_s - copy_s), _FELT_SHARE * copy_s

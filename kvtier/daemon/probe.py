@@ -1,0 +1,299 @@
+"""Measures tiers, so that the first decisions are sane: at the start, or when an operator asks.
+
+Rules
+-----
+* Never on a request's way: on the tier's spare thread, a size at a time, and only while no reads
+  wait. A tier that is always busy is not measured; its own transfers tell as much.
+* Nothing is written where writing is not for free: to a tier that is out or degraded, or beyond the
+  SSD's write budget.
+* What was measured is kept for a week, and for the medium it was measured on.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from kvtier.core.cost.sample import TransferSample
+from kvtier.core.planner import Planner
+from kvtier.core.residency import TierName
+from kvtier.daemon.yardstick import BLOCK_SIZES, Yardstick, depth_of
+from kvtier.errors import TierError
+from kvtier.node import event as ev
+from kvtier.node.driver import Driver
+from kvtier.observe.log import Log
+from kvtier.tiers.base import HealthState, Tier
+
+__all__ = ["Prober"]
+
+_log = Log("kvtier.daemon")
+
+_WEEK_S = 7 * 86_400
+"""A drive wears, a network is rebuilt; and a probe of 20 MiB a week wears nothing."""
+
+_RETRY_S = 3600.0
+"""Between two attempts at a tier that could not be measured."""
+
+_STEP_LIMIT_NS = 2_000_000_000
+"""For one size: probes of health wait for the same thread, and should notice trouble in seconds."""
+
+_SLOW_S = 0.4
+"""A size that takes as long is the last one: the next is four times as large."""
+
+_BUSY_LIMIT_S = 20.0
+"""How long reads are given way to before a size is left out, and the larger ones with it."""
+
+_YIELD_S = 0.01
+"""Between two looks whether reads are over."""
+
+_ROUNDS_MAX = 64
+"""Of a kept document; more are no probe's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What transfers of one size, direction and depth took: the mean of each."""
+
+    is_read: bool
+    block_bytes: int
+    num_blocks: int
+    """In one transfer."""
+    depth: int
+    """Transfers at once."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A tier as it was measured, or why it was not."""
+
+    device: str
+    measured_s: int
+    """The time of day; 0: it was not."""
+    rounds: tuple[_Round, ...]
+    reason: str = ""
+    """Why there are no rounds, or no more."""
+
+
+class Prober:
+    """Measures the tiers of ``driver`` for ``planner``; one at a time, whoever asks.
+
+    ``devices`` tells what each tier's medium is, so that another one is measured anew.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        planner: Planner,
+        node_name: str,
+        devices: Mapping[TierName, str],
+        *,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._driver = driver
+        self._planner = planner
+        self._yardstick = Yardstick(node_name)
+        self._devices = dict(devices)
+        self._now_s = now_s
+        self._results: dict[TierName, _Result] = {}
+        self._tried_s: dict[TierName, float] = {}
+        self._is_swept = False
+        self._lock = asyncio.Lock()
+
+    async def sweep(self) -> None:
+        """Remove what a crash left of an earlier probe, once; of this node's own tiers."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        for name, tier in self._driver.tiers.items():
+            if tier.properties.is_persistent and not tier.properties.is_shared:
+                await self._remove(name)
+
+    async def step(self) -> None:
+        """Measure the tiers of which nothing is known, or nothing recent."""
+        await self.sweep()
+        for name in self._driver.tiers:
+            if self._is_due(name):
+                async with self._lock:
+                    self._results[name] = await self._measured(name)
+
+    async def probe(self, tiers: Sequence[TierName] = ()) -> dict[str, Any]:
+        """Measure tiers now, all below the CPU where none is named; returns the document."""
+        names = tiers or tuple(self._driver.tiers)
+        skipped = {}
+        async with self._lock:
+            for name in names:
+                if name in self._driver.tiers:
+                    self._results[name] = await self._measured(name)
+                else:
+                    skipped[name] = _Result("", 0, (), _why_none(name))
+        return self._document({name: {**self._results, **skipped}[name] for name in names})
+
+    def document(self) -> dict[str, Any]:
+        """Return what was measured of every tier, with what the model says now."""
+        return self._document(self._results)
+
+    def recall(self, document: Mapping[str, Any]) -> None:
+        """Take what an earlier run measured; what is no such thing is ignored.
+
+        The planner keeps what it learned by itself.
+        """
+        tiers = document.get("tiers")
+        for name in self._driver.tiers:
+            kept = tiers.get(name.value) if isinstance(tiers, Mapping) else None
+            result = _recalled(kept)
+            if result is not None:
+                self._results[name] = result
+
+    def _is_due(self, name: TierName) -> bool:
+        result, now_s = self._results.get(name), self._now_s()
+        tried_s = self._tried_s.get(name)
+        if tried_s is not None and time.monotonic() - tried_s < _RETRY_S:
+            return False
+        if result is None or not result.measured_s or result.device != self._devices.get(name, ""):
+            return True
+        return not 0 <= now_s - result.measured_s < _WEEK_S
+
+    async def _measured(self, name: TierName) -> _Result:
+        """Measure one tier as far as it goes; nothing stays of it there."""
+        self._tried_s[name] = time.monotonic()
+        rounds: list[_Round] = []
+        reason = self._obstacle(name)
+        if not reason:
+            await self._remove(name)
+            try:
+                for block_bytes in BLOCK_SIZES:
+                    reason = await self._round(name, block_bytes, rounds)
+                    if reason:
+                        break
+            finally:
+                await self._remove(name)
+        _log.info("a tier was measured", tier=name, sizes=len(rounds), ended=reason or "complete")
+        measured_s = int(self._now_s()) if rounds else 0
+        return _Result(self._devices.get(name, ""), measured_s, tuple(rounds), reason)
+
+    async def _round(self, name: TierName, block_bytes: int, rounds: list[_Round]) -> str:
+        """Measure one size; returns why no larger one is to be tried, or nothing."""
+        if not await self._is_quiet(name):
+            return "requests kept it busy"
+        crew = self._driver.crews[name]
+        write = partial(self._yardstick.write, block_bytes)
+        try:
+            written = await crew.apart("measurement", write, _STEP_LIMIT_NS)
+            if written.evicted:
+                self._driver.post(ev.Lost(name, b"".join(written.evicted), "lost"))
+            if not written.reads:
+                return f"it takes no blocks of {block_bytes} bytes"
+            read = partial(self._yardstick.read, written)
+            samples = await crew.apart("measurement", read, _STEP_LIMIT_NS)
+        except TierError as error:
+            return f"a size of {block_bytes} bytes failed: {error}"
+        return self._noted(name, written.sample, samples, rounds)
+
+    def _noted(
+        self,
+        name: TierName,
+        written: TransferSample,
+        read: Sequence[TransferSample],
+        rounds: list[_Round],
+    ) -> str:
+        now_ns = time.monotonic_ns()
+        for is_read, samples in ((False, [written]), (True, read)):
+            for sample in samples:
+                self._planner.note_transfer(name, is_read, sample, now_ns)
+            rounds += _means(samples, is_read=is_read)
+        is_slow = rounds[-1].seconds > _SLOW_S
+        return "larger blocks would take too long" if is_slow else ""
+
+    async def _is_quiet(self, name: TierName) -> bool:
+        """Wait until no reads of a tier are under way; False where that takes too long."""
+        until_s = time.monotonic() + _BUSY_LIMIT_S
+        while self._driver.is_reading(name):
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(_YIELD_S)
+        return True
+
+    async def _remove(self, name: TierName) -> None:
+        remove = partial(_removed, self._yardstick)
+        try:
+            await self._driver.crews[name].apart("measurement", remove, _STEP_LIMIT_NS)
+        except TierError as error:  # the next probe, or the next start, does it
+            _log.warning("blocks of a probe stay for now", tier=name, error=error)
+
+    def _obstacle(self, name: TierName) -> str:
+        """Return why a tier must not be written to, or nothing."""
+        health = self._driver.crews[name].health()
+        if health.state is not HealthState.UP:
+            return f"it is {health.state}: {health.reason}"
+        tier = self._driver.tiers[name]
+        left_bytes = tier.usage().detail.get("write_budget_bytes")
+        if left_bytes is None:
+            return ""
+        depth_max = tier.properties.num_workers
+        needed_bytes = sum(size * depth_of(size, depth_max) for size in BLOCK_SIZES)
+        if float(left_bytes) < needed_bytes:
+            return f"its write budget has {left_bytes} bytes left, and it takes {needed_bytes}"
+        return ""
+
+    def _document(self, results: Mapping[TierName, _Result]) -> dict[str, Any]:
+        tiers = {}
+        for name, result in results.items():
+            rounds = [
+                asdict(each) | {"model_s": self._model_s(name, each)} for each in result.rounds
+            ]
+            tiers[name.value] = asdict(result) | {"rounds": rounds}
+        return {"tiers": tiers}
+
+    def _model_s(self, name: TierName, each: _Round) -> float | None:
+        """Return what the model says of reads, one at a time; it says nothing of the others."""
+        if not each.is_read or each.depth > 1:
+            return None
+        return self._planner.restore_s(name, each.block_bytes)
+
+
+def _removed(yardstick: Yardstick, tier: Tier, deadline_ns: int) -> None:
+    yardstick.remove(tier, deadline_ns)
+
+
+def _means(samples: Sequence[TransferSample], *, is_read: bool) -> list[_Round]:
+    """Return the mean of the transfers of each depth, one at a time first."""
+    rounds = []
+    for depth in sorted({sample.depth for sample in samples}):
+        alike = [sample for sample in samples if sample.depth == depth]
+        num_blocks = alike[0].num_blocks
+        block_bytes = alike[0].num_bytes // num_blocks
+        seconds = sum(sample.seconds for sample in alike) / len(alike)
+        rounds.append(_Round(is_read, block_bytes, num_blocks, depth, seconds))
+    return rounds
+
+
+def _why_none(name: TierName) -> str:
+    if name in (TierName.GPU, TierName.CPU):
+        return "its way is the engines' own: it is learned from their loads"
+    return "there is no such tier here"
+
+
+def _recalled(kept: object) -> _Result | None:
+    """Return a result as it was kept; None of what is no result."""
+    if not isinstance(kept, Mapping):
+        return None
+    try:
+        rounds = tuple(
+            _Round(
+                bool(each["is_read"]),
+                int(each["block_bytes"]),
+                int(each["num_blocks"]),
+                int(each["depth"]),
+                float(each["seconds"]),
+            )
+            for each in kept["rounds"][:_ROUNDS_MAX]
+        )
+        result = _Result(str(kept["device"]), int(kept["measured_s"]), rounds)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    is_sane = all(each.block_bytes > 0 and 0 < each.seconds < math.inf for each in rounds)
+    return result if rounds and is_sane else None

@@ -1,0 +1,137 @@
+"""Completions: what tiers say of the work that they were given, taken in exactly once."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import as_keys
+from kvtier.node.action import Action
+from kvtier.node.cache import Cache
+from kvtier.node.event import Lost, ReadDone, WriteDone
+from kvtier.node.load import Loads
+from kvtier.node.measurement import Measurements
+from kvtier.node.probe import Probes
+from kvtier.node.transfer import Lane, Transfers
+from kvtier.observe.table import (
+    EVICTED_BLOCKS,
+    MISS_BLOCKS,
+    QUARANTINED_BLOCKS,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+)
+from kvtier.tiers.base import MissReason, WriteOutcome
+
+__all__ = ["Completions"]
+
+_DAMAGE = frozenset(
+    {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
+)
+"""Why a read found nothing, where something was there and is not what was written."""
+
+_FATES: Mapping[str, Fate] = {
+    "corrupt": Fate.FAILED_CHECK,
+    MissReason.EXPIRED: Fate.EXPIRED,
+    MissReason.IDENTITY: Fate.IDENTITY,
+} | dict.fromkeys(_DAMAGE, Fate.FAILED_CHECK)
+"""By why a tier let blocks go, or has them not, what became of them; else they were evicted."""
+
+
+class Completions:
+    """Keeps the index true to what the tiers hold, and goes on with what waited for them."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        transfers: Transfers,
+        loads: Loads,
+        probes: Probes,
+        measurements: Measurements,
+    ) -> None:
+        self._cache = cache
+        self._transfers = transfers
+        self._loads = loads
+        self._probes = probes
+        self._measurements = measurements
+        self._metrics = cache.metrics
+
+    def read(self, event: ReadDone, now_ns: int) -> list[Action]:
+        """Publish what was read; what was not is looked for elsewhere, or missed."""
+        lane, flight = self._transfers.end(event.transfer)
+        tier, rows = lane.tier.name, flight.rows
+        actions: list[Action] = []
+        self._measurements.ended(lane, flight, event, now_ns)
+        if event.fault:
+            self._metrics.add(MISS_BLOCKS, len(rows), tier=tier, reason="fault")
+            self._count_bytes(f"{tier}_to_cpu", rows, "failed")
+            for row in rows:
+                actions += self._loads.block_missed(row, Fate.TIER_DOWN, now_ns)
+            return actions
+        self._metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"{tier}_to_cpu")
+        for row, result in zip(rows, event.results, strict=True):
+            if isinstance(result, MissReason):
+                actions += self._missed(tier, row, result, now_ns)
+            else:
+                self._count_bytes(f"{tier}_to_cpu", (row,), "complete")
+                self._cache.publish(row, result)
+                actions += self._loads.block_ready(row)
+        return actions
+
+    def written(self, event: WriteDone, now_ns: int) -> None:
+        """Note what a tier took, and what it let go for that."""
+        lane, flight = self._transfers.end(event.transfer)
+        tier, rows, index = lane.tier.name, flight.rows, self._cache.index
+        self._measurements.ended(lane, flight, event, now_ns)
+        if event.fault:
+            self._count_bytes(f"cpu_to_{tier}", rows, "failed")
+            index.move(np.array(rows), tier, Residency.ABSENT)
+            index.forget_absent(np.array(rows))
+            return
+        self._metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"cpu_to_{tier}")
+        for row, result in zip(rows, event.results, strict=True):
+            is_stored = result is WriteOutcome.STORED
+            index.move(row, tier, Residency.READY if is_stored else Residency.ABSENT)
+            self._count_bytes(f"cpu_to_{tier}", (row,), "complete" if is_stored else "failed")
+            if result is None:
+                self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
+                self._cache.condemn(row)
+        if tier is TierName.REMOTE:
+            self._probes.note_stored(index.hash_of(row) for row in rows)
+        # One that was condemned before may have left the CPU tier when this write let go of it.
+        index.forget_absent(np.array(rows))
+        self._forget(lane, event.evicted, "capacity")
+
+    def lost(self, event: Lost) -> None:
+        """Note what a tier found by itself that it can serve no more."""
+        self._forget(self._transfers.lanes[event.tier], event.hashes, event.reason)
+
+    def _missed(self, tier: TierName, row: int, reason: MissReason, now_ns: int) -> list[Action]:
+        self._metrics.add(MISS_BLOCKS, tier=tier, reason=reason)
+        self._metrics.add(QUARANTINED_BLOCKS, reason in _DAMAGE, tier=tier)
+        fate = _FATES.get(reason, Fate.EVICTED)
+        # Before the row may be forgotten: it is in the CPU tier's state writing till then.
+        with self._cache.whereabouts.leaving(fate):
+            self._cache.index.move(row, tier, Residency.ABSENT)
+        return self._loads.block_missed(row, fate, now_ns)
+
+    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> None:
+        """Note which blocks a tier has let go."""
+        if not hashes:
+            return
+        if reason == "corrupt":
+            num_blocks = len(hashes) // HASH_BYTES
+            self._metrics.add(QUARANTINED_BLOCKS, num_blocks, tier=lane.tier.name)
+        index, tier = self._cache.index, lane.tier.name
+        rows = index.find(as_keys(hashes))
+        rows = rows[rows >= 0]
+        rows = rows[index.residency(rows, tier) == Residency.READY]
+        with self._cache.whereabouts.leaving(_FATES.get(reason, Fate.EVICTED)):
+            index.move(rows, tier, Residency.ABSENT)
+        index.forget_absent(rows)
+        self._metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
+
+    def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
+        num_bytes = int(self._cache.index.payload_bytes[np.array(rows)].sum())
+        self._metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)

@@ -1,0 +1,162 @@
+"""Decisions: how much of what was found for a request to restore, and what came of that.
+
+The planner decides; here its question is put together from what the node sees: which tier would
+serve which blocks, what waits before them, and what the engine has to do. Its answers are kept in
+the ledger, and what the engine measured goes back to the planner as it comes.
+"""
+
+import math
+from collections import Counter
+from itertools import groupby
+
+import numpy as np
+
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
+from kvtier.core.limits import SAMPLE_MAX_S
+from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.planner import Ask, Planner, Source
+from kvtier.core.residency import TierName
+from kvtier.node.action import Found
+from kvtier.node.event import Load, Lookup
+from kvtier.node.ledger import Decision, Ledger
+from kvtier.node.run import Run
+from kvtier.node.session import Session
+from kvtier.node.transfer import Transfers
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import (
+    ACTUAL_SECONDS,
+    DECISIONS,
+    LOST_SECONDS,
+    PREDICTED_SECONDS,
+    REGRET_SECONDS,
+    SAVED_SECONDS,
+)
+
+__all__ = ["Decisions"]
+
+_COMPUTED = frozenset({PlanReason.PART, PlanReason.COST, PlanReason.RISK, PlanReason.GUARD})
+"""Why blocks that are there are computed all the same, because that is faster."""
+
+
+class Decisions:
+    """All decisions of a node; without a planner there are none, and everything is restored."""
+
+    def __init__(
+        self, transfers: Transfers, planner: Planner | None, ledger: Ledger, metrics: Metrics
+    ) -> None:
+        self.ledger = ledger
+        self._transfers = transfers
+        self._planner = planner
+        self._metrics = metrics
+
+    def decide(
+        self,
+        event: Lookup,
+        session: Session,
+        run: Run,
+        missed: Counter[Fate],
+        max_offload_tokens: int | None,
+        *,
+        now_ns: int,
+    ) -> Found:
+        """Answer a lookup; what is there and not restored is added to ``missed``."""
+        runs = run.by_tier()
+        if self._planner is None:
+            return Found(runs, run.reason, max_offload_tokens=max_offload_tokens)
+        number = self.ledger.next_number()
+        ask = self._ask(event, session, run)
+        plan = Plan(number, 0, PlanReason.NOTHING)
+        if len(run):
+            plan = self._planner.plan(ask, number, now_ns)
+            assert 0 <= plan.num_blocks <= len(run), "no more can be restored than was found"
+            self._metrics.add(DECISIONS, reason=plan.reason)
+        if plan.reason in _COMPUTED:
+            missed[Fate.COST] += len(run) - plan.num_blocks
+        self.ledger.add(
+            Decision(
+                number=number,
+                request_id=event.traits.request_id,
+                session=session.token,
+                engine=session.engine,
+                at_ns=now_ns,
+                ask=ask,
+                plan=plan,
+                found=runs,
+                reason=run.reason,
+                missed=dict(missed),
+                tenant=event.tenant,
+                hashes=event.hashes,
+            )
+        )
+        return Found(runs, run.reason, plan, max_offload_tokens)
+
+    def deadline_ns(self, event: Load, session: Session, now_ns: int) -> int:
+        """Return until when a load may wait: no longer than its plan says."""
+        decision = self.ledger.find(event.decision) if event.decision else None
+        if decision is None or decision.session != session.token or not decision.plan.wait_ns:
+            return event.deadline_ns
+        return min(event.deadline_ns, now_ns + decision.plan.wait_ns)
+
+    def conclude(self, session: Session, outcome: Outcome, now_ns: int) -> None:
+        """Take in what came of a decision, once, and from the engine it was made for."""
+        decision = self.ledger.open(outcome.decision, session.token, now_ns)
+        if self._planner is None or decision is None or not _is_sane(outcome, decision):
+            return
+        judgement = self._planner.note_outcome(decision.ask, decision.plan, outcome, now_ns)
+        self.ledger.close(outcome.decision, outcome, judgement)
+        for tier, seconds in judgement.saved_s.items():
+            self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
+        for tier, seconds in judgement.lost_s.items():
+            self._metrics.add(LOST_SECONDS, seconds, tier=tier)
+        self._metrics.add(REGRET_SECONDS, judgement.regret_s, taken=judgement.taken)
+        plan = decision.plan
+        if not plan.total_s:  # nothing was predicted
+            return
+        self._metrics.add(PREDICTED_SECONDS, plan.total_s, of="first_token")
+        self._metrics.add(ACTUAL_SECONDS, outcome.ttft_s, of="first_token")
+        if outcome.tiers:
+            self._metrics.add(PREDICTED_SECONDS, plan.restore.mean_s, of="restore")
+            self._metrics.add(ACTUAL_SECONDS, outcome.restore_s, of="restore")
+
+    def _ask(self, event: Lookup, session: Session, run: Run) -> Ask:
+        block_tokens, traits = session.layout.block_tokens, event.traits
+        limit = traits.max_load_tokens
+        return Ask(
+            key_space=session.key_space,
+            sources=self._sources(run),
+            first_token=event.first * block_tokens,
+            num_tokens=max(traits.num_tokens, len(event.hashes) // HASH_BYTES * block_tokens),
+            block_tokens=block_tokens,
+            block_bytes=session.layout.block_bytes,
+            limit_blocks=None if limit is None else limit // block_tokens,
+            load=event.load,
+            can_split=session.can_split,
+        )
+
+    def _sources(self, run: Run) -> tuple[Source, ...]:
+        """Return which tiers would serve a run; what is being read comes from where it is read."""
+        queued = {name: lane.read_bytes for name, lane in self._transfers.lanes.items()}
+        if not run.is_writing.any():
+            return tuple(
+                Source(tier, length, queued.get(tier, 0)) for tier, length in run.by_tier()
+            )
+        tiers = [tier for tier, length in run.by_tier() for _ in range(length)]
+        for place in np.flatnonzero(run.is_writing).tolist():
+            tier = self._transfers.reading(int(run.rows[place]))
+            if tier is not None:
+                tiers[place] = tier
+                queued[tier] -= min(queued[tier], run.payload_bytes)
+        pieces = ((tier, len(list(same))) for tier, same in groupby(tiers))
+        return tuple(Source(tier, length, queued.get(tier, 0)) for tier, length in pieces)
+
+
+def _is_sane(outcome: Outcome, decision: Decision) -> bool:
+    """Tell whether an outcome could be true: one that is not would spoil every sum."""
+    times = (outcome.restore_s, outcome.compute_s, outcome.wait_s, outcome.ttft_s)
+    if not all(math.isfinite(seconds) and 0 <= seconds <= SAMPLE_MAX_S for seconds in times):
+        return False
+    num_found = sum(length for _, length in decision.found)
+    num_blocks = sum(length for _, length in outcome.tiers)
+    is_counted = all(length >= 0 and tier is not TierName.GPU for tier, length in outcome.tiers)
+    return is_counted and outcome.computed_tokens >= 0 and num_blocks <= num_found

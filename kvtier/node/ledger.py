@@ -1,0 +1,102 @@
+"""The ledger: what was decided about each of the last requests, and what came of it.
+
+It is what ``explain`` reads. An engine says what came of a decision within seconds, as a rule; what
+it says later, twice, or about another engine's decisions is not taken in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvtier.core.fate import Fate
+from kvtier.core.identity import NO_TENANT
+from kvtier.core.limits import DECISIONS_BYTES_MAX, DECISIONS_MAX, OUTCOME_LATE_NS
+from kvtier.core.plan import Outcome, Plan
+from kvtier.core.planner import Ask, Judgement
+from kvtier.core.residency import TierName
+
+__all__ = ["Decision", "Ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One lookup, as it was answered."""
+
+    number: int
+    request_id: str
+    session: str
+    engine: str
+    at_ns: int
+    """By the node's clock, which means nothing outside."""
+    ask: Ask
+    plan: Plan
+    found: tuple[tuple[TierName, int], ...] = ()
+    """The runs that were found, as the engine was told them."""
+    reason: str = ""
+    """Why they end where they end."""
+    missed: Mapping[Fate, int] = field(default_factory=dict)
+    """Blocks that are not restored, by what became of them."""
+    outcome: Outcome | None = None
+    judgement: Judgement | None = None
+    tenant: bytes = NO_TENANT
+    hashes: bytes = b""
+    """Of the request's chain, from the root on."""
+
+
+class Ledger:
+    """The last ``DECISIONS_MAX`` decisions, or fewer where their chains are long."""
+
+    def __init__(self) -> None:
+        self._num_decisions = 0
+        self._by_number: dict[int, Decision] = {}
+        """Oldest first."""
+        self._by_request: dict[str, int] = {}
+        """The last decision about each request that has a name."""
+        self._num_bytes = 0
+        """Of their chains."""
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def next_number(self) -> int:
+        """Return the number of the decision to be made, a new one each time."""
+        self._num_decisions += 1
+        return self._num_decisions
+
+    def add(self, decision: Decision) -> None:
+        """Note a decision; the oldest are forgotten for it."""
+        self._by_number[decision.number] = decision
+        self._num_bytes += len(decision.hashes)
+        if decision.request_id:
+            self._by_request[decision.request_id] = decision.number
+        while len(self._by_number) > DECISIONS_MAX or self._num_bytes > DECISIONS_BYTES_MAX:
+            oldest = self._by_number.pop(next(iter(self._by_number)))
+            self._num_bytes -= len(oldest.hashes)
+            if self._by_request.get(oldest.request_id) == oldest.number:
+                del self._by_request[oldest.request_id]
+
+    def find(self, number: int) -> Decision | None:
+        """Return a decision by its number, if it is remembered."""
+        return self._by_number.get(number)
+
+    def find_request(self, request_id: str) -> Decision | None:
+        """Return the last decision about a request, if it is remembered."""
+        return self._by_number.get(self._by_request.get(request_id, 0))
+
+    def add_missed(self, number: int, fate: Fate, num_blocks: int) -> None:
+        """Note that blocks which a decision counted on did not come."""
+        decision = self._by_number.get(number)
+        if decision is not None:
+            missed = {**decision.missed, fate: decision.missed.get(fate, 0) + num_blocks}
+            self._by_number[number] = replace(decision, missed=missed)
+
+    def open(self, number: int, session: str, now_ns: int) -> Decision | None:
+        """Return a decision whose outcome this session may still tell."""
+        decision = self._by_number.get(number)
+        if decision is None or decision.session != session or decision.outcome is not None:
+            return None
+        return decision if now_ns - decision.at_ns <= OUTCOME_LATE_NS else None
+
+    def close(self, number: int, outcome: Outcome, judgement: Judgement) -> None:
+        """Note what came of an open decision."""
+        decision = self._by_number[number]
+        self._by_number[number] = replace(decision, outcome=outcome, judgement=judgement)

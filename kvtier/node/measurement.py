@@ -1,0 +1,62 @@
+"""Measurements: what the cost model learns from transfers, be they whole, failed or late.
+
+A transfer that failed says nothing of how fast it would have been, except where it took longer than
+one expects of a whole one: then it took at least that. So a tier that hangs is slow, and one that
+refuses at once is not fast.
+"""
+
+from collections.abc import Sequence
+
+from kvtier.core.cost.sample import TransferSample
+from kvtier.core.planner import Planner
+from kvtier.core.residency import TierName
+from kvtier.node.cache import Cache
+from kvtier.node.event import ReadDone, WriteDone
+from kvtier.node.transfer import Flight, Lane
+from kvtier.tiers.base import MissReason, WriteOutcome
+
+__all__ = ["Measurements"]
+
+
+class Measurements:
+    """Hands each transfer to the planner, once."""
+
+    def __init__(self, cache: Cache, planner: Planner | None) -> None:
+        self._cache = cache
+        self._planner = planner
+
+    def ended(self, lane: Lane, flight: Flight, event: ReadDone | WriteDone, now_ns: int) -> None:
+        """Take in a transfer that ended; one that was late before counts no more."""
+        if self._planner is None or flight.is_overdue:
+            return
+        if event.fault:
+            self._at_least(lane, flight, now_ns)
+            return
+        # A block that was not there, or not wanted, took no time to speak of.
+        results = zip(flight.rows, event.results, strict=True)
+        moved = [row for row, result in results if _has_moved(result)]
+        if moved:
+            self._note(lane.tier.name, flight, moved, event.seconds, now_ns)
+
+    def overdue(self, lane: Lane, flight: Flight, now_ns: int) -> None:
+        """Take in a transfer that is past its deadline, and may never end."""
+        self._at_least(lane, flight, now_ns)
+
+    def _at_least(self, lane: Lane, flight: Flight, now_ns: int) -> None:
+        if self._planner is None:
+            return
+        elapsed_s = (now_ns - flight.started_ns) / 1e9
+        if elapsed_s > self._planner.restore_s(lane.tier.name, flight.num_bytes):
+            self._note(lane.tier.name, flight, flight.rows, elapsed_s, now_ns)
+
+    def _note(
+        self, tier: TierName, flight: Flight, rows: Sequence[int], seconds: float, now_ns: int
+    ) -> None:
+        assert self._planner is not None
+        num_bytes = sum(self._cache.size_of(row) for row in rows)
+        sample = TransferSample(len(rows), num_bytes, flight.depth, seconds)
+        self._planner.note_transfer(tier, flight.is_read, sample, now_ns)
+
+
+def _has_moved(result: bytes | MissReason | WriteOutcome | None) -> bool:
+    return result is WriteOutcome.STORED or isinstance(result, bytes)

@@ -1,0 +1,107 @@
+"""Whereabouts: the history is told which blocks came to a tier and which left one, and why.
+
+Whoever moves a block tells the index, and this listens there. What comes is told in batches, since
+a store publishes block by block and telling costs as much for one as for fifty; what leaves is told
+at once, after all that came before it. What a disk was found to hold at the start is told when it
+is asked for: there may be millions of blocks, and most are never asked for again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.fate import Fate
+from kvtier.core.identity import split_hashes
+from kvtier.core.index import Index
+from kvtier.core.limits import ARRIVALS_MAX
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.reuse.history import History
+from kvtier.core.table import Keys, Rows, as_keys
+
+__all__ = ["Whereabouts"]
+
+
+class Whereabouts:
+    """Listens to an index on behalf of a history, if there is one."""
+
+    def __init__(self, index: Index, history: History | None) -> None:
+        self._index = index
+        self._history = history
+        self._arrivals: list[tuple[TierName, int]] = []
+        """Tiers and rows that are ready there now, in the order in which they came."""
+        self._fate = Fate.EVICTED
+        """Of what leaves now."""
+        if history is not None:
+            index.watch = self._moved
+
+    def tell(self) -> None:
+        """Let the history know of all that came."""
+        if self._history is None or not self._arrivals:
+            return
+        arrivals, self._arrivals = self._arrivals, []
+        for tier in LOWER_TIERS:
+            rows = np.array([row for each, row in arrivals if each is tier], np.int64)
+            if len(rows):
+                self._enter(self._history, tier, rows)
+
+    def num_restored(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain are somewhere, if a tier was found not empty.
+
+        Otherwise the history knows them anyway, and 0 is returned.
+        """
+        if not self._index.num_restored:
+            return 0
+        rows = self._index.find(as_keys(b"".join(keys)))
+        is_there = (self._index.facts(rows)["state"] == Residency.READY).any(axis=1) & (rows >= 0)
+        return len(rows) if is_there.all() else int(is_there.argmin())
+
+    def tell_found(self, keys: Sequence[bytes]) -> None:
+        """Let the history know where blocks are that were there before it, now that it knows them.
+
+        To be called after a use that names them.
+        """
+        if self._history is None:
+            return
+        rows = self._index.find(as_keys(b"".join(keys)))
+        rows = rows[rows >= 0]
+        for tier in LOWER_TIERS:
+            here = rows[self._index.residency(rows, tier) == Residency.READY]
+            if len(here):
+                self._enter(self._history, tier, here)
+
+    @contextmanager
+    def leaving(self, fate: Fate) -> Iterator[None]:
+        """Say why blocks leave meanwhile, where it is not to make room."""
+        before, self._fate = self._fate, fate
+        try:
+            yield
+        finally:
+            self._fate = before
+
+    def _enter(self, history: History, tier: TierName, rows: Rows) -> None:
+        """Tell of blocks, those of one size at a time."""
+        sizes = self._index.payload_bytes[rows]
+        for size in np.unique(sizes).tolist():
+            alike = rows[sizes == size]
+            history.enter(tier, self._keys(alike), size, alike.tolist())
+
+    def _moved(
+        self, rows: Rows, tier: TierName, before: npt.NDArray[np.uint8], state: Residency
+    ) -> None:
+        assert self._history is not None
+        changed = rows[(before == Residency.READY) != (state == Residency.READY)]
+        if not len(changed):
+            return
+        if state == Residency.READY:
+            self._arrivals += [(tier, row) for row in changed.tolist()]
+            if len(self._arrivals) >= ARRIVALS_MAX:
+                self.tell()
+            return
+        self.tell()
+        self._history.leave(tier, self._keys(changed), self._fate)
+
+    def _keys(self, rows: Rows) -> list[bytes]:
+        keys: Keys = self._index.keys_of(rows)
+        return list(split_hashes(keys.tobytes()))

@@ -1,0 +1,72 @@
+"""The policies of a run, drawn as an operator might choose them, and made as the daemon does."""
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from kvtier.config import Config
+from kvtier.config.model import CostConfig, PolicyConfig
+from kvtier.config.tiers import RemoteConfig, SsdConfig
+from kvtier.core.residency import TierName
+from kvtier.daemon.policies import policies
+from kvtier.node.transfer import WriteMode
+
+__all__ = ["draw_config", "policies", "write_modes"]
+
+_MS = 1_000_000
+_EVICTIONS: Sequence[Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"]] = (
+    "rd-sec",
+    "rd",
+    "credit-lru",
+    "lru",
+    "s3-fifo",
+)
+_WRITES: Sequence[Literal["demote", "second_use", "store"]] = (
+    "demote",
+    "demote",
+    "second_use",
+    "store",
+    "store",
+)
+_RESTORES: Sequence[Literal["auto", "always", "never"]] = (
+    "auto",
+    "auto",
+    "auto",
+    "always",
+    "always",
+    "always",
+    "never",
+)
+_MOST_TOKENS: Sequence[Literal["auto"] | int] = ("auto", "auto", "auto", "auto", "auto", 0, 640)
+_GATES = (0.0, 0.5, 1.0, 1.0)
+
+
+def draw_config(draw: random.Random) -> Config:
+    """Choose what decides in this run."""
+    return Config(
+        policy=PolicyConfig(
+            eviction=draw.choice(_EVICTIONS),
+            max_offload_tokens=draw.choice(_MOST_TOKENS),
+            pin_share=draw.choice((0.0, 0.1, 0.25, 0.5)),
+        ),
+        cost=CostConfig(
+            restore=draw.choice(_RESTORES),
+            split=draw.random() < 0.7,
+            guard=draw.random() < 0.7,
+            wait_max_ns=draw.choice((10, 50, 5000)) * _MS,
+        ),
+        ssd=SsdConfig(
+            write=draw.choice(_WRITES),
+            gate=draw.choice(_GATES),
+            flush_after_ns=draw.choice((0, 100, 1000)) * _MS,
+        ),
+        remote=RemoteConfig(write=draw.choice(_WRITES), gate=draw.choice(_GATES)),
+    )
+
+
+def write_modes(config: Config) -> dict[TierName, WriteMode]:
+    """Return when blocks are written to each slower tier."""
+    return {
+        TierName.SSD: WriteMode(config.ssd.write),
+        TierName.REMOTE: WriteMode(config.remote.write),
+    }

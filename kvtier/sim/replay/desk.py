@@ -1,0 +1,169 @@
+"""The desk of a replay: calls go in, answers come out, and the node's work goes to its tiers.
+
+It is what the asyncio driver is in production, for one node, with a clock that a trace moves.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.config import Config
+from kvtier.core.layout import KVLayout
+from kvtier.core.residency import TierName
+from kvtier.core.slots import slot_bytes
+from kvtier.daemon.policies import Policies, policies
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.node import Node, NodeSettings
+from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS
+from kvtier.sim.replay.setup import Setup, config_of
+from kvtier.sim.replay.shelf import Shelf
+
+__all__ = ["Carrier", "Desk", "completion"]
+
+_SPACE = b"a replayed trace"
+
+
+class Carrier(Protocol):
+    """Decides when a transfer has an effect, and when its end is told."""
+
+    def carry(self, work: ac.Read | ac.Write, desk: "Desk") -> None:
+        """Have ``desk.finish(work)`` called, now or later."""
+
+
+class Desk:
+    """A node under replay: ``ask`` for calls answered at once, ``listen`` for loads."""
+
+    def __init__(
+        self, setup: Setup, block_tokens: int, carrier: Carrier, clock: Callable[[], int]
+    ) -> None:
+        config = config_of(setup)
+        self.policies = policies(config)
+        self.block_bytes = setup.machine.token_bytes * block_tokens
+        self.busy_s = 0.0
+        """What the node took to react, in real seconds: run it alone to have them right."""
+        self.decisions_s: list[float] = []
+        """Of these for each lookup, which is where it decides."""
+        self._clock = clock
+        self._carrier = carrier
+        self._block_tokens = block_tokens
+        self._num_calls = 0
+        self._answers: dict[int, ac.Answer] = {}
+        self._listeners: dict[int, Callable[[ac.Progress], None]] = {}
+        self._waiting: deque[ac.Action] = deque()
+        self._is_sorting = False
+        self.shelf = Shelf(setup.ssd_blocks, self.policies.history)
+        self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+        self.node = _node(setup, config, self.policies, self.block_bytes, self.metrics)
+        self.post(ev.SlabsReserved(1))
+
+    def register(self, name: str) -> str:
+        """Attach an engine, and return its session."""
+        layout = KVLayout("paged", 1, self._block_tokens, self.block_bytes, "bfloat16", "replay")
+        registered = self.ask(
+            lambda call: ev.Register(call, name, _SPACE, layout, name, "shm", 1, can_split=True)
+        )
+        assert isinstance(registered, ac.Registered), registered
+        return registered.session
+
+    def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
+        """Make a call that is answered at once."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.post(make(number))
+        return self._answers.pop(number)
+
+    def listen(self, load: ev.Load, listener: Callable[[ac.Progress], None]) -> ac.Answer:
+        """Make a call that is answered bit by bit; returns its refusal, if it is refused."""
+        self._num_calls += 1
+        number = self._num_calls
+        self._listeners[number] = listener
+        self.post(replace(load, call=number))
+        return self._answers.pop(number, None)
+
+    def post(self, event: ev.Event) -> None:
+        """Let the node take an event in, and see to what it wants."""
+        began_s = time.perf_counter()
+        actions = self.node.handle(event, self._clock())
+        seconds = time.perf_counter() - began_s
+        self.busy_s += seconds
+        if isinstance(event, ev.Lookup):
+            self.decisions_s.append(seconds)
+        self._waiting.extend(actions)
+        if self._is_sorting:
+            return  # whoever called us goes on with these
+        self._is_sorting = True
+        try:
+            while self._waiting:
+                self._sort(self._waiting.popleft())
+        finally:
+            self._is_sorting = False
+
+    def gate_counts(self) -> tuple[int, int]:
+        """Return how many blocks the SSD's gate has judged so far, and how many it let through."""
+        gate = self.policies.admission.gates.get(TierName.SSD)
+        return (gate.num_offered, gate.num_taken) if gate is not None else (0, 0)
+
+    def finish(self, work: ac.Read | ac.Write, seconds: float) -> None:
+        """Let a transfer take effect, and tell the node."""
+        self.post(completion(work, self.shelf, seconds))
+
+    def _sort(self, action: ac.Action) -> None:
+        match action:
+            case ac.Reply():
+                self._answers[action.call] = action.answer
+            case ac.Progress():
+                listener = self._listeners[action.call]
+                if action.end:
+                    del self._listeners[action.call]
+                listener(action)
+            case ac.Read() | ac.Write():
+                self._carrier.carry(action, self)
+            case _:
+                raise AssertionError(f"nobody here does {action}")
+
+
+def completion(work: ac.Read | ac.Write, shelf: Shelf, seconds: float) -> ev.Event:
+    """Do a transfer, and return what the node is told."""
+    if isinstance(work, ac.Read):
+        return ev.ReadDone(work.transfer, shelf.read(work.blocks), seconds)
+    outcomes, evicted = shelf.write(work.blocks)
+    return ev.WriteDone(work.transfer, outcomes, evicted, seconds)
+
+
+def _node(
+    setup: Setup, config: Config, chosen: Policies, block_bytes: int, metrics: Metrics
+) -> Node:
+    """Return a node whose arena has room for exactly so many blocks, in one slab."""
+    tiers = (
+        SlowTier(
+            TierName.SSD,
+            config.ssd.io_threads,
+            config.ssd.deadline_ns,
+            queue_bytes_max=slot_bytes(block_bytes) * setup.cpu_blocks,
+            write=WriteMode(config.ssd.write),
+            flush_after_ns=config.ssd.flush_after_ns,
+        ),
+    )
+    return Node(
+        NodeSettings(
+            boot="replay",
+            num_slabs=1,
+            slab_bytes=slot_bytes(block_bytes) * setup.cpu_blocks,
+            lease_ns=config.daemon.lease_ns,
+            pin_share=config.policy.pin_share,
+            tiers=tiers if setup.ssd_blocks else (),
+        ),
+        chosen.eviction,
+        chosen.admission,
+        metrics,
+        history=chosen.history,
+        planner=chosen.planner,
+        depth=chosen.depth,
+    )

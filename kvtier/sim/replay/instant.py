@@ -1,0 +1,157 @@
+"""Replay without time: what a policy keeps, and nothing else.
+
+All full blocks of a request are resident at its arrival, a hit is a block of the leading run, and
+the partial last block never counts. That is how eviction policies are compared in papers, and how
+their targets here are stated. Everything goes through the node all the same, with tiers and engines
+that take no time, though they report what they would have taken.
+"""
+
+from collections.abc import Callable
+
+from kvtier.core.cost.sample import StepSample
+from kvtier.core.identity import HASH_BYTES, split_hashes
+from kvtier.core.plan import Outcome
+from kvtier.core.residency import TierName
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.sim.replay.desk import Desk
+from kvtier.sim.replay.machine import Link
+from kvtier.sim.replay.record import Record, Run
+from kvtier.sim.replay.setup import Setup, traits_of
+from kvtier.sim.replay.trace import Trace
+
+__all__ = ["replay_instant"]
+
+_REPORT_NS = 10**9
+_FAR_NS = 1 << 62
+
+
+class _AtOnce:
+    """A ``Carrier`` of tiers that take no time."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def carry(self, work: ac.Read | ac.Write, desk: Desk) -> None:
+        """Finish it now, and say what it would have taken."""
+        is_read = isinstance(work, ac.Read)
+        rate = self._link.read_bytes_per_s if is_read else self._link.write_bytes_per_s
+        num_bytes = len(work.blocks) * desk.block_bytes
+        desk.finish(work, self._link.latency_s + num_bytes / rate)
+
+
+def replay_instant(trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None) -> Run:
+    """Replay a trace; ``note`` is told how many requests are done."""
+    return _Instant(trace, setup).run(note)
+
+
+class _Instant:
+    def __init__(self, trace: Trace, setup: Setup) -> None:
+        self._trace = trace
+        self._setup = setup
+        self._prefill = setup.machine.prefill_model
+        self._now_ns = 0
+        carrier = _AtOnce(setup.machine.ssd)
+        self._desk = Desk(setup, trace.block_tokens, carrier, lambda: self._now_ns)
+        self._session = self._desk.register("replay")
+        self._steps: list[StepSample] = []
+        self._outcomes: list[Outcome] = []
+        self._reported_ns = 0
+
+    def run(self, note: Callable[[int], None]) -> Run:
+        records: list[Record] = []
+        half_ns, half = self._trace.requests[-1].at_ns / 2, (0, 0)
+        for number, request in enumerate(self._trace.requests):
+            if request.at_ns < half_ns:
+                half = self._desk.gate_counts()
+            self._now_ns = request.at_ns
+            self._report()
+            hits = self._serve(number) if len(request.blocks) else {}
+            tokens = {tier: count * self._trace.block_tokens for tier, count in hits.items()}
+            num_past = sum(tokens.values())
+            seconds = self._prefill.seconds(request.num_tokens - num_past, num_past)
+            records.append(
+                Record(
+                    at_ns=request.at_ns,
+                    num_tokens=request.num_tokens,
+                    hit_tokens=tokens,
+                    ttft_s=seconds,
+                    cold_s=self._prefill.seconds(request.num_tokens, 0),
+                )
+            )
+            self._steps.append(self._prefill.sample(request.num_tokens - num_past, num_past))
+            note(number + 1)
+        return Run.of(self._setup, records, self._desk, half)
+
+    def _serve(self, number: int) -> dict[TierName, int]:
+        """Look up, load what is below the CPU tier, and store; returns the blocks found."""
+        trace, desk, session = self._trace, self._desk, self._session
+        request, traits = trace.requests[number], traits_of(trace, number)
+        hashes = trace.hashes(request.blocks)
+        if self._setup.ssd_blocks:
+            desk.shelf.touch(split_hashes(hashes))
+        found = desk.ask(
+            lambda call: ev.Lookup(call, session, request.tenant, hashes, 0, _FAR_NS, traits)
+        )
+        assert isinstance(found, ac.Found), found
+        hits: dict[TierName, int] = {}
+        for tier, length in found.runs:
+            hits[tier] = hits.get(tier, 0) + length
+        num_hits = found.num_blocks
+        if num_hits:
+            self._load(request.tenant, hashes[: HASH_BYTES * num_hits])
+            self._note_outcome(found, hits)
+        self._store(number, hashes, num_hits)
+        return hits
+
+    def _load(self, tenant: bytes, hashes: bytes) -> None:
+        desk, session, last = self._desk, self._session, list[ac.Progress]()
+        desk.listen(ev.Load(0, session, tenant, hashes, 0, _FAR_NS), last.append)
+        assert last[-1].end, "without time everything comes at once"
+        desk.ask(lambda call: ev.Release(call, session, last[-1].lease))
+
+    def _note_outcome(self, found: ac.Found, hits: dict[TierName, int]) -> None:
+        """Say what the load would have taken."""
+        if found.plan is None:
+            return
+        link, num_bytes = self._setup.machine.cpu, found.num_blocks * self._desk.block_bytes
+        seconds = link.latency_s + num_bytes / link.read_bytes_per_s
+        self._outcomes.append(
+            Outcome(found.plan.decision, tuple(sorted(hits.items())), seconds, 0, 0.0, 0.0, seconds)
+        )
+
+    def _store(self, number: int, hashes: bytes, first: int) -> None:
+        """Offer what was not found, again and again as long as the way is merely full."""
+        while first < len(hashes) // HASH_BYTES:
+            granted = self._prepare(number, hashes, first)
+            if not granted.lease:
+                return
+            self._complete(granted)
+            if not granted.rejected_blocks or granted.reason != "throttled":
+                return
+            first = granted.indexes[-1] + 1
+
+    def _prepare(self, number: int, hashes: bytes, first: int) -> ac.Granted:
+        tenant, traits = self._trace.requests[number].tenant, traits_of(self._trace, number)
+        session = self._session
+        granted = self._desk.ask(
+            lambda call: ev.PrepareStore(call, session, tenant, hashes, first, traits)
+        )
+        assert isinstance(granted, ac.Granted), granted
+        return granted
+
+    def _complete(self, granted: ac.Granted) -> None:
+        session, checksums = self._session, (bytes(16),) * len(granted.indexes)
+        self._desk.ask(lambda call: ev.CompleteStore(call, session, granted.lease, checksums))
+
+    def _report(self) -> None:
+        """Tell the node once a second what the engine's steps took."""
+        if not self._steps or self._now_ns - self._reported_ns < _REPORT_NS:
+            return
+        steps, outcomes, session = tuple(self._steps), tuple(self._outcomes), self._session
+        self._desk.ask(
+            lambda call: ev.Report(call, session, 0, 0, 0, 0, steps=steps, outcomes=outcomes)
+        )
+        self._steps.clear()
+        self._outcomes.clear()
+        self._reported_ns = self._now_ns

@@ -1,0 +1,270 @@
+"""The formats of traces, one class each: what its lines look like, and a request out of a line."""
+
+import csv
+from collections.abc import Hashable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import ClassVar, Protocol
+
+from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
+from kvtier.errors import StartError
+from kvtier.sim.replay.line import Line
+from kvtier.sim.replay.tokens import PSEUDO_NOTE, Tokenizer, pseudo_tokens
+from kvtier.sim.replay.trace import Numbering, Request
+
+__all__ = ["FORMATS", "Azure", "Bailian", "LineFormat", "Mooncake", "Plain", "Texts"]
+
+_MS, _SECOND_NS, _US = 10**6, 10**9, 10**3
+_BLOCK_TOKENS = 64
+"""Of traces that have tokens: what an engine has by default."""
+_SPACE = bytes(16)
+
+
+class LineFormat(Protocol):
+    """Reads the lines of one format. Made for the first line, which it suits."""
+
+    name: ClassVar[str]
+    notes: tuple[str, ...]
+    block_tokens: int
+
+    def __init__(
+        self, line: Line, block_tokens: int, hash_tokens: int, tokenizer: Tokenizer
+    ) -> None: ...
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell whether a first line is of this format."""
+
+    def is_header(self, line: Line) -> bool:
+        """Tell whether a first line holds no request."""
+
+    def request(self, line: Line, numbering: Numbering) -> Request:
+        """Return the request of a line. Raises StartError for what cannot be used."""
+
+
+class _Hashes:
+    """Groups of hashes, as many to a block as its tokens take."""
+
+    def __init__(self, line: Line, block_tokens: int, hash_tokens: int) -> None:
+        self.block_tokens = block_tokens or hash_tokens
+        self.hash_tokens = hash_tokens
+        if self.block_tokens % hash_tokens:
+            raise StartError(
+                "--block-tokens",
+                f"{block_tokens} is no multiple of the {hash_tokens} tokens of a hash "
+                f"in {line.path}",
+                f"give a multiple of {hash_tokens}",
+            )
+
+    def contents(self, line: Line, num_tokens: int) -> Iterable[Hashable]:
+        """Return the content of each full block."""
+        ids = line.ids("hash_ids")
+        num_full = num_tokens // self.hash_tokens
+        if len(ids) < num_full:
+            raise line.refusal(
+                "hash_ids",
+                f"{len(ids)} ids for {num_tokens} tokens in hashes of {self.hash_tokens}",
+                "see --hash-tokens",
+            )
+        size = self.block_tokens // self.hash_tokens
+        if size == 1:
+            return ids[:num_full]
+        num_blocks = num_full // size
+        return (tuple(ids[i * size : (i + 1) * size]) for i in range(num_blocks))
+
+
+class _Tokens:
+    """Blocks by the tokens in them."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens or _BLOCK_TOKENS
+
+    def contents(self, tokens: Sequence[int]) -> Iterable[Hashable]:
+        """Return the content of each full block: its hash, which is short."""
+        return hash_blocks(chain_root(_SPACE, NO_TENANT), tokens, self.block_tokens)
+
+
+class Mooncake:
+    """``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids`` of 512 tokens."""
+
+    name: ClassVar[str] = "Mooncake JSONL"
+    hash_tokens: ClassVar[int] = 512
+    unit_ns: ClassVar[int] = _MS
+
+    def __init__(
+        self, line: Line, block_tokens: int, hash_tokens: int, _tokenizer: Tokenizer
+    ) -> None:
+        self._hashes = _Hashes(line, block_tokens, hash_tokens or self.hash_tokens)
+        self.block_tokens = self._hashes.block_tokens
+        self.notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell by the hashes and the time."""
+        return {"hash_ids", "timestamp", "input_length"} <= line.fields.keys()
+
+    def is_header(self, _line: Line) -> bool:
+        """Tell that there is none."""
+        return False
+
+    def request(self, line: Line, numbering: Numbering) -> Request:
+        """Return the request of a line."""
+        num_tokens = line.count("input_length")
+        return Request(
+            at_ns=line.time_ns("timestamp", self.unit_ns),
+            blocks=numbering.number(NO_TENANT, self._hashes.contents(line, num_tokens)),
+            num_tokens=num_tokens,
+            num_output_tokens=line.count("output_length", 0),
+            kind=line.word("type", "")[:64],
+        )
+
+
+class Bailian(Mooncake):
+    """The same with ``chat_id``, ``timestamp`` in seconds, and ``hash_ids`` of 16 tokens."""
+
+    name: ClassVar[str] = "Bailian JSONL"
+    hash_tokens: ClassVar[int] = 16
+    unit_ns: ClassVar[int] = _SECOND_NS
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell by the chats, which Mooncake's traces do not have."""
+        return Mooncake.suits(line) and "chat_id" in line.fields
+
+
+class Texts:
+    """``timestamp`` in us, ``input`` and ``output`` as text."""
+
+    name: ClassVar[str] = "text JSONL"
+
+    def __init__(
+        self, line: Line, block_tokens: int, _hash_tokens: int, tokenizer: Tokenizer
+    ) -> None:
+        self._tokens = _Tokens(block_tokens)
+        self._tokenize = tokenizer
+        self.block_tokens = self._tokens.block_tokens
+        self.notes: tuple[str, ...] = (PSEUDO_NOTE,) if tokenizer is pseudo_tokens else ()
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell by the text."""
+        return {"timestamp", "input"} <= line.fields.keys()
+
+    def is_header(self, _line: Line) -> bool:
+        """Tell that there is none."""
+        return False
+
+    def request(self, line: Line, numbering: Numbering) -> Request:
+        """Return the request of a line."""
+        tokens = self._tokenize(line.word("input"))
+        return Request(
+            at_ns=line.time_ns("timestamp", _US),
+            blocks=numbering.number(NO_TENANT, self._tokens.contents(tokens)),
+            num_tokens=len(tokens),
+            num_output_tokens=len(self._tokenize(line.word("output", ""))),
+            kind=line.word("agent", "")[:64],
+        )
+
+
+class Plain:
+    """Our own: ``timestamp_s`` and ``tokens``, or ``hash_ids`` with ``input_length``; and hints."""
+
+    name: ClassVar[str] = "kvtier JSONL"
+
+    def __init__(
+        self, line: Line, block_tokens: int, hash_tokens: int, _tokenizer: Tokenizer
+    ) -> None:
+        self._has_tokens = "tokens" in line.fields
+        if not self._has_tokens and not hash_tokens:
+            hash_tokens = line.count("hash_tokens", _BLOCK_TOKENS) or _BLOCK_TOKENS
+        self._tokens = _Tokens(block_tokens)
+        self._hashes = _Hashes(line, block_tokens, max(1, hash_tokens))
+        source = self._tokens if self._has_tokens else self._hashes
+        self.block_tokens = source.block_tokens
+        self.notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell by the time, which is named like nobody else's."""
+        return "timestamp_s" in line.fields and bool({"tokens", "hash_ids"} & line.fields.keys())
+
+    def is_header(self, _line: Line) -> bool:
+        """Tell that there is none."""
+        return False
+
+    def request(self, line: Line, numbering: Numbering) -> Request:
+        """Return the request of a line."""
+        tenant = tenant_digest(line.word("tenant", ""))
+        contents: Iterable[Hashable]
+        if self._has_tokens:
+            tokens = line.tokens("tokens")
+            num_tokens, contents = len(tokens), self._tokens.contents(tokens)
+        else:
+            num_tokens = line.count("input_length")
+            contents = self._hashes.contents(line, num_tokens)
+        return Request(
+            at_ns=line.time_ns("timestamp_s", _SECOND_NS),
+            blocks=numbering.number(tenant, contents),
+            num_tokens=num_tokens,
+            num_output_tokens=line.count("output_length", 0),
+            tenant=tenant,
+            kind=line.word("kind", "")[:64],
+            continues=line.number_of("continues", 0.0, 1.0),
+            gap_s=line.number_of("gap_s", 0.0, 1e9),
+        )
+
+
+class Azure:
+    """``TIMESTAMP,ContextTokens,GeneratedTokens``: counts alone, so that nothing comes back."""
+
+    name: ClassVar[str] = "Azure CSV"
+    columns: ClassVar[Sequence[str]] = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+    def __init__(
+        self, line: Line, block_tokens: int, _hash_tokens: int, _tokenizer: Tokenizer
+    ) -> None:
+        self.block_tokens = block_tokens or _BLOCK_TOKENS
+        self.notes: tuple[str, ...] = (
+            "this format tells how long prompts are and not what they share: nothing can hit",
+        )
+
+    @staticmethod
+    def suits(line: Line) -> bool:
+        """Tell by the names of the columns."""
+        return line.text == ",".join(Azure.columns)
+
+    def is_header(self, _line: Line) -> bool:
+        """Tell that the first line has names of columns."""
+        return True
+
+    def request(self, line: Line, numbering: Numbering) -> Request:
+        """Return the request of a line; its blocks are nobody else's."""
+        values = next(csv.reader([line.text]))
+        if len(values) != len(self.columns):
+            raise line.refusal("", f"has {len(values)} columns", f"give {','.join(self.columns)}")
+        counts = Line(line.path, line.number, line.text, _numbers(values))
+        num_tokens = counts.count("ContextTokens")
+        contents = [(line.number, place) for place in range(num_tokens // self.block_tokens)]
+        return Request(
+            at_ns=_instant_ns(line, values[0]),
+            blocks=numbering.number(NO_TENANT, contents),
+            num_tokens=num_tokens,
+            num_output_tokens=counts.count("GeneratedTokens"),
+        )
+
+
+def _numbers(values: Sequence[str]) -> dict[str, int | str]:
+    named = zip(Azure.columns, values, strict=True)
+    return {name: int(text) if text.isdecimal() else text for name, text in named}
+
+
+def _instant_ns(line: Line, text: str) -> int:
+    try:
+        # Seven digits of a second, where Python reads six.
+        at = datetime.fromisoformat(text[:26]).replace(tzinfo=UTC)
+    except ValueError:
+        raise line.refusal("TIMESTAMP", f"{text!r} is no time", "write it as ISO 8601") from None
+    return round(at.timestamp() * 1e6) * 1000
+
+
+FORMATS: Sequence[type[LineFormat]] = (Plain, Bailian, Mooncake, Texts, Azure)
+"""In the order in which they are tried."""

@@ -1,0 +1,242 @@
+"""A study as one HTML page that needs nothing else: charts, tables, and what the words mean."""
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from kvtier import __version__
+from kvtier.sim.replay.chart import Axis, Series, bars, lines
+from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.study import Study
+from kvtier.sim.replay.table import study_text
+
+__all__ = ["study_page"]
+
+_STYLE = (
+    """
+:root { --ink: #1d2433; --soft: #5b6475; --paper: #fbfbf9; --card: #fff; --rule: #e3e4e0;
+  --c0: #0b6e99; --c1: #c2571a; --c2: #3c8d40; --c3: #8e4ec6; --c4: #b8860b; --c5: #c0392b;
+  --c6: #50707c; --c7: #d16ba5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ee; --soft: #9aa3b5; --paper: #14171d;
+  --card: #1b1f27; --rule: #2d333f; --c0: #58b4dd; --c1: #f0955c; --c2: #7bc97f; --c3: #c39af0;
+  --c4: #e2b84c; --c5: #f0776a; --c6: #a3bcc6; --c7: #eba3cb; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1360px; padding: 2.5rem 1.5rem 4rem; background: var(--paper);
+  color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
+h1 { font-size: 1.7rem; margin: 0; letter-spacing: -0.01em; }
+h2 { font-size: 1.1rem; margin: 2.5rem 0 0.75rem; }
+p { max-width: 46rem; color: var(--soft); margin: 0.4rem 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 0.75rem;
+  margin: 1.5rem 0; }
+.fact { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  padding: 0.8rem 1rem; }
+.fact b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
+.fact span { color: var(--soft); font-size: 0.85rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr));
+  gap: 1rem; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  padding: 1rem; }
+figcaption { font-weight: 600; margin-bottom: 0.5rem; }
+svg { width: 100%; height: auto; display: block; }
+.label { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--rule); stroke-width: 1; }
+.line { fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round; }
+.bound, .cold { stroke: var(--soft); stroke-dasharray: 5 5; fill: var(--soft); }
+.line.bound, .line.cold { fill: none; }
+.dot { stroke-width: 0; }
+.dot:hover { r: 6; }
+.keys { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; margin-top: 0.5rem; font-size: 0.85rem;
+  color: var(--soft); }
+.key::before { content: ""; display: inline-block; width: 0.75rem; height: 0.75rem;
+  border-radius: 3px; margin-right: 0.4rem; vertical-align: -0.08rem; background: var(--soft); }
+"""
+    + "\n".join(
+        f".s{n} {{ stroke: var(--c{n}); }} .dot.s{n}, .bar.s{n} {{ fill: var(--c{n}); }} "
+        f".key.s{n}::before {{ background: var(--c{n}); }}"
+        for n in range(8)
+    )
+    + """
+.bar { stroke: none; }
+table { border-collapse: collapse; width: 100%; font-size: 0.9rem; overflow: hidden;
+  font-variant-numeric: tabular-nums; background: var(--card);
+  border: 1px solid var(--rule); border-radius: 10px; }
+th, td { text-align: right; padding: 0.4rem 0.7rem; border-bottom: 1px solid var(--rule); }
+th:first-child, td:first-child { text-align: left; }
+th { color: var(--soft); font-weight: 600; }
+.wide { overflow-x: auto; }
+pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem;
+  overflow-x: auto; font-size: 0.8rem; line-height: 1.35; }
+footer { margin-top: 3rem; color: var(--soft); font-size: 0.85rem; }
+"""
+)
+
+_SHARE = Axis("share of the prompts' tokens", lambda value: f"{value:.0%}")
+
+
+def study_page(study: Study) -> str:
+    """Return the page."""
+    title = f"kvtier replay of {study.trace['name']}"
+    body = "\n".join(_body(study, title))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _body(study: Study, title: str) -> Iterator[str]:
+    yield f"<h1>{escape(title)}</h1>"
+    how = "without time: what each policy keeps" if study.is_instant else "event by event"
+    yield f"<p>Replayed {how}, with the node, the policies and the cost model that serve.</p>"
+    for note in study.trace["notes"]:
+        yield f"<p>Note: {escape(note)}.</p>"
+    yield _facts(study)
+    yield f'<div class="figures">{"".join(_figures(study))}</div>'
+    yield "<h2>All runs</h2>"
+    yield f'<div class="wide">{_table(study)}</div>'
+    yield "<h2>As in the terminal</h2>"
+    yield f"<pre>{escape(study_text(study))}</pre>"
+    yield (
+        "<footer>The bound is the choice that is best in hindsight: it keeps what is asked for "
+        "soonest, and takes in nothing in vain. No policy reaches it without knowing the future. "
+        f"kvtier {escape(__version__)}</footer>"
+    )
+
+
+def _facts(study: Study) -> str:
+    best = max(study.runs, key=lambda run: run.whole.saved_s)
+    hours = best.whole.saved_s / 3600
+    facts = [
+        (f"{study.trace['requests']:,}", "requests"),
+        (f"{study.trace['tokens'] / 1e6:,.1f} M", "tokens of prompts"),
+        (f"{best.whole.ratio():.1%}", f"not computed, at best: {best.policy}"),
+        (f"{best.whole.saved_share:.1%}", "of the seconds of prefill saved by it"),
+        (f"{hours:,.2f} h", "saved by it, all requests together"),
+    ]
+    cards = "".join(
+        f'<div class="fact"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
+        for value, what in facts
+    )
+    return f'<div class="facts">{cards}</div>'
+
+
+def _figures(study: Study) -> Iterator[str]:
+    sizes = sorted({float(run.cpu_blocks) for run in study.runs})
+    blocks = Axis(
+        "blocks of the CPU tier",
+        lambda value: f"{value:,.0f}",
+        is_log=True,
+        marks=sizes if len(sizes) <= 8 else (),
+    )
+    yield lines(
+        "Tokens that need not be computed",
+        blocks,
+        _SHARE,
+        [
+            *_curves(study, lambda run: run.whole.ratio()),
+            Series("best in hindsight", _bounds(study), "bound"),
+        ],
+    )
+    yield lines(
+        "Seconds saved",
+        blocks,
+        Axis("share of the seconds without a cache", lambda value: f"{value:.0%}"),
+        _curves(study, lambda run: run.whole.saved_share),
+    )
+    largest = [run for run in study.runs if run.cpu_blocks == study.runs[-1].cpu_blocks]
+    if not study.is_instant:
+        yield _waits(study, largest)
+    if any(run.ssd_blocks for run in study.runs):
+        yield from _tiers(study)
+
+
+def _waits(study: Study, runs: Sequence[Run]) -> str:
+    """Return how many requests have their first token by when."""
+
+    def curve(quantiles: Sequence[float]) -> list[tuple[float, float]]:
+        last = len(quantiles) - 1
+        return [(max(at, 1e-3), place / last) for place, at in enumerate(quantiles)]
+
+    series = [Series(_name(study, run), curve(run.ttft_curve)) for run in runs]
+    series.append(Series("nothing kept", curve(runs[0].cold_curve), "cold"))
+    return lines(
+        f"First token by then, with {runs[0].cpu_blocks:,} blocks",
+        Axis("seconds since the request", lambda value: f"{value:g}", is_log=True),
+        Axis("share of the requests", lambda value: f"{value:.0%}"),
+        series,
+    )
+
+
+def _tiers(study: Study) -> Iterator[str]:
+    runs = study.runs[-6:]
+    yield bars(
+        "Where restored tokens came from",
+        _SHARE,
+        [
+            (
+                _label(run),
+                [
+                    (f"from {tier}", count / max(1, run.whole.num_tokens))
+                    for tier, count in run.whole.hit_tokens.items()
+                ],
+            )
+            for run in runs
+        ],
+    )
+    yield bars(
+        "Blocks to and from the SSD",
+        Axis("blocks", lambda value: f"{value:,.0f}"),
+        [
+            (_label(run), [("written", run.written_blocks), ("read back", run.read_blocks)])
+            for run in runs
+        ],
+    )
+
+
+def _curves(study: Study, value: Callable[[Run], float]) -> list[Series]:
+    names = list(dict.fromkeys(_name(study, run) for run in study.runs))
+    return [
+        Series(
+            name,
+            sorted((run.cpu_blocks, value(run)) for run in study.runs if _name(study, run) == name),
+        )
+        for name in names
+    ]
+
+
+def _bounds(study: Study) -> list[tuple[float, float]]:
+    """Return the bound by the CPU tier's size, with the SSD's blocks on top."""
+    sizes = {run.cpu_blocks: run.cpu_blocks + run.ssd_blocks for run in study.runs}
+    return [(cpu, study.bound(total).ratio) for cpu, total in sorted(sizes.items())]
+
+
+def _name(study: Study, run: Run) -> str:
+    has_several = len({each.ssd_blocks for each in study.runs}) > 1
+    return f"{run.policy} + SSD of {run.ssd_blocks:,}" if has_several else run.policy
+
+
+def _label(run: Run) -> str:
+    return f"{run.policy} {run.cpu_blocks}"
+
+
+def _table(study: Study) -> str:
+    titles = ["policy", "CPU", "SSD", "hits", "from CPU", "from SSD", "best", "saved", "p50", "p90"]
+    titles += ["p99", "written", "read back"]
+    rows = []
+    for run in study.runs:
+        part, bound = run.whole, study.bound(run.cpu_blocks + run.ssd_blocks)
+        cells = [
+            run.policy,
+            f"{run.cpu_blocks:,}",
+            f"{run.ssd_blocks:,}",
+            f"{part.ratio():.1%}",
+            *(f"{count / max(1, part.num_tokens):.1%}" for count in part.hit_tokens.values()),
+            f"{bound.ratio:.1%}",
+            f"{part.saved_share:.1%}",
+            *(f"{at:.3g} s" for at in (part.ttft.p50_s, part.ttft.p90_s, part.ttft.p99_s)),
+            f"{run.written_blocks:,}",
+            f"{run.read_blocks:,}",
+        ]
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -1,0 +1,132 @@
+"""A study: one trace, several policies and sizes, and the bound beside them."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvtier.sim.replay.future import best_hits
+from kvtier.sim.replay.instant import replay_instant
+from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.timed import replay_timed
+from kvtier.sim.replay.trace import Request, Trace
+
+__all__ = ["Bound", "Study", "ladder", "run_study"]
+
+_DOCUMENT_VERSION = 1
+"""Of the JSON document; raised where a field changes its meaning or goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What the best choice in hindsight hits with so many blocks."""
+
+    num_blocks: int
+    ratio: float
+    second_half: float
+
+    @classmethod
+    def of(cls, trace: Trace, num_blocks: int) -> "Bound":
+        """Compute it; some seconds for a hundred thousand requests."""
+        hits = best_hits(trace, num_blocks)
+        half_ns = trace.requests[-1].at_ns / 2
+        pairs = [*zip(trace.requests, hits, strict=True)]
+        late = [pair for pair in pairs if pair[0].at_ns >= half_ns]
+
+        def ratio(part: Sequence[tuple[Request, int]]) -> float:
+            num_tokens = sum(request.num_tokens for request, _ in part)
+            return trace.block_tokens * sum(count for _, count in part) / max(1, num_tokens)
+
+        return cls(num_blocks, ratio(pairs), ratio(late))
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What came of it, in the order it was asked for."""
+
+    trace: Mapping[str, Any]
+    is_instant: bool
+    bounds: tuple[Bound, ...]
+    runs: tuple[Run, ...]
+
+    def bound(self, num_blocks: int) -> Bound:
+        """Return the bound for a size."""
+        return next(each for each in self.bounds if each.num_blocks == num_blocks)
+
+    def document(self) -> dict[str, Any]:
+        """Return it for JSON; see docs/replay.md."""
+        return {
+            "version": _DOCUMENT_VERSION,
+            "trace": dict(self.trace),
+            "instant": self.is_instant,
+            "bounds": [
+                {
+                    "blocks": each.num_blocks,
+                    "hit_ratio": round(each.ratio, 5),
+                    "second_half": round(each.second_half, 5),
+                }
+                for each in self.bounds
+            ],
+            "runs": [run.document() for run in self.runs],
+        }
+
+
+def ladder(trace: Trace) -> list[int]:
+    """Return sizes that span what a trace may want: a tenfold in three steps, up to all of it."""
+    largest = max(1, trace.num_distinct)
+    steps = (1, 2, 5)
+    sizes = [step * 10**power for power in range(3, 9) for step in steps]
+    fitting = [size for size in sizes if size <= largest and size >= largest / 200]
+    return fitting[-6:] or [largest]
+
+
+def run_study(
+    trace: Trace,
+    setups: Sequence[Setup],
+    num_jobs: int,
+    note: Callable[[int, Run], None] = lambda _count, _run: None,
+) -> Study:
+    """Replay a trace under each setup, on so many processes; ``note`` is told of each that ends."""
+    runs: list[Run] = []
+    for run in _runs(trace, setups, num_jobs):
+        runs.append(run)
+        note(len(runs), run)
+    sizes = sorted({setup.cpu_blocks + setup.ssd_blocks for setup in setups})
+    return Study(
+        trace=_summary(trace),
+        is_instant=all(setup.is_instant for setup in setups),
+        bounds=tuple(Bound.of(trace, size) for size in sizes),
+        runs=tuple(runs),
+    )
+
+
+def _summary(trace: Trace) -> dict[str, Any]:
+    """Return what a trace is, for JSON."""
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "seconds": round(trace.seconds, 3),
+        "tokens": trace.num_tokens,
+        "block_tokens": trace.block_tokens,
+        "distinct_blocks": trace.num_distinct,
+        "longest_blocks": trace.num_blocks_max,
+        "notes": list(trace.notes),
+    }
+
+
+def _runs(trace: Trace, setups: Sequence[Setup], num_jobs: int) -> Iterator[Run]:
+    if num_jobs == 1 or len(setups) == 1:
+        yield from (_replay(trace, setup) for setup in setups)
+        return
+    context = multiprocessing.get_context("spawn")
+    num_workers = min(num_jobs, len(setups))
+    with ProcessPoolExecutor(num_workers, context) as pool:
+        yield from pool.map(partial(_replay, trace), setups)
+
+
+def _replay(trace: Trace, setup: Setup) -> Run:
+    """Replay a trace once."""
+    return replay_instant(trace, setup) if setup.is_instant else replay_timed(trace, setup)

@@ -1,0 +1,104 @@
+"""Replay with time: event by event, so that what a policy saves is seconds and not only tokens."""
+
+from collections import deque
+from collections.abc import Callable
+from itertools import cycle
+
+from kvtier.sim.replay.agenda import Agenda
+from kvtier.sim.replay.desk import Desk
+from kvtier.sim.replay.engine import Engine
+from kvtier.sim.replay.machine import Machine
+from kvtier.sim.replay.prefill import PrefillModel
+from kvtier.sim.replay.record import Record, Run
+from kvtier.sim.replay.scene import Scene, SlowCarrier
+from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.trace import Trace
+from kvtier.sim.replay.visit import Visit
+
+__all__ = ["replay_timed"]
+
+_SESSIONS = 16
+"""Of engines without number: enough that none reaches what one session may hold."""
+
+
+def replay_timed(trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None) -> Run:
+    """Replay a trace; ``note`` is told how many requests are done."""
+    return _Timed(trace, setup, note).run()
+
+
+class _Timed:
+    def __init__(self, trace: Trace, setup: Setup, note: Callable[[int], None]) -> None:
+        machine = setup.machine
+        self._trace = trace
+        self._setup = setup
+        self._note = note
+        self._agenda = Agenda()
+        carrier = SlowCarrier(self._agenda, machine.ssd)
+        self._desk = Desk(setup, trace.block_tokens, carrier, lambda: self._agenda.now_ns)
+        self._scene = Scene(trace, machine, self._agenda, self._desk)
+        count = machine.engines.count
+        self._engines = [
+            Engine(self._scene, self._desk.register(f"replay {number}"), is_shared=count > 0)
+            for number in range(count or _SESSIONS)
+        ]
+        self._is_shared = count > 0
+        self._turns = cycle(self._engines)
+        self._cold = _cold_ttfts(trace, machine)
+        self._records: dict[int, Record] = {}
+        self._half = (0, 0)
+
+    def run(self) -> Run:
+        self._arrive(0)
+        while self._agenda.step():
+            pass
+        assert len(self._records) == len(self._trace.requests), "every request gets its token"
+        records = [self._records[number] for number in range(len(self._trace.requests))]
+        return Run.of(self._setup, records, self._desk, self._half)
+
+    def _arrive(self, number: int) -> None:
+        """Take in a request when it comes, and expect the one after it."""
+        if number == len(self._trace.requests):
+            return
+
+        def come() -> None:
+            if self._trace.requests[number].at_ns < self._trace.requests[-1].at_ns / 2:
+                self._half = self._desk.gate_counts()
+            engine = next(self._turns)
+            if self._is_shared:
+                engine = min(self._engines, key=lambda each: each.num_waiting_tokens)
+            engine.take(Visit(self._scene, engine, number, self._done))
+            self._arrive(number + 1)
+
+        self._agenda.at(self._trace.requests[number].at_ns, come)
+
+    def _done(self, visit: Visit) -> None:
+        tokens = {
+            tier: count * self._trace.block_tokens for tier, count in sorted(visit.hits.items())
+        }
+        self._records[visit.number] = Record(
+            at_ns=visit.request.at_ns,
+            num_tokens=visit.request.num_tokens,
+            hit_tokens=tokens,
+            ttft_s=visit.ttft_s,
+            cold_s=self._cold[visit.number],
+            reason="" if visit.plan is None else str(visit.plan.reason),
+        )
+        self._note(len(self._records))
+
+
+def _cold_ttfts(trace: Trace, machine: Machine) -> list[float]:
+    """Return each request's time to first token where nothing is ever kept."""
+    prefill: PrefillModel = machine.prefill_model
+    seconds = [prefill.seconds(request.num_tokens, 0) for request in trace.requests]
+    if not machine.engines.count:
+        return seconds
+    free_s = deque([0.0] * machine.engines.count)
+    found: list[float] = []
+    for request, needed_s in zip(trace.requests, seconds, strict=True):
+        at_s = request.at_ns / 1e9
+        soonest_s = min(free_s)
+        free_s.remove(soonest_s)
+        end_s = max(at_s, soonest_s) + needed_s
+        free_s.append(end_s)
+        found.append(end_s - at_s)
+    return found

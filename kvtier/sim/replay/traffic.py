@@ -1,0 +1,84 @@
+"""Traffic that somebody describes instead of a trace: sessions of several turns.
+
+Each session begins with a part that all share and a prompt of its own; each turn sends everything
+before and something new, after a pause. Sessions end and others begin, so that about as many are
+active at any time. The draw is seeded: the same description is the same traffic.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvtier.core.identity import NO_TENANT
+from kvtier.sim.replay.trace import Numbering, Request, Trace, in_order
+
+__all__ = ["Traffic"]
+
+_REQUESTS_MAX = 200_000
+"""What a description may come to: more takes hours, and shows nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A description; lengths are means of exponential draws, cut at four times of it."""
+
+    sessions: int
+    """Active at a time."""
+    prompt_tokens: int
+    """Of the first turn."""
+    turn_tokens: int
+    """That each later turn adds, the answer before it included."""
+    turns: int = 5
+    gap_s: float = 120.0
+    shared_tokens: int = 0
+    hours: float = 1.0
+    block_tokens: int = 64
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return it in words."""
+        return f"{self.sessions} sessions of {self.turns} turns"
+
+    def trace(self) -> Trace:
+        """Return the traffic as a trace."""
+        draw = random.Random(self.seed)  # noqa: S311  # reproducible, not secret
+        numbering = Numbering()
+        requests: list[Request] = []
+        for session in range(self.sessions):
+            requests += self._sessions(draw, numbering, session)
+            if len(requests) > _REQUESTS_MAX:
+                break
+        return Trace(
+            self.name, self.block_tokens, in_order(requests[:_REQUESTS_MAX]), numbering.keys()
+        )
+
+    def _sessions(self, draw: random.Random, numbering: Numbering, place: int) -> Iterator[Request]:
+        """Yield the requests of one session after the other, in one place."""
+        # The first one is somewhere in its life already, as all of them are in steady traffic.
+        at_s = -draw.random() * self.turns * self.gap_s
+        count = 0
+        while at_s < self.hours * 3600:
+            count += 1
+            tokens = self.shared_tokens + self._length(draw, self.prompt_tokens)
+            for _ in range(max(1, round(draw.expovariate(1 / self.turns)))):
+                if 0 <= at_s < self.hours * 3600:
+                    yield self._request(numbering, (place, count), tokens, at_s)
+                tokens += self._length(draw, self.turn_tokens)
+                at_s += draw.expovariate(1 / self.gap_s)
+
+    def _request(
+        self, numbering: Numbering, session: tuple[int, int], tokens: int, at_s: float
+    ) -> Request:
+        num_shared = self.shared_tokens // self.block_tokens
+        num_blocks = tokens // self.block_tokens
+        contents = [
+            ("shared", block) if block < num_shared else (session, block)
+            for block in range(num_blocks)
+        ]
+        blocks = numbering.number(NO_TENANT, contents)
+        return Request(round(at_s * 1e9), blocks, tokens)
+
+    @staticmethod
+    def _length(draw: random.Random, mean: int) -> int:
+        return min(4 * mean, 1 + round(draw.expovariate(1 / max(1, mean))))

@@ -1,0 +1,113 @@
+"""Loads from the back by a real daemon, whatever becomes of them: the tokens stay the same."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvtier.connectors.integrated import DaemonPort
+from kvtier.core.plan import Plan, PlanReason
+from kvtier.engine.model import LoadedModel
+from kvtier.engine.port import Found, PortEvent
+from kvtier.engine.settings import EngineSettings
+from kvtier.testing.child import work_directory
+from kvtier.testing.served import Served
+from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
+from tests.engine.models import Reference
+from tests.engine.test_tiers_faults import PAGE, flip, prompt_of
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOCKS = 6
+SETTINGS = EngineSettings(pool_tokens=2048, block_tokens=BLOCK_TOKENS, is_poisoned=True)
+
+
+class SplittingPort(DaemonPort):
+    """Splits whatever is found: whether that pays is another's question."""
+
+    def poll(self) -> list[PortEvent]:
+        return [self._split(event) for event in super().poll()]
+
+    def _split(self, event: PortEvent) -> PortEvent:
+        if not isinstance(event, Found) or not event.tiers:
+            return event
+        decision = event.plan.decision if event.plan is not None else 0
+        plan = Plan(decision, len(event.tiers), PlanReason.SPLIT, is_split=True)
+        return replace(event, plan=plan)
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        yield Served(directory)
+
+
+class Splitting:
+    """An engine that splits, and whose answers are those of the model."""
+
+    def __init__(self, engine: AttachedEngine, reference: Reference) -> None:
+        self._engine = engine
+        self._reference = reference
+
+    def complete(self, seed: int) -> Answer:
+        self._engine.forget()
+        answer = self._engine.complete(prompt_of(seed), 6)
+        assert answer.tokens == tuple(self._reference.generate(prompt_of(seed), 6))
+        return answer
+
+
+@pytest.fixture
+def splitting(tiny: LoadedModel, reference: Reference, node: Served) -> Iterator[Splitting]:
+    with (
+        node.daemon(),
+        attached(tiny, node.socket, SETTINGS, make_port=SplittingPort) as engine,
+    ):
+        yield Splitting(engine, reference)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_from_either_tier(splitting: Splitting, node: Served, tier: str) -> None:
+    for seed in range(3):
+        splitting.complete(seed)
+    for seed in range(3):
+        node.await_idle()
+        if tier == "ssd":
+            node.drop("cpu")
+        answer = splitting.complete(seed)
+        assert set(answer.tiers) <= {tier, "computed"}
+        assert answer.usage.decision in {"loaded", "loaded_part:split", "computed:split"}
+    assert node.await_idle()["pins"] == 0
+
+
+@pytest.mark.parametrize("position", [0, 3, 5])
+def test_a_block_that_rots_ends_the_load_and_not_the_request(
+    splitting: Splitting, node: Served, position: int
+) -> None:
+    splitting.complete(1)
+    node.await_idle()
+    flip(node.directory / "ssd", position, PAGE + 5000)
+    node.drop("cpu")
+    hurt = splitting.complete(1)
+    num_behind = NUM_BLOCKS - 1 - position
+    assert hurt.tiers.get("ssd", 0) <= num_behind * BLOCK_TOKENS, "nothing before it is loaded"
+    node.await_idle()
+    assert splitting.complete(1).tiers.get("computed", 0) >= 9
+    assert node.await_idle()["pins"] == 0
+
+
+def test_a_daemon_that_goes_away_leaves_the_rest_to_computing(
+    tiny: LoadedModel, reference: Reference, node: Served
+) -> None:
+    with (
+        node.daemon() as daemon,
+        attached(tiny, node.socket, SETTINGS, make_port=SplittingPort) as engine,
+    ):
+        splitting = Splitting(engine, reference)
+        splitting.complete(2)
+        node.await_idle()
+        daemon.kill()
+        splitting.complete(2)
+        with node.daemon():
+            assert engine.client is not None
+            assert engine.client.wait_attached(10)
+            splitting.complete(2)

@@ -1,0 +1,46 @@
+"""A daemon on a thread of this process, for tests that hold on to its tiers."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvtier.config import Config
+from kvtier.core.residency import TierName
+from kvtier.daemon.daemon import Daemon
+from kvtier.tiers.wrap import BreakerTier
+
+
+@contextmanager
+def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[None]:
+    """Run a daemon with that tier for its SSD."""
+    begun, failed = threading.Event(), list[BaseException]()
+    loop = asyncio.new_event_loop()
+    stopping = asyncio.Event()
+
+    async def serve() -> None:
+        daemon = Daemon(config, open_tiers=lambda _config, _ring: {TierName.SSD: make()})
+        async with daemon.serving():
+            begun.set()
+            await stopping.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:
+            failed.append(error)
+            begun.set()
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="in-process")
+    thread.start()
+    try:
+        assert begun.wait(30)
+        assert not failed, failed
+        yield
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not failed, failed

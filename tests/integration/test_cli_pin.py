@@ -1,0 +1,110 @@
+"""``kvtier pin`` and ``kvtier warm`` on a prompt, as an operator gives them."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served, complete
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [3 + (7 * place) % 200 for place in range(300)]
+
+
+@pytest.fixture(scope="module")
+def served(tiny_folder: Path) -> Iterator[tuple[Served, str]]:
+    with work_directory() as directory:
+        node = Served(directory, {"policy.eviction": "rd-sec"})
+        with node.daemon() as daemon:
+            engine, url = node.engine(tiny_folder)
+            with engine:
+                await_true(lambda: node.stat()["engines"], "the engine is attached", 30)
+                complete(url, PROMPT)
+                node.await_blocks("ssd", 4)
+                yield node, url
+                assert engine.stop() == 0
+            assert daemon.stop() == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(
+    served: tuple[Served, str], command: str, *arguments: str, prompt: list[int] = PROMPT
+) -> Told:
+    """Run a command in this process, as a script would in its own."""
+    node, url = served
+    out, err = io.StringIO(), io.StringIO()
+    words = [command, "--socket", str(node.socket), "--engine", url, *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(prompt).encode())))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(words)
+            except SystemExit as wrong:  # as argparse says it
+                code = int(str(wrong.code))
+    return Told(code, out.getvalue(), err.getvalue())
+
+
+def test_a_prompt_is_pinned_and_let_go(served: tuple[Served, str]) -> None:
+    told = run(served, "pin", "--tokens", "-", "--ttl", "60")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout == "kept are 4 of 4 blocks, for 60 s\n"
+    told = run(served, "pin", "--tokens", "-", "--ttl", "60", "--json")
+    assert json.loads(told.stdout) == {"blocks": 4, "of_blocks": 4, "reason": "", "ttl_s": 60}
+    told = run(served, "pin", "--tokens", "-", "--ttl", "0")
+    assert told.returncode == 0
+    assert told.stdout == "the 4 blocks are kept no longer than others\n"
+
+
+def test_a_prompt_is_warmed(served: tuple[Served, str]) -> None:
+    node, _ = served
+    node.await_idle()
+    node.drop("cpu")
+    told = run(served, "warm", "--tokens", "-", "--json")
+    assert (told.returncode, told.stderr) == (0, "")
+    document = json.loads(told.stdout)
+    assert document["ready_blocks"] + document["coming_blocks"] == document["of_blocks"] == 4
+    await_true(lambda: node.stat()["tiers"]["cpu"]["blocks"] == 4, "they are there", 20)
+    told = run(served, "warm", "--tokens", "-")
+    assert told.stdout == "of 4 blocks 4 are in the CPU tier and 0 on their way\n"
+
+
+def test_what_no_tier_has_cannot_be_warmed(served: tuple[Served, str]) -> None:
+    told = run(served, "warm", "--tokens", "-", prompt=PROMPT[::-1])
+    assert told.returncode == 1
+    assert told.stdout == (
+        "of 4 blocks 0 are in the CPU tier and 0 on their way; no tier has the next one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        ("pin", ["--ttl", "60"], "name one: --prompt"),
+        ("pin", ["--tokens", "-", "--ttl", "-1"], "is no number of seconds"),
+        ("pin", ["--tokens", "-", "--ttl", "1e3"], "is no number of seconds"),
+        ("pin", ["--tokens", "-", "--ttl", "99999999999"], "up to 30 days"),
+        ("warm", [], "name one: --prompt"),
+        ("warm", ["--tokens", "-", "--timeout", "0"], "no number of seconds"),
+        ("warm", ["--tokens", "-", "--engine", "http://127.0.0.1:1"], "no engine answers"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    served: tuple[Served, str], command: str, arguments: list[str], says: str
+) -> None:
+    told = run(served, command, *arguments)
+    assert told.returncode == 2
+    assert says in told.stderr
+    assert "Traceback" not in told.stderr

@@ -1,0 +1,165 @@
+"""``kvtier replay`` and ``kvtier plan`` as a user runs them."""
+
+import json
+import lzma
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.config import load_config
+from kvtier.sim.replay.traffic import Traffic
+from kvtier.testing.child import Child, kvtier_command, work_directory
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small trace as Mooncake writes them, compressed."""
+    described = Traffic(5, prompt_tokens=1000, turn_tokens=300, gap_s=40.0, hours=0.1, seed=1)
+    rows = [
+        {
+            "timestamp": request.at_ns // 10**6,
+            "input_length": request.num_tokens,
+            "output_length": 1,
+            "hash_ids": [*request.blocks.tolist(), -1],
+        }
+        for request in described.trace().requests
+    ]
+    path = tmp_path_factory.mktemp("trace") / "small_trace.jsonl.xz"
+    path.write_bytes(lzma.compress("\n".join(map(json.dumps, rows)).encode()))
+    return path
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> Done:
+        try:
+            code = main(arguments)
+        except SystemExit as ended:  # as argparse ends a program
+            code = int(str(ended.code))
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return run
+
+
+def test_replay_prints_tables_json_and_a_page(run: Run, trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    sizes = ("--cpu-blocks", "60", "--cpu-blocks", "200", "--ssd-blocks", "100")
+    how = ("--hash-tokens", "64", "--report", str(page), "--jobs", "1")
+    shown = run("replay", str(trace), *how, *sizes)
+    assert shown.returncode == 0, shown.stderr
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    for word in ("rd-sec", "lru", "best", "second half", "nothing kept", "per read"):
+        assert word in shown.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    printed = run("replay", str(trace), "--hash-tokens", "64", *sizes, "--json", "--jobs", "1")
+    document = json.loads(printed.stdout)
+    assert document["version"] == 1
+    assert [bound["blocks"] for bound in document["bounds"]] == [160, 300]
+    assert [(r["policy"], r["cpu_blocks"]) for r in document["runs"]] == [
+        ("rd-sec", 60),
+        ("rd-sec", 200),
+        ("lru", 60),
+        ("lru", 200),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cpu-blocks", "0"), "no whole number"),
+        (("--cpu-blocks", "many"), "no whole number"),
+        (("--policy", "magic"), "invalid choice"),
+        (("--hints", "2"), "no share"),
+        (("--set", "ssd.gate"), "write --set"),
+        (("--set", "ssd.gate=5"), "ssd.gate"),
+        (("--block-tokens", "100"), "--block-tokens"),
+        (("--machine", "/absent.toml"), "cannot be read"),
+        (("--prefill-profile", "/absent.csv"), "cannot be read"),
+        (("--config", "/absent.toml"), "absent.toml"),
+        (("--report", "/absent/page.html"), "no directory"),
+    ],
+)
+def test_replay_says_what_is_wrong_on_one_line(
+    run: Run, trace: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run("replay", str(trace), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_is_a_configuration_that_serves(run: Run, tmp_path: Path) -> None:
+    written = tmp_path / "kvtier.toml"
+    model = ("--model-layers", "4", "--kv-heads", "2", "--head-dim", "64")
+    traffic = ("--sessions", "2", "--prompt-tokens", "500", "--gap", "90", "--jobs", "1")
+    done = run("plan", *model, *traffic, "--target", "memory=64MiB", "--write", str(written))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("written to")]
+    assert max(map(len, lines)) <= 80
+    for word in ("break-even", "bends", "sessions", "expected"):
+        assert word in done.stdout
+    config = load_config(written, {}, {})
+    assert config.policy.eviction == "rd-sec"
+    assert config.cpu.capacity_bytes >= 64 << 20
+    with work_directory() as directory:
+        serve = kvtier_command("serve", "--config", str(written), "--set", "http.listen=")
+        serve += ["--set", f"ssd.directory={directory / 'ssd'}"]
+        serve += ["--set", f"daemon.socket={directory / 's'}"]
+        with Child(serve, directory / "log", dict(os.environ)) as daemon:
+            daemon.await_log("event=ready", 30)
+            assert daemon.stop() == 0
+
+
+def test_a_plan_as_json_from_a_trace_and_a_model_folder(
+    run: Run, trace: Path, tmp_path: Path
+) -> None:
+    fields = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    fields |= {"num_hidden_layers": 4, "intermediate_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    read = ("--trace", str(trace), "--hash-tokens", "64", "--json", "--jobs", "1")
+    done = run("plan", str(tmp_path), *read, "--target", "hits=0.2")
+    document = json.loads(done.stdout)
+    assert document["model"]["token_bytes"] == 4 * 2 * 2 * 64 * 2
+    assert document["reached"]
+    sizes = [point["blocks"] for point in document["curve"]]
+    assert sizes == sorted(sizes)
+    assert document["bend_blocks"] in sizes
+    out_of_reach = run("plan", str(tmp_path), *read, "--target", "hits=0.999")
+    assert out_of_reach.returncode == 1
+    assert not json.loads(out_of_reach.stdout)["reached"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "model: is not given"),
+        (("--model-layers", "1", "--kv-heads", "1", "--head-dim", "1"), "traffic: is not given"),
+        (("/absent", "--sessions", "1", "--prompt-tokens", "9"), "does not exist"),
+        (("--target", "luck=1"), "none of hits="),
+        (("--target", "memory=lots"), "lots"),
+    ],
+)
+def test_plan_says_what_is_wrong_on_one_line(
+    run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run("plan", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,138 @@
+"""What was learned of tiers and engines outlives a restart; a damaged file of it does no harm."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.daemon.learned import FILE_NAME
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served
+from tests.integration.pattern import PatternEngine
+
+pytestmark = pytest.mark.slow
+
+STEPS = [StepSample(new, 0, new * new / 2.0, 0, new * 1e-4) for new in (256, 512, 1024, 2048)] * 16
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        yield Served(directory)
+
+
+def file_of(node: Served) -> Path:
+    return node.directory / "ssd" / FILE_NAME
+
+
+def learn(node: Served) -> Any:
+    """Run a daemon long enough to learn an engine's speed; returns what it says of it."""
+    with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+        engine.store(1)
+
+        def learned() -> dict[str, float] | None:
+            engine.client.note_steps(STEPS, EngineLoad())
+            (each,) = node.stat()["cost"]["engines"].values()
+            return each if each["samples"] >= 64 else None
+
+        await_true(learned, "an engine's speed is learned")
+        engine.client.close()
+        node.await_idle()
+        (last,) = node.stat()["cost"]["engines"].values()
+        assert daemon.stop() == 0
+    return last
+
+
+def test_an_engines_speed_is_known_after_a_restart(node: Served) -> None:
+    before = learn(node)
+    assert file_of(node).stat().st_mode & 0o777 == 0o600
+    assert file_of(node).stat().st_size < 32 << 10
+    code, report = node.fsck()
+    assert code == 0, report
+    with node.daemon():
+        (after,) = node.stat()["cost"]["engines"].values()
+        assert after["tokens_per_s"] == pytest.approx(before["tokens_per_s"], rel=0.3)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 8)
+
+
+def another_version(path: Path) -> None:
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"version": 99}))
+
+
+def absurd_numbers(path: Path) -> None:
+    path.write_text(path.read_text().replace("e-0", "e+300").replace("0.0", "NaN"))
+
+
+def other_shapes(path: Path) -> None:
+    path.write_text(json.dumps({"version": 1, "learned": {"cost": {"restore": [1]}, "x": 7}}))
+
+
+def too_deep(path: Path) -> None:
+    path.write_text("[" * 30_000)
+
+
+def too_long(path: Path) -> None:
+    path.write_text(" " * (1 << 20))
+
+
+def elsewhere(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        garbage,
+        another_version,
+        absurd_numbers,
+        other_shapes,
+        too_deep,
+        too_long,
+        elsewhere,
+        a_directory,
+        cut,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_a_damaged_file_is_ignored(learned_once: Path, damage: Callable[[Path], None]) -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        path = file_of(node)
+        path.parent.mkdir(mode=0o700)
+        path.write_bytes(learned_once.read_bytes())
+        damage(path)
+        with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+            assert engine.store(1) == 4
+            assert engine.load(1) == (["cpu"] * 4, "complete")
+            for learned in node.stat()["cost"]["engines"].values():
+                assert 0 < learned["tokens_per_s"] < 1e12, "a number that can be"
+            assert "Traceback" not in daemon.log
+            assert daemon.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def learned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file as a daemon writes it."""
+    with work_directory() as directory:
+        node = Served(directory)
+        learn(node)
+        copy = tmp_path_factory.mktemp("learned") / FILE_NAME
+        copy.write_bytes(file_of(node).read_bytes())
+    return copy

@@ -1,0 +1,426 @@
+"""Measuring tiers: right numbers, nothing left behind, and never in a request's way."""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.core.admission import AdmitEverything
+from kvtier.core.cost.sample import TransferSample
+from kvtier.core.eviction import LeafLru
+from kvtier.core.identity import pack_headers
+from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.residency import TierName
+from kvtier.daemon.probe import Prober
+from kvtier.daemon.yardstick import BLOCK_SIZES, PROBE_SPACE, Yardstick, without_probes
+from kvtier.errors import TierError
+from kvtier.node import event as ev
+from kvtier.node.driver import Driver
+from kvtier.node.node import Node, NodeSettings
+from kvtier.node.transfer import SlowTier
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS
+from kvtier.testing.block import make_block
+from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
+from kvtier.testing.tier_contract import fetch, soon, store
+from kvtier.tiers.base import Health, HealthState, Tier
+from kvtier.tiers.host import HostArena
+from kvtier.tiers.memory import MemoryTier
+from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.wrap import AroundTier, BreakerTier, Operation, ThrottleTier
+
+MIB = 1 << 20
+SLAB_BYTES = MIB
+HOUR_NS = 3600 * 10**9
+SSD = TierName.SSD
+WEEK_S = 7 * 86_400
+
+
+class Listener(Planner):
+    """A planner that also remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(PlannerSettings())
+        self.heard: list[tuple[TierName, bool, TransferSample]] = []
+
+    def note_transfer(
+        self, tier: TierName, is_read: bool, sample: TransferSample, now_ns: int
+    ) -> None:
+        self.heard.append((tier, is_read, sample))
+        super().note_transfer(tier, is_read, sample, now_ns)
+
+    def reads(self, block_bytes: int, depth: int = 1) -> list[float]:
+        return [
+            sample.seconds
+            for _, is_read, sample in self.heard
+            if is_read and (sample.num_bytes, sample.depth) == (block_bytes, depth)
+        ]
+
+
+@dataclasses.dataclass
+class Bench:
+    """A driver over one tier, and its prober; ``now_s`` is the time of day."""
+
+    driver: Driver
+    planner: Listener
+    tier: Tier
+    now_s: list[float]
+    events: list[ev.Event]
+
+    def prober(self, device: str = "disk") -> Prober:
+        return Prober(self.driver, self.planner, "node", {SSD: device}, now_s=lambda: self.now_s[0])
+
+
+@asynccontextmanager
+async def bench_over(tier: Tier) -> AsyncIterator[Bench]:
+    arena = HostArena(1, SLAB_BYTES)
+    slow = SlowTier(SSD, tier.properties.num_workers, HOUR_NS, SLAB_BYTES)
+    settings = NodeSettings("boot", 1, SLAB_BYTES, HOUR_NS, (slow,))
+    metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+    node = Node(settings, LeafLru(), AdmitEverything(), metrics)
+    driver = Driver(node, arena, {SSD: BreakerTier(tier)})
+    bench = Bench(driver, Listener(), tier, [1_000_000.0], [])
+    post = driver.post
+    driver.post = lambda event: (bench.events.append(event), post(event))[1]  # type: ignore[method-assign] # listens
+    try:
+        yield bench
+    finally:
+        driver.stop()
+        arena.close()
+
+
+def run(tier: Tier, scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        async with bench_over(tier) as bench:
+            await scenario(bench)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+def ssd_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    json.dumps(document)
+    told: dict[str, Any] = document["tiers"]["ssd"]
+    return told
+
+
+def test_every_size_is_written_and_read_alone_and_together() -> None:
+    tier = MemoryTier(64 * MIB)
+
+    async def scenario(bench: Bench) -> None:
+        told = ssd_of(await bench.prober().probe())
+        assert told["reason"] == ""
+        assert told["measured_s"] == 1_000_000
+        rounds = told["rounds"]
+        assert {each["block_bytes"] for each in rounds} == set(BLOCK_SIZES)
+        assert {(each["is_read"], each["depth"]) for each in rounds} == {
+            (False, 1),
+            (True, 1),
+            (True, 2),
+        }
+        assert all(each["seconds"] > 0 for each in rounds)
+        assert {name for name, _, _ in bench.planner.heard} == {SSD}
+        assert len(bench.planner.reads(64 << 10)) == len(bench.planner.reads(64 << 10, 2)) == 2
+        assert tier.usage().num_blocks == 0
+
+    run(tier, scenario)
+
+
+def test_what_is_measured_is_what_the_medium_takes() -> None:
+    def seconds_at(bytes_per_s: float) -> float:
+        taken: list[float] = []
+
+        async def scenario(bench: Bench) -> None:
+            await bench.prober().probe()
+            taken.extend(bench.planner.reads(1 << 20))
+
+        run(ThrottleTier(MemoryTier(64 * MIB), bytes_per_s, 0.002), scenario)
+        return min(taken)
+
+    slow_s, fast_s = seconds_at(20 * MIB), seconds_at(200 * MIB)
+    print(f"1 MiB at 20 and 200 MiB/s: {slow_s * 1e3:.1f} and {fast_s * 1e3:.1f} ms")
+    assert slow_s == pytest.approx(0.052, rel=0.5)
+    assert fast_s == pytest.approx(0.007, rel=1.0)
+
+
+def test_a_slow_tier_is_measured_as_far_as_it_goes_in_short_time() -> None:
+    async def scenario(bench: Bench) -> None:
+        began_s = time.monotonic()
+        told = ssd_of(await bench.prober().probe())
+        assert time.monotonic() - began_s < 20
+        assert told["rounds"], "the small sizes"
+        assert told["reason"]
+        assert bench.tier.usage().num_blocks == 0
+
+    run(ThrottleTier(MemoryTier(64 * MIB), 0.5 * MIB), scenario)
+
+
+class Weak(AroundTier):
+    """A tier that says how it does, and what it may write."""
+
+    def __init__(self, inner: Tier, health: Health, **detail: int) -> None:
+        super().__init__(inner)
+        self.told_health, self.detail = health, detail
+
+    def health(self) -> Health:
+        return self.told_health
+
+    def usage(self) -> Any:
+        return dataclasses.replace(self.inner.usage(), detail=dict(self.detail))
+
+
+@pytest.mark.parametrize(
+    ("health", "detail", "why"),
+    [
+        (Health(HealthState.DEGRADED, "read-only: full"), {}, "read-only"),
+        (Health(HealthState.OUT, "no answer"), {}, "it is out"),
+        (Health(), {"write_budget_bytes": MIB}, "write budget"),
+    ],
+    ids=["read-only", "out", "budget"],
+)
+def test_nothing_is_written_where_writing_is_not_free(
+    health: Health, detail: dict[str, int], why: str
+) -> None:
+    inner = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
+
+    async def scenario(bench: Bench) -> None:
+        told = ssd_of(await bench.prober().probe())
+        assert why in told["reason"]
+        assert told["rounds"] == []
+        assert not any(operation is Operation.WRITE for operation, _ in inner.log)
+
+    run(Weak(inner, health, **detail), scenario)
+
+
+def test_a_tier_that_fails_half_way_keeps_what_was_measured_and_is_not_taken_out() -> None:
+    faults = scripted_faults((Operation.WRITE, Fault.FAIL_AFTER))
+    tier = FaultyTier(MemoryTier(64 * MIB), faults)
+
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        told = ssd_of(await prober.probe())
+        assert "injected" in told["reason"]
+        assert told["measured_s"] == 0
+        assert bench.driver.tiers[SSD].health().state is HealthState.UP
+        assert tier.usage().num_blocks == 0, "though its write went through"
+        assert ssd_of(await prober.probe())["reason"] == ""
+
+    run(tier, scenario)
+
+
+def test_what_was_evicted_is_told_though_the_reads_fail() -> None:
+    memory = MemoryTier(2 * MIB)
+    blocks = [make_block(number, 100_000) for number in range(20)]
+
+    async def scenario(bench: Bench) -> None:
+        store(memory, *blocks)
+        await bench.prober().probe()
+        assert any(isinstance(each, ev.Lost) for each in bench.events)
+
+    faults = scripted_faults((Operation.READ, Fault.FAIL_BEFORE))
+    run(FaultyTier(memory, faults), scenario)
+
+
+def test_damage_is_no_measurement() -> None:
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.FLIP_BIT)))
+
+    async def scenario(bench: Bench) -> None:
+        assert "checksum" in ssd_of(await bench.prober().probe())["reason"]
+
+    run(tier, scenario)
+
+
+def test_what_is_evicted_for_it_is_told_to_the_node() -> None:
+    tier = MemoryTier(2 * MIB)
+    blocks = [make_block(number, 100_000) for number in range(20)]
+
+    async def scenario(bench: Bench) -> None:
+        store(tier, *blocks)
+        bench.driver.post(ev.Recovered(SSD, pack_headers(each.header for each in blocks)))
+        await bench.prober().probe()
+        lost = b"".join(each.hashes for each in bench.events if isinstance(each, ev.Lost))
+        gone = [
+            block.header.block_hash
+            for block, verdict in zip(blocks, fetch(tier, *blocks), strict=True)
+            if verdict is not None
+        ]
+        assert gone
+        assert {lost[i : i + 16] for i in range(0, len(lost), 16)} >= set(gone)
+
+    run(tier, scenario)
+
+
+def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path / "ssd", 16 * MIB, 2 * MIB)
+
+    async def scenario(bench: Bench) -> None:
+        told = ssd_of(await bench.prober().probe())
+        assert "no blocks of 4194304 bytes" in told["reason"]
+        assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
+        assert tier.usage().num_blocks == 0
+
+    run(tier, scenario)
+    tier.close()
+
+
+def test_what_a_crash_left_is_never_taken_for_blocks_and_goes_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    first = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB)
+    mine = make_block(1, 100_000)
+    store(first, mine)
+    for block_bytes in BLOCK_SIZES[:3]:
+        Yardstick("node").write(block_bytes, first, soon())
+    first.close()
+    tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB)
+    assert tier.usage().num_blocks > 1
+    (headers,) = [each for each in tier.headers() if len(each)]
+    assert [bytes(each) for each in without_probes(headers)["block_hash"]] == [
+        mine.header.block_hash
+    ]
+
+    async def scenario(bench: Bench) -> None:
+        await bench.prober().sweep()
+        assert fetch(tier, mine) == [None]
+        assert tier.usage().num_blocks == 1
+
+    run(tier, scenario)
+    tier.close()
+
+
+def test_it_is_done_once_a_week_for_the_medium_it_was_done_on() -> None:
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        await prober.step()
+        num_heard = len(bench.planner.heard)
+        assert num_heard
+        await prober.step()
+        assert len(bench.planner.heard) == num_heard
+        kept = json.loads(json.dumps(prober.document()))
+        for device, passed_s, is_redone in (
+            ("disk", 0, False),
+            ("disk", WEEK_S - 1, False),
+            ("disk", WEEK_S, True),
+            ("disk", -10, True),
+            ("another disk", 0, True),
+        ):
+            bench.planner.heard.clear()
+            bench.now_s[0] = 1_000_000.0 + passed_s
+            again = bench.prober(device)
+            again.recall(kept)
+            await again.step()
+            assert bool(bench.planner.heard) == is_redone, (device, passed_s)
+
+    run(MemoryTier(64 * MIB), scenario)
+
+
+def test_what_failed_is_not_tried_again_at_once() -> None:
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.WRITE, Fault.FAIL_BEFORE)))
+
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        await prober.step()
+        num_calls = len(tier.log)
+        await prober.step()
+        assert len(tier.log) == num_calls
+        assert bench.planner.heard == []
+
+    run(tier, scenario)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        {"tiers": None},
+        {"tiers": []},
+        {"tiers": {"ssd": 7}},
+        {"tiers": {"ssd": {"device": "disk", "measured_s": 1_000_000, "rounds": []}}},
+        {"tiers": {"ssd": {"device": "disk", "measured_s": 1_000_000, "rounds": "abc"}}},
+        {"tiers": {"ssd": {"device": "disk", "measured_s": "x", "rounds": [{}]}}},
+        {"tiers": {"nowhere": {}}},
+        {
+            "tiers": {
+                "ssd": {
+                    "device": "disk",
+                    "measured_s": 1_000_000,
+                    "rounds": [
+                        {
+                            "is_read": True,
+                            "block_bytes": MIB,
+                            "num_blocks": 1,
+                            "depth": 1,
+                            "seconds": float("nan"),
+                        }
+                    ],
+                }
+            }
+        },
+    ],
+)
+def test_what_was_kept_and_is_no_probe_is_done_anew(kept: dict[str, Any]) -> None:
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        prober.recall(kept)
+        await prober.step()
+        assert bench.planner.heard
+
+    run(MemoryTier(64 * MIB), scenario)
+
+
+def test_reads_that_requests_wait_for_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.daemon.probe._BUSY_LIMIT_S", 0.05)
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
+
+    async def scenario(bench: Bench) -> None:
+        monkeypatch.setattr(bench.driver, "is_reading", lambda _name: True)
+        told = ssd_of(await bench.prober().probe())
+        assert told["reason"] == "requests kept it busy"
+        assert not any(operation is Operation.WRITE for operation, _ in tier.log)
+
+    run(tier, scenario)
+
+
+def test_a_tier_that_hangs_costs_its_threads_and_no_more() -> None:
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.WAIT)))
+
+    async def scenario(bench: Bench) -> None:
+        began_s = time.monotonic()
+        told = ssd_of(await bench.prober().probe())
+        assert "failed" in told["reason"]
+        assert time.monotonic() - began_s < 30
+
+    run(tier, scenario)
+
+
+def test_tiers_that_are_not_below_the_cpu_are_said_to_be() -> None:
+    async def scenario(bench: Bench) -> None:
+        told = (await bench.prober().probe([TierName.CPU, TierName.REMOTE]))["tiers"]
+        assert "learned from their loads" in told["cpu"]["reason"]
+        assert told["remote"]["reason"] == "there is no such tier here"
+
+    run(MemoryTier(64 * MIB), scenario)
+
+
+def test_its_blocks_are_in_a_space_of_their_own(tmp_path: Path) -> None:
+    options = SsdOptions(num_workers=2)
+    tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB, options)
+    Yardstick("node").write(64 << 10, tier, soon())
+    (headers,) = tier.headers()
+    assert {each["space"][:2].tobytes() for each in headers} == {PROBE_SPACE}
+    assert len(without_probes(headers)) == 0
+    other = Yardstick("another node")
+    assert not set(other.names(4)) & set(Yardstick("node").names(4))
+    other.remove(tier, soon())
+    assert tier.usage().num_blocks == 2
+    Yardstick("node").remove(tier, soon())
+    assert tier.usage().num_blocks == 0
+    tier.close()
+    with pytest.raises(TierError):
+        Yardstick("node").remove(tier, soon())

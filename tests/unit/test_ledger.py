@@ -1,0 +1,111 @@
+"""The ledger: the last decisions, by number and by request, each concluded once."""
+
+from kvtier.core.cost.sample import EngineLoad
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
+from kvtier.core.limits import (
+    CHAIN_BLOCKS_MAX,
+    DECISIONS_BYTES_MAX,
+    DECISIONS_MAX,
+    OUTCOME_LATE_NS,
+)
+from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.planner import Ask, Judgement
+from kvtier.node.ledger import Decision, Ledger
+
+ASK = Ask(bytes(16), (), 0, 640, 64, 3000, None, EngineLoad(), can_split=False)
+WORTH = Judgement({}, {}, 0.0, "recompute")
+
+
+def note(ledger, request_id="", session="s", at_ns=0):
+    number = ledger.next_number()
+    plan = Plan(number, 0, PlanReason.NOTHING)
+    ledger.add(Decision(number, request_id, session, "engine", at_ns, ASK, plan))
+    return number
+
+
+def outcome_of(number):
+    return Outcome(number, (), 0.0, 640, 0.1, 0.0, 0.1)
+
+
+def test_a_decision_is_found_by_its_number_and_by_its_request():
+    ledger = Ledger()
+    number = note(ledger, "r1")
+    assert ledger.find(number) is ledger.find_request("r1")
+    assert ledger.find(number + 1) is None
+    assert ledger.find_request("r2") is None
+    assert ledger.find_request("") is None
+
+
+def test_the_last_decision_about_a_request_counts():
+    ledger = Ledger()
+    numbers = [note(ledger, "r") for _ in range(3)]
+    assert ledger.find_request("r").number == numbers[-1]
+
+
+def test_numbers_are_never_used_twice():
+    ledger = Ledger()
+    numbers = [note(ledger) for _ in range(3 * DECISIONS_MAX)]
+    assert len(set(numbers)) == len(numbers)
+    assert 0 not in numbers  # which says that there is none
+
+
+def test_the_oldest_are_forgotten():
+    ledger = Ledger()
+    numbers = [note(ledger, f"r{n % 5000}") for n in range(2 * DECISIONS_MAX)]
+    assert len(ledger) == DECISIONS_MAX
+    assert ledger.find(numbers[0]) is None
+    assert ledger.find_request("r4999") is not None
+    assert ledger.find_request("r4500") is None or ledger.find_request("r4500").number
+    assert len(ledger._by_request) <= DECISIONS_MAX
+
+
+def test_a_request_that_is_decided_about_again_and_again_is_remembered():
+    ledger = Ledger()
+    for _ in range(DECISIONS_MAX + 10):
+        number = note(ledger, "the same")
+    assert ledger.find_request("the same").number == number
+
+
+def test_an_outcome_is_taken_once_from_whom_it_concerns_and_in_time():
+    ledger = Ledger()
+    number = note(ledger, session="s", at_ns=5)
+    assert ledger.open(number, "another", 10) is None
+    assert ledger.open(number, "s", OUTCOME_LATE_NS + 6) is None
+    assert ledger.open(number + 7, "s", 10) is None
+    assert ledger.open(number, "s", 10) is ledger.find(number)
+    ledger.close(number, outcome_of(number), WORTH)
+    assert ledger.find(number).judgement is WORTH
+    assert ledger.open(number, "s", 10) is None
+
+
+def test_what_did_not_come_is_added():
+    ledger = Ledger()
+    number = note(ledger, "r")
+    ledger.add_missed(number, Fate.DEADLINE, 2)
+    ledger.add_missed(number, Fate.DEADLINE, 3)
+    ledger.add_missed(number + 1, Fate.DEADLINE, 3)  # forgotten, or never made
+    assert ledger.find_request("r").missed == {Fate.DEADLINE: 5}
+
+
+def test_long_chains_are_remembered_within_their_bytes():
+    ledger = Ledger()
+    longest = bytes(CHAIN_BLOCKS_MAX * HASH_BYTES)
+    plan = Plan(0, 0, PlanReason.NOTHING)
+    for number in range(1, 301):
+        ledger.add(Decision(number, f"r{number}", "s", "engine", 0, ASK, plan, hashes=longest))
+    assert len(ledger) == DECISIONS_BYTES_MAX // len(longest)
+    assert ledger.find_request("r300") is not None
+    assert ledger.find_request("r1") is None
+
+
+def test_long_chains_leave_room_for_fewer():
+    ledger = Ledger()
+    hashes = bytes(DECISIONS_BYTES_MAX // 8)
+    for n in range(40):
+        number = ledger.next_number()
+        plan = Plan(number, 0, PlanReason.NOTHING)
+        ledger.add(Decision(number, f"r{n}", "s", "engine", 0, ASK, plan, hashes=hashes))
+    assert len(ledger) == 8
+    assert ledger.find_request("r39").number == number
+    assert ledger.find_request("r30") is None

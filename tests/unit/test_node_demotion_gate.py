@@ -1,0 +1,309 @@
+"""Dialogues: what leaves the CPU tier is written below where that pays, and nowhere else."""
+
+from collections import Counter, deque
+from itertools import count
+
+import pytest
+from dialogue import SSD, engine_on, metric
+
+from kvtier.core.admission import AdmitByWorth, AdmitEverything, QuantileGate, Reject, Rule
+from kvtier.core.fate import Fate
+from kvtier.core.identity import EVERYTHING
+from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.reuse.history import History
+from kvtier.core.traits import Traits
+from kvtier.node import event as ev
+from kvtier.node.transfer import WriteMode
+from kvtier.testing.stage import Stage, StageSettings
+from kvtier.tiers.memory import MemoryTier
+
+SECOND = 1_000_000_000
+SHARED = [0, 1, 2, 3]
+
+
+def open_stage(gate=None, *, slots=64, mode=WriteMode.DEMOTE, admission=None, flush_after_ns=0):
+    history, planner = History(), Planner(PlannerSettings(mode="always"))
+    gates = {SSD: gate or QuantileGate(1.0)}
+    return Stage(
+        {SSD: MemoryTier(1 << 26, name=SSD)},
+        StageSettings(
+            num_slabs=1,
+            slab_bytes=slots * 4096,
+            write={SSD: mode},
+            flush_after_ns=flush_after_ns,
+        ),
+        admission=admission or AdmitByWorth(history, planner, gates, is_ranked=False),
+        history=history,
+        planner=planner,
+    )
+
+
+def on_ssd(stage, blocks):
+    hashes = [block.header.block_hash for block in blocks]
+    return sum(stage.tiers[SSD].contains(hashes, 1 << 62))
+
+
+def refused(stage, rule):
+    return metric(stage, "kvtier_refused_blocks_total", tier="ssd", rule=rule)
+
+
+def ask(stage, engine, blocks, num_prompt_blocks, name):
+    """One request as an engine has it: looked up, loaded as far as it is there, and stored."""
+    traits = Traits(request_id=name)
+    engine.answer(engine.lookup(blocks[:num_prompt_blocks], traits=traits))
+    load = engine.load(blocks[:num_prompt_blocks])
+    stage.settle()
+    load.take()
+    load.release()
+    granted = engine.prepare(blocks, traits=traits, num_prompt_blocks=num_prompt_blocks)
+    if granted.lease:
+        engine.complete(granted, [sum_ for sum_ in engine.copy(granted, blocks) if sum_])
+    stage.settle()
+
+
+def test_nothing_is_written_when_it_is_stored():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(10))
+    engine.store(blocks)
+    stage.settle()
+    assert on_ssd(stage, blocks) == 0
+    assert stage.holds(blocks[9].header, "cpu")
+
+
+def test_what_has_to_go_is_written_before_it_goes():
+    stage = open_stage(slots=64, admission=AdmitEverything())
+    engine = engine_on(stage)
+    chains = [engine.chain([number, number + 1, number + 2]) for number in range(0, 300, 3)]
+    for chain in chains:
+        engine.answer(engine.lookup(chain))
+        engine.store(chain)
+        stage.settle()
+    for block in (block for chain in chains for block in chain):
+        assert on_ssd(stage, [block]) or stage.holds(block.header, "cpu")
+    assert refused(stage, "full") == 0
+    stage.check_idle()
+
+
+def live(stage, num_requests=300):
+    """Let users come; returns by sort the blocks that those of the second half had.
+
+    All share a system prompt. A third ask one thing about a document, and a third begin a chat of
+    which half goes on minutes later; every request ends in generated tokens.
+    """
+    stage.is_checked = False  # thousands of events
+    engine = engine_on(stage)
+    fresh = count(100)
+    sorts, waiting = {}, deque()
+
+    def new(length):
+        return [next(fresh) for _ in range(length)]
+
+    for number in range(num_requests):
+        stage.advance(16 * SECOND)
+        if number % 3 == 0:
+            pieces = [("shared", SHARED), ("one-off", new(10))]
+        elif number % 3 == 1 or len(waiting) < 16:
+            pieces = [("shared", SHARED), ("chat", new(4))]
+            waiting.append(pieces)
+        else:
+            waiting.popleft()
+            pieces = [*waiting.popleft(), ("tail", new(2))]
+        pieces = [*pieces, ("generated", new(2))]
+        blocks = engine.chain([number for _, numbers in pieces for number in numbers])
+        names = [sort for sort, numbers in pieces for _ in numbers]
+        ask(stage, engine, blocks, len(blocks) - 2, f"request {number}")
+        if number > num_requests / 2:
+            for sort, block in zip(names, blocks, strict=True):
+                sorts.setdefault(block.header.block_hash, (sort, block))
+    return sorts.values()
+
+
+def test_what_never_comes_back_costs_no_writes_once_that_was_learned():
+    stage = open_stage(QuantileGate(1.0), slots=128)
+    blocks = live(stage)
+    offered = Counter(sort for sort, _ in blocks)
+    written = Counter(sort for sort, block in blocks if on_ssd(stage, [block]))
+    print({sort: f"{written[sort]} of {offered[sort]} written" for sort in offered})
+    assert written["chat"] > offered["chat"] * 0.8
+    for sort in ("one-off", "generated", "tail"):
+        assert written[sort] < offered[sort] * 0.1, sort
+    assert written["shared"] == 0  # they never have to go
+    assert refused(stage, "worth") > 500
+
+
+def test_of_what_pays_the_gate_takes_its_share():
+    gate = QuantileGate(0.25)
+    live(open_stage(gate, slots=128))
+    assert gate.num_taken == pytest.approx(gate.num_offered * 0.25, rel=0.2)
+
+
+def test_a_parent_follows_its_child_whatever_it_is_worth():
+    """Only the tail of a chain is taken by choice; what leads to it has to come too."""
+    taken = []
+
+    class TailsOnly(AdmitEverything):
+        def judge(self, offer):
+            if offer.tier is not SSD or offer.is_needed:
+                return super().judge(offer)
+            is_tail = offer.first_position == 9
+            taken.extend(offer.keys if is_tail else ())
+            return super().judge(offer) if is_tail else Reject(Rule.BUDGET)
+
+    stage = open_stage(slots=64, admission=TailsOnly())
+    engine = engine_on(stage)
+    chains = [engine.chain(range(number, number + 10)) for number in range(0, 300, 10)]
+    for chain in chains:
+        engine.store(chain)
+        stage.settle()
+    written = [on_ssd(stage, chain) for chain in chains]
+    assert len(taken) >= 20
+    assert set(written[:20]) == {10}
+
+
+def test_a_refused_block_is_remembered_as_such():
+    stage = open_stage(QuantileGate(0.0), slots=64)
+    engine = engine_on(stage)
+    first = engine.chain(range(10))
+    engine.store(first)
+    for number in range(100, 200):
+        engine.store(engine.chain([number]))
+        stage.settle()
+    assert on_ssd(stage, first) == 0
+    assert stage.node.history.fate(first[9].header.block_hash) is Fate.REFUSED_BUDGET
+    assert refused(stage, "budget") >= 10
+
+
+def test_a_burst_that_outruns_the_tier_is_counted():
+    stage = open_stage(slots=64, admission=AdmitEverything())
+    engine = engine_on(stage)
+    for number in range(100):
+        engine.store(engine.chain([number]))  # nothing that is queued gets written
+    assert refused(stage, "full") == pytest.approx(100 - 64, abs=16)
+    stage.settle()
+    stage.check_idle()
+
+
+def test_a_second_use_writes_what_is_here_and_what_comes_again():
+    stage = open_stage(mode=WriteMode.SECOND_USE)
+    engine = engine_on(stage)
+    blocks, gone = engine.chain(range(10)), engine.chain(range(50, 60))
+    for number, each in enumerate((blocks, gone)):
+        engine.answer(engine.lookup(each, traits=Traits(request_id=f"first {number}")))
+        engine.store(each)
+        stage.settle()
+    assert on_ssd(stage, blocks) == 0
+    assert refused(stage, "second_use") == 20
+    engine.answer(engine.lookup(blocks, traits=Traits(request_id="second")))
+    stage.settle()
+    assert on_ssd(stage, blocks) == 10
+    stage.node.cache.evict_all(EVERYTHING)
+    engine.answer(engine.lookup(gone, traits=Traits(request_id="again")))
+    assert on_ssd(stage, gone) == 0
+    engine.store(gone)
+    stage.settle()
+    assert on_ssd(stage, gone) == 10
+    stage.check_idle()
+
+
+# Flushing
+
+
+def test_what_lingers_is_written_while_the_tier_is_idle():
+    stage = open_stage(admission=AdmitEverything(), flush_after_ns=60 * SECOND)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(10))
+    engine.store(blocks)
+    stage.advance(59 * SECOND)
+    assert not stage.waiting
+    stage.advance(SECOND)
+    stage.settle()
+    assert on_ssd(stage, blocks) == 10
+    stage.check_idle()
+
+
+def test_what_lingers_is_still_up_to_the_gate_and_is_not_offered_again_and_again():
+    stage = open_stage(QuantileGate(0.0), flush_after_ns=60 * SECOND)
+    engine = engine_on(stage)
+    for number in range(40):
+        engine.store(engine.chain([number]))
+    stage.advance(600 * SECOND)
+    assert not stage.waiting
+    assert refused(stage, "budget") == 0  # it counts when they go
+    stage.check_idle()
+
+
+def test_what_was_flushed_counts_as_written_when_it_goes():
+    gate = QuantileGate(0.5)
+    stage = open_stage(gate, slots=64, flush_after_ns=SECOND)
+    engine = engine_on(stage)
+    for number in range(64):
+        engine.answer(engine.lookup(engine.chain([number])))
+        engine.store(engine.chain([number]))
+        stage.advance(SECOND)
+        stage.settle()
+    assert on_ssd(stage, engine.chain([0])) == 1
+    assert gate.num_offered > 0
+    assert gate.num_taken == gate.num_offered
+
+
+def test_a_stop_writes_what_is_worth_it_however_narrow_the_way():
+    stage = open_stage(slots=64, admission=AdmitEverything())
+    engine = engine_on(stage)
+    chains = [engine.chain(range(number, number + 5)) for number in range(0, 50, 5)]
+    for chain in chains:
+        engine.store(chain)
+    assert not stage.waiting
+    stage.post(ev.Closing())
+    stage.settle()
+    assert [on_ssd(stage, chain) for chain in chains] == [5] * 10
+    stage.check_idle()
+
+
+def test_a_stop_writes_what_is_worth_most_first_and_parents_before_their_children():
+    stage = open_stage(slots=64)
+    engine = engine_on(stage)
+    rare, often = engine.chain(range(10)), engine.chain(range(50, 60))
+    for blocks, times in ((rare, 1), (often, 12)):
+        for turn in range(times):
+            request = Traits(request_id=f"{blocks[0].header.block_hash.hex()} {turn}")
+            engine.answer(engine.lookup(blocks, traits=request))
+            engine.store(blocks)
+            stage.advance(10 * SECOND)
+    stage.post(ev.Closing())
+    order = [block.header.block_hash for work in stage.waiting for block in work.blocks]
+    assert order == [block.header.block_hash for block in often][: len(order)]
+    stage.settle()
+    assert on_ssd(stage, often) == 10
+
+
+def test_a_stop_while_the_tier_is_down_waits_for_nothing():
+    stage = open_stage(admission=AdmitEverything())
+    engine = engine_on(stage)
+    engine.store(engine.chain(range(10)))
+    stage.post(ev.TierUp(SSD, is_up=False))
+    stage.post(ev.Closing())
+    assert not stage.waiting
+    stage.check_idle()
+
+
+def test_what_is_dropped_after_the_stop_began_is_not_written():
+    stage = open_stage(admission=AdmitEverything())
+    engine = engine_on(stage)
+    blocks = engine.chain(range(10))
+    engine.store(blocks)
+    stage.node.flush.close(stage.clock())
+    stage.node.cache.evict_all(EVERYTHING)
+    stage.post(ev.Tick())
+    assert not stage.waiting
+    stage.check_idle()
+
+
+def test_an_allowance_reaches_the_gate():
+    gate = QuantileGate(0.75)
+    stage = open_stage(gate)
+    gate.take(1.0, b"k" * 16, num_bytes=60 * 4096, now_ns=0)
+    stage.post(ev.Allowance(SSD, 1024.0))
+    assert gate.share == pytest.approx(0.25)
+    stage.post(ev.Allowance(SSD, None))
+    assert gate.share == 0.75

@@ -1,0 +1,438 @@
+"""Dialogues: what is found is planned for, what is missed is explained, and outcomes are judged."""
+
+import math
+
+import pytest
+from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric
+
+from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.fate import Fate
+from kvtier.core.limits import USE_KEPT_NS
+from kvtier.core.plan import Outcome, PlanReason
+from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.reuse.history import History
+from kvtier.core.traits import Traits
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.use import use_of
+from kvtier.testing.stage import Stage, StageSettings
+from kvtier.tiers.base import BlockWrite
+from kvtier.tiers.memory import MemoryTier
+
+BLOCK_BYTES = 3000
+OUTCOMES_LIE = (math.nan, math.inf, -1.0, 1e300)
+
+
+def open_stage(*tiers, mode="always", slots=64, workers=2, wait_max_ns=5_000 * MS):
+    """A stage with a history and a planner, whose blocks have 64 tokens."""
+    slow = {name: MemoryTier(1 << 20, name=name) for name in tiers}
+    settings = StageSettings(num_slabs=1, slab_bytes=slots * 4096, num_workers=workers)
+    planner = Planner(
+        PlannerSettings(mode=mode, is_split_allowed=True, is_guarded=True, wait_max_ns=wait_max_ns)
+    )
+    return Stage(slow, settings, history=History(), planner=planner)
+
+
+def ask(engine, blocks, first=0, **said):
+    answer = engine.answer(engine.lookup(blocks, first, **said))
+    assert isinstance(answer, ac.Found)
+    return answer
+
+
+def below(stage, engine, numbers):
+    blocks = engine.chain(numbers)
+    for first in range(0, len(blocks), 12):
+        engine.store(blocks[: first + 12], first)
+        stage.settle()
+    empty_cpu(stage)
+    return blocks
+
+
+def missed(stage):
+    counts = {fate: metric(stage, "kvtier_missed_blocks_total", fate=fate) for fate in Fate}
+    return {fate: count for fate, count in counts.items() if count}
+
+
+def times_seen(stage, engine, blocks):
+    """How often a chain was used, by what the history says at its next use."""
+    session = stage.node.sessions[engine.session]
+    hashes = b"".join(block.header.block_hash for block in blocks)
+    use = use_of(session, blocks[0].header.tenant, hashes, Traits())
+    return stage.node.history.touch(use, stage.clock()).times_seen
+
+
+# Uses
+
+
+def test_a_request_counts_once_however_often_it_is_heard_of():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks, traits = engine.chain(range(6)), Traits(request_id="r1")
+    engine.announce(blocks[:5], traits)
+    for _ in range(3):
+        ask(engine, blocks[:5], traits=traits)
+    for length in (2, 4, 6):
+        engine.store(blocks[:length], traits=traits)
+    assert times_seen(stage, engine, blocks[:5]) == 1
+
+
+def test_other_requests_count_each():
+    stage = open_stage()
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    blocks = engine.chain(range(3))
+    for name in ("r1", "r2"):
+        ask(engine, blocks, traits=Traits(request_id=name))
+    ask(other, blocks, traits=Traits(request_id="r1"))  # a name means nothing elsewhere
+    assert times_seen(stage, engine, blocks) == 3
+
+
+def test_requests_without_a_name_count_at_each_lookup():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(5))
+    ask(engine, blocks[:3])
+    engine.store(blocks[:2])
+    engine.store(blocks)
+    assert times_seen(stage, engine, blocks[:2]) == 1
+    ask(engine, blocks[:3])
+    assert times_seen(stage, engine, blocks[:2]) == 3  # the question above counted too
+
+
+def test_a_request_that_is_only_stored_counts():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks[:2])
+    engine.store(blocks)  # the same, farther on
+    assert times_seen(stage, engine, blocks[:2]) == 1
+
+
+def test_a_name_may_be_used_again_after_some_time():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks, traits = engine.chain(range(2)), Traits(request_id="r1")
+    ask(engine, blocks, traits=traits)
+    stage.advance(USE_KEPT_NS + 1)
+    ask(engine, blocks, traits=traits)
+    assert times_seen(stage, engine, blocks) == 2
+
+
+def test_a_broken_chain_is_refused_before_any_is_counted():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(2))
+    hashes = b"".join(block.header.block_hash for block in blocks)
+    good = ev.Announced(Traits(), bytes(16), hashes, 0)
+    for bad in (
+        ev.Announced(Traits(), bytes(16), hashes[:-1], 0),
+        ev.Announced(Traits(), b"short", hashes, 0),
+        ev.Announced(Traits(), bytes(16), hashes, 3),
+    ):
+        answer = stage.ask(lambda call, bad=bad: ev.Announce(call, engine.session, (good, bad), ()))
+        assert isinstance(answer, ac.Refused)
+        assert answer.kind == "chain"
+    assert times_seen(stage, engine, blocks) == 0
+
+
+def test_a_stranger_announces_nothing():
+    stage = open_stage()
+    answer = stage.ask(lambda call: ev.Announce(call, "nobody", ()))
+    assert isinstance(answer, ac.Refused)
+    assert answer.kind == "session"
+
+
+# Plans
+
+
+def test_what_is_found_is_planned_for():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(6))
+    engine.store(blocks[:4])
+    found = ask(engine, blocks, traits=Traits(request_id="r1", num_tokens=6 * 64 + 10))
+    assert found.plan.num_blocks == 4
+    assert found.plan.reason is PlanReason.ALWAYS
+    decision = stage.node.ledger.find_request("r1")
+    assert decision.plan is found.plan
+    assert decision.found == ((CPU, 4),)
+    assert decision.ask.num_tokens == 6 * 64 + 10
+    assert decision.ask.block_bytes == BLOCK_BYTES
+    assert metric(stage, "kvtier_decisions_total", reason="always") == 1
+
+
+def test_a_plan_may_be_to_restore_nothing():
+    stage = open_stage(mode="never")
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    plan = ask(engine, blocks).plan
+    assert (plan.num_blocks, plan.reason) == (0, PlanReason.NEVER)
+
+
+def test_where_nothing_was_found_nothing_is_decided():
+    stage = open_stage()
+    engine = engine_on(stage)
+    found = ask(engine, engine.chain(range(4)), traits=Traits(request_id="r1"))
+    assert (found.plan.num_blocks, found.plan.reason) == (0, PlanReason.NOTHING)
+    assert not any(metric(stage, "kvtier_decisions_total", reason=reason) for reason in PlanReason)
+    assert stage.node.ledger.find_request("r1").missed == {Fate.NEVER_STORED: 4}
+
+
+def test_a_request_says_how_much_it_wants():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    for tokens, num_blocks in ((0, 0), (63, 0), (64, 1), (200, 3), (10_000, 156)):
+        plan = ask(engine, blocks, traits=Traits(max_load_tokens=tokens)).plan
+        assert stage.node.ledger.find(plan.decision).ask.limit_blocks == num_blocks
+
+
+def test_the_planner_is_told_what_waits_before_a_request():
+    stage = open_stage(SSD, workers=1)
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    mine, others = below(stage, engine, range(700, 704)), below(stage, engine, range(30))
+    other.load(others)
+    load = EngineLoad(waiting_tokens=7000, num_running=3)
+    plan = ask(engine, mine, 1, load=load).plan
+    asked = stage.node.ledger.find(plan.decision).ask
+    (source,) = asked.sources
+    assert (source.tier, source.num_blocks, source.queued_bytes) == (SSD, 3, 30 * 4096)
+    assert (asked.first_token, asked.load) == (64, load)
+
+
+def test_blocks_that_are_being_read_come_from_where_they_are_read():
+    stage = open_stage(SSD, workers=1)
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    blocks = below(stage, engine, range(12))
+    other.load(blocks[:6])
+    found = ask(engine, blocks)
+    assert found.runs == ((CPU, 6), (SSD, 6))  # six of them are about to be there
+    (source,) = stage.node.ledger.find(found.plan.decision).ask.sources
+    assert (source.tier, source.num_blocks) == (SSD, 12)
+    assert source.queued_bytes == 6 * (4096 - BLOCK_BYTES)  # none but the reads of these very ones
+
+
+def test_an_engine_that_can_split_is_known_to():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(2))
+    engine.store(blocks)
+    for can_split in (False, True):
+        engine.can_split = can_split
+        engine.attach(stage)
+        plan = ask(engine, blocks).plan
+        assert stage.node.ledger.find(plan.decision).ask.can_split is can_split
+
+
+def test_a_load_waits_no_longer_than_its_plan_says():
+    stage = open_stage(SSD, wait_max_ns=50 * MS)
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(4))
+    plan = ask(engine, blocks).plan
+    assert plan.wait_ns == 50 * MS
+    load = engine.load(blocks, decision=plan.decision, within_ns=400 * MS)
+    stage.advance(50 * MS)
+    load.take()
+    assert load.end == "late"
+    assert missed(stage) == {Fate.DEADLINE: 4}
+    load.release()
+    stage.settle()
+    stage.check_idle()
+
+
+@pytest.mark.parametrize("decision", [1, 0, 10**9])
+def test_a_plan_of_another_engine_bounds_no_load(decision):
+    stage = open_stage(SSD, wait_max_ns=50 * MS)
+    engine, other = engine_on(stage), engine_on(stage, "other")
+    blocks = below(stage, engine, range(4))
+    assert ask(engine, blocks).plan.decision == 1
+    load = other.load(blocks, decision=decision, within_ns=80 * MS)
+    stage.advance(60 * MS)
+    load.take()
+    assert load.end == ""
+
+
+# Fates
+
+
+def test_blocks_that_were_never_here():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(5))
+    ask(engine, blocks)
+    assert missed(stage) == {Fate.NEVER_STORED: 5}
+    engine.store(blocks[:2])
+    ask(engine, blocks[:3])
+    assert missed(stage) == {Fate.NEVER_STORED: 5, Fate.NOT_OFFERED: 1}  # the third, this time
+
+
+def test_tokens_that_fill_no_block():
+    stage = open_stage()
+    engine = engine_on(stage)
+    ask(engine, (), traits=Traits(request_id="r1", num_tokens=40))
+    assert stage.node.ledger.find_request("r1").missed == {Fate.TOO_SHORT: 1}
+
+
+def test_blocks_of_a_tier_that_does_not_answer():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(4))
+    before = missed(stage)
+    stage.post(ev.TierUp(SSD, is_up=False))
+    ask(engine, blocks)
+    assert missed(stage) == before | {Fate.TIER_DOWN: 4}
+
+
+def test_blocks_of_a_tier_that_fails():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(4))
+    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    load = engine.load(blocks, decision=plan.decision)
+    stage.fail(stage.waiting[0])
+    assert (load.take(), load.end) == ([], "failed")
+    assert stage.node.ledger.find_request("r1").missed == {Fate.TIER_DOWN: 4}
+
+
+def test_blocks_whose_bytes_are_not_those_that_were_stored():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(4))
+    rotten = blocks[2].header
+    stage.tiers[SSD].remove([rotten.block_hash], 1 << 62)
+    stage.tiers[SSD].write([BlockWrite(rotten, memoryview(bytes(rotten.payload_bytes)))], 1 << 62)
+    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    load = engine.load(blocks, decision=plan.decision)
+    stage.settle()
+    assert load.take() == [SSD] * 2
+    assert stage.node.ledger.find_request("r1").missed == {Fate.FAILED_CHECK: 2}
+    load.release()
+    found = ask(engine, blocks, traits=Traits(request_id="r2"))
+    assert found.num_blocks == 2
+    # The one behind it is there, yet cannot be reached for the same reason.
+    assert stage.node.ledger.find_request("r2").missed == {Fate.FAILED_CHECK: 2}
+
+
+def test_blocks_that_go_by_anothers_name():
+    stage = open_stage()
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    hashes = b"".join(block.header.block_hash for block in reversed(blocks))
+    deadline_ns = stage.clock() + 50 * MS
+    stage.ask(lambda call: ev.Lookup(call, engine.session, bytes(16), hashes, 0, deadline_ns))
+    assert missed(stage)[Fate.IDENTITY] == 4
+
+
+def test_blocks_that_are_being_dropped():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    stage.settle()
+    load = engine.load(blocks)  # what holds them
+    drop(stage, CPU)
+    ask(engine, blocks)
+    assert missed(stage)[Fate.DROPPED] == 4
+    load.release()
+
+
+def test_blocks_that_the_arena_has_no_room_for():
+    stage = open_stage(SSD, slots=6)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(6))
+    for length in range(1, 7):
+        engine.store(blocks[:length])
+        stage.settle()
+    empty_cpu(stage)
+    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    engine.load(blocks, decision=plan.decision)
+    assert stage.node.ledger.find_request("r1").missed[Fate.REFUSED_FULL] == 2
+
+
+def test_blocks_of_a_shared_tier_that_did_not_answer_in_time():
+    stage = open_stage(REMOTE)
+    engine = engine_on(stage)
+    call = engine.lookup(engine.chain(range(4)), traits=Traits(request_id="r1"))
+    stage.advance(400 * MS)
+    engine.answer(call)
+    assert stage.node.ledger.find_request("r1").missed == {Fate.DEADLINE: 4}
+
+
+# Outcomes
+
+
+def an_outcome(plan, tiers=((CPU, 4),), **changed):
+    measured = {"restore_s": 0.01, "compute_s": 0.02, "wait_s": 0.0, "ttft_s": 0.05} | changed
+    return Outcome(plan.decision, tuple(tiers), computed_tokens=10, **measured)
+
+
+def planned():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    return stage, engine, ask(engine, blocks, traits=Traits(request_id="r1")).plan
+
+
+def test_an_outcome_is_judged():
+    stage, engine, plan = planned()
+    outcome = an_outcome(plan)
+    engine.measured(outcomes=[outcome])
+    decision = stage.node.ledger.find_request("r1")
+    assert decision.outcome == outcome
+    assert decision.judgement.taken == "restore"
+
+
+@pytest.mark.parametrize("what", ["restore_s", "compute_s", "wait_s", "ttft_s"])
+@pytest.mark.parametrize("lie", OUTCOMES_LIE)
+def test_an_outcome_that_cannot_be_is_not_taken_in(what, lie):
+    stage, engine, plan = planned()
+    engine.measured(outcomes=[an_outcome(plan, **{what: lie})])
+    assert stage.node.ledger.find_request("r1").outcome is None
+    engine.measured(outcomes=[an_outcome(plan)])
+    assert stage.node.ledger.find_request("r1").outcome is not None
+
+
+@pytest.mark.parametrize("tiers", [((CPU, 5),), ((CPU, -1),), ((CPU, 2), (SSD, 3))])
+def test_an_outcome_that_is_not_of_its_plan_is_not_taken_in(tiers):
+    stage, engine, plan = planned()
+    engine.measured(outcomes=[an_outcome(plan, tiers)])
+    assert stage.node.ledger.find_request("r1").outcome is None
+
+
+def test_an_outcome_counts_once_and_for_its_own_engine_alone():
+    stage, engine, plan = planned()
+    engine_on(stage, "liar").measured(outcomes=[an_outcome(plan, ttft_s=9.0)])
+    assert stage.node.ledger.find_request("r1").outcome is None
+    engine.measured(outcomes=[an_outcome(plan), an_outcome(plan, ttft_s=9.0)])
+    assert stage.node.ledger.find_request("r1").outcome.ttft_s == 0.05
+
+
+def test_a_model_that_computes_fast_is_not_made_to_wait_for_a_slow_tier():
+    stage = open_stage(SSD, mode="auto")
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(8))
+    step = StepSample(512, 0, 512 * 256.0, 0, 0.0005)
+    for _ in range(50):
+        engine.measured(steps=[step] * 4)
+        stage.advance(10 * MS)
+        load = engine.load(blocks)
+        stage.advance(200 * MS)  # each transfer is late, and so at least as slow as that
+        stage.settle()
+        load.release()
+        empty_cpu(stage)
+    plan = ask(engine, blocks).plan
+    assert plan.num_blocks == 0
+    assert plan.reason in {PlanReason.COST, PlanReason.RISK, PlanReason.GUARD}
+    assert missed(stage)[Fate.COST] >= 8
+
+
+def test_a_node_without_a_planner_has_everything_restored():
+    stage = Stage({})
+    engine = engine_on(stage)
+    blocks = engine.chain(range(2))
+    engine.store(blocks)
+    assert ask(engine, blocks).plan is None
+    engine.measured(outcomes=[Outcome(1, (), 0.0, 0, 0.0, 0.0, 0.0)])
