@@ -55,6 +55,13 @@ test: setup  ## run every test that takes seconds
 test-all: setup  ## run every test, those that take minutes too
 	$(PYTEST) $(PYTEST_ARGS)
 
+VLLM ?= 0.32 0.30 0.28
+
+.PHONY: test-vllm
+test-vllm: setup  ## make environments with the releases in VLLM, and run the tests that start them
+	$(PYTHON) scripts/vllm_env.py $(VLLM)
+	KVTIER_VLLM="$(VLLM)" $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+
 SEEDS ?= 200
 
 .PHONY: sim
@@ -119,4 +126,4 @@ ci: lint type proto-check wheel test-all  ## all of it; what CI calls
 .PHONY: clean
 clean:  ## remove what is built; keeps .venv and the model
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv/*' -not -path './.vllm/*' -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ best, ``/none`` against computing everything.
 
 The real product: engines and daemons on threads of this process, a random Llama of 8 layers that
 computes some 3,000 tokens a second and core, and an SSD tier in memory behind ``ThrottleTier``.
+With ``--pace`` the model's steps take what so many tokens a second take, whoever else computes.
 ``--sim``: the same from the simulator, an 8B model on an A100.
 """
 
@@ -29,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from split import Node, node
+from split import Node, node, paced_model
 
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import block_layout
@@ -154,6 +155,15 @@ def random_llama(folder: Path) -> LoadedModel:
     return load_model(folder)
 
 
+def model_of(options: argparse.Namespace, folder: Path) -> LoadedModel:
+    """Return the model asked for: one of a file, one at a pace, or one that is as fast as it is."""
+    if options.model:
+        return load_model(options.model)
+    if options.pace:
+        return paced_model(options.pace, options.seed)
+    return random_llama(folder / "model")
+
+
 class Real:
     """Two nodes: one restores what it is told to, the other one decides."""
 
@@ -204,7 +214,7 @@ def real(options: argparse.Namespace) -> Iterator[World]:
     torch.set_num_threads(options.threads)
     with ExitStack() as exits:
         directory = exits.enter_context(work_directory())
-        loaded = load_model(options.model) if options.model else random_llama(directory / "model")
+        loaded = model_of(options, directory)
         fixed, auto = (
             exits.enter_context(node(directory, loaded, mode)) for mode in ("always", "auto")
         )
@@ -311,6 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sim", action="store_true")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--pace", type=float, default=0.0, metavar="TOKENS_PER_S")
     parser.add_argument("--hits", type=int, nargs="+")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--runs", type=int, default=7)

@@ -23,14 +23,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mix import random_llama
+from mix import model_of
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.engine.engine import Engine, block_layout, create_pool
 from kvtier.engine.fingerprint import key_space
 from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel, load_model
+from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import NoPort
 from kvtier.engine.request import Output, Request
 from kvtier.engine.runner import EngineRunner
@@ -109,7 +109,7 @@ def engine_at(loaded: LoadedModel, socket: Path | None) -> Iterator[EngineRunner
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(options.threads)
     with work_directory() as directory, ExitStack() as exits:
-        loaded = load_model(options.model) if options.model else random_llama(directory / "model")
+        loaded = model_of(options, directory)
         served = Served(directory, SETTINGS)
         exits.enter_context(served.daemon())
         runners = {
@@ -168,6 +168,7 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--pace", type=float, default=0.0, metavar="TOKENS_PER_S")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--gap", type=float, default=0.05)

@@ -20,7 +20,7 @@ from kvtier.core.identity import HASH_BYTES
 from kvtier.errors import StartError
 from kvtier.v1 import engine_pb2 as pb
 
-__all__ = ["NamedChain", "add_chain_options", "chain_of", "names_a_chain"]
+__all__ = ["NamedChain", "add_chain_options", "chain_of", "checked_text", "names_a_chain"]
 
 _TIMEOUT_S = 60.0
 """For a prompt of a million tokens, which takes a tokenizer half a minute."""
@@ -89,7 +89,7 @@ def chain_of(options: argparse.Namespace, *, with_text: bool = False) -> NamedCh
     if options.salt is not None:
         if not options.salt:  # mostly a shell variable that is not set
             raise StartError("--salt", "is empty", "give a salt, or leave the option out")
-        body["cache_salt"] = options.salt
+        body["cache_salt"] = checked_text("--salt", options.salt)
     url = _engine(options)
     return _named(url, _asked(url, body, _key(options)))
 
@@ -100,7 +100,7 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
         text = _read("--prompt", given[1:]) if given.startswith("@") else given
         if not text:
             raise StartError("--prompt", "is empty", "give a text, or @FILE")
-        return {"prompt": text}
+        return {"prompt": checked_text("--prompt", text)}
     if options.messages is not None:
         messages = _parsed("--messages", _read("--messages", options.messages))
         if isinstance(messages, dict):  # a whole request, as clients log it
@@ -115,6 +115,15 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
         return {"token_ids": [int(word) for word in text.replace(",", " ").split()]}
     except ValueError:
         raise StartError("--tokens", "are no numbers", "give a JSON list, or one a line") from None
+
+
+def checked_text(option: str, given: str) -> str:
+    """Return a text of the command line. Raises StartError for bytes that are none."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise StartError(option, "is no text in UTF-8", "give text") from None
+    return given
 
 
 def _read(option: str, path: str) -> str:
@@ -141,7 +150,7 @@ def _read(option: str, path: str) -> str:
 def _parsed(option: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(option, f"is no JSON: {error}", "give a JSON list") from None
 
 
@@ -150,9 +159,14 @@ def _engine(options: argparse.Namespace) -> str:
     given: str | None = options.engine
     if given is None:
         return f"http://{config_of(options).engine.listen}"
-    where = urlsplit(given)
-    if where.scheme not in {"http", "https"} or not where.netloc:
-        raise StartError("--engine", f"{given!r} is no URL", "give http://HOST:PORT")
+    wrong = StartError("--engine", f"{given!r} is no URL", "give http://HOST:PORT")
+    try:
+        where = urlsplit(given)
+        is_place = bool(where.hostname) and where.port != 0
+    except ValueError:
+        raise wrong from None
+    if where.scheme not in {"http", "https"} or not is_place or where.username is not None:
+        raise wrong
     return f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
 
 
@@ -186,7 +200,7 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> Any:
         raise StartError(
             "--engine", f"no engine answers at {url}: {reason}", "give --engine http://HOST:PORT"
         ) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _stranger(url) from None
 
 
@@ -194,7 +208,7 @@ def _refusal(url: str, status: int, raw: bytes) -> StartError:
     """Say in the engine's own words why it does not answer."""
     try:
         said = " ".join(str(json.loads(raw)["error"]["message"]).split())
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         said = ""
     if status == 401:
         return StartError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.cli.call import Target, add_socket_options, ask, socket_of
-from kvtier.cli.chain import NamedChain, add_chain_options, chain_of, names_a_chain
+from kvtier.cli.chain import NamedChain, add_chain_options, chain_of, checked_text, names_a_chain
 from kvtier.cli.explain_text import explain_text
 from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
@@ -43,9 +43,10 @@ def run(options: argparse.Namespace) -> int:
         raise StartError("explain", "of what?", "give --request ID, --prompt TEXT or --tokens FILE")
     if request_id == "":  # mostly a shell variable that is not set
         raise StartError("--request", "is empty", "give the id of an answer")
+    request_id = checked_text("--request", request_id or "")
     target = socket_of(options)
     chain = chain_of(options, with_text=options.text) if names_a_chain(options) else None
-    document = _explained(target, request_id or "", chain)
+    document = _explained(target, request_id, chain)
     if chain is not None:
         document["prompt"] = dict(chain.told)
     print(json.dumps(document) if options.json else explain_text(document))
@@ -69,7 +70,7 @@ def _explained(target: Target, request_id: str, chain: NamedChain | None) -> dic
         if document is not None and document["decision"]:
             break
     if document is not None:
-        return document
+        return document | {"request_id": request_id}
     raise StartError(
         "--request",
         f"no decision about {request_id!r} is remembered",

@@ -135,6 +135,8 @@ def _plan(plan: _Document) -> str:
 
 
 def _predicted(plan: _Document) -> Iterator[str]:
+    if plan["first_token_s"] is None:  # nothing was found, and so nothing compared
+        return
     for name, of in (("loading", plan["restore_s"]), ("computing", plan["recompute_s"])):
         line = f"{name} takes {_time(of['mean'])}, seldom over {_time(of['p95'])}"
         yield from _said("  predicted" if name == "loading" else "", line)

@@ -1,6 +1,7 @@
 """The ``kvtier`` command: one subcommand a job, each in a module of its name."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ from kvtier.errors import KvtierError, StartError
 
 __all__ = ["main"]
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""What the device says that our output goes to; of other files a command says it itself."""
+
 _COMMANDS = (serve, engine, stat, explain, pin, warm, drop, replay, plan, probe, fsck, demo)
 
 
@@ -39,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
     except StartError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 2
@@ -50,4 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        print(f"kvtier: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return code

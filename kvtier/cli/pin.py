@@ -8,6 +8,7 @@ from typing import Any
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.chain import add_chain_options, chain_of
 from kvtier.cli.options import whole_seconds
+from kvtier.cli.shown import NO_FULL_BLOCK
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_parser", "run"]
@@ -52,10 +53,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         kept = {"blocks": reply.blocks, "of_blocks": chain.num_blocks, "reason": reply.reason}
         print(json.dumps(kept | {"ttl_s": options.ttl}))
+    elif not chain.num_blocks:
+        print(NO_FULL_BLOCK)
     elif options.ttl:
-        line = f"kept are {reply.blocks} of {chain.num_blocks} blocks, for {options.ttl} s"
+        line = f"keeps {reply.blocks} of {chain.num_blocks} blocks for {options.ttl} s"
         why = _REASONS.get(reply.reason, reply.reason)
         print(line + (f": {why}" if why else ""))
     else:
         print(f"the {chain.num_blocks} blocks are kept no longer than others")
-    return int(bool(options.ttl) and reply.blocks < chain.num_blocks)
+    return int(bool(options.ttl) and not 0 < chain.num_blocks <= reply.blocks)

@@ -5,19 +5,26 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.replay import add_machine_options, add_trace_options, machine_of, trace_of
+from kvtier.cli.replay import (
+    add_machine_options,
+    add_trace_options,
+    machine_of,
+    override,
+    trace_of,
+)
 from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.cli.written import check_file, write_file
 from kvtier.config import load_config
 from kvtier.config.units import format_size, parse_size
 from kvtier.core.slots import slot_bytes
 from kvtier.errors import StartError
 from kvtier.sim.replay.dimensions import DTYPE_BYTES, Dimensions, read_dimensions
 from kvtier.sim.replay.machine import Link, Machine
-from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
 from kvtier.sim.replay.sizing import (
     Point,
     Sizes,
@@ -35,6 +42,24 @@ __all__ = ["add_parser", "run"]
 
 _MIB, _GIB = 2**20, 2**30
 _POLICY = "rd-sec"
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "sessions": (1, 1_000_000),
+    "prompt_tokens": (1, 2**24),
+    "turn_tokens": (1, 2**24),
+    "turns": (1, 10_000),
+    "gap": (0.01, 86_400.0),
+    "shared_tokens": (0, 2**24),
+    "block_tokens": (0, 2**16),
+    "model_layers": (1, 2**16),
+    "kv_heads": (1, 2**16),
+    "head_dim": (1, 2**16),
+    "jobs": (1, 1024),
+}
+"""What may be said: more than there is anywhere, and no more than can be worked out."""
+
+_TOKEN_BYTES_MAX = 2**30
+"""KV of one token, of which there are 64 in a block."""
 
 
 def add_parser(commands: Any) -> None:
@@ -80,6 +105,9 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a plan; exit code 1 where no size that was tried reaches the target."""
+    if options.write is not None:
+        check_file("--write", options.write)
+    _check_ranges(options)
     dimensions = _dimensions(options)
     machine = machine_of(options)
     prefill = machine.prefill_model
@@ -91,10 +119,11 @@ def run(options: argparse.Namespace) -> int:
     trace = _traffic(options)
     layout = dimensions.layout(trace.block_tokens)
     plan = _Plan(dimensions, machine, trace, slot_bytes(layout.block_bytes))
+    plan.speed = _speed(options, dimensions)
     plan.replay(options)
     text = plan.config()
     if options.write is not None:
-        _write(options.write, text)
+        write_file("--write", options.write, text)
     if options.json:
         print(json.dumps(plan.document() | {"config": text}))
     else:
@@ -113,6 +142,7 @@ class _Plan:
         self.machine = machine
         self.trace = trace
         self.block_bytes = block_bytes
+        self.speed = ""
         self.target = Target()
         self.curve: list[Point] = []
         self.sizes: Sizes
@@ -122,7 +152,7 @@ class _Plan:
         self.target = options.target
         sizes = set(ladder(self.trace))
         if self.target.memory_bytes is not None:
-            sizes.add(max(1, self.target.memory_bytes // self.block_bytes))
+            sizes.add(max(CPU_BLOCKS_MIN, self.target.memory_bytes // self.block_bytes))
         setups = [
             Setup(
                 policy=_POLICY,
@@ -130,7 +160,7 @@ class _Plan:
                 is_instant=True,
                 machine=self.machine,
                 config=options.config,
-                overrides=dict(item.split("=", 1) for item in options.set),
+                overrides=dict(map(override, options.set)),
             )
             for size in sorted(sizes)
         ]
@@ -148,6 +178,9 @@ class _Plan:
             f"         {shown_bytes(model.token_bytes)} a token, {shown_bytes(layout.block_bytes)} "
             f"a block of {layout.block_tokens} tokens"
         )
+        if model.dtype in {"bfloat16", "float16"}:
+            yield "         (an engine on a CPU keeps float32: --dtype float32)"
+        yield f"speed    {self.speed}"
         yield (
             f"traffic  {self.trace.name}: {shown_count(len(self.trace.requests))} requests, "
             f"{shown_count(self._session_tokens())} tokens each"
@@ -287,27 +320,52 @@ def _toml(values: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _check_ranges(options: argparse.Namespace) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:  # which NaN is not either
+            option = f"--{name.replace('_', '-')}"
+            raise StartError(option, f"is {value}", f"give a number from {low} to {high}")
+
+
 def _dimensions(options: argparse.Namespace) -> Dimensions:
     given = (options.model_layers, options.kv_heads, options.head_dim)
+    if options.model is not None and given != (None, None, None):
+        raise StartError("model", "is given twice", "give MODEL, or its numbers")
     if options.model is not None:
-        return read_dimensions(options.model, options.dtype or "")
-    if None in given or min(given) <= 0:
+        dimensions = read_dimensions(options.model, options.dtype or "")
+    elif None in given:
         raise StartError(
             "model", "is not given", "give MODEL, or --model-layers, --kv-heads and --head-dim"
         )
-    return Dimensions("as given", *given, dtype=options.dtype or "bfloat16")
+    else:
+        dimensions = Dimensions("as given", *given, dtype=options.dtype or "bfloat16")
+    if dimensions.token_bytes > _TOKEN_BYTES_MAX:
+        size = shown_bytes(dimensions.token_bytes)
+        raise StartError("model", f"has {size} of KV a token", "look at its numbers")
+    return dimensions
+
+
+def _speed(options: argparse.Namespace, dimensions: Dimensions) -> str:
+    """Say whose speed the plan is for, since break-even hangs on it."""
+    if options.prefill_profile is not None:
+        return f"as {options.prefill_profile.name} says"
+    if options.machine is not None:
+        return f"as {options.machine.name} says"
+    if dimensions.flops_per_token:
+        return "an A100's, scaled by the model's operations (--machine: your own)"
+    return "an A100's with an 8B model (--machine: your own)"
 
 
 def _traffic(options: argparse.Namespace) -> Trace:
+    if options.trace is not None and (options.sessions or options.prompt_tokens):
+        raise StartError("traffic", "is given twice", "give --trace, or --sessions and the like")
     if options.trace is not None:
         return trace_of(options)
-    if not options.sessions or not options.prompt_tokens:
+    if options.sessions is None or options.prompt_tokens is None:
         raise StartError(
             "traffic", "is not given", "give --trace, or --sessions and --prompt-tokens"
         )
-    numbers = (options.sessions, options.prompt_tokens, options.turns, options.gap)
-    if min(numbers) <= 0 or options.shared_tokens < 0:
-        raise StartError("traffic", "has a number that is not positive", "give counts from 1 on")
     trace = Traffic(
         sessions=options.sessions,
         prompt_tokens=options.prompt_tokens,
@@ -317,6 +375,8 @@ def _traffic(options: argparse.Namespace) -> Trace:
         shared_tokens=options.shared_tokens,
         block_tokens=options.block_tokens or 64,
     ).trace()
+    if not trace.requests:
+        raise StartError("traffic", "has no request within an hour", "lower --gap")
     if not trace.num_distinct:
         raise StartError("traffic", "fills no block", "lower --block-tokens")
     return trace
@@ -334,10 +394,3 @@ def _target(text: str) -> Target:
     if what not in {"hits", "seconds"} or not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is none of hits=, seconds= (0 to 1), memory=")
     return Target(hit_ratio=share) if what == "hits" else Target(saved_share=share)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise StartError("--write", f"{path}: {error.strerror}", "name a file") from error

@@ -10,16 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from kvtier.cli.written import check_file, write_file
 from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
+from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.errors import StartError
 from kvtier.sim.replay.machine import Machine, load_machine
 from kvtier.sim.replay.page import study_page
 from kvtier.sim.replay.prefill import fit_profile
 from kvtier.sim.replay.reader import ReadOptions, read_trace
 from kvtier.sim.replay.record import Run
-from kvtier.sim.replay.setup import Setup, config_of, hinted
-from kvtier.sim.replay.study import Study, ladder, run_study
+from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup, config_of, hinted
+from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.table import study_text
 from kvtier.sim.replay.trace import Trace
 
@@ -28,12 +30,14 @@ __all__ = [
     "add_parser",
     "add_trace_options",
     "machine_of",
+    "override",
     "run",
     "trace_of",
 ]
 
 _BASELINE = "lru"
-_BLOCKS_MAX = 1 << 30
+_COUNT_MAX = 1 << 30
+_BLOCK_BYTES_MAX = 1 << 31
 
 
 def add_parser(commands: Any) -> None:
@@ -125,8 +129,8 @@ def run(options: argparse.Namespace) -> int:
     setups = _setups(options, trace)
     if options.hints is not None:
         trace = hinted(trace, options.hints)
-    if options.report is not None and not options.report.parent.is_dir():
-        raise StartError("--report", f"{options.report.parent} is no directory", "make it first")
+    if options.report is not None:
+        check_file("--report", options.report)
     jobs = options.jobs or os.cpu_count() or 1
 
     def note(count: int, _run: Run) -> None:
@@ -135,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
     study = run_study(trace, setups, jobs, note)
     if options.report is not None:
-        _write(options.report, study)
+        write_file("--report", options.report, study_page(study))
     print(json.dumps(study.document()) if options.json else study_text(study))
     return 0
 
@@ -163,7 +167,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
     """Return every run: each policy with each size."""
-    overrides = dict(_override(item) for item in options.set)
+    overrides = dict(override(item) for item in options.set)
     machine = machine_of(options)
     plain = Setup(
         policy=overrides.get("policy.eviction", ""),
@@ -198,39 +202,44 @@ def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
 def _sizes(
     options: argparse.Namespace, config: Config, trace: Trace, block_bytes: int
 ) -> list[int]:
+    if block_bytes > _BLOCK_BYTES_MAX:
+        raise StartError(
+            "--block-tokens",
+            f"a block of {trace.block_tokens:,} tokens takes {block_bytes:,} bytes",
+            f"give fewer: {_BLOCK_BYTES_MAX:,} bytes are the most",
+        )
     if options.cpu_blocks:
-        return sorted(set(options.cpu_blocks))
+        return [_fitting("--cpu-blocks", count) for count in sorted(set(options.cpu_blocks))]
     if options.config is None:
         return ladder(trace)
-    num_blocks = config.cpu.capacity_bytes // block_bytes
-    if not num_blocks:
+    return [_fitting("cpu.capacity", config.cpu.capacity_bytes // block_bytes)]
+
+
+def _fitting(field: str, num_blocks: int) -> int:
+    """Return a size of the CPU tier that a node can run with. Raises StartError for others."""
+    if not CPU_BLOCKS_MIN <= num_blocks <= INDEX_ROWS_MAX:
         raise StartError(
-            "cpu.capacity",
-            f"has no room for one block of {block_bytes:,} bytes",
-            "raise it, or give --cpu-blocks",
+            field,
+            f"room for {num_blocks:,} blocks",
+            f"give the CPU tier {CPU_BLOCKS_MIN} to {INDEX_ROWS_MAX:,}",
         )
-    return [num_blocks]
+    return num_blocks
 
 
-def _override(item: str) -> tuple[str, str]:
+def override(item: str) -> tuple[str, str]:
+    """Return the key and the value of a ``--set``. Raises StartError."""
     key, equals, value = item.partition("=")
     if not equals:
         raise StartError("--set", f"{item!r} has no '='", "write --set section.key=value")
     return key.strip(), value.strip()
 
 
-def _write(path: Path, study: Study) -> None:
-    try:
-        path.write_text(study_page(study))
-    except OSError as error:
-        raise StartError("--report", f"{path}: {error.strerror}", "name a file") from error
-
-
 def _blocks(text: str) -> int:
     """Read a positive whole number; argparse refuses what raises ArgumentTypeError."""
-    if not text.isdecimal() or not 0 < int(text) <= _BLOCKS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
+    count = int(text) if text.isdecimal() and len(text) <= len(str(_COUNT_MAX)) else 0
+    if not 0 < count <= _COUNT_MAX:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 on")
+    return count
 
 
 def _count(text: str) -> int:

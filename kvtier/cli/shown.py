@@ -1,6 +1,8 @@
 """Numbers for people."""
 
-__all__ = ["shown_bytes", "shown_count", "shown_seconds"]
+__all__ = ["NO_FULL_BLOCK", "shown_bytes", "shown_count", "shown_seconds"]
+
+NO_FULL_BLOCK = "the prompt fills no block, and only full blocks are kept"
 
 
 def shown_bytes(num_bytes: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.chain import add_chain_options, chain_of
 from kvtier.cli.options import seconds
+from kvtier.cli.shown import NO_FULL_BLOCK
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_parser", "run"]
@@ -60,9 +61,11 @@ def run(options: argparse.Namespace) -> int:
             "reason": reply.reason,
         }
         print(json.dumps(document))
+    elif not chain.num_blocks:
+        print(NO_FULL_BLOCK)
     else:
         line = f"of {chain.num_blocks} blocks {reply.ready_blocks} are in the CPU tier"
         line += f" and {reply.coming_blocks} on their way"
         why = _REASONS.get(reply.reason, reply.reason)
         print(line + (f"; {why}" if why else ""))
-    return int(reply.ready_blocks + reply.coming_blocks < chain.num_blocks)
+    return int(not 0 < chain.num_blocks <= reply.ready_blocks + reply.coming_blocks)

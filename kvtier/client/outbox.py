@@ -26,7 +26,7 @@ from kvtier.core.traits import Traits
 
 __all__ = ["Announcement", "Measured", "Outbox", "Said"]
 
-_CALLS_MAX = 16
+_CALLS_MAX = 64
 """Calls' worth of announcements that may wait: more come only while the daemon is slow."""
 
 

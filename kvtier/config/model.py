@@ -101,9 +101,10 @@ class PolicyConfig(Section):
 
     eviction: Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"] = Field(
         default="rd-sec",
-        description="Which blocks leave the CPU and the SSD tier first. rd: the least predicted "
-        "reuse for the time they would be held, learned online; rd-sec: times the seconds that a "
-        "hit saves; credit-lru, lru and s3-fifo know only how lately and how often.",
+        description="Which blocks leave the CPU tier first, and the SSD tier unless ssd.eviction "
+        "says otherwise. rd: the least predicted reuse for the time they would be held, learned "
+        "online; rd-sec: weighed by the seconds that a hit saves; credit-lru, lru and s3-fifo know "
+        "only how lately and how often.",
     )
     max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default="auto",

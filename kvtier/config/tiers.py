@@ -94,6 +94,12 @@ class SsdConfig(Section):
         description="With ssd.write demote: share of what leaves the CPU tier that is written. A "
         "write budget lowers it. 0.75 writes a fifth less than everything and costs hardly a hit.",
     )
+    eviction: Literal["auto", "rd-sec", "rd", "lru"] = Field(
+        default="auto",
+        description="Which blocks leave the SSD tier first, as policy.eviction says it for the "
+        "CPU tier. auto: the same as there; lru where that is credit-lru or s3-fifo, which the "
+        "SSD tier has not.",
+    )
     flush_after_ns: int = Field(
         default=300 * SECOND,
         ge=0,

@@ -89,7 +89,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """Blocks of one chain to add: ``parents[i]`` is the hash before ``keys[i]``."""
+    """Blocks of one chain to add, each once: ``parents[i]`` is the hash before ``keys[i]``."""
 
     keys: Keys
     parents: Keys
@@ -172,21 +172,18 @@ class Index:
 
     def add(self, blocks: NewBlocks) -> Rows:
         """Return rows for blocks, taking new ones for those not known yet, absent everywhere."""
-        known = self._table.find(blocks.keys)
-        rows = self._table.insert(blocks.keys)
-        self._fit()
-        fresh = rows[known < 0]
-        self.parent[fresh] = blocks.parents[known < 0]
-        places = np.arange(len(rows), dtype=np.uint32) + np.uint32(blocks.first_position)
-        self.position[fresh] = places[known < 0]
-        self.scope[fresh] = blocks.scope
-        self.payload_bytes[fresh] = blocks.payload_bytes
-        self.state[fresh] = Residency.ABSENT
-        self.past[fresh] = 0
-        self.slot[fresh] = NO_SLOT
-        self.pins[fresh] = 0
-        self.stamp[fresh] = 0
-        self.checksum[fresh] = 0
+        rows = self._table.find(blocks.keys)
+        places = np.flatnonzero(rows < 0)
+        if len(places):
+            fresh = self._table.add(blocks.keys[places])
+            self._fit()
+            rows[places] = fresh
+            self._facts[fresh] = 0
+            self.parent[fresh] = blocks.parents[places]
+            self.position[fresh] = places + blocks.first_position
+            self.scope[fresh] = blocks.scope
+            self.payload_bytes[fresh] = blocks.payload_bytes
+            self.slot[fresh] = NO_SLOT
         return rows
 
     def restore(self, headers: Headers, tier: TierName) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 __all__ = ["KNOWN_LAYOUTS", "KVLayout", "paged_layout"]
 
-KNOWN_LAYOUTS = frozenset({("paged", 1)})
+KNOWN_LAYOUTS = frozenset({("paged", 1), ("vllm-lbhnc", 1)})
 """Layouts the daemon accepts, as (name, version).
 
 ``paged`` 1: engine blocks in token order, each (layer, K/V, token, KV head, head dim), contiguous.
+``vllm-lbhnc`` 1: engine blocks in token order, each (layer, page), a page as vLLM's backend has it.
 """
 
 

@@ -9,6 +9,7 @@ __all__ = [
     "ANNOUNCED_MAX",
     "ARRIVALS_MAX",
     "BANDWIDTH_MIN_BYTES_PER_S",
+    "BLOCK_BYTES_MAX",
     "CHAIN_BLOCKS_MAX",
     "CLAIMS_MAX",
     "CLOSING_BLOCKS_MAX",
@@ -55,6 +56,7 @@ __all__ = [
     "SLAB_VICTIMS_MAX",
     "STEPS_MAX",
     "STORE_ARENA_SHARE",
+    "TENANTS_COUNTED_MAX",
     "TRANSFER_BLOCKS",
     "TRANSFER_BLOCKS_MAX",
     "TRANSFER_BYTES",
@@ -73,6 +75,9 @@ PAGE_BYTES = 4096
 BANDWIDTH_MIN_BYTES_PER_S = 64 << 20
 """A transfer slower than this is late: half of what gigabit Ethernet carries, at which speed a
 block of an 8B model takes as long as its 64 tokens on a small GPU."""
+
+BLOCK_BYTES_MAX = 0xFFFF_FFFF
+"""What the index counts a block's bytes in: 32 bits, where blocks are of some megabytes."""
 
 CHAIN_BLOCKS_MAX = 16_384
 """Blocks of one chain: a million tokens in blocks of 64, and a message of 256 KiB where gRPC takes
@@ -196,12 +201,12 @@ VICTIMS_TAKEN_AT_ONCE = 64
 """Blocks evicted together for a call that needs so many slots: one at a time costs five times as
 much, and more than this saves little."""
 
-ANNOUNCED_BYTES_MAX = 1 << 20
-"""Of hashes in one announcing call: a quarter of what gRPC takes as one message, and four of the
-longest chains."""
+ANNOUNCED_BYTES_MAX = 1 << 18
+"""Of hashes in one announcing call: the longest chain. A call is one event of the node, and while
+it is taken in nobody else is answered."""
 
-ANNOUNCED_MAX = 64
-"""Requests of one announcing call: what a busy engine gets within some milliseconds."""
+ANNOUNCED_MAX = 16
+"""Requests of one announcing call: 30 ms, at a hundred blocks each."""
 
 OVER_MAX = 1024
 """Ended requests named in one announcing call."""
@@ -260,6 +265,9 @@ GHOST_BLOCKS_MAX = 1_048_576
 AGED_RUNS_MAX = 256
 """Runs of a history that grow older, or are forgotten, in one event: a millisecond. After a pause
 the rest follows with the events that come."""
+
+TENANTS_COUNTED_MAX = 4096
+"""Tenants whose requests are counted, to tell whose are enough to learn from: 400 KB."""
 
 KEPT_BLOCKS_MAX = 65_536
 """Blocks named by claims that keep them: 20 MB, and 5 ms to see how many of them are here."""

@@ -38,6 +38,8 @@ class Ask:
     load: EngineLoad
     can_split: bool
     """Whether the engine can compute the front while the back is loaded."""
+    session: str = ""
+    """Of the engine, which is planned for by what it reported itself."""
 
     @property
     def num_found(self) -> int:
@@ -79,6 +81,8 @@ class Plan:
     reason: PlanReason
     is_split: bool = False
     """Load from the back, and compute from the front meanwhile, until they meet."""
+    part_blocks: int = 0
+    """A transfer of it carries no more blocks; 0: as many as usual."""
     wait_ns: int = 0
     """How long to wait for it; then what is there is used, and the rest computed."""
     restore: Estimate = field(default_factory=lambda: Estimate(0.0, 0.0))

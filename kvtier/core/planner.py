@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from kvtier.core.cost.engines import Engines
 from kvtier.core.cost.fit import number, table
 from kvtier.core.cost.guard import Guard
 from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of
@@ -29,7 +30,6 @@ from kvtier.core.cost.recompute import Engine
 from kvtier.core.cost.restore import Restores, transfer_blocks
 from kvtier.core.cost.roads import Road, Roads
 from kvtier.core.cost.sample import Estimate, ModelFlops, StepSample, TransferSample
-from kvtier.core.limits import SESSIONS_MAX
 from kvtier.core.plan import Ask, Judgement, Outcome, Plan, PlanReason, Source
 from kvtier.core.residency import LOWER_TIERS, TierName
 
@@ -75,8 +75,7 @@ class Planner:
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
         self._restores = Restores()
-        self._engines: dict[bytes, Engine] = {}
-        """By key space, the one that reported last at the end; at most ``SESSIONS_MAX``."""
+        self._engines = Engines()
         self._guard = Guard()
         self._is_restoring: dict[tuple[TierName, int], bool] = {}
         """The road last taken, by the tier that is waited for and the magnitude of tokens."""
@@ -191,7 +190,7 @@ class Planner:
         return sum(source.num_blocks for source in usable)
 
     def _roads(self, ask: Ask) -> Roads:
-        engine = self._engines.get(ask.key_space)
+        engine = self._engines.find(ask.key_space, ask.session)
         return Roads(ask, self._restores, engine or Engine())
 
     def _plan(
@@ -202,6 +201,7 @@ class Planner:
             num_blocks=road.num_blocks,
             reason=reason,
             is_split=road.is_split,
+            part_blocks=road.part_blocks,
             wait_ns=min(max(wait_ns, 1), self._settings.wait_max_ns),
             restore=road.restore,
             recompute=roads.recompute_of(road.num_blocks),
@@ -231,14 +231,26 @@ class Planner:
         if tier in LOWER_TIERS:
             self._restores.route(tier, is_read=is_read).note(sample, now_ns)
 
-    def note_flops(self, key_space: bytes, flops: ModelFlops) -> None:
-        """Take what a model should take, for as long as no step was measured."""
-        self._engine(key_space).note_flops(flops)
+    def note_unfinished(
+        self, tier: TierName, is_read: bool, sample: TransferSample, now_ns: int
+    ) -> None:
+        """Learn from a transfer that took at least so long and may not have ended.
 
-    def note_steps(self, key_space: bytes, steps: Sequence[StepSample], now_ns: int) -> None:
+        That says something only where a whole one is not expected to be slower.
+        """
+        if tier in LOWER_TIERS and self._restores.route(tier, is_read=is_read).is_slow(sample):
+            self.note_transfer(tier, is_read, sample, now_ns)
+
+    def note_flops(self, key_space: bytes, flops: ModelFlops, session: str = "") -> None:
+        """Take what a model should take, for as long as no step was measured."""
+        self._engines.reporting(key_space, session).note_flops(flops)
+
+    def note_steps(
+        self, key_space: bytes, steps: Sequence[StepSample], now_ns: int, session: str = ""
+    ) -> None:
         """Learn from an engine's steps."""
         self._now_ns = now_ns
-        engine = self._engine(key_space)
+        engine = self._engines.reporting(key_space, session)
         for step in steps:
             engine.note(step, now_ns)
 
@@ -289,7 +301,7 @@ class Planner:
         self._restores.route(TierName.CPU).note(sample, self._now_ns)
 
     def _note_computed(self, ask: Ask, outcome: Outcome, roads: Roads) -> None:
-        engine = self._engines.get(ask.key_space)
+        engine = self._engines.find(ask.key_space, ask.session)
         took_s = seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s)
         # One that came to a full engine waited for others, and says little of its own computing.
         is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
@@ -297,36 +309,45 @@ class Planner:
             predicted_s = roads.recompute.mean_s / roads.engine_lag
             engine.note_whole(predicted_s, took_s, self._now_ns)
 
-    def _engine(self, key_space: bytes) -> Engine:
-        """Return the model of a key space, now the one that reported last."""
-        engine = self._engines.pop(key_space, None) or Engine()
-        self._engines[key_space] = engine
-        if len(self._engines) > SESSIONS_MAX:
-            del self._engines[next(iter(self._engines))]
-        return engine
-
     # What others ask
+
+    def num_paying(self, ask: Ask, now_ns: int) -> int:
+        """Return how many leading blocks are worth bringing closer for a request that waits.
+
+        Those of the shortest road as it looks now; nothing is decided, and nothing tried.
+        """
+        if self._settings.mode == "never":
+            return 0
+        limit = ask.num_found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
+        most = min(ask.num_found, limit)
+        if self._settings.mode == "auto":
+            most = min(most, self._open_blocks(ask, now_ns))
+        if self._settings.mode == "always" or not most:
+            return most
+        roads = self._roads(ask)
+        road = _shortest(roads.plain(most))
+        return road.num_blocks if road.total.mean_s <= roads.recompute.mean_s else 0
 
     def saved_s(self, end_tokens: int, num_tokens: int, key_space: bytes | None = None) -> float:
         """Return the seconds that not computing ``num_tokens`` up to ``end_tokens`` saves.
 
         Without a key space, for the engine that reported last.
         """
-        return self._engine_of(key_space).saved_s(end_tokens, num_tokens)
+        engine = self._engines.latest(key_space) or Engine()
+        return engine.saved_s(end_tokens, num_tokens)
 
     def restore_s(self, tier: TierName, num_bytes: int) -> float:
         """Return the seconds that one restore of so many bytes takes on average."""
         return self._restores.route(tier).speed(max(num_bytes, 1)).seconds(1)
 
+    def is_measured(self, tier: TierName) -> bool:
+        """Tell whether reads of a tier were measured, now or in an earlier run."""
+        return self._restores.route(tier).is_known
+
     def guarded(self, now_ns: int) -> frozenset[TierName]:
         """Return the tiers that are left alone."""
         is_on = self._settings.is_guarded and self._settings.mode == "auto"
         return self._guard.closed(now_ns) if is_on else frozenset()
-
-    def _engine_of(self, key_space: bytes | None) -> Engine:
-        if key_space is None and self._engines:
-            key_space = next(reversed(self._engines))
-        return self._engines.get(key_space or b"") or Engine()
 
     # Across restarts
 
@@ -335,20 +356,17 @@ class Planner:
         return {
             "version": _VERSION,
             "restore": self._restores.document(),
-            "recompute": {key.hex(): engine.document() for key, engine in self._engines.items()},
+            "recompute": self._engines.document(),
             "guarded": sorted(self.guarded(self._now_ns)),
         }
 
     def recall(self, document: Mapping[str, Any]) -> str:
         """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
-        restores, engines = Restores(), {}
+        restores, engines = Restores(), Engines()
         try:
             number(document.get("version"), _VERSION, _VERSION)
             restores.recall(table(document, "restore"))
-            parts = list(table(document, "recompute").items())[-SESSIONS_MAX:]
-            for key, part in parts:
-                engine = engines[bytes.fromhex(key)] = Engine()
-                engine.recall(table({key: part}, key))
+            engines.recall(table(document, "recompute"))
         except (ValueError, TypeError, AttributeError) as fault:
             return str(fault)
         self._restores, self._engines = restores, engines

@@ -102,6 +102,33 @@ class SlabAllocator:
             self._partial[size].remove(number)
         return number * self.slab_bytes + place * size
 
+    def take_some(self, size: int, owners: Rows) -> list[int]:
+        """Take and hold a slot for each of the leading owners, as many as are free.
+
+        Returns their offsets, which are those that ``take`` would have given one by one.
+        """
+        offsets: list[int] = []
+        while len(offsets) < len(owners):
+            offset = self.take(size, int(owners[len(offsets)]))
+            if offset is None:
+                break
+            number = offset // self.slab_bytes
+            slab = self._slabs[number]
+            offsets.append(offset)
+            # The rest of what this slab has: looking for the slab costs more than a slot of it.
+            more = owners[len(offsets) : len(offsets) + len(slab.free)]
+            if len(more):
+                places = slab.free[-len(more) :][::-1]
+                del slab.free[-len(more) :]
+                slab.owners[places] = more
+                self._num_taken[size] += len(more)
+                if not slab.free:
+                    self._partial[size].remove(number)
+                offsets += [number * self.slab_bytes + place * size for place in places]
+            slab.num_held += 1 + len(more)
+            self.held_bytes += (1 + len(more)) * size
+        return offsets
+
     def give(self, offset: int) -> None:
         """Take back a slot that is not held; the last one of a slab makes the slab blank again."""
         number, place = self._place_of(offset)

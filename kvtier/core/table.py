@@ -9,7 +9,10 @@ Open addressing with linear probing. A removal leaves a tombstone where others m
 behind it; what comes later is put in its place, and growing sweeps out the rest. So a table of
 which as much is removed as is added is hardly ever built anew, which takes half a second a million
 rows.
-The keys are SHA-256 output, so their low bits are already a uniform hash.
+The keys should be SHA-256 output, but who names blocks is a client, and counters, or hashes of 64
+bits with zeros before them, would all want the same bucket: so both halves are mixed (multiply and
+shift: Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem, 1997).
+By what is a secret of the process, or a client that lies could choose keys that meet again.
 """
 
 import numpy as np
@@ -30,6 +33,11 @@ _PAIR = np.dtype([("low", np.uint64), ("high", np.uint64)])
 _EMPTY = -1
 _TOMBSTONE = -2
 _CAPACITY_MIN = 1024
+_WIDTH_MIN, _WIDTH_MAX = 4, 64
+"""How many buckets a round of a search looks at: most keys end at the first or second, but one of
+a few dozen goes on for a dozen, and a round costs 7 us whatever it looks at."""
+_MANY = 512
+"""Of so many keys the looks themselves cost more, in cache misses, than the rounds."""
 
 
 def as_keys(joined: bytes | memoryview) -> Keys:
@@ -59,6 +67,10 @@ class HashTable:
         self._num_free = 0
         self._num_tombstones = 0
         self._buckets = _blank(_CAPACITY_MIN)
+        # Python keys its own hashes for the same reason, anew in each process. What comes out of a
+        # table does not depend on it, so that a replay repeats.
+        secrets = np.array([hash(b"low"), hash(b"high")]).astype(np.uint64)
+        self._factors: npt.NDArray[np.uint64] = secrets | np.uint64(1)
 
     @property
     def capacity(self) -> int:
@@ -120,8 +132,8 @@ class HashTable:
         self.extent = self._num_free = self._num_tombstones = 0
 
     def rows(self) -> Rows:
-        """Return all rows in use, in no particular order."""
-        return self._buckets[self._buckets >= 0].astype(np.int64)
+        """Return all rows in use, in ascending order."""
+        return np.sort(self._buckets[self._buckets >= 0]).astype(np.int64)
 
     def _probe(self, keys: Keys) -> tuple[Rows, Rows]:
         """Return for each key its row (-1: absent) and the bucket it was found in."""
@@ -129,20 +141,36 @@ class HashTable:
         # what was, or what will be.
         table = self._buckets
         mask = len(table) - 1
-        buckets: Rows = (keys[:, 0] & np.uint64(mask)).astype(np.int64)
+        buckets = self._first_buckets(keys, mask)
         rows: Rows = np.full(len(keys), -1, dtype=np.int64)
         pairs = self.keys.view(_PAIR).reshape(-1)
-        pending, low, high = np.arange(len(keys)), keys[:, 0], keys[:, 1]
+        pending, low, high = np.arange(len(keys)), keys[:, :1], keys[:, 1:]
+        width = _WIDTH_MIN if len(keys) < _MANY else 1
         while len(pending):
             # ``take`` of whole pairs: a third of the time of indexing, and one cache miss a key.
-            candidates = table.take(buckets[pending])
+            ahead = (buckets[pending, None] + np.arange(width)) & mask
+            candidates = table.take(ahead)
             found = pairs.take(candidates)
             matches = (candidates >= 0) & (found["low"] == low) & (found["high"] == high)
-            rows[pending[matches]] = candidates[matches]
-            goes_on = (candidates != _EMPTY) & ~matches
+            is_end = matches | (candidates == _EMPTY)
+            each, ends = np.arange(len(pending)), is_end.argmax(axis=1)
+            buckets[pending] = ahead[each, ends]
+            is_found = matches[each, ends]
+            rows[pending[is_found]] = candidates[is_found, ends[is_found]]
+            goes_on = ~is_end[each, ends]
             pending, low, high = pending[goes_on], low[goes_on], high[goes_on]
-            buckets[pending] = (buckets[pending] + 1) & mask
+            buckets[pending] = (ahead[goes_on, -1] + 1) & mask
+            width = min(4 * width, _WIDTH_MAX)
         return rows, buckets
+
+    def _first_buckets(self, keys: Keys, mask: int) -> Rows:
+        """Return where to look for each key first."""
+        low, high = self._factors
+        mixed = keys[:, 0] * low + keys[:, 1] * high
+        # Once more: one factor in forty would leave long rows of counters side by side.
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * high
+        buckets: Rows = (mixed >> np.uint64(64 - mask.bit_length())).astype(np.int64)
+        return buckets
 
     def _clear(self, buckets: Rows) -> None:
         """Empty buckets; one before a bucket that is not empty keeps a tombstone."""
@@ -159,7 +187,7 @@ class HashTable:
     def _place(self, rows: Rows) -> None:
         """Put rows into buckets; where several want the same one, one wins and the others go on."""
         mask = len(self._buckets) - 1
-        buckets: Rows = (self.keys[rows, 0] & np.uint64(mask)).astype(np.int64)
+        buckets = self._first_buckets(self.keys[rows], mask)
         pending = np.arange(len(rows))
         while len(pending):
             wanted = buckets[pending]

@@ -83,7 +83,7 @@ class Account:
                 }
                 for tier, gate in self._gates.items()
             },
-            "classes": depth.document() if depth else [],
+            "classes": depth.classes() if depth else [],
         }
 
     def cost(self, now_ns: int) -> _Document:

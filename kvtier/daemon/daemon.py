@@ -11,6 +11,7 @@ import gc
 import os
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -63,6 +64,10 @@ _RESERVE_PERIOD_S = 10.0
 
 _PROBE_PERIOD_S = 60.0
 """Between two looks whether a tier is to be measured; once done it is good for a week."""
+
+_DECISION_NS = 100_000
+"""Decisions are numbered on from the time of the start in such units, so that no two of a node have
+the same number, whichever daemon made them: no daemon makes ten thousand a second."""
 
 _LEARNED_PERIOD_S = 60.0
 _LEARNED_SAVE_S = 2.0
@@ -133,7 +138,7 @@ class Daemon:
             self._learn(closing, background, driver, prober, learned)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
             await sockets.open_arena(arena, self.boot)
-            reports = Reports(status.document, explainer.document, prober.probe)
+            reports = Reports(status.document, explainer.document, prober.probe, prober.hold)
             await sockets.open_rpc(reports, scrubber, spaces.forget_unused)
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
@@ -158,6 +163,7 @@ class Daemon:
         num_slabs, slab_bytes = self._slabs()
         settings = NodeSettings(
             boot=self.boot,
+            first_decision=time.time_ns() // _DECISION_NS,
             num_slabs=num_slabs,
             slab_bytes=slab_bytes,
             lease_ns=self.config.daemon.lease_ns,
@@ -198,7 +204,13 @@ class Daemon:
 
     def _learned(self, driver: Driver, prober: Prober) -> Learned:
         """Return what is kept of the models, which have been told what an earlier run kept."""
-        learners: dict[str, Learner] = {"probe": prober, "cost": self._policies.planner}
+        learners: dict[str, Learner] = {
+            "probe": prober,
+            "cost": self._policies.planner,
+            "gate": self._policies.admission,
+            "reuse": self._policies.history,
+            "depth": self._policies.depth,
+        }
         ssd = self.config.ssd
         learned = Learned(driver, learners, ssd.directory if ssd.enabled else None)
         learned.recall()

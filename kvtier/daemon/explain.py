@@ -235,20 +235,25 @@ def _about(decision: Decision) -> Question:
 
 
 def _plan(plan: Plan) -> _Document:
+    """Tell a plan; where nothing was found, nothing was predicted either."""
+
+    def predicted(seconds: float) -> float | None:
+        return None if plan.reason is PlanReason.NOTHING else _number(seconds)
+
     return {
         "blocks": plan.num_blocks,
         "split": plan.is_split,
         "wait_s": _number(plan.wait_ns / 1e9),
         "restore_s": {
-            "mean": _number(plan.restore.mean_s),
-            "p95": _number(plan.restore.p95_s),
+            "mean": predicted(plan.restore.mean_s),
+            "p95": predicted(plan.restore.p95_s),
         },
         "recompute_s": {
-            "mean": _number(plan.recompute.mean_s),
-            "p95": _number(plan.recompute.p95_s),
+            "mean": predicted(plan.recompute.mean_s),
+            "p95": predicted(plan.recompute.p95_s),
         },
-        "first_token_s": _number(plan.total_s),
-        "first_token_by_recompute_s": _number(plan.recompute_total_s),
+        "first_token_s": predicted(plan.total_s),
+        "first_token_by_recompute_s": predicted(plan.recompute_total_s),
     }
 
 

@@ -7,8 +7,10 @@ without it, or with one that cannot be read, operators have to name a key space 
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +30,7 @@ __all__ = [
     "KeySpaces",
     "NamedSpace",
     "SavedKeySpaces",
+    "read_file",
     "replace_file",
     "save_document",
 ]
@@ -168,6 +171,18 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Return the beginning of a file; raises OSError, as well for what is a link or no file.
+
+    Opening a pipe would wait for whoever writes to it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is no file", str(path))
+        return file.read(most_bytes)
+
+
 def _save_beside(directory: Path, document: bytes, _tier: Tier, _deadline_ns: int) -> None:
     save_document(directory, document)
 
@@ -176,11 +191,10 @@ def _load(directory: Path) -> dict[bytes, NamedSpace]:
     """Read the file of a directory; nothing is known where it is missing or no good."""
     path = directory / FILE_NAME
     try:
-        with path.open("rb") as file:
-            return dict(_parse(json.loads(file.read(_FILE_BYTES_MAX))))
+        return dict(_parse(json.loads(read_file(path, _FILE_BYTES_MAX))))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _log.warning("names of key spaces cannot be read", path=path, error=error)
         return {}
 

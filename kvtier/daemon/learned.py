@@ -1,18 +1,18 @@
-"""What was learned about tiers and engines, kept beside the SSD's blocks across restarts.
+"""What was learned of tiers, engines and traffic, kept beside the SSD's blocks across restarts.
 
 Nothing depends on the file: without it, or with one that cannot be read, the models begin as they
-did on the first day, and learn again. It holds speeds and no names, hashes or text.
+did on the first day, and learn again. It holds speeds, counts and the words that clients have for
+kinds of requests, but no hashes, tenants or text.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.core.residency import TierName
-from kvtier.daemon.key_spaces import replace_file
+from kvtier.daemon.key_spaces import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node.driver import Driver
 from kvtier.observe.log import Log
@@ -26,7 +26,7 @@ FILE_NAME = "learned.json"
 """In the SSD's directory; no segment, so the tier leaves it alone."""
 
 _FILE_BYTES_MAX = 32 << 10
-"""What the SSD tier keeps of its capacity for this file; a longer document is not kept."""
+"""What the SSD tier keeps of its capacity for this file."""
 
 _VERSION = 1
 _SAVE_LIMIT_NS = 2_000_000_000
@@ -45,7 +45,8 @@ class Learner(Protocol):
 class Learned:
     """Keeps what ``learners`` know in ``directory``, where there is one; ``recall`` first.
 
-    On the loop's thread.
+    Those that matter most come first: where there is no room for all, the last are left out. On the
+    loop's thread.
     """
 
     def __init__(
@@ -81,11 +82,14 @@ class Learned:
 
     def _content(self) -> bytes:
         learned = {name: each.document() for name, each in self._learners.items()}
-        content = json.dumps({"version": _VERSION, "learned": learned}).encode()
-        if len(content) > _FILE_BYTES_MAX:
-            _log.warning("what was learned is too long to be kept", bytes=len(content))
-            return self._kept
+        while len(content := _written(learned)) > _FILE_BYTES_MAX:
+            name, _ = learned.popitem()
+            _log.warning("what was learned is too long to be kept", of=name, bytes=len(content))
         return content
+
+
+def _written(learned: Mapping[str, Mapping[str, Any]]) -> bytes:
+    return json.dumps({"version": _VERSION, "learned": learned}, separators=(",", ":")).encode()
 
 
 def _save_beside(directory: Path, content: bytes, _tier: Tier, _deadline_ns: int) -> None:
@@ -96,9 +100,7 @@ def _load(directory: Path) -> Mapping[str, Any]:
     """Read the file of a directory; nothing is known where it is missing or no good."""
     path = directory / FILE_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            return _parse(json.loads(file.read(_FILE_BYTES_MAX + 1)))
+        return _parse(json.loads(read_file(path, _FILE_BYTES_MAX + 1)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

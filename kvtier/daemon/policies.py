@@ -10,7 +10,7 @@ from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use
 
-__all__ = ["Policies", "policies"]
+__all__ = ["Policies", "policies", "ssd_eviction"]
 
 _FELT_SHARE = 0.1
 """Of the time it takes an engine to give a block away, what its requests feel. It copies between
@@ -39,7 +39,11 @@ def policies(config: Config) -> Policies:
             wait_max_ns=cost.wait_max_ns,
         )
     )
-    history = History(planner.saved_s if policy.eviction == "rd-sec" else None)
+    kept_by = {TierName.CPU: policy.eviction, TierName.SSD: ssd_eviction(config)}
+    history = History(
+        planner.saved_s if "rd-sec" in kept_by.values() else None,
+        [tier for tier, name in kept_by.items() if name == "rd"],
+    )
     is_ranked = policy.eviction in {"rd", "rd-sec"}
     most_tokens = policy.max_offload_tokens
     return Policies(
@@ -52,6 +56,13 @@ def policies(config: Config) -> Policies:
             None if most_tokens == "auto" else most_tokens,
         ),
     )
+
+
+def ssd_eviction(config: Config) -> str:
+    """Return how the SSD tier is emptied: ``rd-sec``, ``rd`` or ``lru``."""
+    own = config.ssd.eviction
+    name = config.policy.eviction if own == "auto" else own
+    return name if name in {"rd", "rd-sec"} else "lru"
 
 
 def _eviction(name: str, history: History) -> Eviction:
@@ -77,6 +88,8 @@ def _gates(config: Config) -> dict[TierName, QuantileGate]:
 def _worth_s(planner: Planner, end_tokens: int, use: Use) -> tuple[float, float]:
     """Return what one reuse of a block from the CPU tier saves, and what storing it costs."""
     saved_s = planner.saved_s(end_tokens, use.block_tokens)
+    if not planner.is_measured(TierName.CPU):  # a guess keeps nothing out: it could never be wrong
+        return saved_s, 0.0
     # What one block more costs: a restore begins once, however deep it goes.
     one_s, two_s = (planner.restore_s(TierName.CPU, n * use.payload_bytes) for n in (1, 2))
     copy_s = max(0.0, two_s - one_s)

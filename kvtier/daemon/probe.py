@@ -6,13 +6,15 @@ Rules
   wait. A tier that is always busy is not measured; its own transfers tell as much.
 * Nothing is written where writing is not for free: to a tier that is out or degraded, or beyond the
   SSD's write budget.
+* Nor while a tier is being emptied: what it was measured with would count as somebody's.
 * What was measured is kept for a week, and for the medium it was measured on.
 """
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +36,8 @@ _log = Log("kvtier.daemon")
 _WEEK_S = 7 * 86_400
 """A drive wears, a network is rebuilt; and a probe of 20 MiB a week wears nothing."""
 
+_HELD = "it was being emptied"
+
 _RETRY_S = 3600.0
 """Between two attempts at a tier that could not be measured."""
 
@@ -48,6 +52,9 @@ _BUSY_LIMIT_S = 20.0
 
 _YIELD_S = 0.01
 """Between two looks whether reads are over."""
+
+_HOLD_S = 3.0
+"""How long a drop waits for a measurement to end; it has a deadline of its own."""
 
 _ROUNDS_MAX = 64
 """Of a kept document; more are no probe's."""
@@ -102,6 +109,7 @@ class Prober:
         self._tried_s: dict[TierName, float] = {}
         self._is_swept = False
         self._lock = asyncio.Lock()
+        self._num_holds = 0
 
     async def sweep(self) -> None:
         """Remove what a crash left of an earlier probe, once; of this node's own tiers."""
@@ -132,6 +140,18 @@ class Prober:
                     skipped[name] = _Result("", 0, (), _why_none(name))
         return self._document({name: {**self._results, **skipped}[name] for name in names})
 
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Measure nothing meanwhile; a measurement under way ends before, with the present size."""
+        self._num_holds += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HOLD_S), self._lock:
+                    pass  # nobody measures now, and nobody begins to
+            yield
+        finally:
+            self._num_holds -= 1
+
     def document(self) -> dict[str, Any]:
         """Return what was measured of every tier, with what the model says now."""
         return self._document(self._results)
@@ -159,6 +179,8 @@ class Prober:
 
     async def _measured(self, name: TierName) -> _Result:
         """Measure one tier as far as it goes; nothing stays of it there."""
+        if self._num_holds:
+            return self._results.get(name) or _Result("", 0, (), _HELD)
         self._tried_s[name] = time.monotonic()
         rounds: list[_Round] = []
         reason = self._obstacle(name)
@@ -171,14 +193,17 @@ class Prober:
                         break
             finally:
                 await self._remove(name)
+        is_cut = reason == _HELD
+        if is_cut:
+            del self._tried_s[name]  # it is due again
         _log.info("a tier was measured", tier=name, sizes=len(rounds), ended=reason or "complete")
-        measured_s = int(self._now_s()) if rounds else 0
+        measured_s = int(self._now_s()) if rounds and not is_cut else 0
         return _Result(self._devices.get(name, ""), measured_s, tuple(rounds), reason)
 
     async def _round(self, name: TierName, block_bytes: int, rounds: list[_Round]) -> str:
         """Measure one size; returns why no larger one is to be tried, or nothing."""
         if not await self._is_quiet(name):
-            return "requests kept it busy"
+            return _HELD if self._num_holds else "requests kept it busy"
         crew = self._driver.crews[name]
         write = partial(self._yardstick.write, block_bytes)
         try:
@@ -211,11 +236,11 @@ class Prober:
     async def _is_quiet(self, name: TierName) -> bool:
         """Wait until no reads of a tier are under way; False where that takes too long."""
         until_s = time.monotonic() + _BUSY_LIMIT_S
-        while self._driver.is_reading(name):
+        while self._driver.is_reading(name) and not self._num_holds:
             if time.monotonic() >= until_s:
                 return False
             await asyncio.sleep(_YIELD_S)
-        return True
+        return not self._num_holds
 
     async def _remove(self, name: TierName) -> None:
         remove = partial(_removed, self._yardstick)

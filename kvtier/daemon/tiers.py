@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from kvtier.config import Config
 from kvtier.core.residency import TierName
+from kvtier.daemon.policies import ssd_eviction
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.tiers.base import Tier
@@ -100,7 +101,7 @@ def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
         max_age_s=_whole_seconds(ssd.max_age_ns),
         seal=seal,
         num_workers=ssd.io_threads,
-        worth=worth if config.policy.eviction in {"rd", "rd-sec"} else None,
+        worth=worth if ssd_eviction(config) != "lru" else None,
     )
     return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
 

@@ -110,7 +110,7 @@ def _folder_fields(path: Path) -> dict[str, Any]:
         raise refuse(f"{path} has no tokenizer.json", "fetch the tokenizer's files too")
     try:
         fields = json.loads((path / "config.json").read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(f"config.json is not valid: {error}", "fetch it again") from error
     if not isinstance(fields, dict):
         raise refuse("config.json is not valid: it is no object", "fetch it again")

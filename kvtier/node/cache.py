@@ -10,14 +10,14 @@ Rules
 * A block that is *expelled* is served no more, and leaves once nobody reads or fills its slot.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from kvtier.core.eviction import Eviction
 from kvtier.core.fate import Fate
-from kvtier.core.identity import BlockHeader, Selection
+from kvtier.core.identity import BlockHeader, Selection, split_hashes
 from kvtier.core.index import IS_KEPT, NO_SLOT, WAS_DEMOTED, WAS_REFUSED, WAS_USED, Index, Scope
 from kvtier.core.limits import (
     DRAINS_MAX,
@@ -65,6 +65,8 @@ class Cache:
         """By slot size, when a block of it was last used."""
         self.before_eviction: Callable[[Rows], object] = len
         """Told the rows that are evicted to make room, while they are still there."""
+        self.hold_back: Callable[[Rows, int], Rows] = lambda rows, _now_ns: rows
+        """Asked which of the next rows to go may go just now: others are to be written first."""
         self.is_kept: Callable[[bytes], bool] = lambda _key: False
         """Whether a block is passed over by eviction as long as another can go."""
         self.give_way: Callable[[int], bool] = lambda _size: False
@@ -107,38 +109,45 @@ class Cache:
             index.forget_absent(forgettable)
         return max(0, INDEX_ROWS_MAX - len(index))
 
-    def claim(self, row: int, mark: int, num_more: int = 0) -> bool:
-        """Give a row that is absent from the CPU tier a slot to be written, evicting if need be.
+    def claim(self, row: int, mark: int) -> bool:
+        """Claim one row; False: there is no room."""
+        return self.claim_all(np.array([row]), mark) == 1
 
-        Spares blocks touched at ``mark`` or later; ``num_more`` claims of that size are to follow.
-        False: no room; nothing has changed for the row, though others may have been evicted.
+    def claim_all(self, rows: Rows, mark: int) -> int:
+        """Give rows that are absent from the CPU tier slots to be written, evicting if need be.
+
+        For rows of one size. Spares blocks touched at ``mark`` or later. Returns for how many
+        leading rows there is room: nothing has changed for the others.
         """
-        assert self.index.slot[row] == NO_SLOT
-        size = self.size_of(row)
-        offset = self.slots.take(size, row)
-        if offset is None and self._make_room(size, mark, 1 + num_more):
-            offset = self.slots.take(size, row)
-        if offset is None:
-            return False
-        self.num_claims += 1
-        self.slots.hold(offset)
-        self.index.slot[row] = offset
-        self.index.past[row] = IS_KEPT if self.is_kept(self.index.hash_of(row)) else 0
-        self.index.move(row, TierName.CPU, Residency.WRITING)
-        return True
+        assert (self.index.slot[rows] == NO_SLOT).all()
+        size = self.size_of(int(rows[0])) if len(rows) else 0
+        num_claimed = self._take(rows, size)
+        while num_claimed < len(rows) and self._make_room(size, mark, len(rows) - num_claimed):
+            num_more = self._take(rows[num_claimed:], size)
+            if not num_more:
+                break
+            num_claimed += num_more
+        return num_claimed
 
     def publish(self, row: int, checksum: bytes) -> bool:
-        """Make a claimed row readable; False if it was expelled meanwhile, and so is not."""
-        assert self.state(row, TierName.CPU) == Residency.WRITING
-        self.index.checksum[row] = as_keys(checksum)[0]
-        self.index.move(row, TierName.CPU, Residency.READY)
-        if self.index.pins[row] == 0:
-            self.slots.let_go(int(self.index.slot[row]))
-            self.eviction.offer(self.index, row)
-        if row in self.expelled:
+        """Publish one row; False if it was expelled meanwhile."""
+        return bool(self.publish_all([row], [checksum]))
+
+    def publish_all(self, rows: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
+        """Make claimed rows readable; returns those that are, not expelled meanwhile."""
+        index, numbers = self.index, np.array(rows, np.int64)
+        assert (index.residency(numbers, TierName.CPU) == Residency.WRITING).all()
+        index.checksum[numbers] = as_keys(b"".join(checksums))
+        index.move(numbers, TierName.CPU, Residency.READY)
+        offsets, pins = index.slot[numbers].tolist(), index.pins[numbers].tolist()
+        for row, offset, num_pins in zip(rows, offsets, pins, strict=True):
+            if not num_pins:
+                self.slots.let_go(offset)
+                self.eviction.offer(index, row)
+        expelled = self.expelled.intersection(rows)
+        for row in expelled:
             self._expel_ready(row)
-            return False
-        return True
+        return [row for row in rows if row not in expelled]
 
     def abandon(self, row: int) -> None:
         """Take a claimed row's slot back; the row is forgotten if it is nowhere else."""
@@ -236,7 +245,20 @@ class Cache:
 
     def offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the arena offsets of rows that have slots."""
-        return tuple(int(self.index.slot[row]) for row in rows)
+        offsets: list[int] = self.index.slot[np.array(rows, np.int64)].tolist()
+        return tuple(offsets)
+
+    def _take(self, rows: Rows, size: int) -> int:
+        """Give leading rows the slots that are free; returns how many."""
+        offsets = self.slots.take_some(size, rows)
+        rows, index = rows[: len(offsets)], self.index
+        if len(rows):
+            self.num_claims += len(rows)
+            index.slot[rows] = offsets
+            kept = [self.is_kept(key) for key in split_hashes(index.keys_of(rows).tobytes())]
+            index.past[rows] = np.where(kept, IS_KEPT, 0)
+            index.move(rows, TierName.CPU, Residency.WRITING)
+        return len(rows)
 
     def _expel_ready(self, row: int) -> None:
         if self.index.pins[row] == 0:
@@ -282,19 +304,26 @@ class Cache:
 
     def _evict_oldest(self, size: int, mark: int, count: int) -> bool:
         victims = self.eviction.victims(self.index, self.slots, size, mark)
-        rows = np.array(list(islice(victims, min(count, VICTIMS_TAKEN_AT_ONCE))), np.int64)
-        self._evict_for_room(rows)
+        while len(rows := _next_of(victims, min(count, VICTIMS_TAKEN_AT_ONCE))):
+            going = self.hold_back(rows, self._now_ns)
+            self._evict_for_room(going)
+            if len(going):
+                break
+        else:
+            going = rows
         victims.close()  # not before, or they would be proposed again
-        self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
-        return len(rows) > 0
+        self.metrics.add(EVICTED_BLOCKS, len(going), tier=TierName.CPU, reason="capacity")
+        return len(going) > 0
 
     def _evict_for_room(self, rows: Rows) -> None:
         """Evict rows, and have remembered of each whether a slower tier did not want it."""
         self.before_eviction(rows)
         is_refused = self.index.past[rows] & WAS_REFUSED != 0
-        with self.whereabouts.leaving(Fate.REFUSED_BUDGET):
-            self.evict(rows[is_refused])
-        self.evict(rows[~is_refused])
+        if is_refused.any():
+            with self.whereabouts.leaving(Fate.REFUSED_BUDGET):
+                self.evict(rows[is_refused])
+        if not is_refused.all():
+            self.evict(rows[~is_refused])
 
     def _empty_slab(self, size: int) -> bool:
         """Empty one slab of a size, all of which can go, so that another size may use it.
@@ -337,3 +366,7 @@ class Cache:
                 gone = len(rows) - num_held
                 self.metrics.add(EVICTED_BLOCKS, gone, tier=TierName.CPU, reason="capacity")
                 return
+
+
+def _next_of(victims: Iterator[int], count: int) -> Rows:
+    return np.array(list(islice(victims, count)), np.int64)

@@ -7,16 +7,20 @@ the ledger, and what the engine measured goes back to the planner as it comes.
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 
+from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
-from kvtier.core.limits import SAMPLE_MAX_S
+from kvtier.core.limits import OUTCOME_LATE_NS, SAMPLE_MAX_S
 from kvtier.core.plan import Outcome, Plan, PlanReason
 from kvtier.core.planner import Ask, Planner, Source
 from kvtier.core.residency import TierName
+from kvtier.core.reuse.history import Use
+from kvtier.core.traits import Traits
 from kvtier.node.action import Found
 from kvtier.node.event import Load, Lookup
 from kvtier.node.ledger import Decision, Ledger
@@ -65,7 +69,9 @@ class Decisions:
         if self._planner is None:
             return Found(runs, run.reason, max_offload_tokens=max_offload_tokens)
         number = self.ledger.next_number()
-        ask = self._ask(event, session, run)
+        num_tokens = len(event.hashes) // HASH_BYTES * session.layout.block_tokens
+        ask = self._ask(session, run, event.first, num_tokens, event.traits)
+        ask = replace(ask, load=event.load)
         plan = Plan(number, 0, PlanReason.NOTHING)
         if len(run):
             plan = self._planner.plan(ask, number, now_ns)
@@ -91,12 +97,10 @@ class Decisions:
         )
         return Found(runs, run.reason, plan, max_offload_tokens)
 
-    def deadline_ns(self, event: Load, session: Session, now_ns: int) -> int:
-        """Return until when a load may wait: no longer than its plan says."""
+    def plan_of(self, event: Load, session: Session) -> Plan | None:
+        """Return the plan that a load carries out, if it is one of its own engine's."""
         decision = self.ledger.find(event.decision) if event.decision else None
-        if decision is None or decision.session != session.token or not decision.plan.wait_ns:
-            return event.deadline_ns
-        return min(event.deadline_ns, now_ns + decision.plan.wait_ns)
+        return decision.plan if decision and decision.session == session.token else None
 
     def conclude(self, session: Session, outcome: Outcome, now_ns: int) -> None:
         """Take in what came of a decision, once, and from the engine it was made for."""
@@ -113,25 +117,34 @@ class Decisions:
         plan = decision.plan
         if not plan.total_s:  # nothing was predicted
             return
-        self._metrics.add(PREDICTED_SECONDS, plan.total_s, of="first_token")
+        predicted_s = min(plan.total_s, SAMPLE_MAX_S)
+        self._metrics.add(PREDICTED_SECONDS, predicted_s, of="first_token")
         self._metrics.add(ACTUAL_SECONDS, outcome.ttft_s, of="first_token")
         if outcome.tiers:
             self._metrics.add(PREDICTED_SECONDS, plan.restore.mean_s, of="restore")
             self._metrics.add(ACTUAL_SECONDS, outcome.restore_s, of="restore")
 
-    def _ask(self, event: Lookup, session: Session, run: Run) -> Ask:
-        block_tokens, traits = session.layout.block_tokens, event.traits
-        limit = traits.max_load_tokens
+    def num_paying(self, session: Session, use: Use, run: Run, first: int, *, now_ns: int) -> int:
+        """Return how many leading blocks of a run to bring closer for a request that waits."""
+        if self._planner is None:
+            return len(run)
+        num_tokens = len(use.keys) * use.block_tokens
+        ask = self._ask(session, run, first, num_tokens, use.traits)
+        return self._planner.num_paying(replace(ask, load=session.load), now_ns)
+
+    def _ask(self, session: Session, run: Run, first: int, num_tokens: int, traits: Traits) -> Ask:
+        block_tokens, limit = session.layout.block_tokens, traits.max_load_tokens
         return Ask(
             key_space=session.key_space,
             sources=self._sources(run),
-            first_token=event.first * block_tokens,
-            num_tokens=max(traits.num_tokens, len(event.hashes) // HASH_BYTES * block_tokens),
+            first_token=first * block_tokens,
+            num_tokens=max(traits.num_tokens, num_tokens),
             block_tokens=block_tokens,
             block_bytes=session.layout.block_bytes,
             limit_blocks=None if limit is None else limit // block_tokens,
-            load=event.load,
+            load=EngineLoad(),
             can_split=session.can_split,
+            session=session.token,
         )
 
     def _sources(self, run: Run) -> tuple[Source, ...]:
@@ -155,6 +168,8 @@ def _is_sane(outcome: Outcome, decision: Decision) -> bool:
     """Tell whether an outcome could be true: one that is not would spoil every sum."""
     times = (outcome.restore_s, outcome.compute_s, outcome.wait_s, outcome.ttft_s)
     if not all(math.isfinite(seconds) and 0 <= seconds <= SAMPLE_MAX_S for seconds in times):
+        return False
+    if outcome.ttft_s - outcome.wait_s > OUTCOME_LATE_NS / 1e9:  # it would not be told any more
         return False
     num_found = sum(length for _, length in decision.found)
     num_blocks = sum(length for _, length in outcome.tiers)

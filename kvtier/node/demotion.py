@@ -59,11 +59,7 @@ class Demotion:
         num_claims = self._cache.num_claims - self._num_claims_seen
         if not self._is_cut_short and num_claims < self._num_claims_between():
             return
-        lanes = [
-            lane
-            for lane in self._transfers.lanes.values()
-            if lane.tier.write is not WriteMode.SECOND_USE and lane.is_usable(now_ns)
-        ]
+        lanes = self._lanes(now_ns, WriteMode.DEMOTE, WriteMode.STORE)
         if not lanes or all(self._transfers.room_bytes(lane) <= 0 for lane in lanes):
             self._is_cut_short = True
             return  # looked at again once something was written
@@ -74,6 +70,33 @@ class Demotion:
             if not slots.has_room_share(size, DEMOTION_FREE_SHARE):
                 self._demote(self._next(size), look, now_ns)
         self._is_cut_short = look.is_cut_short
+
+    def hold_back(self, rows: Rows, now_ns: int) -> Rows:
+        """Offer what is about to leave and had no chance yet; returns the rows that may go now.
+
+        The order changes with time, so that what nobody looked ahead at may be the next to go. What
+        a tier takes of it stays until it is written, and so does, from its parent on, what has no
+        room to be written after it; others go instead. Without any room all go.
+        """
+        lanes = self._lanes(now_ns, WriteMode.DEMOTE)
+        if not lanes:
+            return rows
+        index = self._cache.index
+        parents = dict(zip(rows.tolist(), index.parent_rows(rows).tolist(), strict=True))
+        needed: set[int] = set()
+        going: list[int] = []
+        for row, parent in parents.items():
+            chances: list[int | None] = [0]
+            if not index.past[row] & WAS_DEMOTED:
+                chances = [self._offer(row, lane, now_ns) for lane in lanes]
+            is_full = all(chance is None for chance in chances)
+            if not is_full and not index.past[row] & WAS_DEMOTED:
+                self._mark(row, is_taken=1 in chances)
+            if 1 in chances or (is_full and row in needed):
+                needed.add(parent)
+            else:
+                going.append(row)
+        return np.array(going, np.int64)
 
     def note_evicted(self, rows: Rows) -> None:
         """Count rows that leave the CPU tier now and would have been offered, had there been time.
@@ -88,6 +111,11 @@ class Demotion:
                 self._cache.metrics.add(
                     REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=Rule.FULL
                 )
+
+    def _lanes(self, now_ns: int, *modes: WriteMode) -> list[Lane]:
+        """Return the lanes that are written to in one of these modes, and can be used."""
+        lanes = self._transfers.lanes.values()
+        return [lane for lane in lanes if lane.tier.write in modes and lane.is_usable(now_ns)]
 
     def _num_claims_between(self) -> int:
         """Return how many slots are given out between two looks: few of those looked at."""

@@ -45,8 +45,8 @@ class Decision:
 class Ledger:
     """The last ``DECISIONS_MAX`` decisions, or fewer where their chains are long."""
 
-    def __init__(self) -> None:
-        self._num_decisions = 0
+    def __init__(self, first_number: int = 1) -> None:
+        self._next_number = first_number
         self._by_number: dict[int, Decision] = {}
         """Oldest first."""
         self._by_request: dict[str, int] = {}
@@ -59,8 +59,8 @@ class Ledger:
 
     def next_number(self) -> int:
         """Return the number of the decision to be made, a new one each time."""
-        self._num_decisions += 1
-        return self._num_decisions
+        self._next_number += 1
+        return self._next_number - 1
 
     def add(self, decision: Decision) -> None:
         """Note a decision; the oldest are forgotten for it."""

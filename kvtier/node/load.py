@@ -16,6 +16,7 @@ import numpy as np
 
 from kvtier.core.fate import Fate
 from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
+from kvtier.core.plan import Plan
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
 from kvtier.node.action import Action, Progress, Refused, Released, Reply
@@ -51,17 +52,22 @@ class Loads:
         session: Session,
         before: Rows,
         run: Run,
+        plan: Plan | None = None,
         *,
-        deadline_ns: int,
         now_ns: int,
     ) -> list[Action]:
         """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it.
 
-        Waits until ``deadline_ns``, which may be sooner than the client would.
+        Waits no longer than the client would, nor than its plan says.
         """
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
             return [Reply(event.call, Refused("too_many", "release loads that are done"))]
         self._num_leases += 1
+        deadline_ns = event.deadline_ns
+        if plan is not None and plan.wait_ns:
+            deadline_ns = min(deadline_ns, now_ns + plan.wait_ns)
+        if plan is not None and plan.part_blocks:
+            self._transfers.cut(self._num_leases, plan.part_blocks)
         lease = LoadLease(
             number=self._num_leases,
             call=event.call,

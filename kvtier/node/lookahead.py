@@ -5,18 +5,20 @@ what they are to be kept for. ``Retention`` keeps, ``Warming`` brings.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvtier.core.identity import split_hashes
 from kvtier.core.index import Scope
 from kvtier.core.limits import CLAIMS_MAX
-from kvtier.core.planner import Planner
 from kvtier.core.reuse.history import History, Use
 from kvtier.core.table import as_keys
 from kvtier.node.action import Retained, Warmed
 from kvtier.node.cache import Cache
+from kvtier.node.decision import Decisions
 from kvtier.node.event import Pin, Warm
 from kvtier.node.retention import Retention
 from kvtier.node.run import Chain, Run
+from kvtier.node.session import Session
 from kvtier.node.transfer import Transfers
 from kvtier.node.warming import Warming
 from kvtier.node.writes import Writes
@@ -25,6 +27,17 @@ __all__ = ["Lookahead"]
 
 _Find = Callable[[Chain, int, int], Run]
 """Returns what could be loaded of a chain, from a block on, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Blocks that an announced request will ask for."""
+
+    session: Session
+    use: Use
+    chain: Chain
+    first: int
+    end: int
 
 
 class Lookahead:
@@ -36,19 +49,19 @@ class Lookahead:
         transfers: Transfers,
         writes: Writes,
         find: _Find,
+        decisions: Decisions,
         *,
         pin_share: float = 0.0,
         history: History | None = None,
-        planner: Planner | None = None,
     ) -> None:
         self.retention = Retention(cache, pin_share)
         self.warming = Warming(cache, transfers, history)
         self._cache = cache
         self._writes = writes
         self._find = find
-        self._planner = planner
-        self._waiting: dict[tuple[str, str], tuple[Chain, int, int]] = {}
-        """Announced requests of which not all could be brought yet: from where to where."""
+        self._decisions = decisions
+        self._waiting: dict[tuple[str, str], _Wish] = {}
+        """Announced requests of which not all could be brought yet."""
         cache.is_kept = self.retention.is_kept
         cache.give_way = self.retention.give_way
 
@@ -72,12 +85,13 @@ class Lookahead:
             return warmed
         return Warmed(warmed.num_ready, warmed.num_coming, run.reason)
 
-    def announced(self, session: str, use: Use, chain: Chain, first: int, now_ns: int) -> None:
+    def announced(self, session: Session, use: Use, chain: Chain, first: int, now_ns: int) -> None:
         """Keep what a request that waits will ask for, and bring what the CPU tier lacks of it."""
-        num_kept = self.retention.announce(session, use.keys, use.payload_bytes, use.traits, now_ns)
-        name = (session, use.traits.request_id)
-        if num_kept > first and not self._bring(chain, first, num_kept, now_ns):
-            self._waiting[name] = (chain, first, num_kept)
+        token, traits = session.token, use.traits
+        num_kept = self.retention.announce(token, use.keys, use.payload_bytes, traits, now_ns)
+        wish = _Wish(session, use, chain, first, num_kept)
+        if num_kept > first and not self._bring(wish, now_ns):
+            self._waiting[token, traits.request_id] = wish
             if len(self._waiting) > CLAIMS_MAX:
                 del self._waiting[next(iter(self._waiting))]
 
@@ -86,12 +100,18 @@ class Lookahead:
         self.retention.over(session, request_id)
         self._waiting.pop((session, request_id), None)
 
+    def session_ended(self, session: str) -> None:
+        """Wait for no request of an engine that has gone."""
+        self.retention.session_ended(session)
+        for name in [each for each in self._waiting if each[0] == session]:
+            del self._waiting[name]
+
     def advance(self, now_ns: int) -> None:
         """End what is past its time, and bring more of what is announced as room comes free."""
         self.retention.expire(now_ns)
         while self._waiting and self.warming.has_room:
             name = next(iter(self._waiting))
-            if not self._bring(*self._waiting[name], now_ns):
+            if not self._bring(self._waiting[name], now_ns):
                 break
             del self._waiting[name]
 
@@ -105,20 +125,14 @@ class Lookahead:
         """Keep what a request offers, if it asks for that."""
         self.retention.wish(use.keys, use.payload_bytes, use.traits, now_ns)
 
-    def _bring(self, chain: Chain, first: int, end: int, now_ns: int) -> bool:
-        """Bring blocks of a chain into the CPU tier; False where some have to wait for that."""
-        run = self._paying(self._find(chain, first, now_ns).head(end - first), now_ns)
+    def _bring(self, wish: _Wish, now_ns: int) -> bool:
+        """Bring what pays of a wish into the CPU tier; False where some has to wait for that."""
+        run = self._find(wish.chain, wish.first, now_ns).head(wish.end - wish.first)
+        num_paying = self._decisions.num_paying(
+            wish.session, wish.use, run, wish.first, now_ns=now_ns
+        )
+        run = run.head(num_paying)
         return not len(run) or self.warming.start(run, "announced", now_ns).reason != "busy"
-
-    def _paying(self, run: Run, now_ns: int) -> Run:
-        """Return a run up to the first block that only a tier has which does not pay lately."""
-        guarded = self._planner.guarded(now_ns) if self._planner else frozenset()
-        length = 0
-        for tier, num_blocks in run.by_tier():
-            if tier in guarded:
-                break
-            length += num_blocks
-        return run.head(length)
 
     def _payload_bytes(self, key_space: bytes, hashes: bytes) -> int:
         """Return the size of a key space's blocks, 0 where no engine and no block tells it."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.planner import Planner
-from kvtier.core.residency import TierName
 from kvtier.node.cache import Cache
 from kvtier.node.event import ReadDone, WriteDone
 from kvtier.node.transfer import Flight, Lane
@@ -36,7 +35,8 @@ class Measurements:
         results = zip(flight.rows, event.results, strict=True)
         moved = [row for row, result in results if _has_moved(result)]
         if moved:
-            self._note(lane.tier.name, flight, moved, event.seconds, now_ns)
+            sample = self._sample(flight, moved, event.seconds)
+            self._planner.note_transfer(lane.tier.name, flight.is_read, sample, now_ns)
 
     def overdue(self, lane: Lane, flight: Flight, now_ns: int) -> None:
         """Take in a transfer that is past its deadline, and may never end."""
@@ -45,17 +45,12 @@ class Measurements:
     def _at_least(self, lane: Lane, flight: Flight, now_ns: int) -> None:
         if self._planner is None:
             return
-        elapsed_s = (now_ns - flight.started_ns) / 1e9
-        if elapsed_s > self._planner.restore_s(lane.tier.name, flight.num_bytes):
-            self._note(lane.tier.name, flight, flight.rows, elapsed_s, now_ns)
+        sample = self._sample(flight, flight.rows, (now_ns - flight.started_ns) / 1e9)
+        self._planner.note_unfinished(lane.tier.name, flight.is_read, sample, now_ns)
 
-    def _note(
-        self, tier: TierName, flight: Flight, rows: Sequence[int], seconds: float, now_ns: int
-    ) -> None:
-        assert self._planner is not None
+    def _sample(self, flight: Flight, rows: Sequence[int], seconds: float) -> TransferSample:
         num_bytes = sum(self._cache.size_of(row) for row in rows)
-        sample = TransferSample(len(rows), num_bytes, flight.depth, seconds)
-        self._planner.note_transfer(tier, flight.is_read, sample, now_ns)
+        return TransferSample(len(rows), num_bytes, flight.depth, seconds)
 
 
 def _has_moved(result: bytes | MissReason | WriteOutcome | None) -> bool:

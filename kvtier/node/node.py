@@ -26,7 +26,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.index import Scope
 from kvtier.core.layout import KNOWN_LAYOUTS
-from kvtier.core.limits import ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
+from kvtier.core.limits import BLOCK_BYTES_MAX, ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
@@ -75,6 +75,8 @@ class NodeSettings:
     tiers: tuple[SlowTier, ...] = ()
     pin_share: float = 0.0
     """Of the CPU tier, what pins and the like may keep from being evicted."""
+    first_decision: int = 1
+    """The number of its first decision: no earlier node's decision has it, or a later number."""
 
 
 class Node:
@@ -100,7 +102,7 @@ class Node:
         self.transfers = Transfers(self.cache, settings.tiers)
         self.writes = Writes(self.cache, self.transfers, admission)
         self.flush = Flush(self.cache, self.transfers, self.writes, history)
-        self.ledger = Ledger()
+        self.ledger = Ledger(settings.first_decision)
         self.history, self.planner, self.depth = history, planner, depth
         self.uses = Uses(history, depth, self.cache.whereabouts)
         self.misses = Misses(self.cache, self.transfers, history, self.ledger)
@@ -124,12 +126,13 @@ class Node:
             self.transfers,
             self.writes,
             self.find,
+            self.decisions,
             pin_share=settings.pin_share,
             history=history,
-            planner=planner,
         )
         self._demotion = Demotion(self.cache, self.transfers, self.writes)
         self.cache.before_eviction = self._demotion.note_evicted
+        self.cache.hold_back = self._demotion.hold_back
         self._completions = Completions(
             self.cache, self.transfers, self.loads, self.probes, self.measurements
         )
@@ -232,7 +235,7 @@ class Node:
             can_split=event.can_split,
         )
         if self.planner is not None:
-            self.planner.note_flops(event.key_space, event.flops)
+            self.planner.note_flops(event.key_space, event.flops, token)
         self.writes.note_layout(event.key_space, event.layout)
         return [Reply(event.call, Registered(token, self.boot, self._lease_ns))]
 
@@ -243,10 +246,11 @@ class Node:
         session.report = EngineReport(
             event.capacity_bytes, event.used_bytes, event.used_tokens, event.hit_tokens
         )
+        session.load = event.load
         if event.order:
             self.drops.answered(event.order, event.removed)
         if self.planner is not None and event.steps:
-            self.planner.note_steps(session.key_space, event.steps, now_ns)
+            self.planner.note_steps(session.key_space, event.steps, now_ns, session.token)
         for outcome in event.outcomes:
             self.decisions.conclude(session, outcome, now_ns)
         return [Reply(event.call, None)]
@@ -259,6 +263,7 @@ class Node:
                 actions += self.loads.release(session, number)[1]
             actions += self.stores.abandon(session)
             self.drops.session_ended(session.token)
+            self.lookahead.session_ended(session.token)
         return actions
 
     # Lookups and loads
@@ -279,7 +284,7 @@ class Node:
             chain = Chain.of(
                 Scope(session.key_space, each.tenant), each.hashes, session.layout.block_bytes
             )
-            self.lookahead.announced(session.token, use, chain, each.first, now_ns)
+            self.lookahead.announced(session, use, chain, each.first, now_ns)
         for name in event.over:
             self.lookahead.over(session.token, name)
         self.metrics.add(ANNOUNCED_REQUESTS, len(event.requests))
@@ -332,10 +337,8 @@ class Node:
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         before = self.cache.index.find(chain.keys[: event.first if len(run) else 0])
-        deadline_ns = self.decisions.deadline_ns(event, session, now_ns)
-        return self.loads.start(
-            event, session, before[before >= 0], run, deadline_ns=deadline_ns, now_ns=now_ns
-        )
+        plan = self.decisions.plan_of(event, session)
+        return self.loads.start(event, session, before[before >= 0], run, plan, now_ns=now_ns)
 
     def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
@@ -487,6 +490,8 @@ def _refusal(event: ev.Register, slots: SlabAllocator) -> str:
         return f"layout {layout.name!r} version {layout.version} is not known to this daemon"
     if len(event.key_space) != HASH_BYTES:
         return f"key_space has {len(event.key_space)} bytes, not {HASH_BYTES}"
+    if layout.block_bytes > BLOCK_BYTES_MAX:
+        return f"layout.block_bytes is {layout.block_bytes}, and at most {BLOCK_BYTES_MAX} can be"
     size, slab_bytes = slot_bytes(layout.block_bytes), slots.slab_bytes
     if size > slab_bytes:
         return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"

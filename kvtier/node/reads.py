@@ -3,6 +3,7 @@
 First come, first served would let one long load hold up fifty short ones. So each load has a line
 of its own, and a transfer takes the next rows of one line; then it is the next load's turn. A row
 that many loads wait for stands in all their lines, and is read as soon as the first gets to it.
+A load that wants its rows in smaller transfers has several of them in a turn.
 """
 
 from collections import OrderedDict, deque
@@ -24,6 +25,11 @@ class ReadQueue:
         self._lines: OrderedDict[int, deque[int]] = OrderedDict()
         """By load, in the order of their turns, its rows; some may have been read or given up."""
 
+        self._parts: dict[int, int] = {}
+        """By load, the most rows that it takes at once, where it is to be fewer than usual."""
+        self._turn = (BACKGROUND, 0)
+        """Whose turn it is, and how many rows it has had of it."""
+
     def __len__(self) -> int:
         return len(self._queued)
 
@@ -40,6 +46,11 @@ class ReadQueue:
             self.num_bytes += num_bytes
         self._lines.setdefault(load, deque()).append(row)
 
+    def cut(self, load: int, count: int) -> None:
+        """Give a load no more than ``count`` rows at once, until it is forgotten."""
+        assert count > 0, "something is taken"
+        self._parts[load] = count
+
     def discard(self, row: int) -> bool:
         """Take a row off the queue, whoever wants it; False where it is not there."""
         return self._pop(row) is not None
@@ -47,6 +58,7 @@ class ReadQueue:
     def forget(self, load: int) -> None:
         """Drop a load's line; what others do not want was taken off before."""
         self._lines.pop(load, None)
+        self._parts.pop(load, None)
 
     def clear(self) -> None:
         """Take everything off."""
@@ -55,13 +67,20 @@ class ReadQueue:
         self._lines.clear()
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Take up to ``count`` rows off, all of one load whose turn it is, with when they came."""
+        """Take up to ``count`` rows off, all of the load whose turn it is, with when they came.
+
+        So many are a turn, too.
+        """
         while self._queued:
             load = self._next_load()
-            taken = self._take_from(self._lines[load], count)
+            most = min(count, self._parts.get(load, count))
+            taken = self._take_from(self._lines[load], most)
+            whose, num_had = self._turn
+            num_had = len(taken) + (num_had if whose == load else 0)
+            self._turn = (load, num_had % count)
             if not self._lines[load]:
                 del self._lines[load]
-            else:
+            elif num_had >= count:
                 self._lines.move_to_end(load)
             if taken:
                 return taken

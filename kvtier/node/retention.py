@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 
@@ -41,6 +42,10 @@ __all__ = ["Retention"]
 
 _PIN_PRIORITY = PRIORITY_MAX + 1
 """An operator's word is above any request's."""
+
+_LOOKED_AT_ONCE = 64
+"""Kept blocks of which is found out together whether they could go: one by one, thousands that are
+not in the CPU tier hold up the node for the better part of a second."""
 
 _ENDS_MAX = 4 * CLAIMS_MAX
 """Ends remembered before those of claims that were renewed are forgotten."""
@@ -73,14 +78,17 @@ class Retention:
         self._sizes: dict[bytes, int] = {}
         self._num_bytes = 0
         """Of all blocks named, each once."""
+        self._given_up: dict[bytes, None] = {}
+        """Blocks that no claim named any more at some time, not yet told to the cache."""
 
     def pin(self, keys: Sequence[bytes], payload_bytes: int, ttl_ns: int, now_ns: int) -> Retained:
         """Keep a chain's blocks for a time, or no longer where that is none."""
         if not keys:
             return Retained(0)
         name = ("pin", keys[-1])
-        self._end(name)
         if ttl_ns <= 0:
+            self._end(name)
+            self._settle()
             return Retained(0)
         claim = _Claim(_PIN_PRIORITY, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
         return self._make(name, claim)
@@ -113,6 +121,13 @@ class Retention:
     def over(self, session: str, request_id: str) -> None:
         """Note that an announced request had its turn, or that it will not come."""
         self._end(("announced", session, request_id))
+        self._settle()
+
+    def session_ended(self, session: str) -> None:
+        """Wait for no request of an engine that has gone."""
+        for name in [each for each in self._priorities if _is_announced(each, session)]:
+            self._end(name)
+        self._settle()
 
     def expire(self, now_ns: int) -> None:
         """End what is past its time."""
@@ -121,6 +136,7 @@ class Retention:
             claim = self._find(name)
             if claim is not None and claim.until_ns <= now_ns:
                 self._end(name)
+        self._settle()
 
     def is_kept(self, key: bytes) -> bool:
         """Tell whether some claim names a block."""
@@ -131,11 +147,11 @@ class Retention:
 
         False where there is none.
         """
-        while self._priorities:
-            name, claim = self._least()
-            if self._trim(name, claim) and claim.size == size:
-                return True
-        return False
+        num_given_up, is_found = self._num_until_free(size)
+        for _ in range(num_given_up):
+            self._trim(*self._least())
+        self._settle()
+        return is_found
 
     def retained_bytes(self) -> int:
         """Return the bytes of the CPU tier that are kept."""
@@ -148,6 +164,11 @@ class Retention:
 
     def _make(self, name: Hashable, claim: _Claim) -> Retained:
         """Put a claim in place of any of that name, as much of it as the budget allows."""
+        retained = self._put(name, claim)
+        self._settle()
+        return retained
+
+    def _put(self, name: Hashable, claim: _Claim) -> Retained:
         self._end(name)
         wanted, claim.keys = claim.keys, []
         for key in wanted:
@@ -173,9 +194,12 @@ class Retention:
             self._num_bytes + claim.size > self._budget_bytes()
             or len(self._wanted) >= KEPT_BLOCKS_MAX
         ):
-            if not self._priorities or self._least()[1].priority > claim.priority:
+            if not self._priorities:
                 return False
-            self._trim(*self._least())
+            name, least = self._least()
+            if least.priority > claim.priority:
+                return False
+            self._trim(name, least)
         return True
 
     def _forget_ends(self) -> None:
@@ -203,12 +227,30 @@ class Retention:
         self._wanted[key] += 1
         claim.keys.append(key)
 
-    def _trim(self, name: Hashable, claim: _Claim) -> bool:
-        """Give up a claim's last block; tells whether it can be evicted now."""
-        is_free = self._let_go(claim.keys.pop())
+    def _num_until_free(self, size: int) -> tuple[int, bool]:
+        """Return how many blocks to give up until one in such a slot can go, and if one can."""
+        index, named = self._cache.index, Counter[bytes]()
+        leaving = (
+            (key, claim.size)
+            for priority in sorted(self._claims)
+            for claim in self._claims[priority].values()
+            for key in reversed(claim.keys)
+        )
+        while batch := list(islice(leaving, _LOOKED_AT_ONCE)):
+            rows = index.find(as_keys(b"".join(key for key, _ in batch)))
+            is_free = (rows >= 0) & (index.residency(rows, TierName.CPU) == Residency.READY)
+            is_free &= index.pins[rows] == 0
+            for (key, its_size), can_go in zip(batch, is_free.tolist(), strict=True):
+                named[key] += 1
+                if can_go and its_size == size and named[key] == self._wanted[key]:
+                    return named.total(), True
+        return named.total(), False
+
+    def _trim(self, name: Hashable, claim: _Claim) -> None:
+        """Give up a claim's last block."""
+        self._let_go(claim.keys.pop())
         if not claim.keys:
             self._end(name)
-        return is_free
 
     def _end(self, name: Hashable) -> None:
         """Give up a claim, if there is one of that name."""
@@ -222,20 +264,29 @@ class Retention:
         for key in claim.keys:
             self._let_go(key)
 
-    def _let_go(self, key: bytes) -> bool:
-        """Let one claim name a block no more; tells whether it can be evicted now."""
+    def _let_go(self, key: bytes) -> None:
+        """Let one claim name a block no more."""
         self._wanted[key] -= 1
-        if self._wanted[key]:
+        if not self._wanted[key]:
+            del self._wanted[key]
+            self._num_bytes -= self._sizes.pop(key)
+            self._given_up[key] = None
+
+    def _settle(self) -> bool:
+        """Let what was given up be evicted; tells whether any of it can be now.
+
+        All at once: one by one, a chain of thousands of blocks would hold up the node.
+        """
+        keys = [key for key in self._given_up if key not in self._wanted]
+        self._given_up.clear()
+        if not keys:
             return False
-        del self._wanted[key]
-        self._num_bytes -= self._sizes.pop(key)
-        cache = self._cache
-        for row in self._rows([key]).tolist():
-            cache.index.past[row] &= ~np.uint8(IS_KEPT)
-            if cache.state(row, TierName.CPU) == Residency.READY and not cache.index.pins[row]:
-                cache.eviction.offer(cache.index, row)
-                return True
-        return False
+        cache, rows = self._cache, self._rows(keys)
+        cache.index.past[rows] &= ~np.uint8(IS_KEPT)
+        free = rows[cache.index.evictable(rows)].tolist()
+        for row in free:
+            cache.eviction.offer(cache.index, row)
+        return bool(free)
 
     def _mark(self, keys: Sequence[bytes]) -> None:
         """Mark rows that are in the CPU tier; those that come later are marked then."""
@@ -247,3 +298,7 @@ class Retention:
         rows = self._cache.index.find(as_keys(b"".join(keys)))
         found: Rows = rows[rows >= 0]
         return found
+
+
+def _is_announced(name: Hashable, session: str) -> bool:
+    return isinstance(name, tuple) and name[:2] == ("announced", session)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -79,10 +79,12 @@ class Run:
     def by_tier(self) -> tuple[tuple[TierName, int], ...]:
         """Return the run in pieces: the fastest tier of each, and its number of blocks."""
         fastest = self.masks & (~self.masks + 1)  # the lowest bit that is set
-        starts = np.flatnonzero(np.diff(fastest, prepend=0))
-        lengths = np.diff(starts, append=len(self))
+        if not len(fastest):
+            return ()
+        starts = [0, *(np.flatnonzero(fastest[1:] != fastest[:-1]) + 1).tolist()]
         tiers = (_SOURCES[mask][0] for mask in fastest[starts].tolist())
-        return tuple(zip(tiers, lengths.tolist(), strict=True))
+        lengths = (end - first for first, end in pairwise([*starts, len(self)]))
+        return tuple(zip(tiers, lengths, strict=True))
 
 
 def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:

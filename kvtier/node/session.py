@@ -10,6 +10,7 @@ its unfinished stores stay reserved, since it might still be writing to them.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import TierName
 
@@ -97,6 +98,8 @@ class Session:
     can_split: bool = False
     """It computes the front of a prompt while the back is loaded."""
     report: EngineReport = EngineReport()
+    load: EngineLoad = field(default_factory=EngineLoad)
+    """What it had to do when it last reported."""
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)
     leased: Leased = field(default_factory=Leased)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier.core.admission import Admission, Admit, Offer, Reject, Rule
 from kvtier.core.fate import Fate
+from kvtier.core.identity import split_hashes
 from kvtier.core.index import NewBlocks, Scope
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
@@ -112,13 +113,10 @@ class Stores:
         answer = self._judge(session, lacking, first, use)
         if self._cache.is_closed(chain.scope):
             answer = _Answer(0, reason="dropping")
-        claimed: list[int] = []
-        for place in lacking[: answer.num_blocks]:
-            num_more = answer.num_blocks - len(claimed) - 1
-            if not self._cache.claim(int(rows[place]), mark, num_more):
-                answer = _Answer(len(claimed), reason="no_room")
-                break
-            claimed.append(place)
+        num_claimed = self._cache.claim_all(rows[lacking[: answer.num_blocks]], mark)
+        if num_claimed < answer.num_blocks:
+            answer = _Answer(num_claimed, reason="no_room")
+        claimed = lacking[:num_claimed]
         leased = rows[claimed].tolist()
         self._note_refused(rows, lacking[len(claimed) :], answer.rule)
         index.forget_absent(rows)
@@ -149,11 +147,7 @@ class Stores:
         actions: list[Action] = []
         whole = lease.rows[: len(event.checksums)]
         # What was dropped meanwhile is not published, though its waiters have to hear of it.
-        ready = [
-            row
-            for row, checksum in zip(whole, event.checksums, strict=False)
-            if self._cache.publish(row, checksum)
-        ]
+        ready = self._cache.publish_all(whole, event.checksums[: len(whole)])
         for row in whole:
             actions += self._loads.block_ready(row)
         for row in lease.rows[len(whole) :]:
@@ -240,8 +234,8 @@ class Stores:
         self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
         self._count("throttled" if rule is Rule.FULL else "rejected", len(places))
         if self._history is not None and places:
-            keys = [self._cache.index.hash_of(int(rows[place])) for place in places]
-            self._history.note_fate(keys, _FATES[rule])
+            keys = self._cache.index.keys_of(rows[list(places)])
+            self._history.note_fate(split_hashes(keys.tobytes()), _FATES[rule])
 
     def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
         self._num_leases += 1

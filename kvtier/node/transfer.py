@@ -133,6 +133,11 @@ class Transfers:
             if row in lane.reads:
                 lane.reads.add(row, load, self._cache.size_of(row), now_ns)
 
+    def cut(self, load: int, num_blocks: int) -> None:
+        """Have no read for a load carry more blocks, until it is forgotten."""
+        for lane in self.lanes.values():
+            lane.reads.cut(load, num_blocks)
+
     def forget_load(self, load: int) -> None:
         """Give a load no more turns; what it alone wanted was cancelled before."""
         for lane in self.lanes.values():

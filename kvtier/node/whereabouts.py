@@ -29,8 +29,10 @@ class Whereabouts:
     def __init__(self, index: Index, history: History | None) -> None:
         self._index = index
         self._history = history
-        self._arrivals: list[tuple[TierName, int]] = []
+        self._arrivals: list[tuple[TierName, Rows]] = []
         """Tiers and rows that are ready there now, in the order in which they came."""
+        self._num_arrived = 0
+        """Of all these rows."""
         self._fate = Fate.EVICTED
         """Of what leaves now."""
         if history is not None:
@@ -40,11 +42,11 @@ class Whereabouts:
         """Let the history know of all that came."""
         if self._history is None or not self._arrivals:
             return
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals, self._arrivals, self._num_arrived = self._arrivals, [], 0
         for tier in LOWER_TIERS:
-            rows = np.array([row for each, row in arrivals if each is tier], np.int64)
-            if len(rows):
-                self._enter(self._history, tier, rows)
+            came = [rows for each, rows in arrivals if each is tier]
+            if came:
+                self._enter(self._history, tier, np.concatenate(came))
 
     def num_restored(self, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain are somewhere, if a tier was found not empty.
@@ -83,7 +85,7 @@ class Whereabouts:
     def _enter(self, history: History, tier: TierName, rows: Rows) -> None:
         """Tell of blocks, those of one size at a time."""
         sizes = self._index.payload_bytes[rows]
-        for size in np.unique(sizes).tolist():
+        for size in sorted(set(sizes.tolist())):
             alike = rows[sizes == size]
             history.enter(tier, self._keys(alike), size, alike.tolist())
 
@@ -95,8 +97,9 @@ class Whereabouts:
         if not len(changed):
             return
         if state == Residency.READY:
-            self._arrivals += [(tier, row) for row in changed.tolist()]
-            if len(self._arrivals) >= ARRIVALS_MAX:
+            self._arrivals.append((tier, changed))
+            self._num_arrived += len(changed)
+            if self._num_arrived >= ARRIVALS_MAX:
                 self.tell()
             return
         self.tell()

@@ -8,7 +8,7 @@ interleave in any order under one seed.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -26,8 +26,11 @@ __all__ = ["Customer", "Job", "Tally"]
 Job = Generator[int, None, None]
 """Yields how long to wait before it is resumed."""
 
-_DOCUMENTS = 5
+_DOCUMENTS = 2
 _PROMPT_BLOCKS_MAX = 14
+
+_RECENT_PROMPTS = 4
+"""Of which one may go on: what was stored a moment ago is most likely still there."""
 
 
 @dataclass(slots=True)
@@ -62,18 +65,32 @@ class Customer:
         self._weather = world.weather
         self._tally = tally
         self._num_requests = 0
+        self._recent: deque[tuple[list[int], bytes]] = deque(maxlen=_RECENT_PROMPTS)
+        """Prompts of late, as numbers of their blocks, and whose they were."""
+        self._token_s = world.draw.choice((1e-6, 1e-4, 1e-4, 1e-3))
+        """What its engine takes for a token."""
+        self._restored_lag = world.draw.choice((1.0, 1.0, 30.0))
+        """How much longer first tokens take than they should where blocks were restored."""
         self._over: list[str] = []
         """Requests that ended, and of which the node is still to be told."""
 
     def prompt(self) -> Blocks:
-        """Return a chain that begins like others: some of a document, then perhaps its own."""
+        """Return a chain that begins like others: the next turn of one, or some of a document."""
         draw = self._draw
+        if self._recent and self._happens(0.6):
+            numbers, tenant = draw.choice(self._recent)
+            numbers = [*numbers, *(draw.randrange(100_000, 100_020) for _ in range(2))]
+            return self._begin(numbers[:_PROMPT_BLOCKS_MAX], tenant)
         document = draw.randrange(_DOCUMENTS)
         shared = draw.randint(1, _PROMPT_BLOCKS_MAX)
         own = draw.choice((0, 0, 1, 3))
         numbers = [1000 * document + place for place in range(shared)]
         numbers += [draw.randrange(100_000, 100_020) for _ in range(own)]
-        return self.engine.chain(numbers, draw.choice(TENANTS))
+        return self._begin(numbers, draw.choice((*TENANTS, TENANTS[0])))
+
+    def _begin(self, numbers: list[int], tenant: bytes) -> Blocks:
+        self._recent.append((numbers, tenant))
+        return self.engine.chain(numbers, tenant)
 
     def work(self) -> Job:
         """Serve one prompt after the other until the daemon is gone."""
@@ -174,7 +191,7 @@ class Customer:
         if self._happens(0.3):
             return NO_TRAITS
         self._num_requests += 1
-        limits = (*[None] * 10, 0, draw.randint(1, 64 * len(blocks)))
+        limits = (*[None] * 20, 0, draw.randint(1, 64 * len(blocks)))
         return Traits(
             request_id=f"{self.engine.name}.{self._num_requests}",
             num_tokens=64 * len(blocks) + draw.randrange(64),
@@ -191,10 +208,10 @@ class Customer:
         """Say what steps took and what came of a plan, truly or not."""
         draw = self._draw
         num_tokens = draw.randint(1, 512)
-        seconds = num_tokens * draw.choice((1e-6, 1e-4, 1e-4, 1e-2))
+        seconds = num_tokens * self._token_s * draw.choice((0.9, 1.0, 1.1, 5.0))
         restored = tuple(Counter(tiers).items())
         steps = [StepSample(num_tokens, 0, num_tokens**2 / 2, 0, seconds)]
-        ttft_s = seconds + 0.01
+        ttft_s = (seconds + 0.01) * (self._restored_lag if tiers else 1.0)
         outcomes = [Outcome(plan.decision, restored, 0.01, num_tokens, seconds, 0.0, ttft_s)]
         if self._happens(self._weather.lie):
             wrong = draw.choice((math.nan, math.inf, -1.0, 0.0, 1e-300, 1e12))

@@ -32,12 +32,21 @@ _RESTORES: Sequence[Literal["auto", "always", "never"]] = (
     "auto",
     "auto",
     "auto",
-    "always",
+    "auto",
     "always",
     "always",
     "never",
 )
-_MOST_TOKENS: Sequence[Literal["auto"] | int] = ("auto", "auto", "auto", "auto", "auto", 0, 640)
+_MOST_TOKENS: Sequence[Literal["auto"] | int] = (
+    "auto",
+    "auto",
+    "auto",
+    "auto",
+    "auto",
+    "auto",
+    0,
+    640,
+)
 _GATES = (0.0, 0.5, 1.0, 1.0)
 
 

@@ -13,7 +13,7 @@ and none too late, nothing left of what was dropped, and above all that every bl
 accepts is the one it asked for, byte for byte. When all engines are gone, the node must be idle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvtier.core.residency import Residency, TierName
@@ -121,7 +121,10 @@ class Simulation:
             if tears and isinstance(work, ac.Write):
                 self._tear(work)
             else:
-                ended.append(stage.fault(work) if fails else stage.completion(work))
+                event = stage.fault(work) if fails else stage.completion(work)
+                if isinstance(event, ev.ReadDone | ev.WriteDone):
+                    event = replace(event, seconds=latency_ns / 1e9)
+                ended.append(event)
 
         def tell() -> None:
             if stage is world.stage:

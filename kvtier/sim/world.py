@@ -13,6 +13,7 @@ from kvtier.sim.medium import Medium
 from kvtier.sim.policy import draw_config, policies, write_modes
 from kvtier.sim.weather import draw_weather
 from kvtier.testing.clock import FakeClock
+from kvtier.testing.leaves_first import LeavesFirst
 from kvtier.testing.stage import Stage, StageSettings, Work
 
 __all__ = ["MS", "TENANTS", "World"]
@@ -49,7 +50,7 @@ class World:
         self.is_open = True
         self._config = config = draw_config(draw)
         self._settings = StageSettings(
-            num_slabs=draw.choice((5, 8)),
+            num_slabs=draw.choice((5, 8, 16)),
             slab_bytes=40_960,
             num_workers=draw.choice((1, 2, 3)),
             queue_bytes_max=draw.choice((30_000, 1 << 30)),
@@ -116,7 +117,7 @@ class World:
             self._settings,
             clock=self.clock,
             boot=boot,
-            eviction=chosen.eviction,
+            eviction=LeavesFirst(chosen.eviction),
             admission=chosen.admission,
             history=chosen.history,
             planner=chosen.planner,

@@ -229,11 +229,24 @@ class FakeEngine:
 
     # Reports
 
-    def measured(self, steps: Sequence[StepSample] = (), outcomes: Sequence[Outcome] = ()) -> None:
-        """Report what steps took, and what came of decisions."""
+    def measured(
+        self,
+        steps: Sequence[StepSample] = (),
+        outcomes: Sequence[Outcome] = (),
+        load: EngineLoad | None = None,
+    ) -> None:
+        """Report what steps took, what came of decisions, and what there is to do."""
         call = self.stage.call(
             lambda call: ev.Report(
-                call, self.session, 0, 0, 0, 0, steps=tuple(steps), outcomes=tuple(outcomes)
+                call,
+                self.session,
+                0,
+                0,
+                0,
+                0,
+                steps=tuple(steps),
+                outcomes=tuple(outcomes),
+                load=load or EngineLoad(),
             )
         )
         self.answer(call)

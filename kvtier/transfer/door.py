@@ -204,7 +204,7 @@ def knock(
             raise DaemonUnavailable(f"{who}: daemon.allowed_uids does not name it") from error
         except TimeoutError as error:
             raise DaemonUnavailable(f"the daemon at {daemon} gave no answer") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DaemonUnavailable(f"no daemon answers at {daemon}: {error}") from error
         if "refused" in message:
             raise DaemonUnavailable(f"the daemon at {daemon} refuses: {message['refused']}")

@@ -22,6 +22,7 @@ NOT_IN_CORE = re.compile(
     r"asyncio|datetime|logging|os|random|secrets|socket|threading|time|torch|uuid"
 )
 ENGINE_ONLY = re.compile(r"accelerate|safetensors|torch|transformers")
+ENGINES = ("kvtier/engine/", "kvtier/connectors/vllm/")
 MUTABLE_CALLS = re.compile(r"bytearray|defaultdict|deque|dict|list|set")
 READ_ONLY = ("Mapping", "Sequence", "Set", "Final")
 
@@ -135,7 +136,7 @@ def imports(module: Module) -> Found:
     for line, name in _imports(module):
         if module.name.startswith("kvtier/core/") and NOT_IN_CORE.fullmatch(name):
             yield line, f"core is pure and imports no {name}"
-        if ENGINE_ONLY.fullmatch(name) and not module.name.startswith("kvtier/engine/"):
+        if ENGINE_ONLY.fullmatch(name) and not module.name.startswith(ENGINES):
             yield line, f"only the engine imports {name}"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import subprocess
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvtier.cli.probe import probe_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.daemon.explain import FATE_SENTENCES, PLAN_SENTENCES
-from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.child import await_true, kvtier_command, work_directory
 from kvtier.testing.served import Served, complete
 
 DECISION: dict[str, Any] = {
@@ -179,6 +180,37 @@ def test_what_is_not_known_is_said_to_be() -> None:
     assert "there is no other recent prompt" in text
 
 
+def test_where_nothing_was_found_nothing_was_predicted() -> None:
+    unknown = {"mean": None, "p95": None}
+    plan = {
+        **DECISION["plan"],
+        "restore_s": unknown,
+        "recompute_s": unknown,
+        "first_token_s": None,
+        "first_token_by_recompute_s": None,
+    }
+    decision = {**DECISION, "reason": "nothing", "plan": plan}
+    text = explain_text({"request_id": "", "chain": None, "decision": decision})
+    check_shape(text)
+    assert "predicted" not in text
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_is_said_to_be() -> None:
+    few = ("--sessions=1", "--prompt-tokens=99", "--jobs=1")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            kvtier_command("plan", "--model-layers=1", "--kv-heads=1", "--head-dim=8", *few),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvtier: the output cannot be written: No space left on device\n"
+
+
 def test_a_probe_is_a_table() -> None:
     rounds = [
         {"is_read": False, "block_bytes": 64 << 10, "num_blocks": 4, "depth": 1, "seconds": 0.004},
@@ -322,6 +354,12 @@ def test_texts_messages_and_short_prompts(served: tuple[Served, str], tmp_path: 
         (["--prompt", "x", "--engine", "http://127.0.0.1:1"], "no engine answers"),
         (["--prompt", "x", "--engine", "127.0.0.1:1"], "is no URL"),
         (["--prompt", "x", "--engine", "ftp://127.0.0.1:1"], "is no URL"),
+        (["--prompt", "x", "--engine", "http://[::1"], "is no URL"),
+        (["--prompt", "x", "--engine", "http://127.0.0.1:99999"], "is no URL"),
+        (["--prompt", "x", "--engine", "http://key@127.0.0.1:1"], "is no URL"),
+        (["--request", "\udcff"], "--request: is no text"),  # a byte that is no UTF-8
+        (["--prompt", "\udcff"], "--prompt: is no text"),
+        (["--prompt", "x", "--salt", "\udcff"], "--salt: is no text"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(

@@ -60,7 +60,7 @@ def run(
 def test_a_prompt_is_pinned_and_let_go(served: tuple[Served, str]) -> None:
     told = run(served, "pin", "--tokens", "-", "--ttl", "60")
     assert (told.returncode, told.stderr) == (0, "")
-    assert told.stdout == "kept are 4 of 4 blocks, for 60 s\n"
+    assert told.stdout == "keeps 4 of 4 blocks for 60 s\n"
     told = run(served, "pin", "--tokens", "-", "--ttl", "60", "--json")
     assert json.loads(told.stdout) == {"blocks": 4, "of_blocks": 4, "reason": "", "ttl_s": 60}
     told = run(served, "pin", "--tokens", "-", "--ttl", "0")
@@ -87,6 +87,15 @@ def test_what_no_tier_has_cannot_be_warmed(served: tuple[Served, str]) -> None:
     assert told.stdout == (
         "of 4 blocks 0 are in the CPU tier and 0 on their way; no tier has the next one\n"
     )
+
+
+@pytest.mark.parametrize("command", ["pin", "warm"])
+def test_a_prompt_that_fills_no_block_is_not_said_to_be_kept(
+    served: tuple[Served, str], command: str
+) -> None:
+    told = run(served, command, "--tokens", "-", prompt=PROMPT[:10])
+    assert told.returncode == 1
+    assert told.stdout == "the prompt fills no block, and only full blocks are kept\n"
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@
 import json
 import lzma
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvtier.cli.main import main
 from kvtier.config import load_config
 from kvtier.sim.replay.traffic import Traffic
-from kvtier.testing.child import Child, kvtier_command, work_directory
+from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 
 pytestmark = pytest.mark.slow
+
+TINY = ("--model-layers", "1", "--kv-heads", "1", "--head-dim", "1")
+FEW = ("--sessions", "1", "--prompt-tokens", "99")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,12 @@ def test_replay_prints_tables_json_and_a_page(run: Run, trace: Path, tmp_path: P
         (("--prefill-profile", "/absent.csv"), "cannot be read"),
         (("--config", "/absent.toml"), "absent.toml"),
         (("--report", "/absent/page.html"), "no directory"),
+        (("--report", "/"), "is a directory"),
+        (("--report", "/dev/full", "--cpu-blocks", "9", "--policy", "lru"), "No space left"),
+        (("--cpu-blocks", "3"), "give the CPU tier 4 to"),
+        (("--cpu-blocks", "9" * 5000), "no whole number"),
+        (("--cpu-blocks", str(2**30)), "give the CPU tier 4 to"),
+        (("--hash-tokens", "1000000"), "--block-tokens"),
     ],
 )
 def test_replay_says_what_is_wrong_on_one_line(
@@ -154,12 +165,64 @@ def test_a_plan_as_json_from_a_trace_and_a_model_folder(
         (("/absent", "--sessions", "1", "--prompt-tokens", "9"), "does not exist"),
         (("--target", "luck=1"), "none of hits="),
         (("--target", "memory=lots"), "lots"),
+        ((*TINY, "--sessions", "0", "--prompt-tokens", "9"), "--sessions: is 0"),
+        ((*TINY, "--sessions", "1000000000", "--prompt-tokens", "9"), "--sessions"),
+        ((*TINY, "--sessions", "1", "--prompt-tokens", "1000000000"), "--prompt-tokens"),
+        ((*TINY, *FEW, "--turn-tokens", "-5"), "--turn-tokens"),
+        ((*TINY, *FEW, "--turns", "1000000000"), "--turns"),
+        ((*TINY, *FEW, "--shared-tokens", "1000000000"), "--shared-tokens"),
+        ((*TINY, *FEW, "--gap", "nan"), "--gap"),
+        ((*TINY, *FEW, "--gap", "inf"), "--gap"),
+        ((*TINY, *FEW, "--jobs", "-1"), "--jobs"),
+        ((*TINY, *FEW, "--set", "policy"), "has no '='"),
+        ((*TINY, *FEW, "--trace", "any.jsonl"), "traffic: is given twice"),
+        ((".", *TINY, *FEW), "model: is given twice"),
+        (("--model-layers", "65536", "--kv-heads", "65536", "--head-dim", "65536", *FEW), "of KV"),
     ],
 )
 def test_plan_says_what_is_wrong_on_one_line(
     run: Run, arguments: tuple[str, ...], message: str
 ) -> None:
+    """No number, however absurd, is worked at for long, or ends in anything but a sentence."""
     done = run("plan", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_trace_of_next_to_nothing_is_replayed(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp_s": 0, "hash_ids": [], "input_length": 0}\n')
+    done = run("replay", str(trace), "--jobs", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [each["cpu_blocks"] for each in json.loads(done.stdout)["runs"]] == [4, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_replay_that_is_ended_leaves_no_process_and_no_half_page(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    described = Traffic(50, prompt_tokens=4000, turn_tokens=500, gap_s=40.0, hours=1.0, seed=1)
+    rows = [
+        {
+            "timestamp_s": request.at_ns / 1e9,
+            "input_length": request.num_tokens,
+            "hash_ids": [*request.blocks.tolist(), -1],
+        }
+        for request in described.trace().requests
+    ]
+    trace, page = tmp_path / "t.jsonl", tmp_path / "page.html"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    words = ("--cpu-blocks", "500", "--jobs", "2", "--report", str(page))
+    with Child(kvtier_command("replay", str(trace), *words), tmp_path / "log") as child:
+
+        def workers() -> list[psutil.Process]:
+            begun = psutil.Process(child.pid).children()
+            return begun if sum(each.cpu_times().user > 1 for each in begun) >= 2 else []
+
+        begun = await_true(workers, "both runs are under way", 60)
+        child.send(number)
+        assert child.wait() in {130, -number}
+        _, alive = psutil.wait_procs(begun, timeout=20)
+    assert not alive
+    assert [path.name for path in tmp_path.iterdir() if "page" in path.name] == []

@@ -189,8 +189,9 @@ class stub_of:  # noqa: N801 - reads as a function
     [
         (key_space(name="striped"), "layout 'striped' version 1 is not known"),
         (key_space(block_bytes=2 << 20), "raise cpu.slab"),
+        (key_space(block_bytes=1 << 32), "layout.block_bytes is 4294967296, and at most"),
     ],
-    ids=["layout", "block too large"],
+    ids=["layout", "block too large", "block too large for any slab"],
 )
 def test_a_registration_that_cannot_be_served(shared: Served, space: KeySpace, said: str) -> None:
     with pytest.raises(RegistrationRefused, match=said):

@@ -303,6 +303,43 @@ def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: Served
         assert told["restore_s"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("traits", "load"),
+    [
+        (Traits(num_tokens=2**31 - 1), EngineLoad()),
+        (Traits(num_tokens=16), EngineLoad(waiting_tokens=2**40, num_running=2**32 - 1)),
+    ],
+    ids=["a prompt without end", "an engine without rest"],
+)
+def test_no_lie_saves_more_than_computing_what_was_restored(
+    node: Served, traits: Traits, load: EngineLoad
+) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(107)
+        before = node.stat()["worth"]
+        plan = engine.ask(107, traits=replace(traits, request_id="boast"), load=load).plan
+        assert plan is not None
+        at_once = Outcome(plan.decision, ((TierName.CPU, 4),), 0.0, 0, 0.0, 0.0, 0.0)
+        engine.client.note_outcome(at_once)
+        await_true(lambda: node.explain("boast")["decision"]["outcome"], "it is told")
+        saved_s = node.stat()["worth"]["saved_s"] - before["saved_s"]
+        assert 0 <= saved_s < 60, "sixteen tokens were not computed"
+
+
+def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: Served) -> None:
+    with PatternEngine(node.socket) as engine:
+        engine.store(108)
+        before = node.stat()["worth"]
+        plan = engine.ask(108, traits=Traits(request_id="moan")).plan
+        assert plan is not None
+        lie = Outcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 0.0, 86_400.0)
+        engine.client.note_outcome(lie)
+        engine.client.note_outcome(replace(lie, ttft_s=1.0))
+        told = await_true(lambda: node.explain("moan")["decision"]["outcome"], "it is told")
+        assert told["first_token_s"] == 1.0, "what cannot be is not taken in"
+        assert node.stat()["worth"]["lost_s"] - before["lost_s"] <= 1.0
+
+
 # Nobody waits for what is said
 
 

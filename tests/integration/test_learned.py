@@ -1,6 +1,7 @@
 """What was learned of tiers and engines outlives a restart; a damaged file of it does no harm."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def a_directory(path: Path) -> None:
     path.mkdir()
 
 
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    names = path.with_name("key_spaces.json")
+    names.unlink(missing_ok=True)
+    os.mkfifo(names)
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
@@ -107,6 +116,7 @@ def cut(path: Path) -> None:
         too_long,
         elsewhere,
         a_directory,
+        a_pipe,
         cut,
     ],
     ids=lambda damage: damage.__name__,

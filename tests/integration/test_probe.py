@@ -387,6 +387,45 @@ def test_reads_that_requests_wait_for_come_first(monkeypatch: pytest.MonkeyPatch
     run(tier, scenario)
 
 
+def test_a_tier_is_not_measured_while_it_is_emptied() -> None:
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
+
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        measuring = asyncio.create_task(prober.step())
+        while not any(operation is Operation.WRITE for operation, _ in tier.log):
+            await asyncio.sleep(0)
+        async with prober.hold():
+            assert tier.usage().num_blocks == 0, "its own blocks would be counted"
+            await measuring
+            assert ssd_of(prober.document())["reason"] == "it was being emptied"
+            num_calls = len(tier.log)
+            await prober.step()
+            assert "emptied" in ssd_of(await prober.probe())["reason"]
+            assert len(tier.log) == num_calls, "nor does another one begin"
+        await prober.step()
+        told = ssd_of(prober.document())
+        assert (told["reason"], told["measured_s"]) == ("", 1_000_000), "then it is done at once"
+
+    run(tier, scenario)
+
+
+def test_a_drop_waits_for_no_measurement_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.daemon.probe._HOLD_S", 0.05)
+    tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.WAIT)))
+
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        measuring = asyncio.create_task(prober.step())
+        while not any(operation is Operation.READ for operation, _ in tier.log):
+            await asyncio.sleep(0)
+        async with prober.hold():
+            assert not measuring.done()
+        await measuring
+
+    run(tier, scenario)
+
+
 def test_a_tier_that_hangs_costs_its_threads_and_no_more() -> None:
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.WAIT)))
 

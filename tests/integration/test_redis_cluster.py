@@ -202,9 +202,18 @@ def test_a_handover_is_followed(remote: RemoteTier, cluster: RedisCluster) -> No
     store(remote, *blocks)
     before = set(cluster.primaries())
     replica = next(port for port in cluster.ports if port not in before)
-    assert cluster.ask(replica, "CLUSTER", "FAILOVER") is not None
-    await_true(lambda: replica in cluster.primaries(), "it has taken over", FAILOVER_S)
+    _hand_over(cluster, replica)
     await_true(lambda: _serves(remote, blocks), "it is followed", 5)
+
+
+def _hand_over(cluster: RedisCluster, replica: int) -> None:
+    """Make a replica a primary; Redis gives up what it was asked after 5 s on a busy machine."""
+    for _ in range(4):
+        assert cluster.ask(replica, "CLUSTER", "FAILOVER") is not None
+        with contextlib.suppress(AssertionError):
+            await_true(lambda: replica in cluster.primaries(), "it has taken over", 6)
+            return
+    pytest.fail("no handover in four tries")
 
 
 def _serves(tier: RemoteTier, blocks: list[BlockWrite]) -> bool:

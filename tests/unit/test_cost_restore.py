@@ -130,5 +130,27 @@ def test_whole_restores_that_take_longer_stretch_the_prediction():
     assert route.speed(3 * MIB).seconds(8) == pytest.approx(0.1, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("start_s", "num_blocks", "part"),
+    [(0.0, 16, 1), (0.0, 64, 4), (0.0, 1024, 8), (0.0, 3, 1), (2e-3, 16, 3), (1.0, 16, 8)],
+)
+def test_what_is_loaded_from_the_back_comes_in_parts(start_s, num_blocks, part):
+    # A block takes 6 ms: with 2 ms to begin, transfers of one would take a third longer.
+    speed = fed(lambda _, size, __: start_s + size / 5e8, SIZES).speed(3 * MIB)
+    cut = speed.in_parts(num_blocks)
+    assert cut.part_blocks == part
+    assert cut.seconds(num_blocks) >= speed.seconds(num_blocks) * 0.999
+    assert cut.seconds(num_blocks) <= speed.seconds(num_blocks) * 1.12 + start_s
+
+
+def test_an_unfinished_transfer_is_compared_with_those_of_its_direction():
+    slow, fast = Restores(), TransferSample(8, 24 * MIB, 1, 0.01)
+    for turn in range(16):
+        slow.route(TierName.SSD, is_read=False).note(TransferSample(8, 24 * MIB, 1, 1.0), turn)
+        slow.route(TierName.SSD).note(TransferSample(8, 24 * MIB, 1, 0.001), turn)
+    assert slow.route(TierName.SSD).is_slow(fast)
+    assert not slow.route(TierName.SSD, is_read=False).is_slow(fast)
+
+
 def test_a_transfer_carries_as_many_blocks_as_the_node_puts_into_it():
     assert [transfer_blocks(size) for size in (0, 1, MIB // 4, MIB, 64 * MIB)] == [64, 64, 32, 8, 8]

@@ -127,14 +127,14 @@ def test_the_number_of_classes_is_bounded():
     depth = curves()
     for number in range(1000):
         depth.note(use(kind=f"kind {number}", tenant=number.to_bytes(16)), 3, number)
-    assert len(depth.document()) <= 64
+    assert len(depth.classes()) <= 64
 
 
 def test_what_is_shown():
     depth = curves()
     live(depth, use(8, kind="batch"), 0)
     depth.max_offload_tokens(use(8, kind="batch"))
-    (shown,) = depth.document()
+    (shown,) = depth.classes()
     assert shown["kind"] == "batch"
     assert shown["max_offload_tokens"] == 0
     (near, far) = shown["depths"]

@@ -110,3 +110,38 @@ def test_a_failure_that_took_long_took_at_least_that():
         end(stage, read, 0.0, "a fault was injected")
         load.release()
     assert expected_s(stage) > 0.01
+
+
+def written_s(stage):
+    """What a write of one block is expected to take, as the sum of its parts."""
+    rates = stage.node.planner.document()["restore"]["ssd_write"]["rates"]
+    return rates[0] + rates[1] + 4096 * rates[2]
+
+
+def a_write(stage, engine, number):
+    """Have a write of one block begin; returns it."""
+    engine.store(engine.chain([number]))
+    (write,) = stage.waiting
+    assert isinstance(write, ac.Write)
+    stage.waiting.clear()
+    return write
+
+
+def test_a_write_that_fails_is_compared_with_writes():
+    stage = open_stage()
+    engine = engine_on(stage)
+    read_again_and_again(stage, engine, 0.0005)  # reading is far faster than
+    for number in range(100, 130):
+        write = a_write(stage, engine, number)
+        results = stage.completion(write).results
+        stage.post(ev.WriteDone(write.transfer, results, (), 0.05, ""))
+        empty_cpu(stage)
+    before_s = written_s(stage)
+    assert before_s == pytest.approx(0.05, rel=0.2)
+    for number in range(200, 230):
+        write = a_write(stage, engine, number)
+        stage.advance(5 * MS)
+        stage.post(ev.WriteDone(write.transfer, (), (), 0.0, "a fault was injected"))
+        stage.advance(100 * MS)
+        empty_cpu(stage)
+    assert written_s(stage) == pytest.approx(before_s, rel=0.1), "no write is as fast as that"

@@ -307,3 +307,53 @@ def test_an_allowance_reaches_the_gate():
     assert gate.share == pytest.approx(0.25)
     stage.post(ev.Allowance(SSD, None))
     assert gate.share == 0.75
+
+
+def store(stage, engine, blocks):
+    engine.answer(engine.lookup(blocks))
+    granted = engine.prepare(blocks)
+    assert len(granted.indexes) == len(blocks)
+    engine.complete(granted, [sum_ for sum_ in engine.copy(granted, blocks) if sum_])
+
+
+def change_the_order(stage):
+    """Fill the tier, use what is the next to go, and push out what then is; returns that."""
+    engine = engine_on(stage)
+    chains = [engine.chain(range(first, first + 16)) for first in range(0, 500, 100)]
+    for blocks in chains[:4]:
+        store(stage, engine, blocks)
+        stage.settle()
+    load = engine.load(chains[0])
+    load.take()
+    load.release()
+    store(stage, engine, chains[4])
+    return chains[1]
+
+
+def test_no_block_leaves_without_having_been_offered_whatever_the_order_was():
+    gate = QuantileGate(0.0)
+    stage = open_stage(gate)
+    late = change_the_order(stage)
+    num_gone = sum(not stage.holds(block.header, "cpu") for block in late)
+    assert num_gone >= 12
+    assert gate.num_offered >= 16 + num_gone
+    assert refused(stage, "full") == 0
+
+
+def test_what_a_tier_takes_at_the_last_moment_stays_until_it_is_written():
+    stage = open_stage(admission=AdmitEverything())
+    late = change_the_order(stage)
+    stage.settle()
+    assert all(on_ssd(stage, [block]) or stage.holds(block.header, "cpu") for block in late)
+    assert on_ssd(stage, late) >= 12
+    stage.check_idle()
+
+
+def test_a_slow_drive_keeps_no_store_out():
+    stage = open_stage(admission=AdmitEverything())
+    engine = engine_on(stage)
+    for number in range(20):
+        blocks = engine.chain(range(100 * number, 100 * number + 12))
+        granted = engine.prepare(blocks)
+        assert len(granted.indexes) == 12, "what waits to be written is a quarter of the tier"
+        engine.complete(granted, [sum_ for sum_ in engine.copy(granted, blocks) if sum_])

@@ -5,7 +5,7 @@ import math
 import pytest
 from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.cost.sample import EngineLoad, StepSample, TransferSample
 from kvtier.core.fate import Fate
 from kvtier.core.limits import USE_KEPT_NS
 from kvtier.core.plan import Outcome, PlanReason
@@ -26,7 +26,9 @@ OUTCOMES_LIE = (math.nan, math.inf, -1.0, 1e300)
 def open_stage(*tiers, mode="always", slots=64, workers=2, wait_max_ns=5_000 * MS):
     """A stage with a history and a planner, whose blocks have 64 tokens."""
     slow = {name: MemoryTier(1 << 20, name=name) for name in tiers}
-    settings = StageSettings(num_slabs=1, slab_bytes=slots * 4096, num_workers=workers)
+    settings = StageSettings(
+        num_slabs=1, slab_bytes=slots * 4096, num_workers=workers, pin_share=0.5
+    )
     planner = Planner(
         PlannerSettings(mode=mode, is_split_allowed=True, is_guarded=True, wait_max_ns=wait_max_ns)
     )
@@ -239,6 +241,43 @@ def test_a_load_waits_no_longer_than_its_plan_says():
     load.release()
     stage.settle()
     stage.check_idle()
+
+
+def test_a_load_from_the_back_comes_in_parts_as_small_as_its_plan_says():
+    stage = open_stage(SSD, mode="auto", wait_max_ns=60_000 * MS, workers=4)
+    engine = engine_on(stage)
+    engine.can_split = True
+    engine.attach(stage)
+    blocks = below(stage, engine, range(32))
+    planner = stage.node.planner
+    planner.note_steps(engine.key_space, [StepSample(512, 0, 0.0, 0, 1.0)] * 16, stage.clock())
+    for count in (8, 1, 4, 1) * 8:  # a block takes as long as computing it
+        sample = TransferSample(count, count * BLOCK_BYTES, 1, count / 8)
+        planner.note_transfer(SSD, True, sample, stage.clock())
+    plan = ask(engine, blocks).plan
+    assert (plan.reason, plan.part_blocks) == (PlanReason.SPLIT, 2)
+    load = engine.load(blocks, decision=plan.decision, from_back=True)
+    assert [len(read.blocks) for read in stage.waiting] == [2] * 4
+    stage.carry_out(stage.waiting[0])
+    assert load.take() == [SSD] * 2
+    load.release()
+    stage.settle()
+    stage.check_idle()
+
+
+@pytest.mark.parametrize(("waiting_tokens", "num_brought"), [(0, 0), (1_000_000, 8)])
+def test_an_announced_request_has_brought_what_pays(waiting_tokens, num_brought):
+    stage = open_stage(SSD, mode="auto")
+    engine = engine_on(stage)
+    blocks = below(stage, engine, range(8))
+    load = EngineLoad(waiting_tokens=waiting_tokens)
+    engine.measured(steps=[StepSample(512, 0, 0.0, 0, 0.001)] * 16, load=load)
+    for count in (8, 1, 4, 1) * 8:  # far slower than computing
+        sample = TransferSample(count, count * BLOCK_BYTES, 1, count / 10)
+        stage.node.planner.note_transfer(SSD, True, sample, stage.clock())
+    engine.announce(blocks, Traits(request_id="a"))
+    stage.settle()
+    assert metric(stage, "kvtier_prefetched_blocks_total", reason="announced") == num_brought
 
 
 @pytest.mark.parametrize("decision", [1, 0, 10**9])

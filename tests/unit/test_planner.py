@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvtier.core.cost.sample import EngineLoad, StepSample, TransferSample
+from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
 from kvtier.core.limits import SESSIONS_MAX
 from kvtier.core.plan import Ask, Outcome, Plan, PlanReason, Source
 from kvtier.core.planner import Planner, PlannerSettings
@@ -324,6 +324,29 @@ def test_a_tier_nobody_measured_for_a_while_is_tried_at_hardly_any_cost():
     assert made.plan(asked, 1, 4 * SECOND).num_blocks == 0, "and then not for a while"
 
 
+@pytest.mark.parametrize("tier", [CPU, SSD, REMOTE])
+def test_a_tier_nobody_ever_measured_is_not_left_out_for_that(tier):
+    made = Planner(PlannerSettings())
+    for turn in range(16):  # computing is faster than one guesses that anything is restored
+        made.note_steps(KEY_SPACE, [StepSample(64 << turn % 4, 0, 0.0, 0, 2e-5)], 0)
+    assert not made.is_measured(tier)
+    plans = [made.plan(ask((tier, 16)), turn, turn * SECOND // 10) for turn in range(100)]
+    assert any(plan.num_blocks for plan in plans), "it is tried within seconds"
+    assert all(plan.total_s <= 1.05 * plan.recompute_total_s for plan in plans)
+
+
+def test_what_is_brought_closer_is_what_pays():
+    load = EngineLoad(waiting_tokens=50_000)
+    both = ask((SSD, 32), (REMOTE, 32))
+    made = planner(ssd=FAST, remote=SLOW)
+    assert made.num_paying(both, 0) == 32
+    assert made.num_paying(replace(both, load=load), 0) > 32, "while it waits that is free"
+    assert made.num_paying(replace(both, limit_blocks=5), 0) == 5
+    assert planner(ssd=SLOW).num_paying(ask((SSD, 64)), 0) == 0
+    for mode, most in (("never", 0), ("always", 64)):
+        assert planner(settings=PlannerSettings(mode=mode), ssd=SLOW).num_paying(both, 0) == most
+
+
 def test_a_trial_takes_no_time_from_the_blocks_that_pay():
     made = planner(ssd=FAST, remote=SLOW)
     trial = made.plan(ask((SSD, 32), (REMOTE, 32)), 1, 3 * SECOND)
@@ -432,6 +455,29 @@ def test_models_of_different_engines_are_kept_apart():
     assert made.plan(ask((SSD, 64), key_space=b"fast"), 1, 0).num_blocks == 0
     assert made.saved_s(4096, 64) == made.saved_s(4096, 64, b"fast"), "who reported last"
     assert made.saved_s(4096, 64, KEY_SPACE) > 10 * made.saved_s(4096, 64)
+
+
+@pytest.mark.parametrize("lie", [0.001, 0.1, 10.0, 1000.0])
+def test_what_one_engine_says_of_itself_decides_nothing_for_another_of_its_kind(lie: float):
+    made = planner(ssd=0.5)
+    honest = replace(ask((SSD, 64)), session="honest")
+    before = made.plan(honest, 1, 0)
+    for _ in range(8):
+        made.note_steps(KEY_SPACE, [StepSample(512, 0, 512 * 256.0, 0, 0.02)] * 8, 0, "honest")
+        told = made.plan(honest, 1, 0)
+        liar = [StepSample(512, 0, 512 * 256.0, 0, 0.02 * lie)] * 8
+        made.note_steps(KEY_SPACE, liar, 0, "liar")
+        assert made.plan(honest, 1, 0) == told, "whatever the other one says"
+    assert before.num_blocks == 64
+
+
+def test_a_new_engine_begins_with_what_is_known_of_its_kind():
+    made = planner(ssd=0.5)
+    made.note_steps(KEY_SPACE, [StepSample(512, 0, 512 * 256.0, 0, 0.001)] * 32, 0, "old")
+    made.note_flops(KEY_SPACE, ModelFlops(1e12, 0.0, 1e12), "new")
+    fresh = made.plan(replace(ask((SSD, 64)), session="new"), 1, 0)
+    assert fresh.num_blocks == 0, "it computes as fast as the other"
+    assert len(made.document()["recompute"]) == 1, "one kind"
 
 
 def test_so_many_engines_are_remembered_and_no_more():

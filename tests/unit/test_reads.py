@@ -41,6 +41,23 @@ def test_loads_take_turns():
     assert drain(queue, 2) == [[0, 1], [10], [11], [2, 3], [4, 5]]
 
 
+def test_a_load_that_wants_small_transfers_has_as_many_rows_in_its_turn():
+    queue = queue_of(*((row, LONG) for row in range(6)), *((row, SHORT) for row in range(10, 16)))
+    queue.cut(LONG, 1)
+    assert drain(queue, 3) == [[0], [1], [2], [10, 11, 12], [3], [4], [5], [13, 14, 15]]
+
+
+def test_a_cut_is_for_one_load_and_never_makes_transfers_larger():
+    queue = queue_of(*((row, LONG) for row in range(4)))
+    queue.cut(LONG, 100)
+    assert drain(queue, 2) == [[0, 1], [2, 3]]
+    queue.cut(LONG, 1)
+    queue.forget(LONG)
+    for row in range(4):
+        queue.add(row, LONG, 4096, 0)
+    assert drain(queue, 2) == [[0, 1], [2, 3]]
+
+
 def test_a_row_that_two_want_is_read_once_as_soon_as_the_first_gets_to_it():
     queue = queue_of(*((row, LONG) for row in range(6)), (5, SHORT), (4, SHORT))
     assert len(queue) == 6

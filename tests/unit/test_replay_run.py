@@ -188,6 +188,14 @@ def test_what_is_shown_is_safe_and_fits_the_terminal():
     assert "<script" not in page
 
 
+def test_a_page_with_many_runs_has_bars_for_every_policy():
+    setups = [lru(n, 100, policy=name) for name in ("rd", "lru") for n in (40, 60, 100, 200)]
+    page = study_page(run_study(busy(), setups, 1))
+    for policy in ("rd", "lru"):
+        assert f"<title>{policy} 200, from ssd: " in page
+        assert f"<title>{policy} 40, from ssd: " not in page, "they would not fit"
+
+
 def test_a_part_of_nothing_has_no_ratio():
     part = Part.of([])
     assert (part.ratio(), part.saved_share, part.ttft.p99_s) == (0.0, 0.0, 0.0)

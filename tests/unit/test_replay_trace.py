@@ -137,6 +137,11 @@ def test_our_own_format_has_hints_and_tenants(tmp_path):
         (MOONCAKE[0] | {"hash_ids": [0, None, 1]}, "t.jsonl:2: hash_ids"),
         (MOONCAKE[0] | {"hash_ids": "012"}, "t.jsonl:2: hash_ids"),
         (MOONCAKE[0] | {"output_length": "5"}, "t.jsonl:2: output_length"),
+        ('{"a":' + "[" * 100_000, "t.jsonl:2.*JSON"),
+        (
+            {"timestamp": 0, "input_length": 512 * 20_000, "hash_ids": list(range(20_000))},
+            "t.jsonl:2: has 20,000 blocks.*--block-tokens",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_with_its_field(tmp_path, row, message):
@@ -245,3 +250,23 @@ def test_noise_never_comes_back_and_a_cycle_does(tmp_path):
     assert len(cycle.requests) == 9
     assert sum(best_hits(cycle, 1000)) == sum(best_hits(trace, 1000)) + 3
     assert len(cycle.keys) == cycle.num_distinct == 8
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("2023-11-16 18:17:03.97," + "9" * 5000 + ",1", "t.csv:2: ContextTokens"),
+        ("2023-11-16 18:17:03.97," + "9" * 200_000 + ",1", "t.csv:2: is no CSV"),
+        ("0001-01-01 00:00:00,64,1", "t.csv:2: TIMESTAMP"),
+        ("9999-01-01 00:00:00,64,1", "t.csv:2: TIMESTAMP"),
+    ],
+)
+def test_a_row_of_azure_that_cannot_be_used_is_named(tmp_path, row, message):
+    with pytest.raises(StartError, match=message):
+        read_trace(written(tmp_path / "t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", row))
+
+
+def test_a_byte_order_mark_and_half_a_character_harm_nobody(tmp_path):
+    row = '{"timestamp_s": 1, "tokens": [1], "tenant": "\\ud800", "kind": "a\\udfff"}'
+    trace = read_trace(written(tmp_path / "t.jsonl", "\ufeff" + row))
+    assert trace.requests[0].kind == "a?"

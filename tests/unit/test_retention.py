@@ -199,7 +199,7 @@ def test_an_announced_request_finds_its_blocks_when_its_turn_comes():
     stage.check_idle()
 
 
-@pytest.mark.parametrize("how", ["looked up", "over", "late"])
+@pytest.mark.parametrize("how", ["looked up", "over", "late", "gone"])
 def test_an_announced_request_is_waited_for_no_longer_than_that(how):
     stage = open_stage()
     engine = engine_on(stage)
@@ -212,6 +212,9 @@ def test_an_announced_request_is_waited_for_no_longer_than_that(how):
         engine.answer(engine.lookup(blocks, traits=Traits(request_id="a")))
     elif how == "over":
         engine.announce(engine.chain([999]), Traits(request_id="b"), over=["a"])
+    elif how == "gone":
+        stage.post(ev.SessionEnded(engine.ticket))
+        engine = engine_on(stage)
     else:
         stage.advance(61 * SECOND)
     fill(stage, engine, 4 * SLOTS, first=2000)
@@ -311,6 +314,28 @@ def test_no_store_is_kept_out_by_pins_where_loads_and_writes_hold_the_rest():
     granted = engine.store(engine.chain([900]))
     assert granted.lease
     assert here(stage, pinned) == BUDGET - 1
+    load.release()
+    stage.settle()
+    stage.check_idle()
+
+
+def test_what_is_kept_and_not_there_is_given_up_before_what_is_if_it_is_older():
+    """More of it than is looked at together; of the other just what is needed, from its tail."""
+    stage = open_stage(SSD, slots=160, share=0.95)
+    engine = engine_on(stage)
+    elsewhere, kept, held = (engine.chain(range(n, n + 80)) for n in (0, 100, 200))
+    assert pin(stage, engine, elsewhere[:70]) == ac.Retained(70)
+    for blocks in (kept, held):
+        store(engine, blocks)
+        stage.settle()
+    assert pin(stage, engine, kept) == ac.Retained(80)
+    load = engine.load(held)
+    assert load.announced() == 80
+    retention = stage.node.lookahead.retention
+    assert engine.store(engine.chain([900])).lease
+    assert here(stage, kept) == 79
+    named = [retention.is_kept(block.header.block_hash) for block in elsewhere + kept]
+    assert named == [False] * 80 + [True] * 79 + [False]
     load.release()
     stage.settle()
     stage.check_idle()

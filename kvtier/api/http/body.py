@@ -271,6 +271,8 @@ def _field_error(error: ValidationError) -> ApiError:
         message = "is missing"
     elif first["type"] == "extra_forbidden":
         message = "is not a known parameter"
+    elif first["type"] == "model_type":
+        message = "must be an object"
     else:
         message = first["msg"]
     return ApiError(f"{param}: {message}", param=param)

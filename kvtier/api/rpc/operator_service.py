@@ -67,7 +67,10 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
             raise AssertionError("abort raises") from None
         deadline_ns = _deadline_ns(request.deadline_ms)
-        answer = await self._driver.ask(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
+        async with self._reports.hold_probe():  # else what it measures with would be counted
+            answer = await self._driver.ask(
+                lambda call: ev.Drop(call, tiers, deadline_ns, selection)
+            )
         assert isinstance(answer, tuple)
         is_emptied = any(each.tier is TierName.SSD and not each.error for each in answer)
         if selection.is_all and is_emptied:

@@ -1,6 +1,7 @@
 """What the daemon tells operators, as the operator's service asks for it."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,3 +33,5 @@ class Reports:
     """None: the request is not known."""
     probe: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
     """Measures these tiers; none given: all there are."""
+    hold_probe: Callable[[], AbstractAsyncContextManager[None]]
+    """While it is open nothing is measured."""

@@ -14,6 +14,10 @@ answer for a block is the same each time it is asked.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.core.cost.fit import number
 
 __all__ = ["QuantileGate"]
 
@@ -24,6 +28,9 @@ follow the noise, smaller ones a change too late (measured on a day of conversat
 _FIRST_STEP = 0.05
 _FIRST_BLOCKS = 10
 """Begins with larger steps, which fall as one over the blocks seen: nothing is known yet."""
+
+_JUDGED_MAX = 10**6
+"""Where one stops to count: by far the steps are the smallest then."""
 
 _TIE = 0.01
 """How far apart the hashes of blocks with the same score move them."""
@@ -45,6 +52,8 @@ class QuantileGate:
         self.num_offered = 0
         self.num_taken = 0
         self._most_share = most_share
+        self._num_before = 0
+        """Blocks that an earlier run has judged."""
         self._allowance: float | None = None
         """Bytes a second that may be written."""
         self._offered_bytes = 0.0
@@ -87,11 +96,25 @@ class QuantileGate:
         self._offered_bytes += num_bytes
 
     def _move(self, *, is_taken: bool) -> None:
-        step = max(_STEP, _FIRST_STEP / (1 + self.num_offered / _FIRST_BLOCKS))
+        num_judged = self._num_before + self.num_offered
+        step = max(_STEP, _FIRST_STEP / (1 + num_judged / _FIRST_BLOCKS))
         moved = self.threshold + step * (is_taken - self.share)
         self.threshold = min(max(0.0, moved), _THRESHOLD_MAX)
         self.num_offered += 1
         self.num_taken += is_taken
+
+    # Across restarts
+
+    def document(self) -> dict[str, float]:
+        """Return where the threshold is, and after how many blocks."""
+        num_judged = min(self._num_before + self.num_offered, _JUDGED_MAX)
+        return {"threshold": self.threshold, "num_judged": num_judged}
+
+    def recall(self, document: Mapping[str, Any]) -> None:
+        """Begin where an earlier run ended; raises ValueError where that is no such document."""
+        threshold = number(document.get("threshold"), 0.0, _THRESHOLD_MAX)
+        self._num_before = int(number(document.get("num_judged"), 0, _JUDGED_MAX))
+        self.threshold = threshold
 
 
 def _fraction(key: bytes) -> float:

@@ -16,9 +16,11 @@ chain competes with what it would push out, once there is no free room.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvtier.core.admission.base import Admit, Occasion, Offer, Reject, Rule, Throttle, Verdict
 from kvtier.core.admission.gate import QuantileGate
+from kvtier.core.cost.fit import table
 from kvtier.core.limits import TRANSFER_BLOCKS
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
@@ -72,6 +74,21 @@ class AdmitByWorth:
         """Lower a gate to what may be written."""
         if tier in self.gates:
             self.gates[tier].note_allowance(bytes_per_s)
+
+    def document(self) -> Mapping[str, Any]:
+        """Return where the gates are, to be kept."""
+        return {"gates": {str(tier): gate.document() for tier, gate in self.gates.items()}}
+
+    def recall(self, document: Mapping[str, Any]) -> str:
+        """Begin with what an earlier run learned; returns what makes no sense in it, or ``""``."""
+        try:
+            gates = table(document, "gates")
+            for tier, gate in self.gates.items():
+                if tier in gates:
+                    gate.recall(table(gates, tier))
+        except ValueError as fault:
+            return str(fault)
+        return ""
 
     def _judge_store(self, offer: Offer, room: int) -> Verdict:
         num_pushing = offer.num_blocks - offer.num_spare

@@ -62,7 +62,7 @@ def judge(ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> Verdict:
         other_s = _best_restore_s(ask, roads)
         regret_s = min(max(computing_s - other_s, 0.0), took_s)
         return Verdict(Judgement({}, {}, regret_s, "recompute"), {})
-    gain_s = min(max(computing_s - took_s, -took_s), computing_s)
+    gain_s = min(max(computing_s - took_s, -took_s), _worth_s(plan, roads))
     restored = restored_blocks(outcome, plan)
     saved_s = _shared(restored, gain_s) if gain_s > 0 else {}
     lost_s: dict[TierName, float] = {}
@@ -71,6 +71,15 @@ def judge(ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> Verdict:
     gain = gain_s / max(computing_s, 1e-6)
     gains = dict.fromkeys(lost_s or restored, gain)
     return Verdict(Judgement(saved_s, lost_s, max(-gain_s, 0.0), "restore"), gains)
+
+
+def _worth_s(plan: Plan, roads: Roads) -> float:
+    """Return the most a plan can save: computing what it restores, and nothing that waits or rests.
+
+    A client may say that its prompt is as long as it likes, and its engine as busy.
+    """
+    worth_s = roads.recompute_of(plan.num_blocks).mean_s - roads.wait_s
+    return min(max(worth_s, 0.0), SECONDS_MAX)
 
 
 def _best_restore_s(ask: Ask, roads: Roads) -> float:

@@ -83,7 +83,7 @@ class Pace:
 
 
 class Engine:
-    """The steps of the engines that share one key space: one model, one kind of device."""
+    """The steps of one engine: one model, on one device."""
 
     def __init__(self) -> None:
         base_s, token_s, attended_s = _GUESS
@@ -113,6 +113,11 @@ class Engine:
         self._chunks: deque[int] = deque(maxlen=32)
 
     @property
+    def is_known(self) -> bool:
+        """Tell whether it was ever measured, now or by an earlier run."""
+        return self.is_measured or self._is_recalled
+
+    @property
     def is_measured(self) -> bool:
         """Tell whether a prompt's step was ever measured."""
         return self._prefill.num_noted > 0
@@ -120,7 +125,7 @@ class Engine:
     def note_flops(self, flops: ModelFlops) -> None:
         """Take the guess from what the model should take, where the device's speed is known."""
         amounts = (flops.per_token, flops.per_attended, flops.per_s)
-        if self.is_measured or self._is_recalled or not all(map(is_amount, amounts)):
+        if self.is_known or not all(map(is_amount, amounts)):
             return
         if flops.per_s < 1e6 or flops.per_token < 1.0:
             return

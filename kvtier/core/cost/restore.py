@@ -10,7 +10,8 @@ of which a tier carries out some at a time, after those that wait already.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from kvtier.core.cost.fit import Fit, Rate, number, table
@@ -25,8 +26,19 @@ _MIB = 1 << 20
 _FIRST_TAIL = 3.0
 """P95 over mean of a tier that nobody measured yet: wide."""
 
+_ABOUT = 0.9
+"""Of what is expected: what took so long at least is no sign of speed, and shows that all is as it
+was."""
+
 _DEPTH_MAX = 64
 """Transfers that fly together: more threads no tier has."""
+
+_PARTS = 16
+"""A load from the back comes in about so many transfers: where front and back meet, one of them is
+under way in vain."""
+
+_START_SHARE = 0.1
+"""Yet they are not cut so small that they begin for a greater part of their time."""
 
 _USUAL = (1.0, 8.0, 8.0 * _MIB, 0.0)
 """A transfer by which speeds are compared: eight blocks of 1 MiB, alone."""
@@ -80,6 +92,12 @@ class Speed:
         one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.crowd_s
         return max(full / flying, 1.0) * one
 
+    def in_parts(self, num_blocks: int) -> "Speed":
+        """Return the same route with transfers cut so small that so many blocks come in parts."""
+        least = ceil(self.start_s / (_START_SHARE * self.block_s))
+        part = min(max(num_blocks // _PARTS, least, 1), self.part_blocks)
+        return replace(self, part_blocks=part, crowd_s=self.crowd_s * part / self.part_blocks)
+
     def passing_s(self, num_blocks: float) -> float:
         """Return how long so many blocks that wait before others hold them up."""
         flying = self.depth
@@ -121,15 +139,14 @@ class Route:
     def note(self, sample: TransferSample, now_ns: int) -> bool:
         """Learn from a transfer; False: it cannot have been one."""
         is_one = sample.num_blocks >= 1 and sample.num_bytes >= 1 and sample.depth >= 1
-        if not is_one:
+        if not is_one or not self._fit.note(_terms(sample), sample.seconds, now_ns):
             return False
-        depth = min(sample.depth, _DEPTH_MAX)
-        num_bytes = sample.num_bytes
-        terms = (1.0, sample.num_blocks, num_bytes, num_bytes * (depth - 1))
-        if not self._fit.note(terms, sample.seconds, now_ns):
-            return False
-        self._depths.append(depth)
+        self._depths.append(min(sample.depth, _DEPTH_MAX))
         return True
+
+    def is_slow(self, sample: TransferSample) -> bool:
+        """Tell whether a transfer took about as long as one expects of such a one, or longer."""
+        return sample.seconds > _ABOUT * self._fit.mean_s(_terms(sample))
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
         """Learn from a whole restore, with what its transfers should have taken together."""
@@ -181,6 +198,11 @@ class Route:
         self._fit.recall(document)
         self._depths.append(depth)
         self._is_recalled = True
+
+
+def _terms(sample: TransferSample) -> tuple[float, float, float, float]:
+    num_bytes, depth = sample.num_bytes, min(sample.depth, _DEPTH_MAX)
+    return 1.0, sample.num_blocks, num_bytes, num_bytes * (depth - 1)
 
 
 class Restores:

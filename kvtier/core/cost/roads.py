@@ -12,11 +12,11 @@ Or compute from the front while the same blocks are loaded from the back: ``max(
 restore(m - f)) + compute(rest)``, best where both meet.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.cost.recompute import Engine
-from kvtier.core.cost.restore import Restores
+from kvtier.core.cost.restore import Restores, Speed
 from kvtier.core.cost.sample import Estimate
 from kvtier.core.plan import Ask
 from kvtier.core.residency import LOWER_TIERS, TierName
@@ -46,6 +46,16 @@ class Road:
     """Until the first token."""
     slowest: TierName
     """The tier on which it waits."""
+    part_blocks: int = 0
+    """Of one transfer, where they are smaller than usual; 0: they are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """What is loaded from the back, and how: in smaller parts than elsewhere."""
+
+    num_blocks: int
+    speeds: Sequence[Speed]
 
 
 class Roads:
@@ -94,17 +104,19 @@ class Roads:
         plain = self.restore_road(num_blocks)
         if plain.restore.mean_s <= self.wait_s:
             return plain  # all is there before the engine comes to it
-        front = self._meeting(num_blocks)
-        if self._arrival(self._counts(front, num_blocks))[0] > wait_max_s:
-            front = self._front_by(wait_max_s, front, num_blocks)
-        mean_s, _, slowest = self._arrival(self._counts(front, num_blocks))
+        back = _Back(num_blocks, [speed.in_parts(num_blocks) for speed in self._speeds])
+        front = self._meeting(back)
+        if self._back_s(front, back) > wait_max_s:
+            front = self._front_by(wait_max_s, front, back)
+        mean_s, _, slowest = self._arrival(self._counts(front, num_blocks), back.speeds)
         met_s = max(self._front_s(front), mean_s)
         total_s = met_s + self._pace.compute_s(self._token(num_blocks), self._end)
         # However slow the restore, the front goes on: computing everything is the worst.
         total_p95_s = max(min(plain.total.p95_s, self.recompute.p95_s), total_s)
         restore = Estimate(met_s, max(plain.restore.p95_s, met_s))
         total = Estimate(total_s, total_p95_s)
-        return Road(num_blocks, True, restore, total, LOWER_TIERS[slowest])
+        part_blocks = back.speeds[slowest].part_blocks if slowest != _CPU else 0
+        return Road(num_blocks, True, restore, total, LOWER_TIERS[slowest], part_blocks)
 
     def recompute_of(self, num_blocks: int) -> Estimate:
         """Predict computing the first blocks, the wait for the engine included."""
@@ -154,11 +166,11 @@ class Roads:
         for rest in (self._pace.knee_tokens, float(self._pace.chunk)):
             yield min(int((self._end - self._first - rest) // tokens), most)
 
-    def _meeting(self, num_blocks: int) -> int:
+    def _meeting(self, back: _Back) -> int:
         """Return how many front blocks are computed when the others have come."""
-        low, high = 0, num_blocks
-        low_s = self._ahead_s(low, num_blocks)  # below 0: the front waits for the back
-        high_s = self._ahead_s(high, num_blocks)
+        low, high = 0, back.num_blocks
+        low_s = self._ahead_s(low, back)  # below 0: the front waits for the back
+        high_s = self._ahead_s(high, back)
         enough_s = _MET * max(high_s, -low_s)
         for turn in range(_MEETING_ROUNDS):
             if high - low <= 1:
@@ -166,7 +178,7 @@ class Roads:
             # A secant finds it at once where both are straight; halving where it crawls.
             share = 0.5 if turn % 3 == 2 else low_s / (low_s - high_s)
             middle = min(max(low + round((high - low) * share), low + 1), high - 1)
-            middle_s = self._ahead_s(middle, num_blocks)
+            middle_s = self._ahead_s(middle, back)
             if abs(middle_s) <= enough_s:
                 return middle
             if middle_s < 0:
@@ -175,20 +187,23 @@ class Roads:
                 high, high_s = middle, middle_s
         return high
 
-    def _front_by(self, seconds: float, low: int, num_blocks: int) -> int:
+    def _front_by(self, seconds: float, low: int, back: _Back) -> int:
         """Return how many front blocks are left when so much time was spent on the back."""
-        high = num_blocks
+        high = back.num_blocks
         while low < high:
             middle = (low + high) // 2
-            if self._arrival(self._counts(middle, num_blocks))[0] <= seconds:
+            if self._back_s(middle, back) <= seconds:
                 high = middle
             else:
                 low = middle + 1
         return high
 
-    def _ahead_s(self, front: int, num_blocks: int) -> float:
+    def _ahead_s(self, front: int, back: _Back) -> float:
         """Return by how much computing the front takes longer than loading the rest."""
-        return self._front_s(front) - self._arrival(self._counts(front, num_blocks))[0]
+        return self._front_s(front) - self._back_s(front, back)
+
+    def _back_s(self, front: int, back: _Back) -> float:
+        return self._arrival(self._counts(front, back.num_blocks), back.speeds)[0]
 
     # Parts
 
@@ -227,7 +242,9 @@ class Roads:
                 counts[place] += min(run_end, end) - max(run_first, first)
         return counts
 
-    def _arrival(self, counts: list[int]) -> tuple[float, float, int]:
+    def _arrival(
+        self, counts: list[int], speeds: Sequence[Speed] | None = None
+    ) -> tuple[float, float, int]:
         """Predict until the last of these blocks is in the engine: mean, P95, and whom it awaits.
 
         Blocks are copied while others are read; those of the last transfer when it has ended.
@@ -241,7 +258,7 @@ class Roads:
         for place, count in enumerate(counts):
             if not count or place == _CPU:
                 continue
-            speed = self._speeds[place]
+            speed = (speeds or self._speeds)[place]
             read_s = self._queued_s[place] + speed.seconds(count)
             copy_s = arena.start_s + min(count, speed.part_blocks) * arena.block_s
             if read_s + copy_s > mean_s:

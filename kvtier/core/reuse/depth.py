@@ -18,10 +18,13 @@ have none, without a limit.
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvtier.core.cost.fit import number
 from kvtier.core.identity import NO_TENANT
+from kvtier.core.limits import KIND_CHARACTERS_MAX, TENANTS_COUNTED_MAX
 from kvtier.core.reuse.history import Use
 
 __all__ = ["DEPTH_EDGES", "DepthCurves"]
@@ -38,7 +41,8 @@ _CLASSES_MAX = 64
 _TENANT_REQUESTS_MIN = 500
 """A tenant has a curve of its own from so many requests on; before, it would be noise."""
 
-_TENANTS_COUNTED_MAX = 4096
+_KEPT_CLASSES_MAX = 12
+"""Across restarts, those used last: 4 KB."""
 
 _BLOCKS_MIN = 200.0
 """Blocks stored or reused at a depth before anything is said of it, and ..."""
@@ -53,6 +57,8 @@ _SLICE_NS = 60_000_000_000
 """What was stored within a minute is counted together."""
 
 _HALF_LIFE_NS = 3_600_000_000_000
+
+_COUNT_MAX = 1e12
 
 _CONTINUES_EDGES: Sequence[float] = (0.34, 0.67)
 
@@ -78,11 +84,14 @@ class _Curve:
     reuses: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
     young: deque[_Slice] = field(default_factory=deque)
     """Stores that do not count yet: a quarter of an hour in minutes."""
-    aged_ns: int = 0
+    aged_ns: int | None = None
+    """None: it is of an earlier run, by another clock."""
     num_requests: int = 0
 
     def advance(self, now_ns: int) -> None:
         """Count what has become ripe, and let the rest age; a clock that is set back waits."""
+        if self.aged_ns is None:
+            self.aged_ns = now_ns
         elapsed_ns = now_ns - self.aged_ns
         if elapsed_ns >= _SLICE_NS:
             weight = 0.5 ** (elapsed_ns / _HALF_LIFE_NS)
@@ -100,6 +109,19 @@ class _Curve:
         if not self.young or now_ns - self.young[-1].begins_ns >= _SLICE_NS:
             self.young.append(_Slice(now_ns))
         return self.young[-1]
+
+    def kept(self) -> list[list[float]]:
+        """Return what can be kept: reuses, requests, and the stores that have had their time."""
+        rounded = [[round(n, 1) for n in each] for each in (self.stores, self.requests)]
+        return [*rounded, [round(n, 1) for n in self.reuses]]
+
+    @classmethod
+    def recalled(cls, counts: object) -> "_Curve":
+        """Return the curve of ``kept``; raises ValueError where that cannot be."""
+        if not isinstance(counts, list) or len(counts) != 3:
+            raise ValueError(f"{counts!r:.40} is no curve")
+        columns = [_checked(each) for each in counts]
+        return cls(stores=columns[0], requests=columns[1], reuses=columns[2])
 
     def has_evidence(self, place: int) -> bool:
         """Tell whether enough was stored at a depth, or came back, to say what comes of it."""
@@ -161,7 +183,7 @@ class DepthCurves:
             return None
         return most_tokens // use.block_tokens * use.block_tokens
 
-    def document(self) -> list[dict[str, object]]:
+    def classes(self) -> list[dict[str, object]]:
         """Return the curves for people: for each class its limit, and its reuse by depth."""
         return [
             {
@@ -182,6 +204,29 @@ class DepthCurves:
             }
             for (tenant, kind, hint), curve in self._curves.items()
         ]
+
+    # Across restarts
+
+    def document(self) -> Mapping[str, Any]:
+        """Return the curves to be kept: those of kinds, since tenants are nobody's business."""
+        own = [(kind, hint, curve) for (who, kind, hint), curve in self._curves.items() if not who]
+        return {
+            "depth_edges": list(DEPTH_EDGES),
+            "kinds": [[kind, hint, curve.kept()] for kind, hint, curve in own[-_KEPT_CLASSES_MAX:]],
+        }
+
+    def recall(self, document: Mapping[str, Any]) -> str:
+        """Begin with what an earlier run kept, all or nothing; returns why not, or ``""``.
+
+        Counts for other depths than ours mean nothing, and are left.
+        """
+        if document.get("depth_edges") != list(DEPTH_EDGES):
+            return ""
+        try:
+            self._curves = _recalled(document.get("kinds"))
+        except (ValueError, TypeError) as fault:
+            return str(fault)
+        return ""
 
     def _learned(self, use: Use) -> int | None:
         for key in self._keys_of(use):
@@ -221,7 +266,7 @@ class DepthCurves:
             num_requests += 1
             self._tenants[use.tenant] = num_requests
             self._tenants.move_to_end(use.tenant)
-            if len(self._tenants) > _TENANTS_COUNTED_MAX:
+            if len(self._tenants) > TENANTS_COUNTED_MAX:
                 self._tenants.popitem(last=False)
         if use.tenant == NO_TENANT or num_requests < _TENANT_REQUESTS_MIN:
             return kind, kind
@@ -237,6 +282,26 @@ class DepthCurves:
         self._curves.move_to_end(key)
         curve.advance(now_ns)
         return curve
+
+
+def _recalled(kinds: object) -> OrderedDict[_Key, _Curve]:
+    """Return the curves that were kept; raises ValueError or TypeError where they cannot be."""
+    if not isinstance(kinds, list) or len(kinds) > _KEPT_CLASSES_MAX:
+        raise ValueError("kinds is no list of them")
+    curves: OrderedDict[_Key, _Curve] = OrderedDict()
+    for kind, hint, counts in kinds:
+        is_word = isinstance(kind, str) and len(kind) <= KIND_CHARACTERS_MAX
+        if not is_word or type(hint) is not int or not 0 <= hint <= 3:
+            raise ValueError(f"{kind!r:.40} is no kind")
+        curves[b"", kind, hint] = _Curve.recalled(counts)
+    return curves
+
+
+def _checked(counts: object) -> list[float]:
+    """Return one count for each depth; raises ValueError where they are not such."""
+    if not isinstance(counts, list) or len(counts) != len(DEPTH_EDGES):
+        raise ValueError(f"{counts!r:.40} are no counts by depth")
+    return [number(each, 0.0, _COUNT_MAX) for each in counts]
 
 
 def _note_stores(curve: _Curve, first: int, end: int, block_tokens: int, now_ns: int) -> None:

@@ -18,8 +18,9 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from math import log2
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from kvtier.core.reuse.ghost import Ghosts
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
 from kvtier.core.reuse.order import Density, Order, Ranking
 from kvtier.core.reuse.run import NONE, Runs
+from kvtier.core.reuse.tenant import Tenants
 from kvtier.core.reuse.use import LENGTH_TOKENS, Touched, Use
 from kvtier.core.slots import slot_bytes
 
@@ -44,6 +46,11 @@ _VALUE_RATIO_MAX = 1024.0
 """How much more than one on a first block a hit may be worth: that of a prompt of 30 million tokens
 at the usual slope."""
 
+_VALUE_EXPONENT = 0.5
+"""Half-way from hits to seconds: a run is valued by its end, which is worth more than its front. On
+the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1 hit 14.9,
+14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
+
 _SHARED_FORKS = 3
 """A block behind which so many chains went different ways ends a shared prompt."""
 
@@ -54,17 +61,24 @@ _USES_STEPS = np.array([0, 0, 1, 2, 2, 3], np.uint8)
 class History:
     """See the module."""
 
-    def __init__(self, saved_s: Callable[[int, int], float] | None = None) -> None:
+    def __init__(
+        self,
+        saved_s: Callable[[int, int], float] | None = None,
+        by_tokens: Collection[TierName] = (),
+    ) -> None:
         """Remember nothing yet.
 
         ``saved_s`` tells from the tokens before a block's end, and those of a block, how many
-        seconds a hit on it saves; without it all tokens are worth the same.
+        seconds a hit on it saves; without it, and in the tiers that go ``by_tokens``, all tokens
+        are worth the same.
         """
         self._saved_s = saved_s
+        self._by_tokens = {_COLUMN[tier] for tier in by_tokens}
         self.blocks = Blocks()
         self.runs = Runs()
         """For the orders, and for those who check."""
         self._hazards = Hazards()
+        self._tenants = Tenants()
         self._now_ns = 1
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
         """By age bin that can be left, tickets of its runs, the oldest first."""
@@ -123,6 +137,7 @@ class History:
         """
         self.advance(now_ns)
         self._hazards.advance()
+        self._tenants.note(use)
         blocks = self.blocks
         rows, num_known = self._rows_of(use)
         if not len(rows):
@@ -151,7 +166,7 @@ class History:
         if num_known == len(rows):
             return
         np.maximum.at(blocks.uses, rows[num_known:], 1)
-        turn, length = 0, use.length(len(rows))
+        turn, length, tenant = 0, use.length(len(rows)), self._tenants.alone(use)
         if num_known:
             before = int(blocks.run[rows[num_known - 1]])
             turn = self.runs.turn[before]
@@ -161,7 +176,7 @@ class History:
         for first, end in ((num_known, middle), (middle, len(rows))):
             if first < end:
                 is_generated = first >= num_prompt
-                group = Group(min(turn, 2), length, 0, False, is_generated, use.hint)
+                group = Group(min(turn, 2), length, 0, False, is_generated, use.hint, tenant)
                 self._begin_run(use, rows[first:end], hazards.number(group), turn)
 
     def enter(
@@ -198,17 +213,18 @@ class History:
             runs.count[column][run] += end - first
             runs.ghost_ns[run] = 0
             self.order_of(column, runs.size[run]).put(run)
+            self._rank_above(run, column)
 
     def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
         """Note that blocks are resident in a tier no more, and why."""
         blocks, column = self.blocks, _COLUMN[tier]
-        number = FATES.index(fate)
-        rows = blocks.find(keys).tolist() if len(keys) > 1 else map(blocks.row, keys)
-        for row in rows:
-            if row != NO_ROW:
-                blocks.fate[row] = number
-                if blocks.where[row] & (1 << column):
-                    self._leave(row, column)
+        rows = blocks.find(keys) if len(keys) > 1 else np.array([blocks.row(k) for k in keys], int)
+        rows = rows[rows != NO_ROW]
+        blocks.fate[rows] = FATES.index(fate)
+        rows = rows[blocks.where[rows] & (1 << column) != 0]
+        if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
+            rows = np.array(list(dict.fromkeys(rows.tolist())))
+        self._leave(rows, column)
 
     def note_fate(self, keys: Sequence[bytes], fate: Fate) -> None:
         """Note why blocks that are remembered are not there."""
@@ -260,12 +276,12 @@ class History:
             chances.append(known.get(run, 0.0))
         return chances
 
-    def scores(self, keys: Sequence[bytes]) -> list[float]:
-        """Return what each block earns: expected value per byte and second; the larger the better.
+    def scores(self, keys: Sequence[bytes], tier: TierName = TierName.SSD) -> list[float]:
+        """Return what each block earns in a tier: expected value per byte and second.
 
-        0.0 where it is not remembered.
+        The larger the better; 0.0 where it is not remembered.
         """
-        blocks, runs, density = self.blocks, self.runs, Density(self._hazards)
+        blocks, runs, density = self.blocks, self.runs, self._density(_COLUMN[tier])
         runs_of = (
             int(blocks.run[row]) if row != NO_ROW else NONE for row in blocks.find(keys).tolist()
         )
@@ -333,6 +349,20 @@ class History:
         victims.close()
         return num_staying
 
+    # Across restarts
+
+    def document(self) -> Mapping[str, Any]:
+        """Return what was learned of classes of traffic; of blocks and tenants it says nothing."""
+        return self._hazards.document()
+
+    def recall(self, document: Mapping[str, Any]) -> str:
+        """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
+        try:
+            self._hazards.recall(document)
+        except ValueError as fault:
+            return str(fault)
+        return ""
+
     # Runs
 
     def _rows_of(self, use: Use) -> tuple[Places, int]:
@@ -376,8 +406,9 @@ class History:
         sorts = uses * 2
         sorts[:num_shared] += 1
         length, hint = use.length(len(rows) - num_old), use.hint
+        tenant = self._tenants.alone(use)
         for sort, first, end in _pieces(sorts):
-            group = Group(min(turn, 2), length, sort // 2, bool(sort & 1), hint=hint)
+            group = Group(min(turn, 2), length, sort // 2, bool(sort & 1), False, hint, tenant)
             self._begin_run(use, rows[first:end], self._hazards.number(group), turn)
 
     def _begin_run(self, use: Use, rows: Places, group: int, turn: int) -> None:
@@ -391,6 +422,7 @@ class History:
         runs.weight[run] = len(rows) ** -0.5
         runs.group[run], runs.turn[run], runs.bin[run] = group, turn, 0
         runs.is_repeat[run] = int(blocks.uses[rows[-1]] > 1)
+        runs.plain_value[run] = self._value(use, 1)
         runs.value[run] = self._value(use, runs.end[run])
         self._ages[0].append(runs.ticket[run])
         self._hazards.expose(group, 0, runs.weight[run] * len(rows))
@@ -403,6 +435,8 @@ class History:
             if len(here):
                 runs.count[column][run] = len(here)
                 runs.last[column][run] = rows[here[-1]]
+        for column, count in enumerate(runs.count):
+            if count[run]:
                 self.order_of(column, runs.size[run]).put(run)
 
     def _value(self, use: Use, end: int) -> int:
@@ -416,7 +450,8 @@ class History:
             first_s = self._saved_s(use.block_tokens, use.block_tokens)
             end_s = self._saved_s(end * use.block_tokens, use.block_tokens)
             if first_s > 0:
-                worth *= min(max(end_s / first_s, 1.0), _VALUE_RATIO_MAX)
+                ratio = min(max(end_s / first_s, 1.0), _VALUE_RATIO_MAX)
+                worth *= ratio**_VALUE_EXPONENT
         return round(2 * log2(worth / max(use.payload_bytes, 1)))
 
     def _age(self, run: int, age_bin: int) -> None:
@@ -431,33 +466,50 @@ class History:
         """Return the order in which blocks in slots of a size leave a tier, given by its column."""
         order = self._orders.get((column, size))
         if order is None:
-            ranking = self._rankings.get(column) or Density(self._hazards)
+            ranking = self._rankings.get(column) or self._density(column)
             order = self._orders[column, size] = Order(self.blocks, self.runs, column, ranking)
         return order
 
+    def _density(self, column: int) -> Density:
+        """Return the ranking of a tier that was given no other."""
+        is_plain = column in self._by_tokens
+        values = self.runs.plain_value if is_plain else self.runs.value
+        return Density(self._hazards, values, self.runs.count[column + 1 :])
+
     # Residency
 
-    def _leave(self, row: int, column: int) -> None:
+    def _leave(self, rows: Places, column: int) -> None:
         blocks, runs = self.blocks, self.runs
-        blocks.where[row] &= ~np.uint8(1 << column)
-        self.blocks.num_resident -= not blocks.where[row]
-        run, parent = int(blocks.run[row]), int(blocks.parent[row])
-        if parent >= 0:
-            blocks.kids[parent, column] -= 1
-            above = int(blocks.run[parent])
-            if runs.count[column][above] and blocks.kids[parent, column] == 0:
-                self.order_of(column, runs.size[above]).put(above)  # it may have been blocked
-        runs.count[column][run] -= 1
-        if not runs.count[column][run]:
-            self._end_in(run, column)
-        elif runs.last[column][run] == row:
+        blocks.where[rows] &= ~np.uint8(1 << column)
+        blocks.num_resident -= int((blocks.where[rows] == 0).sum())
+        parents = blocks.parent[rows]
+        parents = parents[parents >= 0]
+        np.subtract.at(blocks.kids[:, column], parents, 1)
+        # A run all at once: between two pieces of it its count would speak of blocks that left.
+        for run, first, end in _pieces(np.sort(blocks.run[rows])):
+            runs.count[column][run] -= end - first
+            if not runs.count[column][run]:
+                self._end_in(run, column)
+                continue
+            row = runs.last[column][run]
             while not blocks.where[row] & (1 << column):
                 row = int(blocks.parent[row])
             runs.last[column][run] = row
+        childless = parents[blocks.kids[parents, column] == 0]
+        for above in set(blocks.run[childless].tolist()):
+            if runs.count[column][above]:
+                self.order_of(column, runs.size[above]).put(above)  # it may have been blocked
+
+    def _rank_above(self, run: int, column: int) -> None:
+        """Let a run wait in its place in faster tiers: it may count there whether it is below."""
+        for above in range(column):
+            if self.runs.bucket[above][run] != NONE:
+                self.order_of(above, self.runs.size[run]).put(run)
 
     def _end_in(self, run: int, column: int) -> None:
         """Note that the last block of a run has left a tier."""
         self.runs.last[column][run] = self.runs.bucket[column][run] = NONE
+        self._rank_above(run, column)
         if not any(count[run] for count in self.runs.count):
             self._ghosts.note(run, self._now_ns)
 

@@ -11,8 +11,10 @@ blocked by a child in another run is taken out of its bucket, and put back when 
 otherwise each search would pass over all the system prompts again.
 """
 
-from collections.abc import Callable, Generator
+from array import array
+from collections.abc import Callable, Generator, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Protocol
 
 from kvtier.core.reuse.block import Blocks
@@ -23,6 +25,9 @@ __all__ = ["Credit", "Density", "Order", "Ranking", "Walk"]
 
 _VALUES = 4096
 """Half octaves of value that are told apart: far more than a double's exponent needs."""
+
+_BELOW_SHARE = 1 - 2.0**-40
+"""Of a worth: less than that of its equals, and no less than any other."""
 
 _PUTS_MIN = 4096
 """Below, there is nothing to be gained by sweeping."""
@@ -43,22 +48,44 @@ class Ranking(Protocol):
     def score(self, runs: Runs, run: int) -> float:
         """Return what it is worth; comparable across buckets."""
 
+    def floor(self, bucket: int) -> float:
+        """Return what no run in a bucket is worth less than; without a look at any of them."""
+
 
 class Density:
-    """Expected value of hits per second held."""
+    """Expected value of hits per second held; ``values`` are those of the runs, in half octaves.
 
-    def __init__(self, hazards: Hazards) -> None:
+    Of runs that are worth the same, those go first of which a tier ``below`` has blocks, given by
+    its count of them: they are not lost.
+    """
+
+    def __init__(
+        self, hazards: Hazards, values: "array[int]", below: Sequence["array[int]"] = ()
+    ) -> None:
         self._hazards = hazards
+        self._values = values
+        self._below = below
 
     def bucket(self, runs: Runs, run: int) -> int:
-        """Tell groups, ages and values apart."""
+        """Tell groups, ages and values apart, and what is below from what is not."""
         place = runs.group[run] * NUM_BINS + runs.bin[run]
-        return place * _VALUES + runs.value[run] + _VALUES // 2
+        bucket = place * _VALUES + self._values[run] + _VALUES // 2
+        return 2 * bucket + self._is_below(run)
 
     def score(self, runs: Runs, run: int) -> float:
         """Multiply the group's density at this age by the value of a hit."""
         density = self._hazards.densities[runs.group[run] * NUM_BINS + runs.bin[run]]
-        return float(density * 2.0 ** (runs.value[run] / 2))
+        worth = float(density * 2.0 ** (self._values[run] / 2))
+        return worth * _BELOW_SHARE if self._is_below(run) else worth
+
+    def floor(self, bucket: int) -> float:
+        """Return the score of each run in it: they have group, age and value in common."""
+        place, value = divmod(bucket >> 1, _VALUES)
+        worth = float(self._hazards.densities[place] * 2.0 ** ((value - _VALUES // 2) / 2))
+        return worth * _BELOW_SHARE if bucket & 1 else worth
+
+    def _is_below(self, run: int) -> bool:
+        return any(count[run] for count in self._below)
 
 
 class Credit:
@@ -74,6 +101,10 @@ class Credit:
     def score(self, runs: Runs, run: int) -> float:
         """Return when it was used, on the credit's time."""
         return runs.touched_ns[run] + self._credit_ns * runs.is_repeat[run]
+
+    def floor(self, bucket: int) -> float:
+        """Return nothing known: there are two buckets, and runs in each of all times."""
+        return -inf
 
 
 class Order:
@@ -120,7 +151,9 @@ class Order:
         Where False is sent the block is not gone, and nothing it hangs on is proposed. A row that
         ``is_spared`` stays likewise. Changes nothing.
         """
-        fronts = [entry for bucket in list(self._buckets) if (entry := self._front(bucket))]
+        floor = self._ranking.floor
+        # Not looked at before their turn comes: of hundreds of buckets a few are emptied.
+        fronts = [(floor(bucket), heap[0], bucket) for bucket, heap in self._buckets.items()]
         heapify(fronts)
         walked: list[_Entry] = []
         gone: dict[int, int] = {}
@@ -129,10 +162,9 @@ class Order:
             while fronts:
                 entry = heappop(fronts)
                 if entry[2] != NONE:
+                    if not self._take(entry, fronts):
+                        continue
                     walked.append(entry)
-                    self._pop(entry)
-                    if following := self._front(entry[2]):
-                        heappush(fronts, following)
                 yield from self._tails(entry, gone, proposed, is_spared, fronts)
         finally:
             for _, ticket, bucket in walked:
@@ -185,6 +217,17 @@ class Order:
             heap[:] = sorted(ticket for ticket in set(heap) if self._holds(ticket, bucket))
             if not heap:
                 del self._buckets[bucket]
+
+    def _take(self, entry: _Entry, fronts: list[_Entry]) -> bool:
+        """Take an entry out of its bucket if it is the first there, and let the next one follow."""
+        front = self._front(entry[2])
+        is_first = front == entry
+        if is_first:
+            self._pop(entry)
+            front = self._front(entry[2])
+        if front:
+            heappush(fronts, front)
+        return is_first
 
     def _pop(self, entry: _Entry) -> None:
         """Take an entry out of its bucket; it is in there twice if its run had left and come."""

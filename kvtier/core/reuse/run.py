@@ -50,6 +50,8 @@ class Runs:
         """Of the slots its blocks take."""
         self.value = array("h")
         """Of a hit on its end, in half octaves."""
+        self.plain_value = array("h")
+        """The same where all tokens are worth the same."""
         self.count = tuple(array("i") for _ in LOWER_TIERS)
         """By tier, how many of its blocks are there."""
         self.last = tuple(array("i") for _ in LOWER_TIERS)
@@ -59,7 +61,7 @@ class Runs:
         self._columns: tuple[array[int] | array[float], ...] = (
             self.ticket, self.touched_ns, self.ghost_ns, self.first, self.end, self.tail,
             self.weight, self.group, self.bin, self.turn, self.is_repeat, self.size, self.value,
-            *self.count, *self.last, *self.bucket,
+            self.plain_value, *self.count, *self.last, *self.bucket,
         )  # fmt: skip
         self._free: list[int] = []
         self._num_taken = 0

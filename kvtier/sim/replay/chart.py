@@ -4,6 +4,7 @@ Rules
 -----
 * Colours and fonts are the page's, by class: ``s0`` to ``s7`` for series, so a page may be dark.
 * Each point says its value when it is pointed at.
+* Text keeps its distance also on a telephone, where the page writes it half as large again.
 * What comes from outside, names above all, is escaped.
 """
 
@@ -15,8 +16,13 @@ from html import escape
 __all__ = ["Axis", "Series", "bars", "lines"]
 
 _WIDTH, _HEIGHT = 640, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 48
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 30, 16, 56
 _COLOURS = 8
+_BAR_COLOURS = 6
+"""Where the colours of bars begin, so that a tier is not taken for the policy of that colour."""
+
+_APART = 56.0
+"""Between the numbers of an axis across; those that are nearer would run into each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,10 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
 
 
 def bars(title: str, y: Axis, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """Return a figure with bars, those of a row side by side; each row has the same, by name."""
+    """Return a figure with bars, those of a row side by side; each row has the same, by name.
+
+    Each line of a row's label is written below the one before it.
+    """
     names = [name for name, _ in rows[0][1]] if rows else []
     values = [value for _, pieces in rows for _, value in pieces]
     up = _Scale.of(y, values, _HEIGHT - _BOTTOM, _TOP)
@@ -69,14 +78,16 @@ def bars(title: str, y: Axis, rows: Sequence[tuple[str, Sequence[tuple[str, floa
         left = _LEFT + pitch * (number + 0.15)
         for place, (name, value) in enumerate(pieces):
             low, high = up.at(0.0), up.at(value)
+            tip = f"{escape(' '.join(label.split()))}, {escape(name)}: {y.shown(value)}"
             parts.append(
-                f'<rect class="bar s{place % _COLOURS}" x="{left + width * place:.1f}" '
+                f'<rect class="bar {_bar_style(place)}" x="{left + width * place:.1f}" '
                 f'y="{high:.1f}" width="{width:.1f}" height="{max(0.0, low - high):.1f}">'
-                f"<title>{escape(label)}, {escape(name)}: {y.shown(value)}</title></rect>"
+                f"<title>{tip}</title></rect>"
             )
         middle = left + pitch * 0.35
-        parts.append(_text(middle, _HEIGHT - _BOTTOM + 18, label, "middle"))
-    return _figure(title, parts, [(name, "") for name in names])
+        for row, line in enumerate(label.splitlines()):
+            parts.append(_text(middle, _HEIGHT - _BOTTOM + 22 * (row + 1), line, "middle"))
+    return _figure(title, parts, [(name, _bar_style(place)) for place, name in enumerate(names)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +135,16 @@ class _Scale:
 def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> Sequence[str]:
     parts = [*_lines_across(y, up)]
     floor = _HEIGHT - _BOTTOM
+    written = -_APART
     for value in x.marks or across.ticks():
         place = across.at(value)
         parts.append(
             f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP}" y2="{floor}"/>'
         )
-        parts.append(_text(place, floor + 18, x.shown(value), "middle"))
-    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x.title, "middle"))
+        if place - written >= _APART:
+            parts.append(_text(place, floor + 22, x.shown(value), "middle"))
+            written = place
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x.title, "middle"))
     return parts
 
 
@@ -144,6 +158,10 @@ def _lines_across(y: Axis, up: _Scale) -> Sequence[str]:
     turned = f'transform="rotate(-90)" x="{-(_TOP + _HEIGHT - _BOTTOM) / 2}" y="14"'
     parts.append(f'<text class="label" {turned} text-anchor="middle">{escape(y.title)}</text>')
     return parts
+
+
+def _bar_style(place: int) -> str:
+    return f"s{(place + _BAR_COLOURS) % _COLOURS}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -80,7 +80,7 @@ def _dimensions(name: str, fields: Mapping[str, Any], dtype: str) -> Dimensions:
         raise StartError(
             "model",
             "has latent attention (MLA), which has no K and V by head",
-            "give --layers, --kv-heads and --head-dim that come to its bytes",
+            "give --model-layers, --kv-heads and --head-dim that come to its bytes",
         )
     heads = _count(fields, "num_attention_heads")
     hidden = _count(fields, "hidden_size")
@@ -109,7 +109,7 @@ def _folder_fields(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         problem = f"{path}: {error.strerror}"
         raise StartError("model", problem, "give a folder with config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError("model", f"{path} is no JSON: {error}", "fetch it again") from error
     if not isinstance(fields, dict):
         raise StartError("model", f"{path} is no object", "fetch it again")

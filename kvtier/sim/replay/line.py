@@ -7,11 +7,11 @@ from typing import Any
 
 from kvtier.errors import StartError
 
-__all__ = ["Line"]
+__all__ = ["YEARS_S", "Line"]
 
 _TOKENS_MAX = 2**24
 """Of one request: sixteen times the longest context there is; more is a mistake."""
-_YEARS_S = 4e9
+YEARS_S = 4e9
 """Times go up to 2096 where they count from 1970."""
 
 
@@ -42,7 +42,7 @@ class Line:
         """Return a time, whatever it counts from."""
         value = self._value(field, None)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value * unit_ns <= _YEARS_S * 1e9:
+        if not is_number or not 0 <= value * unit_ns <= YEARS_S * 1e9:
             raise self.refusal(field, f"{_short(value)} is no time", "give a positive number")
         return value * unit_ns if isinstance(value, int) else round(value * unit_ns)
 
@@ -63,7 +63,8 @@ class Line:
         value = self._value(field, default)
         if not isinstance(value, str):
             raise self.refusal(field, f"{_short(value)} is no text", "give one in quotes")
-        return value
+        # Half of a surrogate pair is what is left of a text that was cut: no encoding has it.
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
     def ids(self, field: str) -> list[int | str]:
         """Return a list of ids: whole numbers, or words."""

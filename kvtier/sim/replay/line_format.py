@@ -2,12 +2,13 @@
 
 import csv
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import ClassVar, Protocol
 
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
 from kvtier.errors import StartError
-from kvtier.sim.replay.line import Line
+from kvtier.sim.replay.line import YEARS_S, Line
 from kvtier.sim.replay.tokens import PSEUDO_NOTE, Tokenizer, pseudo_tokens
 from kvtier.sim.replay.trace import Numbering, Request
 
@@ -17,6 +18,7 @@ _MS, _SECOND_NS, _US = 10**6, 10**9, 10**3
 _BLOCK_TOKENS = 64
 """Of traces that have tokens: what an engine has by default."""
 _SPACE = bytes(16)
+_DIGITS_MAX = 18
 
 
 class LineFormat(Protocol):
@@ -238,7 +240,10 @@ class Azure:
 
     def request(self, line: Line, numbering: Numbering) -> Request:
         """Return the request of a line; its blocks are nobody else's."""
-        values = next(csv.reader([line.text]))
+        try:
+            values = next(csv.reader([line.text]))
+        except csv.Error as error:
+            raise line.refusal("", f"is no CSV: {error}", "mend or remove it") from None
         if len(values) != len(self.columns):
             raise line.refusal("", f"has {len(values)} columns", f"give {','.join(self.columns)}")
         counts = Line(line.path, line.number, line.text, _numbers(values))
@@ -254,16 +259,20 @@ class Azure:
 
 def _numbers(values: Sequence[str]) -> dict[str, int | str]:
     named = zip(Azure.columns, values, strict=True)
-    return {name: int(text) if text.isdecimal() else text for name, text in named}
+    # What has more digits is no count anyway, and more than Python reads.
+    return {
+        name: int(text) if text.isdecimal() and len(text) <= _DIGITS_MAX else text
+        for name, text in named
+    }
 
 
 def _instant_ns(line: Line, text: str) -> int:
-    try:
+    with suppress(ValueError):
         # Seven digits of a second, where Python reads six.
-        at = datetime.fromisoformat(text[:26]).replace(tzinfo=UTC)
-    except ValueError:
-        raise line.refusal("TIMESTAMP", f"{text!r} is no time", "write it as ISO 8601") from None
-    return round(at.timestamp() * 1e6) * 1000
+        at_s = datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
+        if 0 <= at_s <= YEARS_S:
+            return round(at_s * 1e6) * 1000
+    raise line.refusal("TIMESTAMP", f"{text!r} is no time", "write it as ISO 8601, from 1970 on")
 
 
 FORMATS: Sequence[type[LineFormat]] = (Plain, Bailian, Mooncake, Texts, Azure)

@@ -42,7 +42,7 @@ class Engines(_Part):
 
 class _Prefill(_Part):
     floor_s: _Seconds = _A100.floor_s
-    token_s: _Seconds = _A100.token_s
+    token_s: Annotated[float, Field(ge=1e-12, le=3600.0)] = _A100.token_s
     attended_s: _Seconds = _A100.attended_s
 
 

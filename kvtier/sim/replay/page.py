@@ -13,6 +13,7 @@ __all__ = ["study_page"]
 
 _STYLE = (
     """
+:root { color-scheme: light dark; }
 :root { --ink: #1d2433; --soft: #5b6475; --paper: #fbfbf9; --card: #fff; --rule: #e3e4e0;
   --c0: #0b6e99; --c1: #c2571a; --c2: #3c8d40; --c3: #8e4ec6; --c4: #b8860b; --c5: #c0392b;
   --c6: #50707c; --c7: #d16ba5; }
@@ -37,7 +38,7 @@ figure { margin: 0; background: var(--card); border: 1px solid var(--rule); bord
   padding: 1rem; }
 figcaption { font-weight: 600; margin-bottom: 0.5rem; }
 svg { width: 100%; height: auto; display: block; }
-.label { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+.label { fill: var(--soft); font-size: 13px; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round; }
 .bound, .cold { stroke: var(--soft); stroke-dasharray: 5 5; fill: var(--soft); }
@@ -48,6 +49,8 @@ svg { width: 100%; height: auto; display: block; }
   color: var(--soft); }
 .key::before { content: ""; display: inline-block; width: 0.75rem; height: 0.75rem;
   border-radius: 3px; margin-right: 0.4rem; vertical-align: -0.08rem; background: var(--soft); }
+.key.bound::before, .key.cold::before { width: 1.2rem; height: 0; border-radius: 0;
+  border-top: 2px dashed var(--soft); vertical-align: 0.25rem; background: none; }
 """
     + "\n".join(
         f".s{n} {{ stroke: var(--c{n}); }} .dot.s{n}, .bar.s{n} {{ fill: var(--c{n}); }} "
@@ -60,16 +63,47 @@ table { border-collapse: collapse; width: 100%; font-size: 0.9rem; overflow: hid
   font-variant-numeric: tabular-nums; background: var(--card);
   border: 1px solid var(--rule); border-radius: 10px; }
 th, td { text-align: right; padding: 0.4rem 0.7rem; border-bottom: 1px solid var(--rule); }
-th:first-child, td:first-child { text-align: left; }
-th { color: var(--soft); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+  background: var(--card); }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+td { white-space: nowrap; }
+tbody tr:last-child td { border-bottom: none; }
 .wide { overflow-x: auto; }
+summary { cursor: pointer; font-weight: 600; margin-top: 2.5rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.3rem 1.2rem; font-size: 0.9rem;
+  max-width: 60rem; }
+dt { font-weight: 600; }
+dd { margin: 0; color: var(--soft); }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem;
   overflow-x: auto; font-size: 0.8rem; line-height: 1.35; }
 footer { margin-top: 3rem; color: var(--soft); font-size: 0.85rem; }
+@media (max-width: 640px) { body { padding: 1.25rem 0.75rem 2rem; } h1 { font-size: 1.35rem; }
+  .label { font-size: 19px; } .facts { grid-template-columns: 1fr 1fr; }
+  figure { padding: 0.6rem; } dl { grid-template-columns: 1fr; } dd { margin-bottom: 0.4rem; } }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --card: #fff;
+  --rule: #ccc; --c0: #0b6e99; --c1: #c2571a; --c2: #3c8d40; --c3: #8e4ec6; --c4: #b8860b;
+  --c5: #c0392b; --c6: #50707c; --c7: #d16ba5; }
+  body { max-width: none; padding: 0; font-size: 10pt; print-color-adjust: exact; }
+  .facts { grid-template-columns: repeat(5, 1fr); } .fact b { font-size: 1.1rem; }
+  .figures { grid-template-columns: 1fr 1fr; } .label { font-size: 19px; }
+  .keys { font-size: 8pt; } dl { font-size: 8.5pt; margin-top: 1rem; }
+  figure, .fact, tr, dl { break-inside: avoid; }
+  table { font-size: 7.5pt; } th, td { padding: 0.2rem 0.3rem; } .wide { overflow: visible; }
+  details { display: none; } }
 """
 )
 
 _SHARE = Axis("share of the prompts' tokens", lambda value: f"{value:.0%}")
+_BARS_MAX = 6
+"""More do not stand side by side with their names below."""
+
+_WORDS = (
+    ("hits", "Share of the prompts' tokens that came from a tier and need not be computed."),
+    ("best in hindsight", "Hits of the choice that knows the future; no policy gets there."),
+    ("saved", "Share of the seconds that the same requests take with nothing kept."),
+    ("TTFT", "Time to first token: half of the requests have it by p50, 99 of 100 by p99."),
+    ("written, read back", "Blocks that went to the SSD tier, and blocks that came back from it."),
+)
 
 
 def study_page(study: Study) -> str:
@@ -94,24 +128,21 @@ def _body(study: Study, title: str) -> Iterator[str]:
     yield f'<div class="figures">{"".join(_figures(study))}</div>'
     yield "<h2>All runs</h2>"
     yield f'<div class="wide">{_table(study)}</div>'
-    yield "<h2>As in the terminal</h2>"
-    yield f"<pre>{escape(study_text(study))}</pre>"
-    yield (
-        "<footer>The bound is the choice that is best in hindsight: it keeps what is asked for "
-        "soonest, and takes in nothing in vain. No policy reaches it without knowing the future. "
-        f"kvtier {escape(__version__)}</footer>"
-    )
+    words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in _WORDS)
+    yield f"<dl>{words}</dl>"
+    yield "<details><summary>As in the terminal, with the second half by time</summary>"
+    yield f"<pre>{escape(study_text(study))}</pre></details>"
+    yield f"<footer>kvtier {escape(__version__)}</footer>"
 
 
 def _facts(study: Study) -> str:
     best = max(study.runs, key=lambda run: run.whole.saved_s)
-    hours = best.whole.saved_s / 3600
     facts = [
         (f"{study.trace['requests']:,}", "requests"),
         (f"{study.trace['tokens'] / 1e6:,.1f} M", "tokens of prompts"),
         (f"{best.whole.ratio():.1%}", f"not computed, at best: {best.policy}"),
-        (f"{best.whole.saved_share:.1%}", "of the seconds of prefill saved by it"),
-        (f"{hours:,.2f} h", "saved by it, all requests together"),
+        (f"{best.whole.saved_share:.1%}", "of the seconds saved by it"),
+        (_span(best.whole.saved_s), "saved by it, all requests together"),
     ]
     cards = "".join(
         f'<div class="fact"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
@@ -123,8 +154,8 @@ def _facts(study: Study) -> str:
 def _figures(study: Study) -> Iterator[str]:
     sizes = sorted({float(run.cpu_blocks) for run in study.runs})
     blocks = Axis(
-        "blocks of the CPU tier",
-        lambda value: f"{value:,.0f}",
+        f"CPU tier, in blocks of {study.trace['block_tokens']} tokens",
+        lambda value: f"{value / 1000:.3g}k" if value >= 10_000 else f"{value:,.0f}",
         is_log=True,
         marks=sizes if len(sizes) <= 8 else (),
     )
@@ -140,10 +171,10 @@ def _figures(study: Study) -> Iterator[str]:
     yield lines(
         "Seconds saved",
         blocks,
-        Axis("share of the seconds without a cache", lambda value: f"{value:.0%}"),
+        Axis("share of the seconds", lambda value: f"{value:.0%}"),
         _curves(study, lambda run: run.whole.saved_share),
     )
-    largest = [run for run in study.runs if run.cpu_blocks == study.runs[-1].cpu_blocks]
+    largest = _largest(study)
     if not study.is_instant:
         yield _waits(study, largest)
     if any(run.ssd_blocks for run in study.runs):
@@ -160,7 +191,7 @@ def _waits(study: Study, runs: Sequence[Run]) -> str:
     series = [Series(_name(study, run), curve(run.ttft_curve)) for run in runs]
     series.append(Series("nothing kept", curve(runs[0].cold_curve), "cold"))
     return lines(
-        f"First token by then, with {runs[0].cpu_blocks:,} blocks",
+        f"How soon the first token comes, with a CPU tier of {runs[0].cpu_blocks:,} blocks",
         Axis("seconds since the request", lambda value: f"{value:g}", is_log=True),
         Axis("share of the requests", lambda value: f"{value:.0%}"),
         series,
@@ -168,7 +199,7 @@ def _waits(study: Study, runs: Sequence[Run]) -> str:
 
 
 def _tiers(study: Study) -> Iterator[str]:
-    runs = study.runs[-6:]
+    runs = study.runs if len(study.runs) <= _BARS_MAX else _largest(study)[:_BARS_MAX]
     yield bars(
         "Where restored tokens came from",
         _SHARE,
@@ -216,12 +247,31 @@ def _name(study: Study, run: Run) -> str:
 
 
 def _label(run: Run) -> str:
-    return f"{run.policy} {run.cpu_blocks}"
+    return f"{run.policy}\n{run.cpu_blocks:,}"
+
+
+def _largest(study: Study) -> Sequence[Run]:
+    """Return every policy's run with the largest CPU tier."""
+    most = max(run.cpu_blocks for run in study.runs)
+    return [run for run in study.runs if run.cpu_blocks == most]
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.1f} s"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def _table(study: Study) -> str:
-    titles = ["policy", "CPU", "SSD", "hits", "from CPU", "from SSD", "best", "saved", "p50", "p90"]
-    titles += ["p99", "written", "read back"]
+    titles = ["policy", "CPU blocks", "SSD blocks", "hits", "from CPU", "from SSD"]
+    titles += ["best in hindsight", "saved", "TTFT p50", "p90", "p99", "written", "read back"]
     rows = []
     for run in study.runs:
         part, bound = run.whole, study.bound(run.cpu_blocks + run.ssd_blocks)
@@ -233,7 +283,7 @@ def _table(study: Study) -> str:
             *(f"{count / max(1, part.num_tokens):.1%}" for count in part.hit_tokens.values()),
             f"{bound.ratio:.1%}",
             f"{part.saved_share:.1%}",
-            *(f"{at:.3g} s" for at in (part.ttft.p50_s, part.ttft.p90_s, part.ttft.p99_s)),
+            *map(_time, (part.ttft.p50_s, part.ttft.p90_s, part.ttft.p99_s)),
             f"{run.written_blocks:,}",
             f"{run.read_blocks:,}",
         ]

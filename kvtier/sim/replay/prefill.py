@@ -2,6 +2,7 @@
 
 import csv
 import lzma
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ _SMALL_TOKENS = 32
 """Batches up to here take as long as reading the weights, however small they are."""
 _LARGE_TOKENS = 1024
 """Batches from here on take a time for each token."""
+
+_NUMBER_MAX = 1e12
+"""Neither a width nor milliseconds come near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def fit_profile(path: Path, num_layers: int) -> PrefillModel:
     tokens = np.array([row.num_tokens for row in large], float)
     times = np.array([seconds(row) for row in large])
     token_s = float(tokens @ times / (tokens @ tokens))
+    if not token_s:
+        raise StartError(str(path), "has batches that take no time", "give a whole profile")
     hidden, kv_width, inner, num_matrices = dimensions
     per_token = 2 * (hidden * (2 * hidden + 2 * kv_width) + num_matrices * hidden * inner)
     per_attended = 4 * hidden
@@ -124,7 +130,10 @@ def _dimensions(path: Path) -> tuple[int, int, int, int]:
 
 def _number(path: Path, line: int, name: str, text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        problem = f"{text!r} is no number"
-        raise StartError(f"{path}:{line}: {name}", problem, "mend the profile") from None
+        value = math.nan
+    if not 0 <= value <= _NUMBER_MAX:
+        problem = f"{text[:40]!r} is no number that can be"
+        raise StartError(f"{path}:{line}: {name}", problem, "mend the profile")
+    return value

@@ -18,6 +18,7 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
+from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.errors import StartError
 from kvtier.sim.replay.line import Line
 from kvtier.sim.replay.line_format import FORMATS, LineFormat
@@ -53,7 +54,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
             style = _format_of(line, options, tokenizer)
             if style.is_header(line):
                 continue
-        requests.append(style.request(line, numbering))
+        requests.append(_served(style.request(line, numbering), line))
         if len(requests) == options.requests_max:
             break
     if style is None or not requests:
@@ -65,6 +66,15 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
         numbering.keys(),
         style.notes,
     )
+
+
+def _served(request: Request, line: Line) -> Request:
+    """Return a request that a node would take. Raises StartError for a longer one."""
+    num_blocks = len(request.blocks)
+    if num_blocks > CHAIN_BLOCKS_MAX:
+        problem = f"has {num_blocks:,} blocks, and a node takes {CHAIN_BLOCKS_MAX:,} at most"
+        raise line.refusal("", problem, "give a larger --block-tokens")
+    return request
 
 
 def _format_of(line: Line, options: ReadOptions, tokenizer: Tokenizer) -> LineFormat:
@@ -88,8 +98,8 @@ def _lines(path: Path) -> Iterator[Line]:
 
 def _opened(path: Path) -> TextIOBase:
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return lzma.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
 
 
 def _line(path: Path, number: int, text: str) -> Line:
@@ -97,6 +107,6 @@ def _line(path: Path, number: int, text: str) -> Line:
         return Line(path, number, text.strip(), {})
     try:
         fields: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"{path}:{number}", f"is no JSON: {error}", "mend or remove it") from None
     return Line(path, number, text.strip(), fields)

@@ -1,18 +1,22 @@
 """What one replay is about: a policy, the sizes of the tiers, and the node's configuration."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtier.config import Config, load_config
+from kvtier.core.limits import ENGINE_SHARE, STORE_ARENA_SHARE
 from kvtier.core.traits import Traits
 from kvtier.sim.replay.future import truths
 from kvtier.sim.replay.machine import Machine
 from kvtier.sim.replay.trace import Trace
 
-__all__ = ["Setup", "config_of", "hinted", "traits_of"]
+__all__ = ["CPU_BLOCKS_MIN", "Setup", "config_of", "hinted", "traits_of"]
 
+CPU_BLOCKS_MIN = math.ceil((ENGINE_SHARE + 1) / ENGINE_SHARE / STORE_ARENA_SHARE)
+"""A node takes no engine whose stores would not have room for one block."""
 
 _INSTANT: Mapping[str, str] = {
     "cost.restore": "always",

@@ -1,16 +1,22 @@
 """A study: one trace, several policies and sizes, and the bound beside them."""
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any
 
+from kvtier.errors import StartError
 from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.instant import replay_instant
 from kvtier.sim.replay.record import Run
-from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
 from kvtier.sim.replay.timed import replay_timed
 from kvtier.sim.replay.trace import Request, Trace
 
@@ -76,7 +82,7 @@ class Study:
 
 def ladder(trace: Trace) -> list[int]:
     """Return sizes that span what a trace may want: a tenfold in three steps, up to all of it."""
-    largest = max(1, trace.num_distinct)
+    largest = max(CPU_BLOCKS_MIN, trace.num_distinct)
     steps = (1, 2, 5)
     sizes = [step * 10**power for power in range(3, 9) for step in steps]
     fitting = [size for size in sizes if size <= largest and size >= largest / 200]
@@ -123,8 +129,31 @@ def _runs(trace: Trace, setups: Sequence[Setup], num_jobs: int) -> Iterator[Run]
         return
     context = multiprocessing.get_context("spawn")
     num_workers = min(num_jobs, len(setups))
-    with ProcessPoolExecutor(num_workers, context) as pool:
-        yield from pool.map(partial(_replay, trace), setups)
+    with ProcessPoolExecutor(num_workers, context, _follow_parent) as pool:
+        try:
+            yield from pool.map(partial(_replay, trace), setups)
+        except BrokenProcessPool:
+            raise StartError(
+                "--jobs", "a run was ended from outside; by lack of memory, perhaps", "give fewer"
+            ) from None
+        except BaseException:
+            # Nobody wants the rest of a study that was interrupted, and a run takes minutes.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
+
+
+def _follow_parent() -> None:
+    """Have this process end with the one that started it, and by nothing that is meant for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a worker"
+
+    def wait(parent: BaseProcess = parent) -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="kvtier-parent", daemon=True).start()
 
 
 def _replay(trace: Trace, setup: Setup) -> Run:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.core.identity import NO_TENANT
+from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.sim.replay.trace import Numbering, Request, Trace, in_order
 
 __all__ = ["Traffic"]
 
 _REQUESTS_MAX = 200_000
+_BLOCKS_MAX = 2**24
 """What a description may come to: more takes hours, and shows nothing else."""
 
 
@@ -45,25 +47,31 @@ class Traffic:
         draw = random.Random(self.seed)  # noqa: S311  # reproducible, not secret
         numbering = Numbering()
         requests: list[Request] = []
-        for session in range(self.sessions):
-            requests += self._sessions(draw, numbering, session)
-            if len(requests) > _REQUESTS_MAX:
-                break
-        return Trace(
-            self.name, self.block_tokens, in_order(requests[:_REQUESTS_MAX]), numbering.keys()
-        )
+        notes: tuple[str, ...] = ()
+        num_blocks = 0
+        for place in range(self.sessions):
+            for request in self._sessions(draw, numbering, place):
+                requests.append(request)
+                num_blocks += len(request.blocks)
+                if len(requests) >= _REQUESTS_MAX or num_blocks >= _BLOCKS_MAX:
+                    break
+            else:
+                continue
+            notes = (f"of so much traffic only {place + 1:,} sessions are replayed",)
+            break
+        return Trace(self.name, self.block_tokens, in_order(requests), numbering.keys(), notes)
 
     def _sessions(self, draw: random.Random, numbering: Numbering, place: int) -> Iterator[Request]:
         """Yield the requests of one session after the other, in one place."""
         # The first one is somewhere in its life already, as all of them are in steady traffic.
         at_s = -draw.random() * self.turns * self.gap_s
-        count = 0
+        count, most = 0, CHAIN_BLOCKS_MAX * self.block_tokens
         while at_s < self.hours * 3600:
             count += 1
             tokens = self.shared_tokens + self._length(draw, self.prompt_tokens)
             for _ in range(max(1, round(draw.expovariate(1 / self.turns)))):
                 if 0 <= at_s < self.hours * 3600:
-                    yield self._request(numbering, (place, count), tokens, at_s)
+                    yield self._request(numbering, (place, count), min(tokens, most), at_s)
                 tokens += self._length(draw, self.turn_tokens)
                 at_s += draw.expovariate(1 / self.gap_s)
 

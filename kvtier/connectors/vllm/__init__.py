@@ -1,0 +1,35 @@
+"""The connector for vLLM: a scheduler half and a worker half over ``kvtier.client``.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"socket": "/run/kvtier/kvtier.sock"}}'
+
+Theory
+------
+vLLM makes one connector in the process that schedules and one in each that computes. The scheduler
+half hashes prompts, asks the daemon, holds what it found in the arena under a lease, and only then
+names it a hit; the worker halves copy between vLLM's tensors and the arena, on threads of their
+own. What a worker knows of the bytes, it tells the scheduler half once, in vLLM's own handshake.
+
+Rules
+-----
+* Nothing here raises into vLLM, and no call from its step waits for the daemon.
+* Blocks are bytes. How they are arranged is declared, and part of their identity.
+* Only ``connector`` and ``release`` import vLLM.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.connector import KvtierConnector
+
+__all__ = ["KvtierConnector"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the connector where it is asked for: it needs vLLM, and its parts do not."""
+    if name != "KvtierConnector":
+        raise AttributeError(name)
+    from kvtier.connectors.vllm.connector import KvtierConnector
+
+    return KvtierConnector

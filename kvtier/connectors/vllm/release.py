@@ -1,0 +1,58 @@
+"""What differs between releases of vLLM, and which of them are served."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+
+from kvtier.errors import StartError
+
+__all__ = ["check_release", "instruction_set", "layout_name", "release"]
+
+_OLDEST = (0, 28)
+_NEWEST = (0, 33)
+"""Tested with 0.28, 0.30 and 0.32; a newer one may have other hooks, and is not guessed at."""
+
+_OLD_NAMES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
+"""What 0.28 calls the two layouts that it has."""
+
+
+def release() -> tuple[int, int]:
+    """Return vLLM's release, as far as hooks differ by it."""
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_release() -> None:
+    """Raise StartError for a release that is not served."""
+    if not _OLDEST <= release() <= _NEWEST:
+        served = " to ".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
+        raise StartError("vllm", f"{vllm.__version__} is not served", f"use {served}")
+
+
+def layout_name(vllm_config: Any) -> str:
+    """Return vLLM's name for the order of dimensions in its KV tensors."""
+    if release() < (0, 30):
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        return _OLD_NAMES[get_kv_cache_layout()]
+    name: str = vllm_config.cache_config.get_resolved_kv_cache_layout().name
+    return name
+
+
+def instruction_set(vllm_config: Any, spec: Any) -> str:
+    """Return by which instructions vLLM packs a page on a CPU, and with which it computes.
+
+    vLLM decides so when it makes its attention, by the same function, and tells nobody.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    packed = _get_attn_isa(
+        vllm_config.model_config.dtype,
+        spec.block_size,
+        spec.head_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    return f"{packed}/{torch.backends.cpu.get_cpu_capability().lower()}"

@@ -1,0 +1,75 @@
+"""Make a model folder that vLLM serves, with nothing fetched; for tests and for trying it out.
+
+    python scripts/vllm_model.py tiny FOLDER
+    python scripts/vllm_model.py gguf FILE.gguf FOLDER
+
+``tiny`` is a Llama with random weights, the same ones each time, and one token for each byte of a
+text. ``gguf`` is what the file holds, as numbers of 32 bits, for vLLM does not read such files.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvtier.engine.model import load_model
+
+_CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def make_tiny(folder: Path, *, seed: int = 0, num_layers: int = 4) -> None:
+    """Write a Llama with random weights, and a tokenizer of bytes, to ``folder``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<s>", "</s>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, bos_token="<s>", eos_token="</s>", chat_template=_CHAT
+    )
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=16384,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+        initializer_range=0.15,  # so that answers differ, and are no single token repeated
+        dtype=torch.float32,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write what a GGUF file holds to ``folder``."""
+    loaded = load_model(file, dtype="float32")
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+
+
+def main(words: list[str]) -> None:
+    """Do what the command line says."""
+    match words:
+        case ["tiny", folder]:
+            make_tiny(Path(folder))
+        case ["gguf", file, folder]:
+            convert_gguf(Path(file), Path(folder))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,173 @@
+"""As much of vLLM as the two halves see: requests, a block pool, tensors, the order of calls."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from kvtier.client import Client, ClientDeadlines
+from kvtier.connectors.vllm.pages import Pages
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
+from kvtier.testing.child import await_true
+
+BLOCK_TOKENS = 16
+RATIO = 4
+NUM_BLOCKS = 64
+PAGE_FLOATS = 32
+
+
+@dataclass
+class Pool:
+    """Counts references, as vLLM's pool does."""
+
+    blocks: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
+    references: dict[int, int] = field(default_factory=dict)
+
+    def touch(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] = self.references.get(block, 0) + 1
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                del self.references[block]
+
+
+def request(name: str, tokens: list[int], **more: Any) -> Any:
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "all_token_ids": tokens,
+        "num_tokens": len(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed_tokens": 0,
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+        "cache_salt": None,
+        "kv_transfer_params": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**fields | more)
+
+
+class SmallVllm:
+    """One engine; ``prefill`` takes a request through its steps and returns what was loaded."""
+
+    def __init__(
+        self,
+        socket: Path,
+        weights: bytes = bytes(32),
+        *,
+        deadlines: ClientDeadlines | None = None,
+    ) -> None:
+        shape = (NUM_BLOCKS, 2, BLOCK_TOKENS, PAGE_FLOATS)
+        self.tensors = {f"layer{number}": torch.zeros(shape) for number in range(2)}
+        pages = Pages(self.tensors)
+        block_tokens = RATIO * BLOCK_TOKENS
+        layout = KVLayout(
+            "vllm-lbhnc", 1, block_tokens, RATIO * pages.block_bytes, "float32", "small"
+        )
+        space = KeySpace(weights, "{}", layout, "float32", "small")
+        deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
+        clients = [Client(socket, space, f"small {half}", deadlines=deadlines) for half in "sw"]
+        for client in clients:
+            client.start()
+        self.clients = clients
+        self.pool = Pool()
+        self.scheduler = SchedulerHalf(clients[0], space.digest, block_tokens, RATIO)
+        self.scheduler.bind(self.pool)
+        self.worker = WorkerHalf(clients[1], pages)
+        self._names = count()
+
+    def __enter__(self) -> Self:
+        for client in self.clients:
+            assert client.wait_attached(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+    def prefill(
+        self,
+        tokens: list[int],
+        blocks: list[int],
+        num_local: int = 0,
+        *,
+        before_copy: Callable[[], None] = lambda: None,
+        **more: Any,
+    ) -> tuple[int, set[int]]:
+        """Return how many tokens were promised, and which of vLLM's blocks did not come."""
+        asked = request(f"request-{next(self._names)}", tokens, **more)
+        scheduler = self.scheduler
+        scheduler.add(asked)
+        found: list[int] = []
+
+        def is_answered() -> bool:
+            answer = scheduler.match(asked, num_local)
+            found.extend([] if answer is None else [answer])
+            return bool(found)
+
+        await_true(is_answered, "the search is over")
+        before_copy()
+        scheduler.allocated(asked, blocks, found[0])
+        missing = self._step({}, asked) if found[0] else set()
+        self.compute(tokens, blocks, num_local + found[0])
+        self._step({asked.request_id: num_local + found[0]}, asked, blocks)
+        await_true(lambda: self._settle() == 0, "the stores are over")
+        scheduler.finish(asked)
+        return found[0], missing
+
+    def compute(self, tokens: list[int], blocks: list[int], start: int = 0) -> None:
+        """Fill blocks with what depends on all tokens up to them."""
+        for index, block in enumerate(blocks):
+            end = (index + 1) * BLOCK_TOKENS
+            if end > start and end <= len(tokens):
+                for number, tensor in enumerate(self.tensors.values()):
+                    tensor[block] = float(hash((tuple(tokens[:end]), number)) % 100_003)
+
+    def content(self, blocks: list[int]) -> list[torch.Tensor]:
+        return [tensor[blocks].clone() for tensor in self.tensors.values()]
+
+    def _step(
+        self, computed: dict[str, int], asked: Any, blocks: list[int] | None = None
+    ) -> set[int]:
+        fresh = [
+            SimpleNamespace(req_id=name, num_computed_tokens=past, block_ids=(blocks,))
+            for name, past in computed.items()
+        ]
+        cached = SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        )
+        self.scheduler.offer(
+            SimpleNamespace(
+                scheduled_new_reqs=fresh,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={
+                    name: asked.num_tokens - past for name, past in computed.items()
+                },
+            )
+        )
+        orders = self.scheduler.take_orders()
+        self.worker.load(orders)
+        self.worker.store(orders)
+        if not orders.loads:
+            return set()
+        await_true(lambda: asked.request_id in self.worker.take_received(), "the load is over")
+        self._settle()
+        return self.worker.take_missing()
+
+    def _settle(self) -> int:
+        results = self.worker.take_results()
+        if results is not None:
+            self.scheduler.take(results, 1)
+        self.scheduler.note_end()
+        return self.scheduler.num_open_stores

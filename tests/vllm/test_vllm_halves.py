@@ -1,0 +1,120 @@
+"""The two halves against a real daemon, through as much of vLLM as they see."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from kvtier.client import ClientDeadlines
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served
+from tests.vllm.small_vllm import SmallVllm
+
+pytestmark = pytest.mark.slow
+
+TOKENS = list(range(1000, 1300))
+"""Four blocks of ours and a tail; vLLM has 16 tokens in a block."""
+BLOCKS = list(range(1, 20))
+OTHERS = list(range(21, 40))
+NUM_FULL = 16
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        yield Served(directory)
+
+
+def test_blocks_come_back_into_other_blocks(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as first:
+        assert first.prefill(TOKENS, BLOCKS) == (0, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4
+        before = first.content(BLOCKS[:NUM_FULL])
+        with SmallVllm(node.socket) as second:
+            assert second.prefill(TOKENS, OTHERS) == (256, set())
+            after = second.content(OTHERS[:NUM_FULL])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert not first.pool.references, "nothing is held once stores are over"
+        node.await_idle()
+
+
+def test_what_vllm_has_is_not_written_to(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        for tensor in small.tensors.values():
+            tensor.zero_()
+        # 32 tokens are vLLM's own: half a block of ours, which comes whole all the same.
+        assert small.prefill(TOKENS, OTHERS, num_local=32) == (224, set())
+        assert not small.content(OTHERS[:2])[0].any()
+        assert small.content(OTHERS[2:NUM_FULL])[0].all()
+        node.await_idle()
+
+
+def test_the_last_token_is_always_computed(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS[:256], BLOCKS)
+        assert small.prefill(TOKENS[:256], OTHERS) == (192, set())
+
+
+def test_limits_of_a_request_are_kept(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS, kv_transfer_params={"max_offload_tokens": 130})
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 2
+        assert small.prefill(TOKENS, OTHERS, kv_transfer_params={"max_load_tokens": 64})[0] == 64
+        assert small.prefill(TOKENS, OTHERS, kv_transfer_params={"max_load_tokens": 0})[0] == 0
+        wrong = {"max_load_tokens": "many", "max_offload_tokens": -1}
+        assert small.prefill(TOKENS, OTHERS, kv_transfer_params=wrong)[0] == 256
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "b"}, {"lora_request": object()}, {"mm_features": [object()]}]
+)
+def test_other_requests_find_nothing(node: Served, other: dict[str, object]) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        assert small.prefill(TOKENS, OTHERS, **other)[0] == 0
+
+
+def test_other_weights_find_nothing(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        with SmallVllm(node.socket, weights=b"\x01" * 32) as other:
+            assert other.prefill(TOKENS, OTHERS)[0] == 0
+
+
+def test_without_a_daemon_nothing_is_waited_for(node: Served) -> None:
+    small = SmallVllm(node.socket)
+    assert small.prefill(TOKENS, BLOCKS) == (0, set())
+    with node.daemon(), small:
+        assert small.prefill(TOKENS, BLOCKS) == (0, set())
+        assert small.prefill(TOKENS, OTHERS) == (256, set())
+
+
+def test_a_daemon_that_dies_before_the_copy_leaves_blocks_missing(node: Served) -> None:
+    daemon = node.daemon()
+    with SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+
+        def kill() -> None:
+            daemon.kill()
+            clients = small.clients
+            await_true(lambda: not any(each.is_attached for each in clients), "both notice")
+
+        missing = set(OTHERS[:NUM_FULL])
+        assert small.prefill(TOKENS, OTHERS, before_copy=kill) == (256, missing)
+
+
+def test_a_daemon_that_hangs_before_the_copy_is_not_waited_for(node: Served) -> None:
+    deadlines = ClientDeadlines(0.25, 0.5, 0.5, 0.1)
+    with node.daemon() as daemon, SmallVllm(node.socket, deadlines=deadlines) as small:
+        small.prefill(TOKENS, BLOCKS)
+        with ExitStack() as hung:
+
+            def hang() -> None:
+                hung.enter_context(daemon.stopped())
+
+            missing = set(OTHERS[:NUM_FULL])
+            assert small.prefill(TOKENS, OTHERS, before_copy=hang) == (256, missing)
+        await_true(lambda: small.prefill(TOKENS, OTHERS)[0] == 256, "it is asked again")
+        assert not small.pool.references
