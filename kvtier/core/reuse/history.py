@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.fate import Fate
-from kvtier.core.limits import AGED_RUNS_MAX, GHOST_NS
+from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Blocks, Places
 from kvtier.core.reuse.ghost import Ghosts
@@ -41,6 +41,9 @@ __all__ = ["History", "Touched", "Use"]
 
 _EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
+
+_AGING_NS = 100_000_000
+"""The narrowest age bin is 20 times as wide; to look for each message would cost a tenth more."""
 
 _VALUE_RATIO_MAX = 1024.0
 """How much more than one on a first block a hit may be worth: that of a prompt of 30 million tokens
@@ -80,6 +83,8 @@ class History:
         self._hazards = Hazards()
         self._tenants = Tenants()
         self._now_ns = 1
+        self._due_ns = 0
+        """When runs may have reached another age bin."""
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
         """By age bin that can be left, tickets of its runs, the oldest first."""
         self._ghosts = Ghosts(self.blocks, self.runs)
@@ -111,7 +116,14 @@ class History:
 
     def advance(self, now_ns: int) -> None:
         """Let time pass; it never goes back."""
-        self._now_ns = now_ns = max(now_ns, self._now_ns)
+        self._now_ns = max(now_ns, self._now_ns)
+        if self._now_ns >= self._due_ns or len(self._ghosts) > GHOST_BLOCKS_MAX:
+            is_behind = self._age_runs(self._now_ns)
+            self._due_ns = self._now_ns + (0 if is_behind else _AGING_NS)
+            self._ghosts.forget(self._now_ns)
+
+    def _age_runs(self, now_ns: int) -> bool:
+        """Move runs into the age bins they have reached; tell whether there may be more of them."""
         runs, num_left = self.runs, AGED_RUNS_MAX
         for age, queue in enumerate(self._ages):
             youngest_ns = now_ns - _EDGES_NS[age + 1]
@@ -127,7 +139,7 @@ class History:
                         self._ages[age + 1].append(ticket)
                     if runs.touched_ns[run] < now_ns - GHOST_NS:
                         self._ghosts.trim(run, now_ns)
-        self._ghosts.forget(now_ns)
+        return not num_left
 
     def touch(self, use: Use, now_ns: int, num_stored: int = 0) -> Touched:
         """Note one use of a chain, all of whose blocks are remembered from now on.

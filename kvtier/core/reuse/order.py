@@ -12,7 +12,7 @@ otherwise each search would pass over all the system prompts again.
 """
 
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
@@ -48,8 +48,22 @@ class Ranking(Protocol):
     def score(self, runs: Runs, run: int) -> float:
         """Return what it is worth; comparable across buckets."""
 
-    def floor(self, bucket: int) -> float:
-        """Return what no run in a bucket is worth less than; without a look at any of them."""
+    def floors(self) -> Mapping[int, float]:
+        """Return by bucket what no run in it is worth less than; without a look at any of them."""
+
+
+class _Floors(dict[int, float]):
+    """By bucket what ``Density`` says of it, until the densities are new ones."""
+
+    def __init__(self, densities: Sequence[float]) -> None:
+        super().__init__()
+        self.densities = densities
+
+    def __missing__(self, bucket: int) -> float:
+        place, value = divmod(bucket >> 1, _VALUES)
+        worth = float(self.densities[place] * 2.0 ** ((value - _VALUES // 2) / 2))
+        floor = self[bucket] = worth * _BELOW_SHARE if bucket & 1 else worth
+        return floor
 
 
 class Density:
@@ -65,6 +79,7 @@ class Density:
         self._hazards = hazards
         self._values = values
         self._below = below
+        self._floors = _Floors(hazards.densities)
 
     def bucket(self, runs: Runs, run: int) -> int:
         """Tell groups, ages and values apart, and what is below from what is not."""
@@ -78,11 +93,11 @@ class Density:
         worth = float(density * 2.0 ** (self._values[run] / 2))
         return worth * _BELOW_SHARE if self._is_below(run) else worth
 
-    def floor(self, bucket: int) -> float:
-        """Return the score of each run in it: they have group, age and value in common."""
-        place, value = divmod(bucket >> 1, _VALUES)
-        worth = float(self._hazards.densities[place] * 2.0 ** ((value - _VALUES // 2) / 2))
-        return worth * _BELOW_SHARE if bucket & 1 else worth
+    def floors(self) -> Mapping[int, float]:
+        """Return the score of each run in a bucket: they have group, age and value in common."""
+        if self._floors.densities is not self._hazards.densities:
+            self._floors = _Floors(self._hazards.densities)
+        return self._floors
 
     def _is_below(self, run: int) -> bool:
         return any(count[run] for count in self._below)
@@ -102,9 +117,9 @@ class Credit:
         """Return when it was used, on the credit's time."""
         return runs.touched_ns[run] + self._credit_ns * runs.is_repeat[run]
 
-    def floor(self, bucket: int) -> float:
+    def floors(self) -> Mapping[int, float]:
         """Return nothing known: there are two buckets, and runs in each of all times."""
-        return -inf
+        return {0: -inf, 1: -inf}
 
 
 class Order:
@@ -151,9 +166,9 @@ class Order:
         Where False is sent the block is not gone, and nothing it hangs on is proposed. A row that
         ``is_spared`` stays likewise. Changes nothing.
         """
-        floor = self._ranking.floor
+        floors = self._ranking.floors()
         # Not looked at before their turn comes: of hundreds of buckets a few are emptied.
-        fronts = [(floor(bucket), heap[0], bucket) for bucket, heap in self._buckets.items()]
+        fronts = [(floors[bucket], heap[0], bucket) for bucket, heap in self._buckets.items()]
         heapify(fronts)
         walked: list[_Entry] = []
         gone: dict[int, int] = {}
