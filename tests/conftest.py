@@ -12,10 +12,18 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Engines of several workers, each with a thread a core, would wait for each other's threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have hypothesis draw the same examples each time, unless it was given a seed to explore."""
+    if config.getoption("hypothesis_seed", default=None) is None:
+        settings.register_profile("kvtier", derandomize=True)
+        settings.load_profile("kvtier")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -87,7 +87,7 @@ def test_whatever_was_before_a_fit_finds_the_truth(before, sizes):
         fit.note((1.0, size), 0.002 + 0.003 * size, now_ns)
     latest = sizes[-12:]
     for size in {size for size in latest if latest.count(size) >= 4}:  # others may be unknown
-        assert fit.mean_s((1.0, size)) == pytest.approx(0.002 + 0.003 * size, rel=0.15)
+        assert fit.mean_s((1.0, size)) == pytest.approx(0.002 + 0.003 * size, rel=0.2)
 
 
 @given(

@@ -250,7 +250,8 @@ def test_a_load_from_the_back_comes_in_parts_as_small_as_its_plan_says():
     engine.attach(stage)
     blocks = below(stage, engine, range(32))
     planner = stage.node.planner
-    planner.note_steps(engine.key_space, [StepSample(512, 0, 0.0, 0, 1.0)] * 16, stage.clock())
+    steps = [StepSample(count, 0, 0.0, 0, count / 512) for count in (512, 64)] * 8
+    engine.measured(steps=steps)
     for count in (8, 1, 4, 1) * 8:  # a block takes as long as computing it
         sample = TransferSample(count, count * BLOCK_BYTES, 1, count / 8)
         planner.note_transfer(SSD, True, sample, stage.clock())

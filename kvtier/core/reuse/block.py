@@ -73,6 +73,8 @@ class Blocks:
         self._fit(self._table.capacity)
         self._last = (b"", NO_ROW)
         """The hash and row asked for last: what is proposed to go is named again as it leaves."""
+        self._chain: dict[bytes, int] = {}
+        """The rows of the chain touched last, which is asked for again as its blocks come in."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -93,6 +95,10 @@ class Blocks:
 
     def find(self, keys: Sequence[bytes]) -> Places:
         """Return each block's row, or ``NO_ROW``."""
+        chain = self._chain
+        rows = [chain.get(key, NO_ROW) for key in keys]
+        if NO_ROW not in rows:
+            return np.array(rows, np.int32)
         return self._table.find(as_keys(b"".join(keys))).astype(np.int32)
 
     def chain(self, keys: Sequence[bytes]) -> tuple[Places, int, list[int]]:
@@ -115,6 +121,7 @@ class Blocks:
         rows[fresh] = self.add([keys[place] for place in fresh.tolist()])
         if num_known < end:
             self._link(rows, num_known)
+        self._chain = dict(zip(keys, rows.tolist(), strict=False))
         return rows, num_known, orphans
 
     def _num_known(self, found: Places) -> int:
@@ -154,6 +161,7 @@ class Blocks:
         """Forget blocks."""
         self._last = (b"", NO_ROW)
         if rows:
+            self._chain = {}
             self._table.remove(self._table.keys[list(rows)])
 
     def _fit(self, capacity: int) -> None:
