@@ -12,6 +12,8 @@ MODEL  := .model/smollm2-135m-instruct.gguf
 # More for pip, such as an index with torch for CPUs only; more for pytest, such as -k NAME.
 PIP_ARGS    ?=
 PYTEST_ARGS ?=
+# More for bench/vllm.py, such as --model FOLDER --tokens 1024,4096.
+BENCH_ARGS  ?=
 
 # How many things run at once. Tests of one file stay on one worker, and share what they made.
 JOBS   ?= 2
@@ -55,12 +57,29 @@ test: setup  ## run every test that takes seconds
 test-all: setup  ## run every test, those that take minutes too
 	$(PYTEST) $(PYTEST_ARGS)
 
-VLLM ?= 0.32 0.30 0.28
+VLLM        ?= 0.32 0.30 0.28
+VLLM_MODELS := .vllm/models
+VLLM_FILES  := $(addprefix $(VLLM_MODELS)/,tiny/config.json other/config.json smol/config.json)
+
+.PHONY: vllm
+vllm: setup $(VLLM_FILES)  ## make an environment with vLLM for each release in VLLM, and models
+	$(PYTHON) scripts/vllm_env.py $(VLLM)
+
+$(VLLM_MODELS)/tiny/config.json: scripts/vllm_model.py | $(READY)
+	$(BIN)/python $< tiny $(@D)
+$(VLLM_MODELS)/other/config.json: scripts/vllm_model.py | $(READY)
+	$(BIN)/python $< tiny $(@D) 1
+$(VLLM_MODELS)/smol/config.json: scripts/vllm_model.py | $(MODEL)
+	$(BIN)/python $< gguf $(MODEL) $(@D)
 
 .PHONY: test-vllm
-test-vllm: setup  ## make environments with the releases in VLLM, and run the tests that start them
-	$(PYTHON) scripts/vllm_env.py $(VLLM)
-	KVTIER_VLLM="$(VLLM)" $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+test-vllm: vllm  ## run the tests that start vLLM, in each release in VLLM; JOBS servers at once
+	KVTIER_VLLM="$(VLLM)" $(BIN)/python -m pytest -m vllm -n $(JOBS) --dist loadgroup --durations 12 \
+	  tests/vllm $(PYTEST_ARGS)
+
+.PHONY: bench-vllm
+bench-vllm: vllm  ## measure vLLM cold, warm, and warm from each tier (BENCH_ARGS)
+	$(BIN)/python bench/vllm.py $(BENCH_ARGS)
 
 SEEDS ?= 200
 
@@ -106,7 +125,7 @@ docs: $(READY)  ## write the documents that come from code
 
 .PHONY: bench
 bench: setup  ## measure, each figure beside the machine's own limit
-	@for bench in bench/*.py; do echo "== $$bench"; $(BIN)/python "$$bench"; done
+	@for bench in $(filter-out bench/vllm.py,$(wildcard bench/*.py)); do echo "== $$bench"; $(BIN)/python "$$bench"; done
 
 .PHONY: bench-policy
 bench-policy: $(READY)  ## measure what policies keep of the traces in KVTIER_TRACES

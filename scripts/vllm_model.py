@@ -1,10 +1,10 @@
 """Make a model folder that vLLM serves, with nothing fetched; for tests and for trying it out.
 
-    python scripts/vllm_model.py tiny FOLDER
+    python scripts/vllm_model.py tiny FOLDER [SEED]
     python scripts/vllm_model.py gguf FILE.gguf FOLDER
 
-``tiny`` is a Llama with random weights, the same ones each time, and one token for each byte of a
-text. ``gguf`` is what the file holds, as numbers of 32 bits, for vLLM does not read such files.
+``tiny`` is a Llama with random weights, the same ones for each seed, and one token for each byte of
+a text. ``gguf`` is what the file holds, as numbers of 32 bits, for vLLM does not read such files.
 """
 
 import sys
@@ -65,6 +65,8 @@ def main(words: list[str]) -> None:
     match words:
         case ["tiny", folder]:
             make_tiny(Path(folder))
+        case ["tiny", folder, seed]:
+            make_tiny(Path(folder), seed=int(seed))
         case ["gguf", file, folder]:
             convert_gguf(Path(file), Path(folder))
         case _:

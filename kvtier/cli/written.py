@@ -1,9 +1,9 @@
 """Files that a command writes for its user: looked at before slow work, and written as a whole."""
 
-import contextlib
 import os
 from pathlib import Path
 
+from kvtier.daemon.file import replace_file
 from kvtier.errors import StartError
 
 __all__ = ["check_file", "write_file"]
@@ -28,7 +28,8 @@ def write_file(option: str, path: Path, text: str) -> None:
     """Write a file, all or nothing; what is no regular file is written to. Raises StartError."""
     try:
         if _is_replaced(path):
-            _replace(path.resolve(), text)
+            successor = f".{os.getpid()}"
+            replace_file(path.resolve(), text.encode(), mode=0o666, successor=successor)
         else:
             path.write_text(text)
     except OSError as error:
@@ -37,14 +38,3 @@ def write_file(option: str, path: Path, text: str) -> None:
 
 def _is_replaced(path: Path) -> bool:
     return path.is_file() or not path.exists()
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name[:64]}.{os.getpid()}")
-    try:
-        fresh.write_text(text)
-        fresh.replace(path)
-    except BaseException:  # also where the user has had enough
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise

@@ -1,7 +1,8 @@
 """What any engine links: find the daemon, look blocks up, load and store them; fails open."""
 
 from kvtier.client.client import Client, ClientDeadlines
+from kvtier.client.lease import Held
 from kvtier.client.link import Found, LoadedBlock, OwnTier
 from kvtier.client.outbox import Announcement
 
-__all__ = ["Announcement", "Client", "ClientDeadlines", "Found", "LoadedBlock", "OwnTier"]
+__all__ = ["Announcement", "Client", "ClientDeadlines", "Found", "Held", "LoadedBlock", "OwnTier"]

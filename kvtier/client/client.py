@@ -13,7 +13,8 @@ One request after the other, what an engine says, and when:
    nothing. The daemon counts uses by it, and brings up what will be needed.
 2. ``lookup`` when its turn has come, for the blocks that the engine's own tier lacks.
 3. ``load`` as many of them as the plan says, and no longer than it says; a copy is made between one
-   item and the next. What does not come is computed.
+   item and the next. What does not come is computed. An engine that has to know what it will get
+   before it makes room for it has them brought up first, with ``hold``, and loads what was held.
 4. ``store`` full blocks once they are computed, the prompt's and those of the answer.
 5. ``note_outcome``, if there was a plan, once the first token is there; and ``announce`` the
    request as over when it ends.
@@ -22,8 +23,9 @@ Beside that ``note_steps`` for what the engine's steps took. Where any of this i
 still works, and decides with less knowledge: without 1 uses are counted at lookups alone, without
 steps it does not know what computing costs, without outcomes it cannot tell whether it helped.
 
-``lookup``, ``load`` and ``store`` wait for the daemon, no longer than their deadlines, and raise
-``DaemonUnavailable``: then the engine computes. The others never wait and never raise.
+``lookup``, ``hold``, ``load`` and ``store`` wait for the daemon, no longer than their deadlines,
+and raise ``DaemonUnavailable``: then the engine computes. So does ``clear``. What is only noted or
+announced never waits and never raises.
 """
 
 import threading
@@ -34,8 +36,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier.client.link import Copy, Found, Link, LoadedBlock, OwnTier, open_link
+from kvtier.client.lease import Held
+from kvtier.client.link import Fill, Found, Link, LoadedBlock, OwnTier, open_link
 from kvtier.client.outbox import Announcement, Outbox
+from kvtier.client.watch import Hear, Watching
 from kvtier.client.wire import traits_fault
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
@@ -44,6 +48,7 @@ from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Removed
+from kvtier.transfer.shm import Pin
 
 __all__ = ["Client", "ClientDeadlines", "OwnTier"]
 
@@ -51,6 +56,9 @@ _log = Log("kvtier.client")
 
 _CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for calls under way; each of them has a shorter timeout of its own."""
+
+_ABSENT_PERIOD_NS = 5 * 60 * 10**9
+"""Between lines that say so: an engine may run without a daemon for days."""
 
 _REFUSED_PAUSE_S = 5.0
 """Pause after a refusal: mostly it needs somebody to change something."""
@@ -87,29 +95,37 @@ class Client:
         own_tier: Callable[[], OwnTier] | None = None,
         flops: ModelFlops | None = None,
         can_split: bool = False,
+        watch: Hear | None = None,
+        pin: Pin | None = None,
     ) -> None:
         """``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it.
 
         ``drop`` may raise TimeoutError where the engine is too busy; the operator is then told
         that there was no answer. ``flops`` is what the model takes, for as long as no step was
         noted, and ``can_split`` tells that it can compute the front of a prompt while the back is
-        being loaded.
+        being loaded. ``watch`` is told, on a thread of the client's, what the daemon's tiers have
+        of the key space and what comes and leaves; without a daemon they have nothing. ``pin`` is
+        shown each arena that is mapped, for a device that is to copy from and to it.
         """
         self.deadlines = deadlines or ClientDeadlines()
         self._socket_path = socket_path
         self._open_link = partial(
-            open_link, socket_path, space, engine, flops=flops, can_split=can_split
+            open_link, socket_path, space, engine, flops=flops, can_split=can_split, pin=pin
         )
         self._drop = drop
         self._own_tier = own_tier
+        self._watching = Watching(watch) if watch else None
         self._outbox = Outbox()
         self._link: Link | None = None
+        self._left_open: list[Link] = []
+        """For as long as the process lives."""
         self._num_users = 0
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
         self._broken = threading.Event()
         self._slow_until_s = 0.0
         self._warnings = Repeated(_log)
+        self._absences = Repeated(_log, _ABSENT_PERIOD_NS)
         self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._reporter = threading.Thread(target=self._report, name="kvtier-report", daemon=True)
         self._announcer = threading.Thread(target=self._announce, name="kvtier-said", daemon=True)
@@ -194,12 +210,30 @@ class Client:
                 tenant, hashes, first, most_s, decision=decision, from_back=from_back
             )
 
+    def hold(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        *,
+        decision: int = 0,
+        timeout_s: float | None = None,
+    ) -> Held:
+        """Have blocks from ``first`` on brought up, and keep them there until they are loaded.
+
+        For an engine that must know what it will get before it has room for it. Waits like
+        ``load``, verifies each block, and keeps what came, also where the load ended short.
+        """
+        most_s = self.deadlines.load_s if timeout_s is None else timeout_s
+        with self._use() as link:
+            return link.hold(tenant, hashes, first, most_s, decision=decision)
+
     def store(
         self,
         tenant: bytes,
         hashes: Sequence[BlockHash],
         first: int,
-        copy: Copy,
+        fill: Fill,
         *,
         traits: Traits = NO_TRAITS,
         num_prompt_blocks: int = -1,
@@ -215,11 +249,20 @@ class Client:
                 tenant,
                 hashes,
                 first,
-                copy,
+                fill,
                 self.deadlines.store_s,
                 traits=traits,
                 num_prompt_blocks=num_prompt_blocks,
             )
+
+    def clear(self, timeout_s: float) -> str:
+        """Have the daemon forget every block of the key space, of all tenants and in every tier.
+
+        Returns why some are left, or nothing. None of them comes back, not with a store that began
+        before either, unless the daemon says that they are left.
+        """
+        with self._use() as link:
+            return link.clear(timeout_s)
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
         """Keep what the engine's steps took, and what it has to do now, for the next report.
@@ -266,7 +309,8 @@ class Client:
             raise
         except DaemonUnavailable as error:
             self._warnings.warning("the daemon did not answer", error=error)
-            self._break()
+            if self._link is link:
+                self._break()
             raise
         finally:
             with self._changed:
@@ -289,10 +333,14 @@ class Client:
             try:
                 self._serve(self._open_link())
             except DaemonUnavailable as error:
-                self._warnings.warning("no daemon", socket=self._socket_path, error=error)
+                self._absences.warning("no daemon", socket=self._socket_path, error=error)
             except RegistrationRefused as error:
-                self._warnings.warning("the daemon refused this engine", error=error)
+                self._absences.warning("the daemon refused this engine", error=error)
                 pause_s = _REFUSED_PAUSE_S
+            except Exception:  # whatever it is, the daemon is looked for again
+                _log.exception("the session failed", socket=self._socket_path)
+                with self._changed:
+                    self._link = None
             self._is_closing.wait(pause_s)
 
     def _serve(self, link: Link) -> None:
@@ -308,15 +356,22 @@ class Client:
         _log.info("attached", socket=self._socket_path)
         attendant.start()
         populator.start()
+        if self._watching:
+            self._watching.begin(link)
+            threading.Thread(target=self._follow, args=(link,), daemon=True).start()
         if not self._is_closing.is_set():
             self._broken.wait()
+        if self._watching:
+            self._watching.end()
         with self._changed:
             self._link = None
             is_idle = self._changed.wait_for(lambda: self._num_users == 0, _CLOSE_TIMEOUT_S)
         populator.join()
         _log.info("detached", socket=self._socket_path)
-        if is_idle:  # else a copy still uses the arena, which goes with the process at the latest
+        if is_idle:
             link.close()
+        else:  # a copy still uses the arena; a device may know it, so it stays mapped where it is
+            self._left_open.append(link)
 
     def _attend(self, link: Link) -> None:
         try:
@@ -327,6 +382,14 @@ class Client:
                     self._warnings.warning("the engine was too busy to empty its tier")
                     continue
                 link.answer(order, removed, self._own(), self.deadlines.store_s)
+        except DaemonUnavailable:
+            if self._link is link:
+                self._break()
+
+    def _follow(self, link: Link) -> None:
+        assert self._watching is not None
+        try:
+            self._watching.follow(link, link.changes())
         except DaemonUnavailable:
             if self._link is link:
                 self._break()

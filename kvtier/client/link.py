@@ -7,28 +7,30 @@ call has a timeout, and every fault comes out as ``DaemonUnavailable``.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import grpc
 
+from kvtier.client.lease import Held, OpenLoad, Slot
 from kvtier.client.outbox import Measured, Said
 from kvtier.client.wire import (
     PROTOCOL,
+    change_from_wire,
     flops_to_wire,
     load_to_wire,
     outcome_to_wire,
     plan_from_wire,
     step_to_wire,
-    tier_from_wire,
     tiers_from_wire,
     traits_to_wire,
 )
+from kvtier.core.change import Change
 from kvtier.core.cost.sample import EngineLoad, ModelFlops
 from kvtier.core.identity import (
-    HASH_BYTES,
     BlockHash,
     BlockHeader,
     KeySpace,
@@ -41,11 +43,11 @@ from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.tiers.base import Removed
-from kvtier.transfer.shm import Attachment, attach
+from kvtier.transfer.shm import Attachment, Pin, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
-__all__ = ["Copy", "Found", "Link", "LoadedBlock", "OwnTier", "open_link"]
+__all__ = ["Fill", "Found", "Link", "LoadedBlock", "OwnTier", "open_link"]
 
 _CONNECT_TIMEOUT_S = 2.0
 """Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
@@ -58,6 +60,9 @@ _DAEMON_SHARE = 0.9
 
 _RELEASE_TIMEOUT_S = 0.1
 """For a release after the load's own time is over; one that is lost lasts until the lease ends."""
+
+_LET_GO_TIMEOUT_S = 5.0
+"""For a release that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,9 @@ class OwnTier:
     hit_tokens: int
 
 
-Copy = Callable[[int, memoryview], None]
-"""Fills a slot of the arena with block ``index`` of a chain."""
+Fill = Callable[[Sequence[int], Sequence[memoryview]], Generator[None]]
+"""Given the indexes of a chain's blocks and a slot for each: yields, in their order, when a slot is
+filled. It is closed where nothing more is wanted, and must not write to a slot after that."""
 
 
 class Link:
@@ -181,52 +187,70 @@ class Link:
         asked for and came, or the end did: what was copied after its lease had run out must not be
         used, and raises here instead.
         """
-        hashes = hashes[:CHAIN_BLOCKS_MAX]
-        deadline_s = time.monotonic() + timeout_s
-        request = pb.LoadRequest(
-            session=self.session,
-            chain=_chain(tenant, hashes),
-            first=first,
-            deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
-            decision=decision,
-            from_back=from_back,
-        )
-        parents = [chain_root(self._space.digest, tenant), *hashes]
-        lease_ends_s = time.monotonic() + timeout_s * _DAEMON_SHARE + self._lease_s
-        lease = _Lease(num_blocks=len(hashes) - first)
+        call = self._begin(tenant, hashes, first, timeout_s, decision, from_back=from_back)
         with _faults():
-            replies = self._stub.Load(request, timeout=timeout_s)
             try:
-                for place, slot in enumerate(_announced(replies, lease)):
-                    index = first + (lease.num_blocks - 1 - place if from_back else place)
-                    header = self._header(tenant, hashes, parents, index, slot.checksum)
+                for place, slot in enumerate(call.announced()):
+                    index = first + (call.num_blocks - 1 - place if from_back else place)
                     payload = self.attachment.view(slot.offset, self._block_bytes)
-                    if not header.matches(payload):
-                        lease.corrupt.append(place)
-                        lease.end = "corrupt"
+                    if not self._is_sound(call, index, slot, payload):
+                        call.corrupt.append(place)
+                        call.end = "corrupt"
                         break
-                    yield LoadedBlock(index, slot.tier, payload, lease_ends_s)
-                    if time.monotonic() > lease_ends_s:
+                    yield LoadedBlock(index, slot.tier, payload, call.good_until_s)
+                    if time.monotonic() > call.good_until_s:
                         raise DaemonSlow("the lease ran out while copying")
             finally:
-                replies.cancel()  # type: ignore[no-untyped-call]  # gRPC's stubs leave it out
-                self._release(lease, deadline_s - time.monotonic())
-        yield lease.end or "daemon_away"
+                self._release(call)
+        yield call.end or "daemon_away"
+
+    def hold(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        timeout_s: float,
+        *,
+        decision: int,
+    ) -> Held:
+        """Have blocks from ``first`` on brought up, verify them, and keep their lease."""
+        call = self._begin(tenant, hashes, first, timeout_s, decision)
+        tiers: list[TierName] = []
+        with _faults():
+            try:
+                for place, slot in enumerate(call.announced()):
+                    payload = self.attachment.view(slot.offset, self._block_bytes)
+                    # Behind a corrupt one nothing counts, but the lease lasts only if the call
+                    # is heard to its end.
+                    if call.corrupt:
+                        continue
+                    if self._is_sound(call, first + place, slot, payload):
+                        tiers.append(slot.tier)
+                    else:
+                        call.corrupt.append(place)
+            except BaseException:
+                self._release(call)
+                raise
+        end = "corrupt" if call.corrupt else call.end or "daemon_away"
+        held = Held(tuple(tiers), end, call.good_until_s, partial(self._let_go, call))
+        if not tiers:
+            held.release()
+        return held
 
     def store(
         self,
         tenant: bytes,
         hashes: Sequence[BlockHash],
         first: int,
-        copy: Copy,
+        fill: Fill,
         timeout_s: float,
         *,
         traits: Traits,
         num_prompt_blocks: int,
     ) -> int:
-        """Offer the blocks from ``first`` on; ``copy`` is called for those the daemon takes.
+        """Offer the blocks from ``first`` on; ``fill`` gets a slot for each that the daemon takes.
 
-        Returns how many leading ones the daemon has now, stored or there before. If ``copy``
+        Returns how many leading ones the daemon has now, stored or there before. If ``fill``
         raises, nothing of this store is kept.
         """
         hashes = hashes[:CHAIN_BLOCKS_MAX]
@@ -249,11 +273,11 @@ class Link:
         parents = [chain_root(self._space.digest, tenant), *hashes]
         checksums: list[bytes] = []
         try:
-            for index, offset in zip(granted.indexes, granted.offsets, strict=True):
-                payload = self.attachment.view(offset, self._block_bytes)
-                copy(index, payload)
-                header = self._header(tenant, hashes, parents, index)
-                checksums.append(payload_checksum(header, payload))
+            slots = [self.attachment.view(each, self._block_bytes) for each in granted.offsets]
+            with contextlib.closing(fill(granted.indexes, slots)) as filled:
+                for index, payload, _ in zip(granted.indexes, slots, filled, strict=True):
+                    header = self._header(tenant, hashes, parents, index)
+                    checksums.append(payload_checksum(header, payload))
         except BaseException:
             checksums.clear()
             raise
@@ -305,10 +329,62 @@ class Link:
                 yield order.order
         raise DaemonUnavailable("the daemon ended the session")
 
+    def changes(self) -> Iterator[list[Change]]:
+        """Yield what the tiers have of the key space, and what comes and leaves, like orders."""
+        with _faults():
+            for told in self._stub.Watch(pb.WatchRequest(session=self.session)):
+                yield [change_from_wire(change) for change in told.changes]
+        raise DaemonUnavailable("the daemon ended the session")
+
+    def clear(self, timeout_s: float) -> str:
+        """Have the key space taken out of every tier; returns why not all of it, or nothing."""
+        deadline_ms = int(timeout_s * _DAEMON_SHARE * 1000)
+        request = pb.ClearRequest(session=self.session, deadline_ms=deadline_ms)
+        with _faults():
+            return self._stub.Clear(request, timeout=timeout_s).error
+
     def close(self) -> None:
         """Let go of the session. No copy may be under way."""
         self._channel.close()
         self.attachment.close()
+
+    def _begin(
+        self,
+        tenant: bytes,
+        hashes: Sequence[BlockHash],
+        first: int,
+        timeout_s: float,
+        decision: int,
+        *,
+        from_back: bool = False,
+    ) -> OpenLoad:
+        """Ask for a load."""
+        hashes = hashes[:CHAIN_BLOCKS_MAX]
+        request = pb.LoadRequest(
+            session=self.session,
+            chain=_chain(tenant, hashes),
+            first=first,
+            deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
+            decision=decision,
+            from_back=from_back,
+        )
+        now_s = time.monotonic()
+        with _faults():
+            replies = self._stub.Load(request, timeout=timeout_s)
+        return OpenLoad(
+            tenant,
+            hashes,
+            [chain_root(self._space.digest, tenant), *hashes],
+            len(hashes) - first,
+            now_s + timeout_s,
+            now_s + timeout_s * _DAEMON_SHARE + self._lease_s,
+            replies,
+        )
+
+    def _is_sound(self, load: OpenLoad, index: int, slot: Slot, payload: memoryview) -> bool:
+        """Tell whether a slot holds the block of that index, whole."""
+        header = self._header(load.tenant, load.hashes, load.parents, index, slot.checksum)
+        return header.matches(payload)
 
     def _header(
         self,
@@ -328,43 +404,31 @@ class Link:
             checksum=checksum,
         )
 
-    def _release(self, lease: "_Lease", left_s: float) -> None:
-        if not lease.number:
+    def _release(self, load: OpenLoad) -> None:
+        """End a load and its lease, and wait a little until the daemon has heard of it."""
+        load.replies.cancel()
+        if not load.lease:
             return
-        request = pb.ReleaseRequest(session=self.session, lease=lease.number, corrupt=lease.corrupt)
         with contextlib.suppress(DaemonUnavailable), _faults():  # else it expires by itself
-            self._stub.Release(request, timeout=max(left_s, _RELEASE_TIMEOUT_S))
+            timeout_s = max(load.left_s, _RELEASE_TIMEOUT_S)
+            self._stub.Release(self._released(load), timeout=timeout_s)
 
+    def _let_go(self, load: OpenLoad) -> None:
+        """End the lease of a load that is over, without waiting."""
+        if not load.lease:
+            return
+        with contextlib.suppress(DaemonUnavailable), _faults():
+            call = self._stub.Release.future(self._released(load), timeout=_LET_GO_TIMEOUT_S)
+            # A call that nobody refers to is cancelled; with this it refers to itself.
+            call.add_done_callback(lambda _call: None)
 
-@dataclass(slots=True)
-class _Lease:
-    num_blocks: int
-    number: int = 0
-    end: str = ""
-    corrupt: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    offset: int
-    checksum: bytes
-    tier: TierName
+    def _released(self, load: OpenLoad) -> pb.ReleaseRequest:
+        return pb.ReleaseRequest(session=self.session, lease=load.lease, corrupt=load.corrupt)
 
 
 def _chain(tenant: bytes, hashes: Sequence[BlockHash]) -> pb.Chain:
     """Return a chain as it travels; what is beyond the daemon's bound is never kept or found."""
     return pb.Chain(tenant=tenant, hashes=b"".join(hashes[:CHAIN_BLOCKS_MAX]))
-
-
-def _announced(replies: Iterable[pb.LoadReply], lease: _Lease) -> Iterator[_Slot]:
-    """Yield the slots of a load as they are announced, noting what is said of its lease."""
-    for reply in replies:
-        lease.number = reply.lease
-        lease.num_blocks = reply.blocks or lease.num_blocks
-        for place, offset in enumerate(reply.offsets):
-            checksum = reply.checksums[place * HASH_BYTES : (place + 1) * HASH_BYTES]
-            yield _Slot(offset, checksum, tier_from_wire(reply.tiers[place]))
-        lease.end = reply.end
 
 
 def open_link(
@@ -374,9 +438,10 @@ def open_link(
     *,
     flops: ModelFlops | None = None,
     can_split: bool = False,
+    pin: Pin | None = None,
 ) -> Link:
     """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
-    attachment = attach(socket_path, _CONNECT_TIMEOUT_S)
+    attachment = attach(socket_path, _CONNECT_TIMEOUT_S, pin)
     channel = grpc.insecure_channel(f"unix:{socket_path}")
     layout = space.layout
     request = pb.RegisterRequest(

@@ -7,6 +7,7 @@ into the daemon is read, and distrusted, by ``kvtier.api.rpc.incoming``.
 import re
 from collections.abc import Iterable, Mapping
 
+from kvtier.core.change import Change
 from kvtier.core.cost.sample import EngineLoad, Estimate, ModelFlops, StepSample
 from kvtier.core.limits import (
     GAP_MAX_S,
@@ -16,11 +17,14 @@ from kvtier.core.limits import (
 )
 from kvtier.core.plan import Outcome, Plan, PlanReason
 from kvtier.core.residency import TierName
+from kvtier.core.table import as_keys
 from kvtier.core.traits import Traits
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = [
     "PROTOCOL",
+    "change_from_wire",
+    "change_to_wire",
     "flops_to_wire",
     "load_to_wire",
     "outcome_to_wire",
@@ -34,7 +38,7 @@ __all__ = [
     "traits_to_wire",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what the messages mean; client and daemon must agree."""
 
 _TOKENS_MAX = 2**31 - 1
@@ -186,3 +190,15 @@ def plan_from_wire(plan: pb.Plan) -> Plan:
         total_s=plan.total_s,
         recompute_total_s=plan.recompute_total_s,
     )
+
+
+def change_to_wire(change: Change) -> pb.Change:
+    """Return what came to a tier, or left it."""
+    tier = pb.TIER_UNSPECIFIED if change.tier is None else tier_to_wire(change.tier)
+    return pb.Change(tier=tier, there=change.is_there, hashes=change.keys.tobytes())
+
+
+def change_from_wire(change: pb.Change) -> Change:
+    """Return what came to a tier, or left it."""
+    tier = tier_from_wire(change.tier) if change.tier else None
+    return Change(tier, change.there, as_keys(change.hashes))

@@ -12,7 +12,7 @@ says so, and what the engine has claimed by then it leaves alone.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -249,8 +249,10 @@ class DaemonPort:
         blocks: Sequence[Sequence[int]],
         offer: StoreOffer,
     ) -> None:
-        def copy(index: int, slot: memoryview) -> None:
-            self._gather(blocks[index - first], slot)
+        def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+            for index, slot in zip(indexes, slots, strict=True):
+                self._gather(blocks[index - first], slot)
+                yield
 
         taken = 0
         try:
@@ -258,7 +260,7 @@ class DaemonPort:
                 chain.tenant,
                 chain.hashes[: first + len(blocks)],
                 first,
-                copy,
+                fill,
                 traits=offer.traits,
                 num_prompt_blocks=offer.num_prompt_blocks,
             )

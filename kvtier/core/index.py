@@ -137,6 +137,11 @@ class Index:
     def __len__(self) -> int:
         return len(self._table)
 
+    @property
+    def extent(self) -> int:
+        """Return the number of the row from which on none was ever used."""
+        return self._table.extent
+
     def rows(self) -> Rows:
         """Return the rows of all blocks."""
         return self._table.rows()

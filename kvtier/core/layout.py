@@ -9,11 +9,24 @@ from dataclasses import dataclass
 
 __all__ = ["KNOWN_LAYOUTS", "KVLayout", "paged_layout"]
 
-KNOWN_LAYOUTS = frozenset({("paged", 1), ("vllm-lbhnc", 1)})
+KNOWN_LAYOUTS = frozenset(
+    {
+        ("paged", 1),
+        ("vllm-chunk", 1),
+        ("vllm-lbhnc", 1),
+        ("vllm-lbnhc", 1),
+        ("vllm-lhbnc", 1),
+        ("vllm-blhnc", 1),
+        ("vllm-blnhc", 1),
+        ("vllm-bhlnc", 1),
+    }
+)
 """Layouts the daemon accepts, as (name, version).
 
 ``paged`` 1: engine blocks in token order, each (layer, K/V, token, KV head, head dim), contiguous.
-``vllm-lbhnc`` 1: engine blocks in token order, each (layer, page), a page as vLLM's backend has it.
+``vllm-chunk`` 1: a row of vLLM's CPU tier, as its configuration arranges the pages of all workers.
+``vllm-lbhnc`` 1: engine blocks in token order, each (layer, page), a page as vLLM's backend has it:
+its dimensions in the order of the name, layer and block left out. So are the five others.
 """
 
 

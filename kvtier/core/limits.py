@@ -26,6 +26,8 @@ __all__ = [
     "DROP_GRACE_NS",
     "ENGINE_SHARE",
     "EXPLAINED_RUNS_MAX",
+    "FEED_BLOCKS_MAX",
+    "FEED_ROWS_AT_ONCE",
     "GAP_MAX_S",
     "GHOST_BLOCKS_MAX",
     "GHOST_NS",
@@ -125,7 +127,8 @@ DEMOTION_FREE_SHARE = 0.125
 """While less than this share of the arena is free, blocks that no slower tier has are demoted."""
 
 DEMOTION_BLOCKS_MAX = 64
-"""Blocks demoted in one event: eight transfers, and a millisecond."""
+"""Blocks offered to slower tiers in one event, taken or not: eight transfers, some milliseconds.
+All that demotion looks ahead at may be refused, and took eighty at once on a busy machine."""
 
 DEMOTION_WINDOW_SHARE = 0.125
 """How far demotion looks ahead of eviction: what is stored while so much of the CPU tier is written
@@ -293,3 +296,10 @@ evicted until the next look."""
 ARRIVALS_MAX = 64
 """Blocks that came to a tier before the history is told: telling of one costs as much as of many
 together."""
+
+FEED_BLOCKS_MAX = 131_072
+"""Changes that wait for a reader who is slow: 2 MB. Beyond, it is told all there is once more."""
+
+FEED_ROWS_AT_ONCE = 16_384
+"""Of the index that are looked at for a reader before others have their turn: a millisecond. As
+many blocks go in one message, of 256 KiB."""

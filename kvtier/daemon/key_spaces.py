@@ -6,11 +6,7 @@ without it, or with one that cannot be read, operators have to name a key space 
 """
 
 import asyncio
-import contextlib
-import errno
 import json
-import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +15,14 @@ from typing import Any
 
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.residency import TierName
+from kvtier.daemon.file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.observe.log import Log
 from kvtier.tiers.base import Tier
 
-__all__ = [
-    "FILE_NAME",
-    "KeySpaces",
-    "NamedSpace",
-    "SavedKeySpaces",
-    "read_file",
-    "replace_file",
-    "save_document",
-]
+__all__ = ["FILE_NAME", "KeySpaces", "NamedSpace", "SavedKeySpaces", "save_document"]
 
 _log = Log("kvtier.daemon")
 
@@ -155,32 +144,6 @@ def save_document(directory: Path, document: bytes) -> None:
         replace_file(path, document)
     else:
         path.unlink(missing_ok=True)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file, all or nothing; raises OSError, and then it is as it was."""
-    fresh = path.with_name(path.name + ".new")
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(content)
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
-
-
-def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return the beginning of a file; raises OSError, as well for what is a link or no file.
-
-    Opening a pipe would wait for whoever writes to it.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "is no file", str(path))
-        return file.read(most_bytes)
 
 
 def _save_beside(directory: Path, document: bytes, _tier: Tier, _deadline_ns: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.core.residency import TierName
-from kvtier.daemon.key_spaces import read_file, replace_file
+from kvtier.daemon.file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node.driver import Driver
 from kvtier.observe.log import Log

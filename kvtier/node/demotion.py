@@ -163,7 +163,7 @@ class Demotion:
             if all(chance is None for chance in chances):
                 look.is_cut_short = True
                 return
-            look.num_left -= chances.count(1)
+            look.num_left -= 1  # a refusal takes as long
             # What it needs may have been passed over before.
             look.is_cut_short |= 1 in chances
             self._mark(row, is_taken=1 in chances)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from itertools import count
 
+from kvtier.core.change import Change
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
 from kvtier.node import action as ac
@@ -39,6 +40,9 @@ _BROKEN_PAUSE_S = 0.1
 
 _NO_MORE_ORDERS = 0
 
+_FEED_PERIOD_S = 0.02
+"""Between two messages to a reader who has been told all: what happens meanwhile goes in one."""
+
 _DECIDED = (ev.Announce, ev.Lookup, ev.PrepareStore)
 """Calls that the node answers with a decision: what to restore, or what to keep."""
 
@@ -66,6 +70,9 @@ class Driver:
         self._calls: dict[int, asyncio.Future[ac.Answer]] = {}
         self._streams: dict[int, asyncio.Queue[ac.Progress | ac.Reply]] = {}
         self._orders: dict[str, asyncio.Queue[int]] = {}
+        self._readers: dict[str, asyncio.Event] = {}
+        """By session, set when there is news for its feed."""
+        self._is_ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -109,6 +116,31 @@ class Driver:
         finally:
             self._orders.pop(session, None)
 
+    def is_watching(self, session: str) -> bool:
+        """Tell whether a session has a feed."""
+        return session in self._readers
+
+    async def watch(self, session: str) -> AsyncGenerator[list[Change], None]:
+        """Yield what the tiers have of a session's key space, then what comes and leaves.
+
+        Ends with the session, or when the driver stops. One at a time for each session.
+        """
+        sessions = self.node.sessions
+        news = self._readers[session] = asyncio.Event()
+        feed = self.node.feeds.open(sessions[session].key_space, news.set)
+        try:
+            while session in sessions and not self._is_ending:
+                await news.wait()
+                news.clear()
+                while feed.has_news and session in sessions and not self._is_ending:
+                    if changes := feed.take():
+                        yield changes
+                    await asyncio.sleep(0)  # an index of millions takes many looks
+                await asyncio.sleep(_FEED_PERIOD_S)
+        finally:
+            self.node.feeds.close(feed)
+            del self._readers[session]
+
     def post(self, event: ev.Event) -> None:
         """Let the node take an event in, and carry out what it wants done."""
         if isinstance(event, ev.ReadDone | ev.WriteDone):
@@ -143,7 +175,10 @@ class Driver:
         return True
 
     def end_orders(self) -> None:
-        """End every ``orders``, so that no call of a client outlives the others."""
+        """End every ``orders`` and ``watch``, so that no call of a client outlives the others."""
+        self._is_ending = True
+        for news in self._readers.values():
+            news.set()
         for queue in self._orders.values():
             if queue.full():
                 queue.get_nowait()

@@ -79,8 +79,16 @@ class Ledger:
         return self._by_number.get(number)
 
     def find_request(self, request_id: str) -> Decision | None:
-        """Return the last decision about a request, if it is remembered."""
-        return self._by_number.get(self._by_request.get(request_id, 0))
+        """Return the last decision about a request, if it is remembered.
+
+        An engine may have a longer name for it than the id in its answer: vLLM adds a dash, the
+        prompt's number and random letters.
+        """
+        number = self._by_request.get(request_id, 0) or max(
+            (last for name, last in self._by_request.items() if name.startswith(f"{request_id}-")),
+            default=0,
+        )
+        return self._by_number.get(number)
 
     def add_missed(self, number: int, fate: Fate, num_blocks: int) -> None:
         """Note that blocks which a decision counted on did not come."""

@@ -40,6 +40,7 @@ from kvtier.node.completion import Completions
 from kvtier.node.decision import Decisions
 from kvtier.node.demotion import Demotion
 from kvtier.node.drop import Drops
+from kvtier.node.feed import Feeds
 from kvtier.node.flush import Flush
 from kvtier.node.ledger import Ledger
 from kvtier.node.load import Loads
@@ -120,6 +121,7 @@ class Node:
         )
         self.stores.on_published = self._published
         self.drops = Drops(self.cache, self.transfers, self.sessions)
+        self.feeds = Feeds(self.cache.index, self._is_up)
         self.probes = Probes(self.cache)
         self.lookahead = Lookahead(
             self.cache,
@@ -467,7 +469,11 @@ class Node:
 
     def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:
         self.transfers.lanes[event.tier].is_up = event.is_up
+        self.feeds.begin()
         return []
+
+    def _is_up(self, tier: TierName) -> bool:
+        return tier not in self.transfers.lanes or self.transfers.lanes[tier].is_up
 
     def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> list[Action]:
         self.cache.slots.reserve(event.num_slabs)
@@ -475,6 +481,7 @@ class Node:
 
     def _recovered(self, event: ev.Recovered, _now_ns: int) -> list[Action]:
         self.cache.index.restore(event.headers, event.tier)
+        self.feeds.begin()
         return []
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:

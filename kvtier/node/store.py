@@ -110,7 +110,7 @@ class Stores:
         lacking = self._lacking(rows, chain.scope, now_ns)
         if use is not None and self._depth is not None:
             self._depth.note_generated(use, first, now_ns)
-        answer = self._judge(session, lacking, first, use)
+        answer = self._judge(session, lacking, first, use, now_ns)
         if self._cache.is_closed(chain.scope):
             answer = _Answer(0, reason="dropping")
         num_claimed = self._cache.claim_all(rows[lacking[: answer.num_blocks]], mark)
@@ -183,7 +183,12 @@ class Stores:
         return places
 
     def _judge(
-        self, session: Session, lacking: Sequence[int], first: int, use: Use | None
+        self,
+        session: Session,
+        lacking: Sequence[int],
+        first: int,
+        use: Use | None,
+        now_ns: int,
     ) -> _Answer:
         """Return how many of the lacking blocks may come in, and why not the others."""
         size = slot_bytes(session.layout.block_bytes)
@@ -208,6 +213,7 @@ class Stores:
                 queued_bytes_max=left_bytes * ENGINE_SHARE // (ENGINE_SHARE + 1),
                 use=use,
                 num_spare=min(num_near, self._cache.slots.num_free(size)),
+                is_way_down=self._transfers.is_way_down(now_ns),
             )
         )
         if isinstance(verdict, Admit):

@@ -238,6 +238,13 @@ class Transfers:
         flights = [f for lane in self.lanes.values() for f in lane.flights.values()]
         return min((f.deadline_ns for f in flights if not f.is_overdue), default=None)
 
+    def is_way_down(self, now_ns: int) -> bool:
+        """Tell whether what was stored goes on to a slower tier without being asked for again."""
+        return any(
+            lane.tier.write is not WriteMode.SECOND_USE and lane.is_usable(now_ns)
+            for lane in self.lanes.values()
+        )
+
     def room_bytes(self, lane: Lane) -> int:
         """Return how many more bytes may wait to be written to a tier."""
         share_bytes = int(self._cache.slots.reserved_bytes * WRITE_ARENA_SHARE)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["Log", "Repeated", "start_log"]
+__all__ = ["Log", "Repeated", "line_of", "start_log"]
 
 _PLAIN = re.compile(r"[\w.:/@+\-]+")
 _FIELDS = "kvtier_fields"
@@ -49,11 +49,11 @@ class Log:
 
     def exception(self, event: str, **fields: object) -> None:
         """Note a bug, with the trace of the exception being handled."""
-        self._logger.error(event, exc_info=True, extra={_FIELDS: fields})
+        self._logger.error(event, exc_info=True, extra={_FIELDS: fields}, stacklevel=2)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={_FIELDS: fields})
+            self._logger.log(level, event, extra={_FIELDS: fields}, stacklevel=3)
 
 
 class Repeated:
@@ -104,7 +104,16 @@ class _LineFormatter(logging.Formatter):
         fields |= getattr(record, _FIELDS, {})
         if record.exc_info:
             fields["trace"] = self.formatException(record.exc_info)
-        return " ".join(f"{name}={_quote(value)}" for name, value in fields.items())
+        return _pairs(fields)
+
+
+def line_of(record: logging.LogRecord) -> str:
+    """Return an event with its fields, for the log of a process that is not ours."""
+    return " ".join(filter(None, (record.getMessage(), _pairs(getattr(record, _FIELDS, {})))))
+
+
+def _pairs(fields: dict[str, object]) -> str:
+    return " ".join(f"{name}={_quote(value)}" for name, value in fields.items())
 
 
 def _quote(value: object) -> str:

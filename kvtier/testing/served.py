@@ -74,10 +74,9 @@ class Served:
         """``environment`` is what its processes get beside this one's own."""
         self.directory = directory
         self.environment = dict(environment or {})
-        self.socket = directory / "k.sock"
         self.http_port = free_port()
         defaults: dict[str, str | int] = {
-            "daemon.socket": str(self.socket),
+            "daemon.socket": str(directory / "k.sock"),
             "ssd.directory": str(directory / "ssd"),
             "ssd.capacity": "64MiB",
             "ssd.segment": "4MiB",
@@ -96,6 +95,7 @@ class Served:
             "cost.probe": "off",
         }
         self.settings = defaults | dict(settings or {})
+        self.socket = Path(str(self.settings["daemon.socket"]))
         self._num_started = 0
 
     def arguments(self, **changes: str | int) -> list[str]:

@@ -17,19 +17,22 @@ import mmap
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Protocol
 
 from kvtier.core.limits import PAGE_BYTES, SESSIONS_MAX
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import Door, Greeting, Visitor, knock
 
-__all__ = ["ArenaServer", "Attachment", "arena_socket", "attach"]
+__all__ = ["ArenaServer", "Attachment", "Pin", "arena_socket", "attach"]
 
 _PATTERN_BYTES = 32
 _SPOT_BYTES = PAGE_BYTES // SESSIONS_MAX
 _POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
+_POPULATE_PAUSE_S = 0.1
 assert _SPOT_BYTES >= 2 * _PATTERN_BYTES
 
 
@@ -97,17 +100,36 @@ class ArenaServer:
         self._on_end(visitor.ticket)
 
 
+class Pin(Protocol):
+    """Locks an arena in memory for a device that copies from and to it."""
+
+    def pin(self, arena: memoryview, is_over: Callable[[], bool]) -> None:
+        """Do so, piece by piece, until ``is_over``; on a thread of its own."""
+
+    def unpin(self, arena: memoryview) -> None:
+        """Undo it: the arena is about to be unmapped."""
+
+
 class Attachment:
     """A client's end: the mapped arena, the ticket, and the lifeline."""
 
-    def __init__(self, connection: socket.socket, fd: int, message: dict[str, str | int]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        fd: int,
+        message: dict[str, str | int],
+        pin: Pin | None = None,
+    ) -> None:
         self.ticket = str(message["ticket"])
         self.boot = str(message["boot"])
         self._connection = connection
+        self._pin = pin
+        self._fd = fd
         try:
             self._mapping = mmap.mmap(fd, int(message["size_bytes"]))
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
         self._view = memoryview(self._mapping)
         offset = int(message["proof_offset"])
         self.proof = _answer(bytes(self._view[offset : offset + _PATTERN_BYTES]))
@@ -125,25 +147,43 @@ class Attachment:
         """Make page table entries for the whole arena now, so that no copy waits for faults.
 
         Takes about 20 ms per gigabyte, and stops where ``is_over`` says so; meant for a thread of
-        its own. Older kernels lack it.
+        its own. Follows the daemon, which puts memory into the arena while it serves: what we were
+        the first to touch would count for our container, and it may be more than there is. Older
+        kernels lack it. Then it is pinned, where somebody wants it so.
         """
+        self._populate(is_over)
+        if self._pin is not None:
+            self._pin.pin(self._view, is_over)
+
+    def _populate(self, is_over: Callable[[], bool]) -> None:
         size = len(self._view) // PAGE_BYTES * PAGE_BYTES
         with contextlib.suppress(OSError, ValueError):
+            self._mapping.madvise(_POPULATE_WRITE, size - PAGE_BYTES, PAGE_BYTES)  # it can be done
             for start in range(0, size, _POPULATE_BYTES):
+                length = min(_POPULATE_BYTES, size - start)
+                while os.lseek(self._fd, start, os.SEEK_HOLE) < start + length:
+                    if is_over():
+                        return
+                    time.sleep(_POPULATE_PAUSE_S)
                 if is_over():
                     return
-                length = min(_POPULATE_BYTES, size - start)
                 self._mapping.madvise(_POPULATE_WRITE, start, length)
 
     def close(self) -> None:
         """Let go of arena and lifeline: the daemon ends the session. Idempotent."""
-        self._connection.close()
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.unpin(self._view)
         self._view.release()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
         with contextlib.suppress(BufferError):
             self._mapping.close()  # else a copy still holds a view, and the mapping goes with it
+        self._connection.close()
 
 
-def attach(socket_path: Path, timeout_s: float) -> Attachment:
+def attach(socket_path: Path, timeout_s: float, pin: Pin | None = None) -> Attachment:
     """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
     connection, message, (fd,) = knock(arena_socket(socket_path), timeout_s, num_fds=1)
-    return Attachment(connection, fd, message)
+    return Attachment(connection, fd, message, pin)

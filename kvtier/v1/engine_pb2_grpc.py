@@ -79,6 +79,16 @@ class EngineStub:
                 request_serializer=kvtier_dot_v1_dot_engine__pb2.CompleteStoreRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_engine__pb2.CompleteStoreReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvtier.v1.Engine/Watch',
+                request_serializer=kvtier_dot_v1_dot_engine__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_engine__pb2.Changes.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvtier.v1.Engine/Clear',
+                request_serializer=kvtier_dot_v1_dot_engine__pb2.ClearRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_engine__pb2.ClearReply.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -148,6 +158,20 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Tell what the tiers have of the session's key space, then what comes and leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Take all blocks of the session's key space, of all tenants, out of the daemon's tiers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +219,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.CompleteStore,
                     request_deserializer=kvtier_dot_v1_dot_engine__pb2.CompleteStoreRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_engine__pb2.CompleteStoreReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.WatchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_engine__pb2.Changes.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.ClearRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_engine__pb2.ClearReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -440,6 +474,60 @@ class Engine:
             '/kvtier.v1.Engine/CompleteStore',
             kvtier_dot_v1_dot_engine__pb2.CompleteStoreRequest.SerializeToString,
             kvtier_dot_v1_dot_engine__pb2.CompleteStoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.Engine/Watch',
+            kvtier_dot_v1_dot_engine__pb2.WatchRequest.SerializeToString,
+            kvtier_dot_v1_dot_engine__pb2.Changes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Engine/Clear',
+            kvtier_dot_v1_dot_engine__pb2.ClearRequest.SerializeToString,
+            kvtier_dot_v1_dot_engine__pb2.ClearReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,10 @@ class EngineStub:
     """Lease arena slots for the blocks that the daemon lacks and admits."""
     CompleteStore: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CompleteStoreRequest, _engine_pb2.CompleteStoreReply]
     """Publish the blocks that were copied, or give their slots back."""
+    Watch: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchRequest, _engine_pb2.Changes]
+    """Tell what the tiers have of the session's key space, then what comes and leaves."""
+    Clear: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ClearRequest, _engine_pb2.ClearReply]
+    """Take all blocks of the session's key space, of all tenants, out of the daemon's tiers."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -75,6 +79,10 @@ class EngineAsyncStub(EngineStub):
     """Lease arena slots for the blocks that the daemon lacks and admits."""
     CompleteStore: _aio.UnaryUnaryMultiCallable[_engine_pb2.CompleteStoreRequest, _engine_pb2.CompleteStoreReply]  # type: ignore[assignment]
     """Publish the blocks that were copied, or give their slots back."""
+    Watch: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchRequest, _engine_pb2.Changes]  # type: ignore[assignment]
+    """Tell what the tiers have of the session's key space, then what comes and leaves."""
+    Clear: _aio.UnaryUnaryMultiCallable[_engine_pb2.ClearRequest, _engine_pb2.ClearReply]  # type: ignore[assignment]
+    """Take all blocks of the session's key space, of all tenants, out of the daemon's tiers."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -150,5 +158,21 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.CompleteStoreReply, _abc.Awaitable[_engine_pb2.CompleteStoreReply]]:
         """Publish the blocks that were copied, or give their slots back."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _engine_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.Changes], _abc.AsyncIterator[_engine_pb2.Changes]]:
+        """Tell what the tiers have of the session's key space, then what comes and leaves."""
+
+    @_abc_1.abstractmethod
+    def Clear(
+        self,
+        request: _engine_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ClearReply, _abc.Awaitable[_engine_pb2.ClearReply]]:
+        """Take all blocks of the session's key space, of all tenants, out of the daemon's tiers."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

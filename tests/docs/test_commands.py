@@ -28,6 +28,7 @@ NOT_RUN: Mapping[str, str] = {
     r"make ": "continuous integration runs these",
     r"kvtier demo ": "tests/integration/test_demo.py runs it",
     r"--config kvtier\.toml": "its paths are those of a server",
+    r"^pip install kvtier|^vllm serve|cpu\.capacity=64GiB": "make test-vllm runs what is like it",
 }
 """Part of a command -> why it is not run here."""
 

@@ -1,20 +1,25 @@
 """Loads from the back by a real daemon, whatever becomes of them: the tokens stay the same."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from kvtier.client import ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
+from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks
 from kvtier.core.plan import Plan, PlanReason
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.port import Found, PortEvent
+from kvtier.engine.port import Found, Loaded, PortEvent
 from kvtier.engine.settings import EngineSettings
-from kvtier.testing.child import work_directory
+from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
 from tests.engine.models import Reference
 from tests.engine.test_tiers_faults import PAGE, flip, prompt_of
+from tests.shim.storage import Call, StorageShim, block
 
 pytestmark = pytest.mark.slow
 
@@ -111,3 +116,83 @@ def test_a_daemon_that_goes_away_leaves_the_rest_to_computing(
             assert engine.client is not None
             assert engine.client.wait_attached(10)
             splitting.complete(2)
+
+
+def striking(strike: Callable[[], None]) -> type[DaemonPort]:
+    """Return a port that strikes once, when a load from the back has brought a block."""
+    strikes = [strike]
+
+    class Striking(SplittingPort):
+        def _emit(self, event: PortEvent) -> None:
+            super()._emit(event)
+            if isinstance(event, Loaded) and strikes:
+                strikes.pop()()
+
+        def meet(self, request_id: str, num_computed: int) -> int:
+            """Let nothing be computed before that."""
+            await_true(lambda: not strikes, "a block has come from the back")
+            return super().meet(request_id, num_computed)
+
+    return Striking
+
+
+def bring_back(engine: AttachedEngine, seed: int, first: int) -> None:
+    """Have the blocks from ``first`` on in the CPU tier."""
+    space = engine.runner.call(lambda each: each.key_space)
+    hashes = hash_blocks(chain_root(space.digest, NO_TENANT), prompt_of(seed), BLOCK_TOKENS)
+    assert engine.client is not None
+    assert list(engine.client.load(NO_TENANT, hashes, first))[-1] == "complete"
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_a_daemon_that_goes_away_in_the_middle(
+    tiny: LoadedModel, reference: Reference, node: Served, fault: str
+) -> None:
+    """The last blocks have come, the first ones hang in the disk, and then nothing comes at all."""
+    shim = StorageShim(node.directory / "ssd", node.directory)
+    node.environment = shim.environment
+    with shim, ExitStack() as stack:
+        daemon = stack.enter_context(node.daemon())
+        standstill = ExitStack()
+        stack.enter_context(standstill)
+
+        def strike() -> None:
+            if fault == "killed":
+                daemon.kill()
+            else:
+                standstill.enter_context(daemon.stopped())
+
+        engine = stack.enter_context(
+            attached(
+                tiny,
+                node.socket,
+                SETTINGS,
+                ClientDeadlines(5, 10, 10, 0.1),
+                make_port=striking(strike),
+            )
+        )
+        prompt = prompt_of(2)
+        right = tuple(reference.generate(prompt, 6))
+        assert engine.complete(prompt, 6).tokens == right
+        engine.forget()
+        node.await_idle()
+        node.drop("cpu")
+        bring_back(engine, 2, NUM_BLOCKS - 2)
+        shim.set({Call.READ: block()})
+        start_s = time.monotonic()
+        answer = engine.submit(prompt, 6).answer()
+        took_s = time.monotonic() - start_s
+        print(f"{fault}: {took_s:.2f} s, {answer.tiers}, {answer.usage.decision}")
+        assert answer.tokens == right
+        assert took_s < 3, "nobody waited for the load's ten seconds"
+        shim.clear()
+        standstill.close()
+        if fault == "killed":
+            stack.enter_context(node.daemon())
+        assert engine.client is not None
+        await_true(lambda: engine.client.is_attached, "the daemon is used again")
+        engine.settle()
+        engine.forget()
+        assert engine.complete(prompt, 6).tokens == right
+        status = node.await_idle(20)
+        assert (status["pins"], status["leases"]) == (0, 0)

@@ -1,7 +1,7 @@
 """An engine without a model: its blocks' bytes are a function of their identity."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -114,14 +114,16 @@ class PatternEngine:
     ) -> int:
         payloads = self.payloads(prompt, num_blocks)
 
-        def copy(index: int, slot: memoryview) -> None:
-            slot[:] = payloads[index]
+        def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+            for index, slot in zip(indexes, slots, strict=True):
+                slot[:] = payloads[index]
+                yield
 
         return self.client.store(
             self.tenant,
             self.chain(prompt, num_blocks),
             first,
-            copy,
+            fill,
             traits=traits,
             num_prompt_blocks=num_prompt_blocks,
         )

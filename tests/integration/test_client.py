@@ -5,7 +5,7 @@ import resource
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -157,9 +157,11 @@ def test_a_block_that_is_not_what_its_checksum_says_never_spreads(shared: Served
 def test_a_store_whose_copy_fails_leaves_no_trace(shared: Served) -> None:
     with PatternEngine(shared.socket) as engine:
 
-        def fail(index: int, _slot: memoryview) -> None:
-            if index == 2:
-                raise ValueError("the engine's memory is gone")
+        def fail(indexes: Sequence[int], _slots: Sequence[memoryview]) -> Generator[None]:
+            for index in indexes:
+                if index == 2:
+                    raise ValueError("the engine's memory is gone")
+                yield
 
         with pytest.raises(ValueError, match="gone"):
             engine.client.store(NO_TENANT, engine.chain(7, 4), 0, fail)
@@ -281,11 +283,13 @@ def test_a_prompt_of_a_million_tokens(shared: Served) -> None:
         assert ([*found.tiers], found.reason) == (["cpu"] * 4, "absent")
         copied: list[int] = []
 
-        def copy(index: int, slot: memoryview) -> None:
-            slot[:] = bytes(len(slot))
-            copied.append(index)
+        def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+            for index, slot in zip(indexes, slots, strict=True):
+                slot[:] = bytes(len(slot))
+                copied.append(index)
+                yield
 
-        taken = engine.client.store(NO_TENANT, hashes, 0, copy)
+        taken = engine.client.store(NO_TENANT, hashes, 0, fill)
         assert taken == 4 + len(copied), "as much as one engine may hold at once, as a prefix"
         assert copied == list(range(4, taken))
         assert 0 < len(copied) * BLOCK_BYTES <= 32 << 20

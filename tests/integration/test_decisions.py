@@ -138,6 +138,27 @@ def test_a_tier_throttled_to_nothing_is_left_alone_until_it_is_released(
         assert told["model"]["restore"]["ssd_read"]["num_noted"] > 1
 
 
+def test_a_tier_that_slows_down_costs_a_few_requests_and_comes_back(
+    slow_model: LoadedModel,
+) -> None:
+    """As it is by default: models, guard and split together, whichever of them finds it out."""
+    prompt = [3 + number % 250 for number in range(64 * NUM_BLOCKS + 20)]
+    with node_of() as node, attached(slow_model, node.served.socket) as engine:
+        asker = Asker(node, engine, prompt)
+        asker.await_decision("loaded", "all")
+        node.tier.set(0, latency_s=3.0)
+        num_waited = num_alone = 0
+        while num_alone < 3:
+            _, _, told = asker.ask()
+            is_alone = told["reason"] in {"cost", "risk", "guard"}
+            num_alone = num_alone + 1 if is_alone else 0
+            num_waited += not is_alone
+            assert num_waited <= 12, told
+        print(f"{num_waited} requests waited")
+        node.tier.set(0)
+        await_true(lambda: asker.ask()[1].get("ssd"), "it is used again", DECIDED_S)
+
+
 @pytest.mark.parametrize(
     ("mode", "latency_s", "decided", "served"),
     [

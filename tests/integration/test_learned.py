@@ -1,7 +1,9 @@
 """What was learned of tiers and engines outlives a restart; a damaged file of it does no harm."""
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from kvtier.daemon.learned import FILE_NAME
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.integration.pattern import PatternEngine
+from tests.shim.storage import Action, Call, Fault, StorageShim, fail
 
 pytestmark = pytest.mark.slow
 
@@ -146,3 +149,56 @@ def learned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = tmp_path_factory.mktemp("learned") / FILE_NAME
         copy.write_bytes(file_of(node).read_bytes())
     return copy
+
+
+FULL = {
+    Call.ALLOCATE: fail(errno.ENOSPC),
+    Call.WRITE: fail(errno.ENOSPC),
+    Call.STATVFS: Fault(Action.FILL),
+}
+
+
+def full(_path: Path, shim: StorageShim) -> None:
+    shim.set(FULL)
+
+
+def read_only(_path: Path, shim: StorageShim) -> None:
+    shim.set({call: fail(errno.EROFS) for call in (Call.OPEN_WRITE, Call.UNLINK, Call.WRITE)})
+
+
+def no_directory(path: Path, _shim: StorageShim) -> None:
+    shutil.rmtree(path.parent)
+
+
+def a_directory_in_the_way(path: Path, _shim: StorageShim) -> None:
+    path.with_name(FILE_NAME + ".new").mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm", [full, read_only, no_directory, a_directory_in_the_way], ids=lambda harm: harm.__name__
+)
+def test_what_cannot_be_saved_is_said_and_hurts_nobody(
+    harm: Callable[[Path, StorageShim], None],
+) -> None:
+    """What was saved before stays as it was, and the daemon stops as always."""
+    with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
+        node = Served(directory, environment=shim.environment)
+        path = file_of(node)
+        with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+            await_true(path.exists, "it is saved at the start")
+            engine.client.note_steps(STEPS, EngineLoad())
+            await_true(lambda: samples(node) >= len(STEPS), "there is something new")
+            before = path.read_bytes()
+            harm(path, shim)
+            engine.client.close()
+            assert daemon.stop() == 0
+            assert "what was learned cannot be kept" in daemon.log
+            assert "Traceback" not in daemon.log
+        shim.clear()
+        if path.parent.exists():
+            assert path.read_bytes() == before
+            assert not path.with_name(FILE_NAME + ".new").is_file(), "nothing half written"
+
+
+def samples(node: Served) -> int:
+    return sum(each["samples"] for each in node.stat()["cost"]["engines"].values())

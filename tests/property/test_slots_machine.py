@@ -1,5 +1,8 @@
 """SlabAllocator against the plain idea of it: slots that do not overlap, and are all counted."""
 
+from copy import deepcopy
+
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +34,26 @@ class SlotMachine(RuleBasedStateMachine):
             return
         assert offset not in self.taken
         self.taken[offset] = size
+
+    @rule(size=SIZES, count=st.integers(0, 30))
+    def take_some(self, size, count):
+        """As many one by one would be the very same, of the same owners."""
+        owners = np.arange(1000, 1000 + count)
+        other, expected = deepcopy(self.slots), []
+        for owner in owners.tolist():
+            if (offset := other.take(size, owner)) is None:
+                break
+            other.hold(offset)
+            expected.append(offset)
+        offsets = self.slots.take_some(size, owners)
+        assert offsets == expected
+        assert self.slots.held_bytes == other.held_bytes == len(offsets) * size
+        assert sorted(self.slots.owners_of(size)) == sorted(other.owners_of(size))
+        assert self.slots.slabs_by_held(size) == other.slabs_by_held(size)
+        for offset in offsets:
+            self.slots.let_go(offset)
+            self.taken[offset] = size
+        assert len(offsets) == count or not self.has_room(size), "there was room"
 
     @precondition(lambda self: self.taken)
     @rule(place=st.integers(0, 100))

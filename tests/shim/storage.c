@@ -190,6 +190,13 @@ static ssize_t real_writev(int fd, const struct iovec *pieces, int count, off_t 
     return real(fd, pieces, count, offset, flags);
 }
 
+static ssize_t real_writev_here(int fd, const struct iovec *pieces, int count, off_t offset,
+                                int flags) {
+    REAL(ssize_t, "writev", int, const struct iovec *, int);
+    (void)offset, (void)flags;
+    return real(fd, pieces, count);
+}
+
 ssize_t preadv2(int fd, const struct iovec *pieces, int count, off_t offset, int flags) {
     return move(READ, real_readv, fd, pieces, count, offset, flags);
 }
@@ -214,6 +221,11 @@ ssize_t pwritev(int fd, const struct iovec *pieces, int count, off_t offset) {
 ssize_t pwrite(int fd, const void *from, size_t length, off_t offset) {
     struct iovec piece = {(void *)from, length};
     return move(WRITE, real_writev, fd, &piece, 1, offset, 0);
+}
+
+ssize_t write(int fd, const void *from, size_t length) {
+    struct iovec piece = {(void *)from, length};
+    return move(WRITE, real_writev_here, fd, &piece, 1, 0, 0);
 }
 
 static int is_writing(int flags) { return (flags & O_ACCMODE) != O_RDONLY || (flags & O_CREAT); }

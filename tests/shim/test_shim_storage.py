@@ -24,6 +24,8 @@ try:
         print(os.pwritev(fd, [b"a" * 4096, b"b" * 4096], 0))
     elif verb == "write_page":
         print(os.pwrite(fd, b"c" * 4096, 0))
+    elif verb == "append":
+        print(os.write(fd, b"d" * 100))
     elif verb == "read":
         print(os.pread(fd, 8192, 0).hex())
     elif verb == "readv":
@@ -83,6 +85,7 @@ def test_without_faults_calls_are_only_counted(shim: StorageShim, directory: Pat
     [
         ("write", Call.WRITE),
         ("write_page", Call.WRITE),
+        ("append", Call.WRITE),
         ("read", Call.READ),
         ("readv", Call.READ),
         ("allocate", Call.ALLOCATE),

@@ -302,7 +302,7 @@ def evict_parents_before_their_children(patch):
 def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
-        run_first(60)
+        run_first(100)
 
 
 def run_first(num_seeds):

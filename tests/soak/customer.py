@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvtier.client import LoadedBlock
 from kvtier.errors import DaemonUnavailable
@@ -76,13 +77,13 @@ class Customer:
         def leave(_block: LoadedBlock) -> None:
             raise GivenUp
 
-        def copy(_index: int, _slot: memoryview) -> None:
+        def fill(_indexes: Sequence[int], _slots: Sequence[memoryview]) -> NoReturn:
             raise GivenUp
 
         try:
             self._engine.load(prompt, len(prompt), on_block=leave)
             chain = self._engine.chain(prompt, len(prompt))
-            self._engine.client.store(self._engine.tenant, chain, 0, copy)
+            self._engine.client.store(self._engine.tenant, chain, 0, fill)
         except GivenUp:
             pass
 

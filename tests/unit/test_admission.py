@@ -100,7 +100,7 @@ class World:
             )
         )
 
-    def store(self, chain, num_spare=0, queued_bytes_max=1 << 40):
+    def store(self, chain, num_spare=0, queued_bytes_max=1 << 40, is_way_down=False):
         return self.admission.judge(
             Offer(
                 tier=TierName.CPU,
@@ -111,6 +111,7 @@ class World:
                 queued_bytes_max=queued_bytes_max,
                 use=chain,
                 num_spare=num_spare,
+                is_way_down=is_way_down,
             )
         )
 
@@ -192,3 +193,4 @@ def test_a_new_chain_loses_at_once_to_what_is_worth_more():
     assert world.store(poor) == Reject(Rule.WORTH)
     assert world.store(poor, num_spare=3) == Admit(3, Rule.WORTH)
     assert World(is_ranked=False).store(poor) == Admit(40)
+    assert world.store(poor, is_way_down=True) == Admit(40), "the gate below may see it otherwise"

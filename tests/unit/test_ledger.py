@@ -43,6 +43,16 @@ def test_the_last_decision_about_a_request_counts():
     assert ledger.find_request("r").number == numbers[-1]
 
 
+def test_a_request_is_found_by_the_id_that_its_client_was_told():
+    ledger = Ledger()
+    numbers = [note(ledger, f"cmpl-12-{prompt}-0badc0de") for prompt in range(2)]
+    note(ledger, "cmpl-123-0-0badc0de")
+    assert ledger.find_request("cmpl-12").number == numbers[1]
+    assert ledger.find_request("cmpl-12-0").number == numbers[0]
+    assert ledger.find_request("cmpl-1") is None
+    assert ledger.find_request("") is None
+
+
 def test_numbers_are_never_used_twice():
     ledger = Ledger()
     numbers = [note(ledger) for _ in range(3 * DECISIONS_MAX)]

@@ -1,11 +1,15 @@
 """Dialogues: what no slower tier has gets a last chance before it has to go."""
 
-from dialogue import REMOTE, SSD, engine_on, metric, open_stage
+from dialogue import CPU, REMOTE, SSD, engine_on, metric, open_stage
 
+from kvtier.core.admission import Admit, Offer, Reject, Rule, Verdict
 from kvtier.core.limits import DEMOTION_BLOCKS_MAX
 from kvtier.node import action as ac
 from kvtier.node import event as ev
+from kvtier.node.transfer import WriteMode
+from kvtier.testing.stage import Stage, StageSettings
 from kvtier.tiers.base import WriteOutcome
+from kvtier.tiers.memory import MemoryTier
 
 
 def fill(stage, engine, numbers):
@@ -126,3 +130,37 @@ def test_one_event_demotes_a_bounded_number():
     for _ in range(9):
         stage.post(ev.Tick())
     assert demoted(stage, SSD) == 4 * DEMOTION_BLOCKS_MAX  # a quarter of the arena waits then
+
+
+class RefuseBelow:
+    """Takes everything into the CPU tier, and nothing from there; counts what it is offered."""
+
+    num_refused = 0
+
+    def judge(self, offer: Offer) -> Verdict:
+        if offer.tier is CPU:
+            return Admit(offer.num_blocks)
+        self.num_refused += offer.num_blocks
+        return Reject(Rule.WORTH)
+
+    def note_allowance(self, tier, bytes_per_s):
+        """Need none."""
+
+
+def test_one_event_offers_a_bounded_number_also_where_all_are_refused():
+    """To be refused takes a block as long as to be taken, and lookups wait meanwhile."""
+    admission = RefuseBelow()
+    settings = StageSettings(
+        num_slabs=1, slab_bytes=1024 * 4096, write={SSD: WriteMode.DEMOTE}, num_workers=2
+    )
+    stage = Stage({SSD: MemoryTier(1 << 20)}, settings, admission=admission)
+    stage.is_checked = False  # a thousand events
+    engine = engine_on(stage)
+    down(stage, SSD)
+    fill(stage, engine, range(1023))
+    assert admission.num_refused == 0
+    up(stage, SSD)
+    assert admission.num_refused == DEMOTION_BLOCKS_MAX
+    for _ in range(9):
+        stage.post(ev.Tick())
+    assert admission.num_refused == 4 * DEMOTION_BLOCKS_MAX, "as far as it looks ahead, once each"

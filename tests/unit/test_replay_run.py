@@ -72,6 +72,13 @@ def test_without_time_lru_is_what_everyone_calls_lru(num_blocks):
     assert hit_blocks(run) <= sum(best_hits(trace, num_blocks))
 
 
+@pytest.mark.parametrize("policy", ["rd", "rd-sec", "lru"])
+def test_what_a_full_cpu_tier_has_no_use_for_gets_to_the_ssd_all_the_same(policy):
+    trace = chains(*[list(range(100 * n, 100 * n + 20)) for n in range(10)] * 8)
+    run = replay_instant(trace, lru(60, 400, policy=policy, overrides={"ssd.gate": "1.0"}))
+    assert hit_blocks(run) >= 0.85 * 7 * 200, "all rounds but the first find all, nearly"
+
+
 @pytest.mark.parametrize("policy", ["rd", "rd-sec", "credit-lru", "s3-fifo", "lru"])
 def test_no_policy_beats_the_best_choice_in_hindsight(policy):
     trace = busy()

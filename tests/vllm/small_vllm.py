@@ -10,8 +10,11 @@ from typing import Any, Self
 import torch
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.vllm.pages import Pages
-from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.routers.news import News
+from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
+from kvtier.connectors.vllm.settings import Role
+from kvtier.connectors.vllm.transfer.copies import Copies, HostCopies
+from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
@@ -48,6 +51,8 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "num_tokens": len(tokens),
         "num_prompt_tokens": len(tokens),
         "num_computed_tokens": 0,
+        "num_output_tokens": 0,
+        "num_preemptions": 0,
         "lora_request": None,
         "mm_features": [],
         "prompt_embeds": None,
@@ -67,25 +72,53 @@ class SmallVllm:
         weights: bytes = bytes(32),
         *,
         deadlines: ClientDeadlines | None = None,
+        copies: Callable[[Pages], Copies] = HostCopies,
+        num_ranks: int = 1,
+        role: Role = Role.BOTH,
+        news: News | None = None,
     ) -> None:
         shape = (NUM_BLOCKS, 2, BLOCK_TOKENS, PAGE_FLOATS)
-        self.tensors = {f"layer{number}": torch.zeros(shape) for number in range(2)}
-        pages = Pages(self.tensors)
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Of all ranks."""
+        self.clients: list[Client] = []
+        self.workers: list[WorkerHalf] = []
         block_tokens = RATIO * BLOCK_TOKENS
-        layout = KVLayout(
-            "vllm-lbhnc", 1, block_tokens, RATIO * pages.block_bytes, "float32", "small"
-        )
-        space = KeySpace(weights, "{}", layout, "float32", "small")
-        deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
-        clients = [Client(socket, space, f"small {half}", deadlines=deadlines) for half in "sw"]
-        for client in clients:
+        ranks: list[Rank] = []
+        for rank in range(num_ranks):
+            tensors = {f"rank{rank}.layer{number}": torch.zeros(shape) for number in range(2)}
+            self.tensors |= tensors
+            pages = Pages(tensors, NUM_BLOCKS)
+            own_copies = copies(pages)
+            layout = KVLayout(
+                "vllm-lbhnc", 1, block_tokens, RATIO * pages.block_bytes, "float32", "small"
+            )
+            space = KeySpace(
+                weights,
+                "{}",
+                layout,
+                "float32",
+                "small",
+                parallel_size=num_ranks,
+                parallel_rank=rank,
+            )
+            deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
+            hear = news.hear(rank) if news else None
+            asker = Client(socket, space, "small scheduler", deadlines=deadlines, watch=hear)
+            ranks.append(Rank(asker, space.digest))
+            copier = Client(
+                socket, space, "small worker", deadlines=deadlines, pin=own_copies.arena
+            )
+            self.workers.append(WorkerHalf(copier, own_copies, rank))
+            self.clients += [asker, copier]
+        for client in self.clients:
             client.start()
-        self.clients = clients
         self.pool = Pool()
-        self.scheduler = SchedulerHalf(clients[0], space.digest, block_tokens, RATIO)
+        self.scheduler = SchedulerHalf(ranks, block_tokens, RATIO, role)
+        self.scheduler.news = news
         self.scheduler.bind(self.pool)
-        self.worker = WorkerHalf(clients[1], pages)
+        self.worker = self.workers[0]
         self._names = count()
+        self._last_step = 0
 
     def __enter__(self) -> Self:
         for client in self.clients:
@@ -94,7 +127,8 @@ class SmallVllm:
 
     def __exit__(self, *_: object) -> None:
         self.scheduler.close()
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
 
     def prefill(
         self,
@@ -122,6 +156,7 @@ class SmallVllm:
         missing = self._step({}, asked) if found[0] else set()
         self.compute(tokens, blocks, num_local + found[0])
         self._step({asked.request_id: num_local + found[0]}, asked, blocks)
+        asked.num_output_tokens = 1
         await_true(lambda: self._settle() == 0, "the stores are over")
         scheduler.finish(asked)
         return found[0], missing
@@ -157,17 +192,27 @@ class SmallVllm:
             )
         )
         orders = self.scheduler.take_orders()
-        self.worker.load(orders)
-        self.worker.store(orders)
+        self._last_step = orders.step
+        for worker in self.workers:
+            worker.load(orders)
+            worker.store(orders)
         if not orders.loads:
             return set()
-        await_true(lambda: asked.request_id in self.worker.take_received(), "the load is over")
+        missing: set[int] = set()
+        for worker in self.workers:
+            reports = worker.reports
+            await_true(
+                lambda each=reports: asked.request_id in each.take_received(), "the load is over"
+            )
+            missing |= reports.take_missing()
         self._settle()
-        return self.worker.take_missing()
+        return missing
 
     def _settle(self) -> int:
-        results = self.worker.take_results()
-        if results is not None:
-            self.scheduler.take(results, 1)
-        self.scheduler.note_end()
+        """Tell what each worker is done with in a step of its own, as it happens to be."""
+        for worker in self.workers:
+            results = worker.reports.take_results(self._last_step)
+            self._last_step = 0
+            if results is not None:
+                self.scheduler.take(results)
         return self.scheduler.num_open_stores

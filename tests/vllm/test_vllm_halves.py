@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,12 @@ def test_limits_of_a_request_are_kept(node: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"cache_salt": "b"}, {"lora_request": object()}, {"mm_features": [object()]}]
+    "other",
+    [
+        {"cache_salt": "b"},
+        {"lora_request": object()},
+        {"mm_features": [SimpleNamespace(identifier="image-1")]},
+    ],
 )
 def test_other_requests_find_nothing(node: Served, other: dict[str, object]) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
@@ -118,3 +124,32 @@ def test_a_daemon_that_hangs_before_the_copy_is_not_waited_for(node: Served) -> 
             assert small.prefill(TOKENS, OTHERS, before_copy=hang) == (256, missing)
         await_true(lambda: small.prefill(TOKENS, OTHERS)[0] == 256, "it is asked again")
         assert not small.pool.references
+
+
+def test_the_daemon_hears_what_came_of_its_plans(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        for _ in range(2):
+            assert small.prefill(TOKENS, OTHERS)[0] == 256
+        told = "kvtier_actual_seconds_total"
+        await_true(lambda: node.metric(told, of="restore") > 0, "the restores are told")
+        assert node.metric(told, of="first_token") >= node.metric(told, of="restore")
+
+
+def test_a_request_is_offered_as_deep_as_is_advised_unless_it_says_itself(node: Served) -> None:
+    with node.daemon(policy__max_offload_tokens=130), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 2
+        others = [token + 1000 for token in TOKENS]
+        small.prefill(others, BLOCKS, kv_transfer_params={"max_offload_tokens": 200})
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 5
+        more = [token + 2000 for token in TOKENS]
+        small.prefill(more, BLOCKS, kv_transfer_params={"max_offload_tokens": 0})
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 5
+
+
+def test_a_load_that_ends_short_brings_what_it_has(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS[:150], BLOCKS)
+        assert small.prefill(TOKENS, OTHERS) == (128, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4, "and what it computed is offered"

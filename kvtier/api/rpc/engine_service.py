@@ -1,5 +1,6 @@
 """What engines call. Each method turns a message into an event and an answer into a message."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -15,9 +16,10 @@ from kvtier.api.rpc.incoming import (
     steps_of,
     traits_of,
 )
-from kvtier.client.wire import PROTOCOL, plan_to_wire, tier_to_wire
-from kvtier.core.identity import HASH_BYTES
+from kvtier.client.wire import PROTOCOL, change_to_wire, plan_to_wire, tier_to_wire
+from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.layout import KVLayout
+from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
@@ -193,7 +195,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 if isinstance(message, ac.Reply):
                     assert isinstance(message.answer, ac.Refused)
                     await _refuse(context, message.answer.kind, message.answer.message)
-                lease, is_ended = message.lease, bool(message.end)
+                lease = message.lease
                 yield pb.LoadReply(
                     lease=lease,
                     offsets=message.offsets,
@@ -202,6 +204,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     end=message.end,
                     blocks=message.num_blocks,
                 )
+                is_ended = bool(message.end)  # only now: whoever left meanwhile releases nothing
         finally:
             if not is_ended:
                 await messages.aclose()
@@ -258,6 +261,37 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         assert isinstance(answer, ac.Stored)
         return pb.CompleteStoreReply(stored_blocks=answer.num_blocks)
+
+    async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.Changes]:
+        """Tell what the tiers have of the session's key space until the client is gone."""
+        if request.session not in self._driver.node.sessions:
+            await _refuse(context, "session", "register first")
+        if self._driver.is_watching(request.session):
+            await _refuse(context, "too_many", "the session watches already")
+        async with contextlib.aclosing(self._driver.watch(request.session)) as batches:
+            async for changes in batches:
+                yield pb.Changes(changes=map(change_to_wire, changes))
+
+    async def Clear(self, request: pb.ClearRequest, context: _Context) -> pb.ClearReply:
+        """Take the session's key space out of every tier that there is."""
+        node = self._driver.node
+        session = node.sessions.get(request.session)
+        if session is None:
+            await _refuse(context, "session", "register first")
+        tiers = tuple(
+            tier for tier in LOWER_TIERS if tier is TierName.CPU or tier in node.transfers.lanes
+        )
+        selection, deadline_ns = Selection(session.key_space), _deadline_ns(request.deadline_ms)
+        answer = await self._ask(context, lambda call: ev.Drop(call, tiers, deadline_ns, selection))
+        assert isinstance(answer, tuple)
+        faults = [
+            f"{each.tier}: {each.error or f'{each.kept_blocks} blocks are in use'}"
+            for each in answer
+            if each.error or each.kept_blocks
+        ]
+        return pb.ClearReply(
+            blocks=sum(each.num_blocks for each in answer), error="; ".join(faults)
+        )
 
     async def _ask(self, context: _Context, make: Callable[[int], ev.Event]) -> ac.Answer:
         answer = await self._driver.ask(make)

@@ -10,12 +10,18 @@ vLLM makes one connector in the process that schedules and one in each that comp
 half hashes prompts, asks the daemon, holds what it found in the arena under a lease, and only then
 names it a hit; the worker halves copy between vLLM's tensors and the arena, on threads of their
 own. What a worker knows of the bytes, it tells the scheduler half once, in vLLM's own handshake.
+Which weights they come from, the scheduler half reads from their files on a thread, and tells the
+workers with its first orders: a hundred gigabytes take minutes, and vLLM serves meanwhile.
 
 Rules
 -----
 * Nothing here raises into vLLM, and no call from its step waits for the daemon.
 * Blocks are bytes. How they are arranged is declared, and part of their identity.
-* Only ``connector`` and ``release`` import vLLM.
+* Only ``connector``, ``release``, ``metrics``, ``plugin`` and ``routers.events`` import vLLM.
+
+Where to begin: ``connector`` has the hooks, ``scheduler`` and ``worker`` the halves, ``order`` what
+they say to each other, ``start`` and ``refusal`` what comes before. ``search``, ``loads`` and
+``stores`` are what is under way. Packages: ``identity``, ``transfer``, ``routers``.
 """
 
 from typing import TYPE_CHECKING

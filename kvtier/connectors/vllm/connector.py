@@ -4,11 +4,11 @@ vLLM makes one for its scheduler and one for each worker, and says which. What g
 is logged, and vLLM is told what it would be told if there were nothing in the cache.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,48 +20,41 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.vllm.identity import block_ratio, model_config, weights_fingerprint
+from kvtier.client import Client
+from kvtier.client.watch import Hear
+from kvtier.connectors.guard import guarded
+from kvtier.connectors.vllm.identity.description import describe
+from kvtier.connectors.vllm.log import join_log
+from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sources
 from kvtier.connectors.vllm.order import Orders, RankFacts, Results
-from kvtier.connectors.vllm.pages import Pages
-from kvtier.connectors.vllm.release import (
-    check_release,
-    instruction_set,
-    layout_name,
-    release,
-)
-from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.plugin import register
+from kvtier.connectors.vllm.refusal import refusal
+from kvtier.connectors.vllm.release import check_release, local_model
+from kvtier.connectors.vllm.reports import Reports
+from kvtier.connectors.vllm.routers.events import Events, open_events
+from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
+from kvtier.connectors.vllm.settings import Settings, read_settings
+from kvtier.connectors.vllm.start import Start
+from kvtier.connectors.vllm.transfer.copies import Copies, open_copies
+from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.identity import KeySpace
-from kvtier.core.layout import KVLayout
+from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
+from kvtier.transfer.shm import Pin
 
 __all__ = ["KvtierConnector"]
 
 _log = Log("kvtier.vllm")
 
-_DEADLINES = ClientDeadlines(lookup_s=0.25, load_s=5.0, store_s=5.0, reconnect_s=1.0)
+_open = partial(guarded, _log)
+"""Has a hook return what is given where it would raise into vLLM."""
 
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+_FOREIGN = RankFacts(None, "MultiConnector has passed on another connector's handshake")
+"""It passes on that of the first one that has any, to all."""
 
 check_release()
-
-
-def _open(otherwise: Callable[[], object]) -> Callable[[_Hook], _Hook]:
-    """Have a hook return ``otherwise()`` where it would raise into vLLM."""
-
-    def decorate(hook: _Hook) -> _Hook:
-        @wraps(hook)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:
-                _log.exception("a hook of the connector failed", hook=hook.__name__)
-                return otherwise()
-
-        return cast("_Hook", guarded)
-
-    return decorate
+register()  # MultiConnector looks for the classes of what it counts by their short names
 
 
 def _nothing() -> None:
@@ -71,6 +64,7 @@ def _nothing() -> None:
 @dataclass
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
     orders: Orders
+    weights: bytes
 
 
 @dataclass
@@ -93,7 +87,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._socket_path = Path(self._kv_transfer_config.get_from_extra_config("socket", ""))
+        join_log()
+        self._settings = self._read_settings(role)
         # A block that does not come is computed. vLLM's default is to fail the request, and its
         # scheduler reads this right after it has made us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -101,7 +96,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
-        self._num_workers = vllm_config.parallel_config.world_size
+        self._events: Events | None = None
+        self._reports = Reports()
+        self._copies: Copies | None = None
+        self._start: Start | None = None
+        self._are_workers_told = False
+        if role == KVConnectorRole.SCHEDULER and self._settings is not None:
+            self._look_at_model()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -113,15 +114,19 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors, and say what they are."""
-        try:
-            pages, self._facts = self._describe(kv_caches)
-        except (ValueError, KeyError, OSError) as error:
-            self._facts = RankFacts(None, refusal=str(error))
-            _log.error("vLLM's blocks are not cached", reason=error)
+        config, blocks = self._vllm_config, self._kv_cache_config
+        if self._settings is None:
             return
-        assert self._facts.space is not None
-        client = self._client(self._facts.space, "worker")
-        self._worker = WorkerHalf(client, pages)
+        if refused := refusal(config, blocks):
+            self._facts = RankFacts(None, refused)
+            return
+        try:
+            pages = Pages(kv_caches, blocks.num_blocks)
+            facts = RankFacts(describe(config, blocks, kv_caches, pages))
+            self._copies = open_copies(pages)
+            self._facts = facts
+        except (ValueError, KeyError, OSError, AttributeError) as error:
+            self._facts = RankFacts(None, str(error))  # the scheduler half says it
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half what this worker's blocks are."""
@@ -130,8 +135,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
+        metadata = self._get_connector_metadata()
+        try:
+            if self._worker is None and self._facts is not None and metadata.weights:
+                self._worker = self._begin_worker(self._facts, metadata.weights)
+        finally:
+            if self._worker is None:
+                self._reports.refuse([*metadata.orders.loads, *metadata.orders.stores])
         if self._worker is not None:
-            self._worker.load(self._get_connector_metadata().orders)
+            self._worker.load(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads end before vLLM computes with them."""
@@ -141,23 +153,27 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     ) -> None:
         """Do nothing: blocks are offered whole."""
 
-    @_open(_nothing)
     def wait_for_save(self) -> None:
-        """Begin the stores of this step."""
+        """Do nothing: with speculative decoding only the last rank of a pipeline calls it."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Begin the stores of this step, and tell which requests' loads are over."""
+        self._store()
+        return None, self._reports.take_received()
+
+    @_open(_nothing)
+    def _store(self) -> None:
         if self._worker is not None:
             self._worker.store(self._get_connector_metadata().orders)
 
-    def get_finished(self, finished: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Tell which requests' loads are over."""
-        return None, self._worker.take_received() if self._worker else None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Tell which blocks did not come."""
-        return self._worker.take_missing() if self._worker else set()
+        return self._reports.take_missing()
 
+    @_open(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Tell the scheduler half what is done."""
-        results = self._worker.take_results() if self._worker else None
+        results = self._reports.take_results(self._get_connector_metadata().orders.step)
         return None if results is None else _WorkerMetadata(results)
 
     # Scheduler half
@@ -167,18 +183,36 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take what the workers' blocks are, and begin."""
-        ranks = [metadata[rank].facts for rank in sorted(metadata)]
-        space = ranks[0].space if len(ranks) == 1 else None
-        if space is None:
-            refusals = "; ".join(rank.refusal for rank in ranks if rank.refusal)
-            reason = refusals or f"{len(ranks)} workers are not served yet"
-            _log.error("vLLM's blocks are not cached", reason=reason)
+        if self._start is not None:
+            told = [metadata[rank] for rank in sorted(metadata)]
+            self._start.tell([getattr(each, "facts", _FOREIGN) for each in told])
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin, if all is known now that has to be."""
+        if self._start is None or not (spaces := self._start.take_spaces()):
             return
-        client = self._client(space, "scheduler")
-        tokens = space.layout.block_tokens
-        ratio = ranks[0].num_engine_blocks
-        self._scheduler = SchedulerHalf(client, space.digest, tokens, ratio)
+        space = spaces[0]
+        tokens, ratio = space.layout.block_tokens, self._start.num_engine_blocks
+        self._events = open_events(
+            self._vllm_config, self._kv_cache_config, tokens, ratio, len(spaces)
+        )
+        ranks = [
+            Rank(self._client(each, "scheduler", self._hear(rank)), each.digest)
+            for rank, each in enumerate(spaces)
+        ]
+        assert self._settings is not None
+        self._scheduler = SchedulerHalf(ranks, tokens, ratio, self._settings.role)
+        self._scheduler.news = self._events.news if self._events else None
         self._scheduler.bind(self._pool)
+        _log.info(
+            "vLLM's blocks are offered to the daemon and loaded from it",
+            socket=self._settings.socket,
+            model=Path(self._vllm_config.model_config.model).name,
+            layout=f"{space.layout.name} {space.layout.version}",
+            block_tokens=tokens,
+            block_bytes=space.layout.block_bytes,
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool."""
@@ -187,7 +221,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def on_new_request(self, request: Any) -> None:
         """Hear of a request."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            self._begin()
+        if self._start is not None and request.lora_request:
+            self._start.adapters.note(request.lora_request)  # before anybody asks, as well
+        if self._scheduler is None or self._start is None:
+            return
+        if request.lora_request:
+            self._start.adapters.ask(request)
+        else:
             self._scheduler.add(request)
 
     @_open(lambda: (0, False))
@@ -195,8 +237,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tell how many tokens more are held."""
-        if self._scheduler is None:
+        if self._scheduler is None or self._start is None:
             return 0, False
+        if self._start.adapters.is_open(request.request_id):
+            return None, False
+        if adapter := self._start.adapters.take(request.request_id):
+            self._scheduler.add(request, adapter)
         num_tokens = self._scheduler.match(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
@@ -209,7 +255,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return this step's orders."""
         self._offer(scheduler_output)
-        return _Metadata(self._scheduler.take_orders() if self._scheduler else Orders())
+        if self._scheduler is None or self._start is None:
+            return _Metadata(Orders(), b"")
+        self._are_workers_told = True
+        return _Metadata(self._scheduler.take_orders(), self._start.weights)
 
     @_open(_nothing)
     def _offer(self, scheduler_output: Any) -> None:
@@ -219,73 +268,126 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers are done with."""
-        if self._scheduler is None:
-            return
         told = connector_output.kv_connector_worker_meta
-        if told is not None:
-            self._scheduler.take(told.results, self._num_workers)
-        self._scheduler.note_end()
+        if self._scheduler is not None and told is not None:
+            self._scheduler.take(told.results)
 
     @_open(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let go of a request; its blocks may be freed, those under a store have a reference."""
+        if self._start is not None:
+            self._start.adapters.forget(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finish(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Have vLLM go on with steps while a store has blocks of its pool."""
-        return self._scheduler is not None and self._scheduler.num_open_stores > 0
+        """Have vLLM go on with steps while a store has blocks of its pool, or there is news.
 
+        Also for a first one without any request, by which the workers hear that they may begin.
+        """
+        if self._scheduler is not None and not self._are_workers_told:
+            return True
+        if self._events is not None and self._events.news.is_waiting:
+            return True
+        return self._scheduler is not None and self._scheduler.has_pending_stores
+
+    def has_pending_block_frees(self) -> bool:
+        """Have vLLM wait for a store that gives blocks back, rather than preempt a request."""
+        return self._scheduler is not None and self._scheduler.frees_blocks_soon
+
+    @_open(tuple)
     def take_events(self) -> Iterable[Any]:
-        """Return no events."""
-        return ()
+        """Return what routers are to hear of the daemon's tiers."""
+        return self._events.take(self._pool) if self._events else ()
+
+    @_open(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Have all that was stored before forgotten, or never loaded again where that takes longer.
+
+        True all the same: vLLM takes another answer for a fault, of its sleep for instance.
+        """
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    @_open(dict)
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Tell which tiers the tokens of a load come from."""
+        if self._scheduler is None:
+            return {}
+        return hit_sources(self._scheduler.sources(request.request_id, num_external_tokens))
+
+    # Both, and the process that serves vLLM's metrics
+
+    @_open(_nothing)
+    def get_kv_connector_stats(self) -> KvtierStats | None:
+        """Tell what was counted since the last step."""
+        half = self._scheduler or self._worker
+        counts = half.tally.take() if half else None
+        return KvtierStats.of(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtierStats:
+        """Return what came from another process as stats again."""
+        return KvtierStats.of(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvtierMetrics:
+        """Return our metrics in vLLM's Prometheus."""
+        return KvtierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @_open(_nothing)
     def shutdown(self) -> None:
         """End the sessions."""
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                half.close()
+        for part in (self._scheduler, self._worker, self._start):
+            if part is not None:
+                part.close()
 
-    def _client(self, space: KeySpace, half: str) -> Client:
+    def _read_settings(self, role: KVConnectorRole) -> Settings | None:
+        """Read what the user says; where that makes no sense, vLLM goes on without us."""
+        told = self._kv_transfer_config
+        try:
+            return read_settings(told.kv_role, told.kv_connector_extra_config)
+        except ConfigError as error:
+            if role == KVConnectorRole.SCHEDULER:  # once is enough
+                _log.error("vLLM's blocks are not cached", reason=error)
+            return None
+
+    @_open(_nothing)
+    def _look_at_model(self) -> None:
+        """Find out what the model is, on a thread."""
+        config = self._vllm_config
+        self._start = Start(lambda: local_model(config), refusal(config, self._kv_cache_config))
+
+    def _begin_worker(self, facts: RankFacts, weights: bytes) -> WorkerHalf | None:
+        """Return the worker half, now that the scheduler half has begun."""
+        if facts.blocks is None or self._copies is None:
+            return None
+        self._facts = None  # begun but once, well or badly
+        space = facts.blocks.space(weights)
+        client = self._client(space, "worker", pin=self._copies.arena)
+        return WorkerHalf(client, self._copies, facts.blocks.parallel_rank, self._reports)
+
+    def _hear(self, rank: int) -> Hear | None:
+        return self._events.news.hear(rank) if self._events else None
+
+    def _client(
+        self, space: KeySpace, half: str, hear: Hear | None = None, pin: Pin | None = None
+    ) -> Client:
         name = f"vllm {Path(self._vllm_config.model_config.model).name} {half}"
-        client = Client(self._socket_path, space, name, deadlines=_DEADLINES)
+        assert self._settings is not None
+        socket, deadlines = self._settings.socket, self._settings.deadlines
+        client = Client(socket, space, name, deadlines=deadlines, watch=hear, pin=pin)
         client.start()
         return client
-
-    def _describe(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Pages, RankFacts]:
-        """Return this worker's pages, and what they are. Raises ValueError for what they cannot."""
-        config = self._vllm_config
-        groups = self._kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ValueError(f"the model has {len(groups)} groups of KV, and one is served")
-        pages = Pages(kv_caches)
-        name, tensor = next(iter(kv_caches.items()))
-        layer = config.compilation_config.static_forward_context[name]
-        spec = groups[0].kv_cache_spec
-        ratio = block_ratio(spec.block_size)
-        shapes = "x".join(map(str, tensor.shape[1:]))
-        backend, isa = layer.attn_backend.get_name(), instruction_set(config, spec)
-        layout = KVLayout(
-            name=f"vllm-{layout_name(config).lower()}",
-            version=1,
-            block_tokens=ratio * spec.block_size,
-            block_bytes=ratio * pages.block_bytes,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            detail=f"{ratio}x(layer={pages.num_layers},page={shapes}),{backend},{isa}",
-        )
-        parallel = config.parallel_config
-        space = KeySpace(
-            weights=weights_fingerprint(Path(config.model_config.model)),
-            model_config=model_config(config.model_config.hf_config),
-            layout=layout,
-            compute_dtype=str(config.model_config.dtype).removeprefix("torch."),
-            engine=f"vllm {'.'.join(map(str, release()))} {type(spec).__name__}",
-            codec=str(config.cache_config.cache_dtype),
-            parallel_size=parallel.world_size,
-            parallel_rank=parallel.rank,
-        )
-        return pages, RankFacts(space, ratio)

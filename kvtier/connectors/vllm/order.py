@@ -1,21 +1,23 @@
 """What the two halves say to each other, in vLLM's own messages between its processes."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvtier.core.identity import BlockHash, KeySpace
+from kvtier.connectors.vllm.identity.facts import BlockFacts
+from kvtier.core.identity import BlockHash
 from kvtier.core.traits import NO_TRAITS, Traits
 
-__all__ = ["LoadOrder", "Orders", "RankFacts", "Results", "StoreOrder"]
+__all__ = ["LoadOrder", "Loaded", "Orders", "RankFacts", "Results", "StoreOrder"]
+
+_Chain = tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     """What a worker knows of its blocks, told once; ``refusal`` says why it cannot serve them."""
 
-    space: KeySpace | None
-    num_engine_blocks: int = 1
-    """Of vLLM's in one of ours."""
+    blocks: BlockFacts | None
     refusal: str = ""
 
 
@@ -25,11 +27,13 @@ class LoadOrder:
 
     request_id: str
     tenant: bytes
-    hashes: tuple[BlockHash, ...]
+    chains: tuple[_Chain, ...]
+    """By rank."""
     first: int
     into: tuple[tuple[int, ...], ...]
     """For each block the blocks of vLLM, and -1 where vLLM has the tokens already."""
-    decision: int = 0
+    decisions: tuple[int, ...] = ()
+    """Numbers of the plans that led to it, by rank."""
     good_until_s: float = 0.0
     """On the monotonic clock, which all processes of a machine share: the lease lasts till then."""
 
@@ -40,29 +44,66 @@ class StoreOrder:
 
     number: int
     tenant: bytes
-    hashes: tuple[BlockHash, ...]
+    chains: tuple[_Chain, ...]
+    """By rank."""
     first: int
     blocks: tuple[tuple[int, ...], ...]
     traits: Traits = NO_TRAITS
     num_prompt_blocks: int = -1
+    begin_until_s: float = math.inf
+    """On the monotonic clock: who has not begun by then, leaves it."""
 
 
 @dataclass(slots=True)
 class Orders:
     """Of one step, for every worker."""
 
+    step: int = 0
+    """Its number, which comes back with its results; 0: it computes nothing."""
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a load went for those workers that are done with it."""
+
+    num_filled: int
+    """Of its blocks, from the first one on: what all of them have."""
+    ended_s: float
+    """Of the last one, on the monotonic clock."""
+    num_workers: int = 1
+
+    def joined(self, other: "Loaded") -> "Loaded":
+        """Return what this and other workers have."""
+        return Loaded(
+            min(self.num_filled, other.num_filled),
+            max(self.ended_s, other.ended_s),
+            self.num_workers + other.num_workers,
+        )
+
+
 @dataclass(slots=True)
 class Results:
-    """Of one step, added up over the workers: by order, how many of them are done with it."""
+    """Of one step, added up over the workers."""
 
+    step: int = 0
     stored: Counter[int] = field(default_factory=Counter)
-    loaded: Counter[str] = field(default_factory=Counter)
+    """By store, how many workers are done with it."""
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    """By request."""
+
+    def __bool__(self) -> bool:
+        return bool(self.step or self.stored or self.loaded)
 
     def add(self, other: "Results") -> None:
-        """Take in what another worker is done with."""
+        """Take in what other workers are done with."""
+        self.step = max(self.step, other.step)
         self.stored.update(other.stored)
-        self.loaded.update(other.loaded)
+        for request_id, loaded in other.loaded.items():
+            self.note_loaded(request_id, loaded)
+
+    def note_loaded(self, request_id: str, loaded: Loaded) -> None:
+        """Take in how a load went."""
+        before = self.loaded.get(request_id)
+        self.loaded[request_id] = loaded if before is None else before.joined(loaded)

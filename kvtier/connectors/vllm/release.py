@@ -2,18 +2,20 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 
-from kvtier.errors import StartError
+from kvtier.connectors.vllm.identity.fingerprint import began_ns
+from kvtier.connectors.vllm.identity.weights import hub_snapshot
 
-__all__ = ["check_release", "instruction_set", "layout_name", "release"]
+__all__ = ["check_release", "instruction_set", "layout_name", "local_model", "release"]
 
 _OLDEST = (0, 28)
-_NEWEST = (0, 33)
-"""Tested with 0.28, 0.30 and 0.32; a newer one may have other hooks, and is not guessed at."""
+_NEWEST = (0, 32)
+"""Tested with 0.28, 0.30 and 0.32; another one may have other hooks, and is not guessed at."""
 
 _OLD_NAMES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 """What 0.28 calls the two layouts that it has."""
@@ -26,10 +28,23 @@ def release() -> tuple[int, int]:
 
 
 def check_release() -> None:
-    """Raise StartError for a release that is not served."""
+    """Raise ImportError for a release that is not served."""
     if not _OLDEST <= release() <= _NEWEST:
         served = " to ".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
-        raise StartError("vllm", f"{vllm.__version__} is not served", f"use {served}")
+        raise ImportError(f"kvtier serves vLLM {served}, and this is {vllm.__version__}")
+
+
+def local_model(vllm_config: Any) -> Path:
+    """Return where the files of a model lie. Raises OSError or ValueError where that is not known.
+
+    A name of the hub leads to the cache, into which vLLM has brought it before.
+    """
+    model = vllm_config.model_config
+    path = Path(model.model)
+    if path.exists():
+        return path
+    cache = vllm_config.load_config.download_dir
+    return hub_snapshot(model.model, model.revision, cache, began_ns())
 
 
 def layout_name(vllm_config: Any) -> str:

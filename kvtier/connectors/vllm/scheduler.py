@@ -3,6 +3,9 @@
 Rules
 -----
 * No call waits: questions go to threads, and vLLM asks again in its next step.
+* A hit is named only where all ranks hold it, from where vLLM's own tokens end.
+* vLLM waits for each load that it was promised until a worker reports it, so there is an order for
+  each, even if only to report that nothing came.
 * vLLM's blocks under an open store have a reference of ours, so that they are not used again below
   the copy, whatever becomes of their request.
 * What is not known here about a request, as what an image or an adapter does to its KV, makes it
@@ -10,309 +13,429 @@ Rules
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import count
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtier.client import Announcement, Client
-from kvtier.connectors.vllm.order import LoadOrder, Orders, Results, StoreOrder
+from kvtier.connectors.guard import note_fault
+from kvtier.connectors.vllm.account import Account
+from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.clearing import Clearing
+from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
+from kvtier.connectors.vllm.loads import OpenLoads, engine_blocks
+from kvtier.connectors.vllm.order import Loaded, LoadOrder, Orders, Results, StoreOrder
+from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.search import Search
+from kvtier.connectors.vllm.settings import Role
+from kvtier.connectors.vllm.stats import (
+    ATTACHED,
+    HIT_TOKENS,
+    LOOKUP_SECONDS,
+    LOOKUPS,
+    Tally,
+    split_by_tier,
+)
 from kvtier.connectors.vllm.steps import Chunk, StepClock
+from kvtier.connectors.vllm.stores import OpenStores
+from kvtier.connectors.vllm.tracked import Tracked, traits_of
 from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.identity import BlockHash, chain_root, hash_blocks, tenant_digest
+from kvtier.core.identity import tenant_digest
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
+from kvtier.observe.log import Log
 
-__all__ = ["SchedulerHalf"]
+__all__ = ["Rank", "SchedulerHalf"]
+
+_log = Log("kvtier.vllm")
 
 _SEARCHES_MAX = 2
-"""Per request: once, and once more where what was held was lost before it was copied."""
+"""Per request, and anew after a preemption: a second one where the first, or its load, failed."""
 
-_NUM_ASKERS = 4
+_LOST_MAX = 8
+"""So often a search whose blocks were lost before vLLM had room for them does not count."""
 
-_OPEN_STORES_MAX = 64
-_POOL_SHARE_MAX = 0.25
-"""Of vLLM's blocks, under open stores: the others stay for computing."""
+_OPEN_SEARCHES_MAX = 64
+"""Under way or held; those of the others begin when some of these are copied, or are over."""
+
+_TURN_S = 1.0
+"""As long as a request waits for its turn to be searched for; then vLLM may compute it."""
+
+_NUM_ASKERS = 16
+"""They mostly wait for a slow tier, and what lies in a fast one must not stand behind that."""
 
 _LEASE_LEFT_S = 0.25
 """A hit is named only where its lease lasts that much longer: the copy begins within a step."""
 
 
-@dataclass(slots=True)
-class _Tracked:
-    """A request of vLLM's, and what was asked and offered of it."""
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One worker's key space, and a client of it for the scheduler half."""
 
-    request: Any
-    tenant: bytes
-    root: BlockHash
-    traits: Traits
-    hashes: list[BlockHash] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    """Of vLLM."""
-    num_offered: int = 0
-    num_searches: int = 0
-    search: Search | None = None
-    loading: Search | None = None
-
-    @property
-    def num_left(self) -> int:
-        """Return the tokens of its prompt that are not computed yet."""
-        return max(0, int(self.request.num_prompt_tokens - self.request.num_computed_tokens))
-
-    def extend(self, block_tokens: int) -> None:
-        """Hash the blocks that are full by now."""
-        start = len(self.hashes) * block_tokens
-        tokens = self.request.all_token_ids
-        if len(tokens) - start >= block_tokens:
-            parent = self.hashes[-1] if self.hashes else self.root
-            self.hashes += hash_blocks(parent, list(tokens[start:]), block_tokens)
+    client: Client
+    key_space: bytes
 
 
 class SchedulerHalf:
-    """Answers for one client, which it closes with itself."""
+    """Answers for all ranks, whose clients it closes with itself."""
 
-    def __init__(self, client: Client, key_space: bytes, block_tokens: int, ratio: int) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], block_tokens: int, ratio: int, role: Role = Role.BOTH
+    ) -> None:
         """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
-        self._client = client
-        self._key_space = key_space
+        self.tally = Tally()
+        self.news: News | None = None
+        """What routers are told, if any listens to vLLM."""
+        self._clients = [rank.client for rank in ranks]
+        self._clearing = Clearing(self._clients)
+        self._key_spaces = [rank.key_space for rank in ranks]
         self._block_tokens = block_tokens
         self._ratio = ratio
-        self._tracked: dict[str, _Tracked] = {}
+        self._role = role
+        self._deadlines = ranks[0].client.deadlines
+        self._tracked: dict[str, Tracked] = {}
+        self._searches: dict[str, Search] = {}
+        self._loads = OpenLoads(len(ranks))
+        self._stores = OpenStores(len(ranks))
         self._orders = Orders()
-        self._open: dict[int, list[int]] = {}
-        self._numbers = count(1)
-        self._pool: Any = None
         self._clock = StepClock()
+        self._backlog: EngineLoad | None = None
+        self._was_attached = False
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
+
+    @property
+    def is_attached(self) -> bool:
+        """Tell whether the daemon is there for all ranks."""
+        return all(client.is_attached for client in self._clients)
 
     @property
     def num_open_stores(self) -> int:
         """Return the stores whose blocks are kept for them."""
-        return len(self._open)
+        return len(self._stores)
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Tell whether vLLM should go on with steps until a store is over.
+
+        Not for ever: what a worker does not report in several times its time, it never will.
+        """
+        return self._stores.has_younger(4 * self._deadlines.store_s, time.monotonic())
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Tell whether vLLM gains blocks by waiting for a step or two."""
+        return self._stores.frees_soon(time.monotonic())
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's block pool, to keep blocks under a store."""
-        self._pool = pool
+        self._stores.bind(pool)
 
     # A request's way
 
-    def add(self, request: Any) -> None:
-        """Hear of a request, and announce it."""
-        if request.lora_request or request.mm_features or request.prompt_embeds is not None:
+    def add(self, request: Any, adapter: bytes = b"") -> None:
+        """Hear of a request, with what stands for its adapter, and announce it."""
+        self.finish(request)  # an earlier one of that name, of whose end nobody said
+        if not can_be_named(request) or (request.lora_request and not adapter):
             return
         tenant = tenant_digest(request.cache_salt)
-        tracked = _Tracked(request, tenant, chain_root(self._key_space, tenant), _traits(request))
-        tracked.extend(self._block_tokens)
+        extra = extra_keys(request, adapter, self._block_tokens)
+        chains = Chains(self._key_spaces, tenant, self._block_tokens, extra)
+        tracked = Tracked(request, tenant, traits_of(request), chains, Account(time.monotonic()))
+        self._extend(tracked)
         self._tracked[request.request_id] = tracked
-        self._client.announce([Announcement(tracked.traits, tenant, tuple(tracked.hashes), 0)])
+        if self._role.loads:
+            hashes = chains.first(len(chains))
+            for client, chain in zip(self._clients, hashes, strict=True):
+                client.announce([Announcement(tracked.traits, tenant, chain, 0)])
 
     def match(self, request: Any, num_computed: int) -> int | None:
         """Return how many tokens beyond ``num_computed`` are held; None: ask again."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or request.skip_reading_prefix_cache:
+        if tracked is None or request.skip_reading_prefix_cache or not self._role.loads:
             return 0
-        tracked.extend(self._block_tokens)
-        search = tracked.search
+        search = self._searches.get(request.request_id)
+        if search is not None and self._is_void(tracked, search, num_computed):
+            self._drop(request.request_id)
+            search = None
         if search is None:
-            return None if self._begin(tracked, num_computed) else 0
+            return self._begin(tracked, num_computed)
         if not search.is_over:
-            if time.monotonic() < search.began_s + self._client.deadlines.load_s:
-                return None
-            self._drop(tracked)
+            return None
+        tracked.num_local = num_computed
+        tracked.advised_tokens = search.max_offload_tokens
+        if not search.num_blocks:
             return 0
-        if search.tiers and time.monotonic() > search.good_until_s - _LEASE_LEFT_S:
-            self._drop(tracked)
-            tracked.num_searches -= 1  # it found what it was to find, and vLLM had no room for it
-            return None if self._begin(tracked, num_computed) else 0
-        end = (search.first + len(search.tiers)) * self._block_tokens
-        return max(0, end - num_computed)
+        end = (search.first + search.num_blocks) * self._block_tokens
+        return max(0, min(end, self._load_end(tracked, num_computed)) - num_computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
         """Take the blocks that vLLM gave a request, and order the load into them."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
-            return
-        search = tracked.search
-        if not num_external or search is None:
-            self._drop(tracked)
-            return
-        end = search.first + len(search.tiers)
-        num_before = end * self._block_tokens - num_external
-        skipped = num_before * self._ratio // self._block_tokens
-        into = tuple(
-            tuple(
-                blocks[place] if place >= skipped else -1
-                for place in range(index * self._ratio, (index + 1) * self._ratio)
-            )
-            for index in range(search.first, end)
-        )
-        self._orders.loads.append(
-            LoadOrder(
-                request.request_id,
-                tracked.tenant,
-                tuple(tracked.hashes[:end]),
-                search.first,
-                into,
-                good_until_s=search.good_until_s,
-            )
-        )
-        tracked.num_offered = max(tracked.num_offered, end)
-        tracked.search, tracked.loading = None, search
+        search = self._searches.pop(request.request_id, None)
+        try:
+            self._order_load(request.request_id, search, blocks, num_external)
+        except Exception:
+            if search is not None:
+                search.release()
+            if num_external:
+                tracked = self._tracked.get(request.request_id)
+                num_local = tracked.num_local if tracked else 0  # shared with others, and good
+                fresh = blocks[num_local * self._ratio // self._block_tokens :]
+                nothing = LoadOrder(request.request_id, b"", (), 0, (tuple(fresh),))
+                self._orders.loads.append(nothing)
+            raise
 
-    def sources(self, request_id: str) -> list[TierName]:
-        """Return which tier each block of a request's load comes from."""
-        tracked = self._tracked.get(request_id)
-        return list(tracked.loading.tiers) if tracked and tracked.loading else []
+    def sources(self, request_id: str, num_external: int) -> Mapping[TierName, int]:
+        """Return from which tiers the tokens of a request's load come."""
+        return split_by_tier(self._loads.tiers(request_id), num_external, self._block_tokens)
 
     def finish(self, request: Any) -> None:
         """Let go of a request."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        self._drop(tracked)
-        if tracked.loading is not None:  # its copy goes on, into blocks that vLLM keeps for it
-            self._release(tracked.loading)
-        self._client.announce((), [request.request_id])
+        self._drop(request.request_id)
+        self._loads.forget(request.request_id)  # its copy goes on, into blocks that vLLM keeps
+        self._tell_outcomes(tracked, time.monotonic())
+        if tracked.traits.request_id:
+            for client in self._clients:
+                client.announce((), [tracked.traits.request_id])
+
+    def reset(self) -> None:
+        """Have all blocks of before forgotten; until they are, none is found and none offered."""
+        for request_id in list(self._searches):
+            self._drop(request_id)
+        for tracked in self._tracked.values():
+            tracked.is_old = True
+        self._clearing.begin(is_quiet=not len(self._stores))
+        if self.news is not None:
+            self.news.forget_tiers()
 
     # A step's way
 
     def offer(self, output: Any) -> None:
         """Order the stores of a step that vLLM has scheduled."""
-        for fresh in output.scheduled_new_reqs:
-            self._note_blocks(fresh.req_id, fresh.block_ids, is_whole=True)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            is_resumed = request_id in cached.resumed_req_ids
-            self._note_blocks(request_id, block_ids, is_whole=is_resumed)
-        computed = {fresh.req_id: fresh.num_computed_tokens for fresh in output.scheduled_new_reqs}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        scheduled = output.num_scheduled_tokens
-        known = [self._tracked[each] for each in scheduled if each in self._tracked]
+        now_s = time.monotonic()
+        self._clearing.step(self._askers.submit, is_quiet=not len(self._stores))
+        computed = self._note_blocks(output)
         chunks: list[Chunk] = []
-        for tracked in known:
-            request_id = tracked.request.request_id
-            num_new, num_past = scheduled[request_id], computed[request_id]
-            chunks.append(Chunk(num_new, num_past, tracked.request.num_prompt_tokens))
-            self._offer(tracked, num_past + num_new)
-        self._clock.begin(chunks if len(known) == len(scheduled) else (), time.monotonic())
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            num_past, num_prompt = computed[request_id], tracked.request.num_prompt_tokens
+            chunks.append(Chunk(request_id, num_new, num_past, num_prompt))
+            tracked.account.note_chunk(max(0, min(num_new, num_prompt - num_past)), now_s)
+            if self._role.stores and self.is_attached and not self._clearing.is_due:
+                self._offer(tracked, num_past + num_new, now_s)
+        if num_scheduled := len(output.num_scheduled_tokens):
+            known = chunks if len(chunks) == num_scheduled else ()
+            self._orders.step = self._clock.begin(known, now_s)
 
     def take_orders(self) -> Orders:
         """Take what the workers are to do in this step."""
         orders, self._orders = self._orders, Orders()
+        self._backlog = None
         return orders
 
-    def note_end(self) -> None:
-        """Hear that the oldest step under way is over."""
-        step = self._clock.end(time.monotonic())
-        if step is not None:
-            self._client.note_steps([step], self._load())
-
-    def take(self, results: Results, num_workers: int) -> None:
-        """Let go of what all workers are done with."""
-        for number in [each for each, done in results.stored.items() if done >= num_workers]:
-            blocks = self._open.pop(number, [])
-            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
-        for request_id in results.loaded:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.loading is not None:
-                self._release(tracked.loading)
-                tracked.loading = None
+    def take(self, results: Results) -> None:
+        """Take what workers are done with."""
+        now_s = time.monotonic()
+        with ExitStack() as parts:  # each is done, also where another one fails
+            parts.callback(self._end_step, results.step, now_s)
+            for request_id, loaded in results.loaded.items():
+                parts.callback(self._note_loaded, request_id, loaded, now_s)
+            parts.callback(self._stores.note_done, results.stored)
+        if self._was_attached != self.is_attached:
+            self._was_attached = not self._was_attached
+            self.tally.add(ATTACHED, self._was_attached)
 
     def close(self) -> None:
-        """End the session."""
-        for tracked in self._tracked.values():
-            self._drop(tracked)
-        self._askers.shutdown(cancel_futures=True)
-        self._client.close()
+        """End the sessions."""
+        for request_id in list(self._searches):
+            self._drop(request_id)
+        self._askers.shutdown(wait=False, cancel_futures=True)  # they end as their clients do
+        for client in self._clients:
+            client.close()
 
-    def _begin(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Begin a search where there is something to gain; tell whether one is under way."""
-        first = num_computed // self._block_tokens
-        end = (tracked.request.num_tokens - 1) // self._block_tokens  # the last token is computed
+    def _extend(self, tracked: Tracked) -> None:
+        """Hash the blocks of a request that are full by now, and know them for routers."""
+        tracked.extend()
+        if self.news is not None:
+            self.news.follow(tracked)
+
+    # Searches and loads
+
+    def _load_end(self, tracked: Tracked, num_computed: int) -> int:
+        """Return up to which token a request may be loaded: not the last one, that is computed."""
         most = tracked.traits.max_load_tokens
-        is_wanted = first < end and most != 0 and tracked.num_searches < _SEARCHES_MAX
-        if not is_wanted or not self._client.is_attached:
-            return False
+        end = int(tracked.request.num_tokens) - 1
+        end = end if most is None else min(end, num_computed + most)
+        return end // self._block_tokens * self._block_tokens
+
+    def _is_void(self, tracked: Tracked, search: Search, num_computed: int) -> bool:
+        """Tell whether a search says nothing any more, and a new one may begin."""
+        now_s = time.monotonic()
+        if not search.is_over:
+            return now_s > search.began_s + self._deadlines.lookup_s + self._deadlines.load_s
+        # vLLM has lost blocks of its own meanwhile, and those would lie before what is held.
+        is_behind = num_computed // self._block_tokens < search.first
+        is_lost = search.num_blocks > 0 and now_s > search.good_until_s - _LEASE_LEFT_S
+        if search.num_blocks and (is_behind or is_lost) and tracked.num_lost < _LOST_MAX:
+            tracked.num_lost += 1
+            tracked.num_searches -= 1  # it found what it was to find, and waited for room too long
+        return is_behind or is_lost
+
+    def _begin(self, tracked: Tracked, num_computed: int) -> int | None:
+        """Begin a search where there is something to gain, and say whether to wait for it."""
+        self._extend(tracked)
+        if tracked.request.num_preemptions > tracked.num_preemptions:
+            tracked.num_preemptions = tracked.request.num_preemptions
+            tracked.num_searches = 0
+        first = num_computed // self._block_tokens
+        end = self._load_end(tracked, num_computed) // self._block_tokens
+        if first >= end or tracked.num_searches >= _SEARCHES_MAX or not self.is_attached:
+            return 0
+        if self._clearing.is_due:
+            return 0
+        if len(self._searches) >= _OPEN_SEARCHES_MAX:
+            now_s = time.monotonic()
+            tracked.waits_since_s = tracked.waits_since_s or now_s
+            return None if now_s < tracked.waits_since_s + _TURN_S else 0
+        tracked.waits_since_s = None
         tracked.num_searches += 1
-        hashes = tuple(tracked.hashes[:end])
         search = Search(
-            self._client, tracked.tenant, hashes, first, tracked.traits, self._load(tracked)
+            self._clients,
+            tracked.tenant,
+            tracked.chains.first(end),
+            first,
+            tracked.traits,
+            self._load(tracked),
         )
-        tracked.search = search
-        self._askers.submit(search.run)
-        return True
+        self._searches[tracked.request.request_id] = search
+        self._askers.submit(self._ask, search).add_done_callback(partial(note_fault, _log))
+        return None
 
-    def _load(self, but: _Tracked | None = None) -> EngineLoad:
-        """Return what vLLM has to do, besides one request."""
-        lefts = [tracked.num_left for tracked in self._tracked.values() if tracked is not but]
-        return EngineLoad(waiting_tokens=sum(lefts), num_running=lefts.count(0))
+    def _ask(self, search: Search) -> None:
+        search.run()
+        outcome = "failed" if search.has_failed else "hit" if search.num_blocks else "miss"
+        self.tally.add(LOOKUPS, label=outcome)
+        self.tally.add(LOOKUP_SECONDS, search.took_s)
 
-    def _drop(self, tracked: _Tracked) -> None:
-        search, tracked.search = tracked.search, None
+    def _drop(self, request_id: str) -> None:
+        search = self._searches.pop(request_id, None)
         if search is not None:
-            self._release(search)
+            search.release()
 
-    def _release(self, search: Search) -> None:
-        search.is_unwanted = True
-        self._askers.submit(search.release)
-
-    def _note_blocks(self, request_id: str, block_ids: Any, *, is_whole: bool) -> None:
+    def _order_load(
+        self, request_id: str, search: Search | None, blocks: Sequence[int], num_external: int
+    ) -> None:
         tracked = self._tracked.get(request_id)
-        if tracked is None:
+        if search is not None and search.is_over and tracked is not None:
+            tracked.answer = search
+        if not num_external:
+            if search is not None:
+                search.release()
             return
-        fresh = list(block_ids[0]) if block_ids else []
-        tracked.blocks = fresh if is_whole else tracked.blocks + fresh
+        assert search is not None, "vLLM loads what it was told of"
+        assert tracked is not None
+        engine_tokens = self._block_tokens // self._ratio
+        end = tracked.num_local + num_external
+        wanted = range(tracked.num_local // engine_tokens, end // engine_tokens)
+        into = engine_blocks(blocks, wanted, search.first, self._ratio)
+        order = LoadOrder(
+            request_id,
+            tracked.tenant,
+            tracked.chains.first(search.first + len(into)),
+            search.first,
+            into,
+            tuple(search.decisions),
+            search.good_until_s,
+        )
+        self._loads.open(request_id, search, len(into), time.monotonic())
+        tracked.num_offered = max(tracked.num_offered, search.first + len(into))
+        for tier, num_tokens in self.sources(request_id, num_external).items():
+            self.tally.add(HIT_TOKENS, num_tokens, tier.value)
+        self._orders.loads.append(order)
 
-    def _offer(self, tracked: _Tracked, num_computed: int) -> None:
-        """Order the store of the blocks that are full after this step."""
-        tracked.extend(self._block_tokens)
-        end = min(num_computed // self._block_tokens, len(tracked.hashes))
-        most = tracked.traits.max_offload_tokens
-        if most is not None:
-            end = min(end, most // self._block_tokens)
-        first = tracked.num_offered
-        num_blocks = (end - first) * self._ratio
-        if num_blocks <= 0 or not self._client.is_attached or not self._has_room(num_blocks):
+    def _note_loaded(self, request_id: str, loaded: Loaded, now_s: float) -> None:
+        ended = self._loads.note_loaded(request_id, loaded, now_s)
+        tracked = self._tracked.get(request_id)
+        if ended is None or tracked is None:
             return
-        flat = tracked.blocks[first * self._ratio : end * self._ratio]
-        self._pool.touch([self._pool.blocks[block] for block in flat])
-        number = next(self._numbers)
-        self._open[number] = flat
-        blocks = tuple(
-            tuple(flat[start : start + self._ratio]) for start in range(0, len(flat), self._ratio)
+        tracked.account.num_restored = ended.num_filled
+        tracked.account.restore_s = ended.seconds
+        if ended.num_filled < ended.num_blocks:  # these it computes, and may offer
+            tracked.num_offered = min(tracked.num_offered, ended.first + ended.num_filled)
+
+    # Stores and steps
+
+    def _note_blocks(self, output: Any) -> Mapping[str, int]:
+        """Take the blocks that vLLM gave out in a step; return what its requests have computed."""
+        computed: dict[str, int] = {}
+        for fresh in output.scheduled_new_reqs:
+            computed[fresh.req_id] = fresh.num_computed_tokens
+            if tracked := self._tracked.get(fresh.req_id):
+                tracked.note_blocks(fresh.block_ids[0], is_whole=True)
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if tracked := self._tracked.get(request_id):
+                is_whole = request_id in cached.resumed_req_ids
+                tracked.note_blocks(block_ids[0] if block_ids else (), is_whole=is_whole)
+        return computed
+
+    def _offer(self, tracked: Tracked, num_computed: int, now_s: float) -> None:
+        """Order the store of the blocks that are full after this step."""
+        self._extend(tracked)
+        end = min(num_computed // self._block_tokens, len(tracked.chains))
+        if tracked.offload_tokens is not None:
+            end = min(end, tracked.offload_tokens // self._block_tokens)
+        first, ratio = tracked.num_offered, self._ratio
+        end = min(end, first + self._stores.room() // ratio)  # the others with a later step
+        flat = tracked.blocks[first * ratio : end * ratio]
+        if end <= first or tracked.is_old or len(flat) < (end - first) * ratio:
+            return
+        blocks = tuple(tuple(flat[at : at + ratio]) for at in range(0, len(flat), ratio))
+        chains = tracked.chains.first(end)
+        num_prompt_blocks = tracked.request.num_prompt_tokens // self._block_tokens
+        order = StoreOrder(
+            self._stores.open(flat, now_s),
+            tracked.tenant,
+            chains,
+            first,
+            blocks,
+            tracked.traits,
+            num_prompt_blocks,
+            now_s + self._deadlines.store_s,
         )
-        self._orders.stores.append(
-            StoreOrder(
-                number,
-                tracked.tenant,
-                tuple(tracked.hashes[:end]),
-                first,
-                blocks,
-                tracked.traits,
-                tracked.request.num_prompt_tokens // self._block_tokens,
-            )
-        )
+        self._orders.stores.append(order)
         tracked.num_offered = end
 
-    def _has_room(self, num_blocks: int) -> bool:
-        num_held = sum(map(len, self._open.values()))
-        most = len(self._pool.blocks) * _POOL_SHARE_MAX
-        return len(self._open) < _OPEN_STORES_MAX and num_held + num_blocks <= most
+    def _end_step(self, number: int, now_s: float) -> None:
+        step = self._clock.end(number, now_s)
+        if step is None:
+            return
+        for client in self._clients:
+            client.note_steps([step.sample()], self._load())
+        for chunk in step.chunks:
+            if tracked := self._tracked.get(chunk.request_id):
+                if not chunk.is_decode:
+                    tracked.account.compute_s += step.share_s(chunk)
+                self._tell_outcomes(tracked, now_s)
 
+    def _tell_outcomes(self, tracked: Tracked, now_s: float) -> None:
+        for client, outcome in zip(self._clients, tracked.take_outcomes(now_s), strict=False):
+            if outcome is not None:
+                client.note_outcome(outcome)
 
-def _traits(request: Any) -> Traits:
-    """Return what a client said of a request, as far as it makes sense."""
-    params = request.kv_transfer_params or {}
-    return Traits(
-        request_id=request.request_id,
-        num_tokens=request.num_tokens,
-        max_offload_tokens=_tokens(params.get("max_offload_tokens")),
-        max_load_tokens=_tokens(params.get("max_load_tokens")),
-    )
-
-
-def _tokens(value: object) -> int | None:
-    """Return a number of tokens that a client gave; what is none counts as not given."""
-    return value if type(value) is int and value >= 0 else None
+    def _load(self, but: Tracked | None = None) -> EngineLoad:
+        """Return what vLLM has to do, besides one request; what it had when the step began."""
+        if self._backlog is None:
+            lefts = [tracked.num_left for tracked in self._tracked.values()]
+            self._backlog = EngineLoad(sum(lefts), lefts.count(0))
+        if but is None:
+            return self._backlog
+        left = self._backlog.waiting_tokens - but.num_left
+        return EngineLoad(max(0, left), self._backlog.num_running)

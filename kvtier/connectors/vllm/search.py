@@ -1,16 +1,18 @@
 """One request's question to the daemon: what it has of a prompt, held in place until it is copied.
 
-A search runs on a thread of its own. It asks what can be loaded, has the daemon bring up as much of
-it as the plan says, and keeps the lease of the load open: what it then names lies verified in the
-arena, and stays there until ``release`` or ``good_until_s``.
+A search runs on a thread of its own. For each rank it asks what can be loaded, has the daemon bring
+up as much of it as the plans say, and keeps the leases: what it then names lies verified in the
+arena for all ranks, and stays there until ``release`` or ``good_until_s``.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import cast
+from functools import partial
+from typing import TypeVar
 
-from kvtier.client import Client, LoadedBlock
+from kvtier.client import Client, Found, Held
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
@@ -19,84 +21,117 @@ from kvtier.errors import DaemonUnavailable
 
 __all__ = ["Search"]
 
-_TRIES = 2
-"""A load that ended early has let go of what it had: that much is asked for once more."""
-
 _WAIT_SHARE = 1.2
 _WAIT_MARGIN_S = 0.05
 """The daemon ends a load by its plan, and we do so a fifth and this much later."""
 
+_Answer = TypeVar("_Answer")
+
 
 @dataclass(slots=True)
 class Search:
-    """Begin with ``run``; all else may be read once ``is_over``."""
+    """Begin with ``run``; what it found may be read once ``is_over``."""
 
-    client: Client
+    clients: Sequence[Client]
+    """Of the ranks."""
     tenant: bytes
-    hashes: Sequence[BlockHash]
+    chains: Sequence[Sequence[BlockHash]]
+    """By rank."""
     first: int
     traits: Traits
     load: EngineLoad
     is_over: bool = False
     is_unwanted: bool = False
-    tiers: list[TierName] = field(default_factory=list)
-    """Of the blocks that are held, from the first one on."""
-    decision: int = 0
+    has_failed: bool = False
+    num_blocks: int = 0
+    """Held for every rank, from ``first`` on."""
+    decisions: Sequence[int] = ()
+    """By rank."""
     good_until_s: float = 0.0
     max_offload_tokens: int | None = None
     began_s: float = field(default_factory=time.monotonic)
-    _held: Generator[LoadedBlock | str] | None = None
+    took_s: float = 0.0
+    _held: list[Held] = field(default_factory=list)
+
+    @property
+    def tiers(self) -> Sequence[TierName]:
+        """Return where the blocks come from that are held."""
+        return self.tiers_of(0)
+
+    def tiers_of(self, rank: int) -> Sequence[TierName]:
+        """Return where a rank's blocks come from."""
+        return self._held[rank].tiers[: self.num_blocks] if self.num_blocks else ()
 
     def run(self) -> None:
         """Ask, and hold what is found. Ends by the client's deadlines."""
         try:
-            self._run()
+            if not self.is_unwanted:
+                self._run()
         except DaemonUnavailable:
-            self.tiers.clear()  # the client has said so, and vLLM computes
+            self.has_failed = True  # the client has said so, and vLLM computes
+        except BaseException:
+            self.has_failed = True
+            raise
         finally:
+            if not self.num_blocks:
+                self.release()
+            self.took_s = time.monotonic() - self.began_s
             self.is_over = True
             if self.is_unwanted:
                 self.release()
 
     def release(self) -> None:
-        """Let go of what is held; it waits for the daemon a little, so not in a step."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        """Let go of what is held, and of what will be. Never waits."""
+        self.is_unwanted = True
+        for held in list(self._held):
+            held.release()
 
     def _run(self) -> None:
-        found = self.client.lookup(self.tenant, self.hashes, self.first, self.traits, self.load)
-        self.max_offload_tokens = found.max_offload_tokens
-        wanted, wait_s = len(found.tiers), self.client.deadlines.load_s
-        if found.plan is not None:
-            wanted = min(wanted, found.plan.num_blocks)
-            self.decision = found.plan.decision
-            if found.plan.wait_ns:
-                wait_s = min(wait_s, _WAIT_SHARE * found.plan.wait_ns / 1e9 + _WAIT_MARGIN_S)
-        for _ in range(_TRIES):
-            if not wanted or self.is_unwanted:
-                return
-            self._hold(wanted, wait_s)
-            if len(self.tiers) == wanted:
-                return
-            wanted = len(self.tiers)
-        self.tiers.clear()
+        founds = self._for_each(self._look_up)
+        advised = [
+            each.max_offload_tokens for each in founds if each.max_offload_tokens is not None
+        ]
+        self.max_offload_tokens = min(advised, default=None)
+        self.decisions = [found.plan.decision if found.plan else 0 for found in founds]
+        wanted = min(map(_planned_blocks, founds))
+        if not wanted or self.is_unwanted:
+            return
+        most_s = self.clients[0].deadlines.load_s
+        wait_s = min(most_s, max(_wait_s(found, most_s) for found in founds))
+        held = self._for_each(partial(self._hold, wanted, wait_s))
+        self._held = held
+        self.good_until_s = min(each.good_until_s for each in held)
+        self.num_blocks = min(len(each.tiers) for each in held)
 
-    def _hold(self, wanted: int, wait_s: float) -> None:
-        """Have ``wanted`` blocks brought up, and stop before the load ends, which keeps them."""
-        self.tiers.clear()
-        items = self.client.load(
+    def _look_up(self, rank: int) -> Found:
+        client, chain = self.clients[rank], self.chains[rank]
+        return client.lookup(self.tenant, chain, self.first, self.traits, self.load)
+
+    def _hold(self, wanted: int, wait_s: float, rank: int) -> Held:
+        held = self.clients[rank].hold(
             self.tenant,
-            self.hashes[: self.first + wanted],
+            self.chains[rank][: self.first + wanted],
             self.first,
-            decision=self.decision,
+            decision=self.decisions[rank],
             timeout_s=wait_s,
         )
-        for item in items:
-            if not isinstance(item, LoadedBlock):
-                return
-            self.tiers.append(item.tier)
-            self.good_until_s = item.good_until_s
-            if len(self.tiers) == wanted:
-                self._held = cast("Generator[LoadedBlock | str]", items)
-                return
+        self._held.append(held)  # at once: where another rank fails, this one is let go of
+        return held
+
+    def _for_each(self, ask: Callable[[int], _Answer]) -> list[_Answer]:
+        """Ask for all ranks at the same time."""
+        if len(self.clients) == 1:
+            return [ask(0)]
+        with ThreadPoolExecutor(len(self.clients), "kvtier-rank") as ranks:
+            return list(ranks.map(ask, range(len(self.clients))))
+
+
+def _planned_blocks(found: Found) -> int:
+    num_found = len(found.tiers)
+    return num_found if found.plan is None else min(num_found, found.plan.num_blocks)
+
+
+def _wait_s(found: Found, most_s: float) -> float:
+    if found.plan is None or not found.plan.wait_ns:
+        return most_s
+    return _WAIT_SHARE * found.plan.wait_ns / 1e9 + _WAIT_MARGIN_S

@@ -4,15 +4,14 @@ A step begins when it is scheduled and ends when its output is there. With sever
 vLLM has it on GPUs, one takes from the end of the one before.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.core.cost.sample import StepSample
 
-__all__ = ["Chunk", "StepClock"]
+__all__ = ["Chunk", "Step", "StepClock"]
 
-_STEPS_MAX = 8
+_STEPS_MAX = 64
 """Under way: vLLM has two, or one for each stage of a pipeline."""
 
 
@@ -20,6 +19,7 @@ _STEPS_MAX = 8
 class Chunk:
     """What a step computes of one request."""
 
+    request_id: str
     num_new: int
     num_past: int
     num_prompt: int
@@ -30,31 +30,54 @@ class Chunk:
         return self.num_past >= self.num_prompt
 
 
-class StepClock:
-    """Told of each step twice, in order."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step; with ``seconds`` once it has ended."""
 
-    def __init__(self) -> None:
-        self._open: deque[tuple[Sequence[Chunk], float]] = deque(maxlen=_STEPS_MAX)
-        self._ended_s = 0.0
+    chunks: Sequence[Chunk]
+    began_s: float
+    seconds: float = 0.0
 
-    def begin(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Note that a step was scheduled; one without chunks computes nothing that is known."""
-        self._open.append((chunks, now_s))
+    def share_s(self, chunk: Chunk) -> float:
+        """Return how much of it one chunk took."""
+        return self.seconds * chunk.num_new / sum(each.num_new for each in self.chunks)
 
-    def end(self, now_s: float) -> StepSample | None:
-        """Return what the oldest step under way took, if it computed something."""
-        if not self._open:
-            return None
-        chunks, began_s = self._open.popleft()
-        began_s, self._ended_s = max(began_s, self._ended_s), now_s
-        if not chunks:
-            return None
-        prefill = [chunk for chunk in chunks if not chunk.is_decode]
-        decode = [chunk for chunk in chunks if chunk.is_decode]
+    def sample(self) -> StepSample:
+        """Return it as the daemon wants to know it."""
+        prefill = [chunk for chunk in self.chunks if not chunk.is_decode]
+        decode = [chunk for chunk in self.chunks if chunk.is_decode]
         return StepSample(
             num_prefill_tokens=sum(chunk.num_new for chunk in prefill),
             num_decode_tokens=sum(chunk.num_new for chunk in decode),
             attended=sum(c.num_new * (c.num_past + c.num_new / 2) for c in prefill),
             decode_past_tokens=sum(chunk.num_past for chunk in decode),
-            seconds=now_s - began_s,
+            seconds=self.seconds,
         )
+
+
+class StepClock:
+    """Told of each step twice; by its number, since vLLM does not tell of the end of empty ones."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Step] = {}
+        self._num_begun = 0
+        self._ended_s = 0.0
+
+    def begin(self, chunks: Sequence[Chunk], now_s: float) -> int:
+        """Note that a step was scheduled, and return its number.
+
+        One without chunks computes something that is not known.
+        """
+        self._num_begun += 1
+        self._open[self._num_begun] = Step(chunks, now_s)
+        if len(self._open) > _STEPS_MAX:
+            del self._open[next(iter(self._open))]
+        return self._num_begun
+
+    def end(self, number: int, now_s: float) -> Step | None:
+        """Return what a step took, if it is one and what it computed is known."""
+        step = self._open.pop(number, None)
+        if step is None:
+            return None
+        began_s, self._ended_s = max(step.began_s, self._ended_s), now_s
+        return Step(step.chunks, began_s, now_s - began_s) if step.chunks else None

@@ -9,115 +9,156 @@ Rules
 
 import threading
 import time
-from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from kvtier.client import Client, LoadedBlock
-from kvtier.connectors.vllm.order import LoadOrder, Orders, Results, StoreOrder
-from kvtier.connectors.vllm.pages import Pages
+from kvtier.connectors.guard import note_fault
+from kvtier.connectors.vllm.order import LoadOrder, Orders, StoreOrder
+from kvtier.connectors.vllm.reports import Reports
+from kvtier.connectors.vllm.stats import (
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    MISSING_BLOCKS,
+    STORE_BLOCKS,
+    STORE_SECONDS,
+    Tally,
+)
+from kvtier.connectors.vllm.transfer.copies import Copies
+from kvtier.connectors.vllm.transfer.device import Fence, is_reached
 from kvtier.errors import DaemonSlow, DaemonUnavailable
+from kvtier.observe.log import Log
 
 __all__ = ["WorkerHalf"]
 
-_NUM_READERS = 4
-"""What they wait for lies in the arena already; they share the memory's bandwidth."""
+_log = Log("kvtier.vllm")
+
+_ATTACH_S = 2.0
+_ATTACH_SOON_S = 0.25
+"""The scheduler half may be attached to a new daemon before this one is. A store can wait for that,
+a request only a little."""
+
+_START_S = 10.0
+"""For threads to start."""
+
+_Order = TypeVar("_Order", LoadOrder, StoreOrder)
 
 
 class WorkerHalf:
-    """Carries out orders with a client, which it closes with itself."""
+    """Carries out orders with a client, which it closes with itself.
 
-    def __init__(self, client: Client, pages: Pages) -> None:
+    What waits in its queues has blocks of vLLM, of which there are so many and no more.
+    """
+
+    def __init__(
+        self, client: Client, copies: Copies, rank: int = 0, reports: Reports | None = None
+    ) -> None:
+        self.tally = Tally()
+        self.reports = reports or Reports()
         self._client = client
-        self._pages = pages
-        self._lock = threading.Lock()
-        self._stored: Counter[int] = Counter()
-        self._loaded: Counter[str] = Counter()
-        self._received: set[str] = set()
-        self._missing: set[int] = set()
-        self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
-        self._writer = ThreadPoolExecutor(1, "kvtier-store")
+        self._copies = copies
+        self._rank = rank
+        self._readers = _started(copies.num_readers, "kvtier-load")
+        self._writer = _started(1, "kvtier-store")
 
     def load(self, orders: Orders) -> None:
-        """Begin the loads of a step."""
-        for order in orders.loads:
-            self._readers.submit(self._load, order)
+        """Begin the loads of a step, once what vLLM has begun on their blocks is over."""
+        self._begin(self._readers, self._load, orders.loads)
 
     def store(self, orders: Orders) -> None:
-        """Begin the stores of a step, whose blocks are computed now."""
-        for order in orders.stores:
-            self._writer.submit(self._store, order)
-
-    def take_received(self) -> set[str]:
-        """Take the requests whose loads are over, well or badly."""
-        with self._lock:
-            received, self._received = self._received, set()
-        return received
-
-    def take_missing(self) -> set[int]:
-        """Take the blocks of vLLM that no load has filled."""
-        with self._lock:
-            missing, self._missing = self._missing, set()
-        return missing
-
-    def take_results(self) -> Results | None:
-        """Take what the scheduler half waits for, if there is something."""
-        with self._lock:
-            results = Results(self._stored, self._loaded)
-            self._stored, self._loaded = Counter(), Counter()
-        return results if results.stored or results.loaded else None
+        """Begin the stores of a step, once its blocks, which vLLM has begun on, are computed."""
+        self._begin(self._writer, self._store, orders.stores)
 
     def close(self) -> None:
         """Finish what is under way and end the session."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._client.close()
+        self._copies.close()
 
-    def _load(self, order: LoadOrder) -> None:
-        filled = 0
+    def _begin(
+        self,
+        threads: ThreadPoolExecutor,
+        work: Callable[[_Order, Fence], None],
+        orders: Sequence[_Order],
+    ) -> None:
+        """Hand orders to threads, which report them; where that fails, nothing comes of them."""
+        num_begun = 0
         try:
-            filled = self._fill(order)
+            fence = self._copies.fence() if orders else None
+            for order in orders:
+                assert fence is not None
+                threads.submit(work, order, fence).add_done_callback(partial(note_fault, _log))
+                num_begun += 1
+        except BaseException:
+            self.reports.refuse(orders[num_begun:])
+            raise
+
+    def _load(self, order: LoadOrder, fence: Fence) -> None:
+        num_filled, began_s = 0, time.monotonic()
+        try:
+            for num_filled in self._filled(order, fence):  # noqa: B007 - the last one counts
+                pass
+            self.tally.add(LOAD_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
             pass  # the client has said so, and vLLM computes
         finally:
-            missing = {block for blocks in order.into[filled:] for block in blocks if block >= 0}
-            with self._lock:
-                self._missing |= missing
-                self._received.add(order.request_id)
-                self._loaded[order.request_id] += 1
+            self.tally.add(MISSING_BLOCKS, len(order.into) - num_filled)
+            self.reports.end_load(order, num_filled)
 
-    def _fill(self, order: LoadOrder) -> int:
-        """Copy blocks as they come, and return how many are good."""
+    def _filled(self, order: LoadOrder, fence: Fence) -> Iterator[int]:
+        """Copy blocks as they come, and yield how many are good."""
         left_s = min(self._client.deadlines.load_s, order.good_until_s - time.monotonic())
-        if left_s <= 0:
-            return 0
-        filled = 0
-        hashes = order.hashes[: order.first + len(order.into)]
+        if left_s <= 0 or not is_reached(fence, left_s):
+            return
+        self._client.wait_attached(min(left_s, _ATTACH_SOON_S))
+        hashes, decision = order.chains[self._rank], order.decisions[self._rank]
         for item in self._client.load(
-            order.tenant, hashes, order.first, decision=order.decision, timeout_s=left_s
+            order.tenant, hashes, order.first, decision=decision, timeout_s=left_s
         ):
             if not isinstance(item, LoadedBlock):
-                break
-            self._pages.scatter(item.payload, order.into[item.index - order.first])
+                return
+            self._copies.scatter([item.payload], [order.into[item.index - order.first]])
             if time.monotonic() > item.good_until_s:
                 raise DaemonSlow("the lease ran out while copying")
-            filled = item.index - order.first + 1
-        return filled
+            self.tally.add(LOAD_BYTES, len(item.payload))
+            yield item.index - order.first + 1
 
-    def _store(self, order: StoreOrder) -> None:
-        def copy(index: int, slot: memoryview) -> None:
-            self._pages.gather(order.blocks[index - order.first], slot)
+    def _store(self, order: StoreOrder, fence: Fence) -> None:
+        def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+            blocks = [order.blocks[index - order.first] for index in indexes]
+            return self._copies.gather(blocks, slots)
 
+        kept, outcome, began_s = 0, "failed", time.monotonic()
         try:
-            self._client.store(
+            left_s = order.begin_until_s - time.monotonic()
+            if left_s <= 0 or not is_reached(fence, left_s):
+                return
+            self._client.wait_attached(_ATTACH_S)
+            kept = self._client.store(
                 order.tenant,
-                order.hashes,
+                order.chains[self._rank],
                 order.first,
-                copy,
+                fill,
                 traits=order.traits,
                 num_prompt_blocks=order.num_prompt_blocks,
             )
+            outcome = "refused"
+            self.tally.add(STORE_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
             pass  # offered again when a later request has these blocks
         finally:
-            with self._lock:
-                self._stored[order.number] += 1
+            self.tally.add(STORE_BLOCKS, kept, "kept")
+            self.tally.add(STORE_BLOCKS, len(order.blocks) - kept, outcome)
+            self.reports.end_store(order)
+
+
+def _started(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Return threads that run already: one that cannot begin leaves behind what it was to do."""
+    threads, all_there = ThreadPoolExecutor(num_threads, name), threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
+        threads.submit(all_there.wait, _START_S)
+    all_there.wait(_START_S)
+    return threads

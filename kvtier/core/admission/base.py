@@ -58,6 +58,8 @@ class Offer:
     """To the CPU tier: the request that offers them."""
     num_spare: int = 0
     """To the CPU tier: how many of them fit without pushing anything out."""
+    is_way_down: bool = False
+    """To the CPU tier: what has to leave it is offered to a slower one."""
     keys: Sequence[bytes] = ()
     """To a slower tier: their hashes."""
     block_tokens: int = 1

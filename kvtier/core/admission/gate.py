@@ -35,9 +35,8 @@ _JUDGED_MAX = 10**6
 _TIE = 0.01
 """How far apart the hashes of blocks with the same score move them."""
 
-_THRESHOLD_MAX = 16.0
-"""No score is larger than that by much: a block deep in a long prompt saves ten times what a first
-one does. A bound, so that a gate that was shut for long opens again soon."""
+_THRESHOLD_MAX = 1.0 + 2 * _TIE
+"""Above each score, so that a gate can be shut; no higher, so that it opens again soon."""
 
 _RATE_WINDOW_S = 60.0
 """What is offered a second is averaged over so long."""

@@ -10,9 +10,13 @@ a little, since a read may have to wait for it:
 
     p * s * s / (s + r)  >  cost
 
-Among those that pay, the gate lets the best share through, by what each saves (blocks of a tier are
-mostly of one size, so per block is per byte). The CPU tier costs nothing to write to; there a new
-chain competes with what it would push out, once there is no free room.
+Among those that pay, the gate lets the share through that most likely comes back. (Ranked by what
+each saves, deep blocks won: of a conversation trace, with half of the blocks written to an SSD of
+40,000 below a CPU tier of 4,000, 28.6 % of the tokens were found and not 30.4.)
+
+The CPU tier costs nothing to write to. It is the way to the others as well, so with one of them
+below it takes all, and the gate sees all; alone, it has a new chain compete with what it would push
+out, once there is no free room.
 """
 
 from collections.abc import Mapping
@@ -92,8 +96,10 @@ class AdmitByWorth:
 
     def _judge_store(self, offer: Offer, room: int) -> Verdict:
         num_pushing = offer.num_blocks - offer.num_spare
-        if not self._is_ranked or offer.use is None or num_pushing <= 0:
+        is_judged = self._is_ranked and offer.use is not None and not offer.is_way_down
+        if not is_judged or num_pushing <= 0:
             return Admit(min(offer.num_blocks, room))
+        assert offer.use is not None
         num_worth = offer.num_spare + self._history.would_stay(offer.use, num_pushing, offer.tier)
         if not num_worth:
             return Reject(Rule.WORTH)
@@ -127,9 +133,7 @@ class AdmitByWorth:
         does_pay = chance >= _CHANCE_MIN and worth_s > _FELT_SHARE * self._restore_s(offer)
         if gate is None:
             return None if does_pay else Rule.WORTH
-        # In units of what a first block saves that surely comes back: from 0 to 1, mostly.
-        first_s = self._worth_s(offer, offer.block_tokens)
-        score = worth_s / first_s if does_pay and first_s > 0 else _WORTHLESS
+        score = chance if does_pay else _WORTHLESS
         if offer.occasion is Occasion.LEAVING:
             is_taken = gate.take(score, key, num_bytes=offer.payload_bytes, now_ns=offer.now_ns)
         else:

@@ -111,6 +111,8 @@ class Engine:
         self._past_per_sequence = 512.0
         self._attended_per_token = 512.0
         self._chunks: deque[int] = deque(maxlen=32)
+        self._idle_pace: Pace | None = None
+        """While nothing new is learned: it is asked for each run of blocks that is touched."""
 
     @property
     def is_known(self) -> bool:
@@ -125,6 +127,7 @@ class Engine:
     def note_flops(self, flops: ModelFlops) -> None:
         """Take the guess from what the model should take, where the device's speed is known."""
         amounts = (flops.per_token, flops.per_attended, flops.per_s)
+        self._idle_pace = None
         if self.is_known or not all(map(is_amount, amounts)):
             return
         if flops.per_s < 1e6 or flops.per_token < 1.0:
@@ -135,6 +138,7 @@ class Engine:
 
     def note(self, step: StepSample, now_ns: int) -> bool:
         """Learn from a step; False: it cannot have been one."""
+        self._idle_pace = None
         new, decoding = step.num_prefill_tokens, step.num_decode_tokens
         amounts = (new, decoding, step.attended, step.decode_past_tokens)
         if not all(map(is_amount, amounts)) or new > _WAITING_MAX or decoding > _RUNNING_MAX:
@@ -172,6 +176,7 @@ class Engine:
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
         """Learn from a request that restored nothing, with what its steps should have taken."""
+        self._idle_pace = None
         self._whole.note((predicted_s,), seconds, now_ns)
 
     def pace(self, load: EngineLoad) -> Pace:
@@ -201,7 +206,7 @@ class Engine:
 
     def saved_s(self, end_tokens: int, num_tokens: int) -> float:
         """Return what not computing ``num_tokens`` that end at ``end_tokens`` saves."""
-        pace = self.pace(EngineLoad())
+        pace = self._idle_pace = self._idle_pace or self.pace(EngineLoad())
         first = max(end_tokens - num_tokens, 0)
         attended = max(end_tokens - first, 0) * (end_tokens + first) / 2
         share = pace.steps_s(pace.chunk) / pace.chunk
@@ -235,6 +240,7 @@ class Engine:
 
     def recall(self, document: Mapping[str, Any]) -> None:
         """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        self._idle_pace = None
         self._prefill.recall(table(document, "prefill"))
         self._decode.recall(table(document, "decode"))
         self._is_recalled = True

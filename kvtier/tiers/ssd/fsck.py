@@ -52,7 +52,8 @@ from kvtier.tiers.ssd.segment import (
 
 __all__ = ["Fsck", "Purpose", "Report"]
 
-_OURS = frozenset({"lock", "probe", "key_spaces.json", "learned.json"})
+_SAVED = ("key_spaces.json", "learned.json")
+_OURS = frozenset({"lock", "probe", *_SAVED, *(f"{name}.new" for name in _SAVED)})
 """Files beside the segments."""
 
 _FOREIGN_SHOWN_MAX = 100

@@ -1,0 +1,39 @@
+"""Passing on what comes to the tiers and leaves them, over one link after the other."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier.core.change import START_AGAIN, Change
+
+__all__ = ["Hear", "Watching"]
+
+Hear = Callable[[Sequence[Change]], None]
+"""Takes changes in their order; each link begins, and ends, with ``START_AGAIN``."""
+
+
+class Watching:
+    """Lets ``hear`` know, from one thread at a time; what an old link still says is left out."""
+
+    def __init__(self, hear: Hear) -> None:
+        self._hear = hear
+        self._lock = threading.Lock()
+        self._source: object = None
+
+    def begin(self, source: object) -> None:
+        """Listen to one source, and no longer to the one before."""
+        with self._lock:
+            self._source = source
+
+    def follow(self, source: object, batches: Iterable[Sequence[Change]]) -> None:
+        """Pass on what a source says until it ends, or is no longer the one listened to."""
+        for changes in batches:
+            with self._lock:
+                if self._source is not source:
+                    return
+                self._hear(changes)
+
+    def end(self) -> None:
+        """Void all that was told: nobody knows what happens from now on."""
+        with self._lock:
+            self._source = None
+            self._hear([START_AGAIN])

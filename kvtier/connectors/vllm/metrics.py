@@ -1,0 +1,105 @@
+"""What the connector counts, in the classes in which vLLM passes it on. Imports vLLM."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvtier.connectors.vllm.stats import ROWS, Counts, Kind, Row, add_up, summary
+from kvtier.core.residency import TierName
+
+__all__ = ["KvtierMetrics", "KvtierStats", "hit_sources"]
+
+
+@dataclass
+class KvtierStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there to be checked
+    """What was counted in a step, or in the interval between two lines of vLLM's log."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any] | None) -> "KvtierStats":
+        """Return stats of their own: vLLM adds to them, and shows the same counts elsewhere."""
+        return cls(data=deepcopy(dict(counts or {})))
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: Counts = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what was counted later, or by another worker."""
+        add_up(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM's log says of an interval."""
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing was counted."""
+        return not self.data
+
+
+class KvtierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not there to be checked
+    """The rows of ``stats`` as Prometheus metrics, one series for each engine and label."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._series: dict[tuple[str, int, str], Any] = {}
+        for row in ROWS.values():
+            metric = self._metric(row)
+            for engine, labels in per_engine_labelvalues.items():
+                for value in row.values:
+                    own = [value] if row.label else []
+                    self._series[row.name, engine, value] = metric.labels(*labels, *own)
+
+    def observe(self, counts: Counts, engine: int = 0) -> None:
+        """Record what one engine counted; what has no series is left out."""
+        for name, by_label in counts.items():
+            for label, values in by_label.items():
+                series = self._series.get((name, engine, label))
+                if series is not None:
+                    _record(ROWS[name].kind, series, values)
+
+    def _metric(self, row: Row) -> Any:
+        common: dict[str, Any] = {
+            "name": row.name,
+            "documentation": row.text,
+            "labelnames": [*self._labelnames, *([row.label] if row.label else [])],
+        }
+        if row.kind is Kind.COUNTER:
+            return self._counter_cls(**common)
+        if row.kind is Kind.GAUGE:
+            return self._gauge_cls(**common, multiprocess_mode="mostrecent")
+        return self._histogram_cls(**common, buckets=list(row.buckets))
+
+
+def hit_sources(split: Mapping[TierName, int]) -> dict[Any, int]:
+    """Return tokens by tier under vLLM's words for where hits come from; 0.32 has them."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    sources = {
+        TierName.CPU: CacheHitSource.HOST,
+        TierName.SSD: CacheHitSource.DISK,
+        TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+    }
+    return {sources[tier]: num_tokens for tier, num_tokens in split.items()}
+
+
+def _record(kind: Kind, series: Any, values: list[float]) -> None:
+    for value in values:
+        if kind is Kind.COUNTER:
+            series.inc(value)
+        elif kind is Kind.GAUGE:
+            series.set(value)
+        else:
+            series.observe(value)

@@ -1,0 +1,107 @@
+"""What a user says of the connector: vLLM's ``kv_role`` and ``kv_connector_extra_config``.
+
+All of it is checked when vLLM starts. What makes no sense is refused with the key's name, and vLLM
+serves without a cache.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+
+from kvtier.client import ClientDeadlines
+from kvtier.config.model import default_socket
+from kvtier.errors import ConfigError
+
+__all__ = ["Role", "Settings", "read_settings"]
+
+_SECTION = "kv_connector_extra_config"
+_SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_DAEMON_SOCKET")
+"""The second is the daemon's own, for what shares an environment with it."""
+_SOCKET_BYTES_MAX = 101
+"""As the daemon's: Linux takes 107, and the arena's name is longer."""
+
+_DEADLINES_MS: Mapping[str, tuple[int, int]] = {
+    "lookup_timeout_ms": (250, 10_000),
+    "load_timeout_ms": (5_000, 60_000),
+    "store_timeout_ms": (5_000, 60_000),
+}
+"""The default of each, and the most."""
+
+_KEYS = ("socket", *_DEADLINES_MS)
+
+_RECONNECT_S = 1.0
+
+
+class Role(StrEnum):
+    """What an engine does with blocks, in vLLM's words."""
+
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
+    BOTH = "kv_both"
+
+    @property
+    def loads(self) -> bool:
+        """Tell whether it asks for blocks."""
+        return self is not Role.PRODUCER
+
+    @property
+    def stores(self) -> bool:
+        """Tell whether it offers blocks."""
+        return self is not Role.CONSUMER
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All of it, checked."""
+
+    socket: Path
+    role: Role
+    deadlines: ClientDeadlines
+
+
+def read_settings(
+    role: str, extra: Mapping[str, object], environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """Read what a user says. Raises ConfigError."""
+    for key in extra:
+        if key not in _KEYS:
+            near = get_close_matches(str(key), _KEYS, n=1, cutoff=0.5)
+            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
+            raise ConfigError(f"{_SECTION}.{key}", "there is no such key", remedy)
+    if role not in list(Role):
+        raise ConfigError("kv_role", f"{role!r} is not known", f"use one of {', '.join(Role)}")
+    seconds = {key: _milliseconds(key, extra) / 1000 for key in _DEADLINES_MS}
+    deadlines = ClientDeadlines(
+        lookup_s=seconds["lookup_timeout_ms"],
+        load_s=seconds["load_timeout_ms"],
+        store_s=seconds["store_timeout_ms"],
+        reconnect_s=_RECONNECT_S,
+    )
+    return Settings(_socket(extra, environment), Role(role), deadlines)
+
+
+def _socket(extra: Mapping[str, object], environment: Mapping[str, str]) -> Path:
+    """Return the daemon's socket: as given, or where a daemon of this environment listens."""
+    if "socket" not in extra:
+        named = next(filter(None, map(environment.get, _SOCKET_VARIABLES)), None)
+        return Path(named) if named else default_socket(environment)
+    given = extra["socket"]
+    if not isinstance(given, str) or not Path(given).name:
+        problem = f"{given!r} is no path of a socket"
+        raise ConfigError(f"{_SECTION}.socket", problem, "name the daemon's, as daemon.socket does")
+    if len(os.fsencode(given)) > _SOCKET_BYTES_MAX:
+        problem = f"it has {len(os.fsencode(given))} bytes"
+        raise ConfigError(f"{_SECTION}.socket", problem, f"{_SOCKET_BYTES_MAX} is the most")
+    return Path(given)
+
+
+def _milliseconds(key: str, extra: Mapping[str, object]) -> int:
+    usual, most = _DEADLINES_MS[key]
+    value = extra.get(key, usual)
+    if type(value) is not int or not 1 <= value <= most:
+        problem = f"{value!r} is no number of milliseconds"
+        raise ConfigError(f"{_SECTION}.{key}", problem, f"give an integer from 1 to {most}")
+    return value

@@ -1,0 +1,220 @@
+"""What the connector counts, and how vLLM shows it: in Prometheus, and in a line of its log.
+
+Theory
+------
+Each half has a tally, to which its threads add. vLLM takes what a tally has once a step, adds up
+what the workers and the scheduler half say, and hands it to the process that serves ``/metrics``.
+On its way it is plain: names, labels, numbers.
+
+Blocks are kvtier's, of 64 tokens or more. With several workers each counts its own share, so that a
+block which all of two workers store counts as two.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+
+from kvtier.core.residency import TierName
+
+__all__ = [
+    "ATTACHED",
+    "HIT_TOKENS",
+    "LOAD_BYTES",
+    "LOAD_SECONDS",
+    "LOOKUPS",
+    "LOOKUP_SECONDS",
+    "MISSING_BLOCKS",
+    "ROWS",
+    "STORE_BLOCKS",
+    "STORE_SECONDS",
+    "Counts",
+    "Kind",
+    "Row",
+    "Tally",
+    "add_up",
+    "split_by_tier",
+    "summary",
+]
+
+_SAMPLES_MAX = 1000
+"""Of one duration, between two steps or two lines in the log: the later ones are left out."""
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Kind(StrEnum):
+    """What becomes of two values of one row."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric. ``title`` is what vLLM's log calls it, with the label in the braces."""
+
+    name: str
+    kind: Kind
+    title: str
+    text: str
+    label: str = ""
+    values: Sequence[str] = ("",)
+    buckets: Sequence[float] = ()
+
+
+ATTACHED = Row(
+    "vllm:kvtier_attached",
+    Kind.GAUGE,
+    "Attached",
+    "1 while there is a session with the daemon, as of vLLM's last step.",
+)
+HIT_TOKENS = Row(
+    "vllm:kvtier_hit_tokens",
+    Kind.COUNTER,
+    "Tokens from {}",
+    "Tokens of prompts that vLLM was told of and had loaded, by the tier they were in.",
+    "tier",
+    ("cpu", "ssd", "remote"),
+)
+LOOKUPS = Row(
+    "vllm:kvtier_lookups",
+    Kind.COUNTER,
+    "Lookups {}",
+    "Questions to the daemon: hit, something is loaded; miss, nothing is, or it would not pay; "
+    "failed, there was no answer in time.",
+    "outcome",
+    ("hit", "miss", "failed"),
+)
+LOOKUP_SECONDS = Row(
+    "vllm:kvtier_lookup_seconds",
+    Kind.HISTOGRAM,
+    "lookup",
+    "From the question to the answer, with bringing blocks up to the CPU tier. Other requests are "
+    "computed meanwhile.",
+    buckets=_SECONDS,
+)
+LOAD_BYTES = Row(
+    "vllm:kvtier_load_bytes",
+    Kind.COUNTER,
+    "Bytes loaded",
+    "Bytes copied from the CPU tier into vLLM's KV cache.",
+)
+LOAD_SECONDS = Row(
+    "vllm:kvtier_load_seconds",
+    Kind.HISTOGRAM,
+    "load",
+    "What the copy took, for one request.",
+    buckets=_SECONDS,
+)
+MISSING_BLOCKS = Row(
+    "vllm:kvtier_missing_blocks",
+    Kind.COUNTER,
+    "Blocks missing",
+    "Blocks that were promised and did not come, so that vLLM computed them.",
+)
+STORE_BLOCKS = Row(
+    "vllm:kvtier_store_blocks",
+    Kind.COUNTER,
+    "Blocks {}",
+    "Blocks offered: kept, the daemon has them; refused, it would not pay or there was no room; "
+    "failed, there was no answer in time.",
+    "outcome",
+    ("kept", "refused", "failed"),
+)
+STORE_SECONDS = Row(
+    "vllm:kvtier_store_seconds",
+    Kind.HISTOGRAM,
+    "store",
+    "What one offer took, with the copy. vLLM does not wait for it.",
+    buckets=_SECONDS,
+)
+
+ROWS: Mapping[str, Row] = {
+    row.name: row
+    for row in (
+        ATTACHED,
+        HIT_TOKENS,
+        LOOKUPS,
+        LOOKUP_SECONDS,
+        LOAD_BYTES,
+        LOAD_SECONDS,
+        MISSING_BLOCKS,
+        STORE_BLOCKS,
+        STORE_SECONDS,
+    )
+}
+"""All of them by name, in the order in which a log tells them."""
+
+Counts = dict[str, dict[str, list[float]]]
+"""By name and label: the sum of a counter, the last value of a gauge, a histogram's samples."""
+
+
+class Tally:
+    """What was counted since it was last taken. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counts = {}
+
+    def add(self, row: Row, value: float = 1, label: str = "") -> None:
+        """Add to a counter, set a gauge, or note a duration."""
+        if not value and row.kind is Kind.COUNTER:
+            return
+        with self._lock:
+            add_up(self._counts, {row.name: {label: [value]}})
+
+    def take(self) -> Counts:
+        """Return what was counted, and begin anew."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        return counts
+
+
+def add_up(counts: Counts, others: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Add to ``counts`` what others have counted later; what is in no row is left out."""
+    for name, by_label in others.items():
+        row = ROWS.get(name)
+        if row is None:
+            continue
+        mine = counts.setdefault(name, {})
+        for label, values in by_label.items():
+            before = mine.setdefault(label, [])
+            if row.kind is Kind.HISTOGRAM:
+                before += values[: _SAMPLES_MAX - len(before)]
+            elif row.kind is Kind.COUNTER:
+                mine[label] = [sum(before) + sum(values)]
+            else:
+                mine[label] = list(values)
+
+
+def summary(counts: Counts) -> dict[str, int | float]:
+    """Return what a line in a log says of an interval: sums, and means and maxima in ms."""
+    said: dict[str, int | float] = {}
+    for row in ROWS.values():
+        for label, values in sorted(counts.get(row.name, {}).items()):
+            if row.kind is Kind.HISTOGRAM:
+                said[f"Avg {row.title} (ms)"] = round(fmean(values) * 1e3, 1)
+                said[f"Max {row.title} (ms)"] = round(max(values) * 1e3, 1)
+            else:
+                said[row.title.format(label)] = round(values[-1])
+    return said
+
+
+def split_by_tier(
+    tiers: Sequence[TierName], num_tokens: int, block_tokens: int
+) -> dict[TierName, int]:
+    """Split the tokens of a load by the tier that each block came from.
+
+    The load ends where its last block ends; of the first block vLLM may have some tokens itself.
+    """
+    split: dict[TierName, int] = {}
+    left = num_tokens
+    for tier in reversed(tiers):
+        share = min(left, block_tokens)
+        if share:
+            split[tier] = split.get(tier, 0) + share
+        left -= share
+    return split

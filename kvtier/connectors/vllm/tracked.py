@@ -1,0 +1,105 @@
+"""A request of vLLM's, and what was asked and offered of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.client.wire import traits_fault
+from kvtier.connectors.vllm.account import Account
+from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.search import Search
+from kvtier.core.plan import Outcome
+from kvtier.core.traits import Traits
+
+__all__ = ["Tracked", "traits_of"]
+
+_TOKENS_MAX = 2**32 - 1
+"""A message carries no more, and no prompt has more."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """Knows of ``request`` what vLLM tells nobody twice."""
+
+    request: Any
+    tenant: bytes
+    traits: Traits
+    chains: Chains
+    account: Account
+    blocks: list[int] = field(default_factory=list)
+    """Of vLLM."""
+    num_local: int = 0
+    """Tokens that vLLM had itself when it was last told of a hit."""
+    num_offered: int = 0
+    """Blocks of ours."""
+    num_searches: int = 0
+    """Since it was last preempted."""
+    num_lost: int = 0
+    num_preemptions: int = 0
+    """When it was last searched for."""
+    waits_since_s: float | None = None
+    """For its turn to be searched for."""
+    answer: Search | None = None
+    """What vLLM went by; its plan's outcome is still to be told."""
+    advised_tokens: int | None = None
+    num_learned: int = 0
+    """Blocks of ours that routers can be told of."""
+    is_old: bool = False
+    """It has blocks from before a reset, and offers none any more."""
+
+    @property
+    def num_left(self) -> int:
+        """Return the tokens of its prompt that are not computed yet."""
+        return max(0, int(self.request.num_prompt_tokens - self.request.num_computed_tokens))
+
+    @property
+    def offload_tokens(self) -> int | None:
+        """Return how many leading tokens may be offered: what it says itself, or what is advised.
+
+        None: all of them.
+        """
+        own = self.traits.max_offload_tokens
+        return self.advised_tokens if own is None else own
+
+    def extend(self) -> None:
+        """Hash the blocks that are full by now."""
+        self.chains.extend(self.request.all_token_ids)
+
+    def note_blocks(self, fresh: Sequence[int], *, is_whole: bool) -> None:
+        """Take the blocks that vLLM gave it: all of them, or more of them."""
+        self.blocks = list(fresh) if is_whole else [*self.blocks, *fresh]
+
+    def take_outcomes(self, now_s: float) -> list[Outcome | None]:
+        """Return what came of each rank's plan, once; nothing before the first token is there.
+
+        What a request took that lost its blocks, or was searched for again, says nothing.
+        """
+        answer = self.answer
+        if answer is None or not self.request.num_output_tokens:
+            return []
+        self.answer = None
+        if self.request.num_preemptions or self.num_searches > 1:
+            return []
+        return [
+            self.account.outcome(decision, answer.tiers_of(rank), now_s)
+            for rank, decision in enumerate(answer.decisions)
+        ]
+
+
+def traits_of(request: Any) -> Traits:
+    """Return what a client said of a request, as far as it makes sense."""
+    params = request.kv_transfer_params or {}
+    named = Traits(request_id=request.request_id)
+    return Traits(
+        # It is for explanations only, and clients have a say in it: one that no message can carry
+        # is left out.
+        request_id="" if traits_fault(named) else request.request_id,
+        num_tokens=request.num_tokens,
+        max_offload_tokens=_tokens(params.get("max_offload_tokens")),
+        max_load_tokens=_tokens(params.get("max_load_tokens")),
+    )
+
+
+def _tokens(value: object) -> int | None:
+    """Return a number of tokens that a client gave; what is none counts as not given."""
+    return min(value, _TOKENS_MAX) if type(value) is int and value >= 0 else None

@@ -1,0 +1,47 @@
+"""A tier behind vLLM's own CPU tier, for engines that keep vLLM's ``OffloadingConnector``.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierOffloadingConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm_tier", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 17179869184, "block_size": 64,
+            "secondary_tiers": [{"type": "KvtierTier",
+                "module_path": "kvtier.connectors.vllm_tier",
+                "socket": "/run/kvtier/kvtier.sock"}]}}'
+
+Theory
+------
+vLLM copies between its GPUs and a CPU tier of its own, cut into chunks, and asks a tier behind that
+one for single chunks by name. All of it happens in the process that schedules, so a tier must not
+wait there: names are gathered during a step, asked of the daemon at its end on another thread, and
+answered in a later step. Bytes go between vLLM's memory and the arena, on threads as well.
+
+vLLM's own connector does not tell a tier which model its chunks are of.
+``KvtierOffloadingConnector`` is that connector, and tells.
+
+Rules
+-----
+* Nothing here raises into vLLM, and no hook waits for the daemon but a drain, which is bounded.
+* Once a job is reported, nothing touches vLLM's memory for it.
+* Only ``connector``, ``tier`` and ``release`` import vLLM.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm_tier.connector import KvtierOffloadingConnector
+    from kvtier.connectors.vllm_tier.tier import KvtierTier
+
+__all__ = ["KvtierOffloadingConnector", "KvtierTier"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for: both need vLLM, and their parts do not."""
+    if name == "KvtierTier":
+        from kvtier.connectors.vllm_tier.tier import KvtierTier
+
+        return KvtierTier
+    if name == "KvtierOffloadingConnector":
+        from kvtier.connectors.vllm_tier.connector import KvtierOffloadingConnector
+
+        return KvtierOffloadingConnector
+    raise AttributeError(name)

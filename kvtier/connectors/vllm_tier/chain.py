@@ -1,0 +1,74 @@
+"""A request's chunks, as vLLM names them and as a chain of our blocks.
+
+vLLM's name for a chunk is a hash of all tokens up to its end. Ours is drawn from that and from the
+one before, down to the key space's root: so a hash says where its block is in a prompt, and a name
+that was heard out of place gives another hash, not a block with two places.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvtier.core.identity import HASH_BYTES, BlockHash
+
+__all__ = ["Chain", "Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of a chain, and the chunks of vLLM's memory that are theirs."""
+
+    first: int
+    names: Sequence[bytes]
+    chunks: Sequence[int]
+
+
+class Chain:
+    """Grows at its end only."""
+
+    def __init__(self, root: BlockHash) -> None:
+        self.hashes: list[BlockHash] = []
+        self._root = root
+        self._places: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def hear(self, names: Collection[bytes]) -> None:
+        """Take what is new of all names of a request, unless they do not begin as these do."""
+        if self.hashes and (len(names) < len(self) or self.place(next(iter(names))) != 0):
+            return
+        self.extend(islice(names, len(self), None))
+
+    def extend(self, names: Iterable[bytes]) -> None:
+        """Take the names that come next; a name that was there before ends it."""
+        parent = self.hashes[-1] if self.hashes else self._root
+        for name in names:
+            if name in self._places:
+                return
+            self._places[name] = len(self)
+            content = b"kvtier.vllm_chunk\0" + parent + name
+            parent = BlockHash(hashlib.sha256(content).digest()[:HASH_BYTES])
+            self.hashes.append(parent)
+
+    def place(self, name: bytes) -> int | None:
+        """Return a name's place; None for one that was not heard."""
+        return self._places.get(name)
+
+    def runs(self, chunks: Iterable[tuple[bytes, int]]) -> list[Run]:
+        """Put named chunks in order, and cut them where a block is left out. Unknown ones go."""
+        placed = sorted(
+            (place, name, chunk)
+            for name, chunk in chunks
+            if (place := self.place(name)) is not None
+        )
+        runs: list[Run] = []
+        start = 0
+        for end in range(1, len(placed) + 1):
+            if end < len(placed) and placed[end][0] == placed[end - 1][0] + 1:
+                continue
+            part = placed[start:end]
+            runs.append(Run(part[0][0], [each[1] for each in part], [each[2] for each in part]))
+            start = end
+        return runs

@@ -1,0 +1,110 @@
+"""vLLM's ``OffloadingConnector``, which tells the tier behind its CPU tier what the chunks are.
+
+Its scheduling half knows the model, and its workers how a page of theirs is arranged. They say so
+in vLLM's handshake, which vLLM passes on once it has started both.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvtier.connectors.guard import guarded
+from kvtier.connectors.vllm.identity.description import arrangement
+from kvtier.connectors.vllm.refusal import layer_specs
+from kvtier.connectors.vllm.release import check_release, local_model, release
+from kvtier.connectors.vllm_tier.identity import ModelFacts, model_facts, side_by_side
+from kvtier.observe.log import Log
+
+__all__ = ["KvtierOffloadingConnector"]
+
+_log = Log("kvtier.vllm")
+
+check_release()
+
+
+@dataclass
+class _Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
+    arranged: str
+    refusal: str = ""
+
+
+class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there to be checked
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._pages: Future[str] = Future()
+        if role != KVConnectorRole.SCHEDULER:  # tiers are made there only
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        with _told(extra, _facts_or_refusal(vllm_config, kv_cache_config, self._pages)):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """Tell the scheduling half how this worker's pages are arranged."""
+        try:
+            return _Handshake(_arranged(self._vllm_config, self._kv_cache_config))
+        except Exception as error:  # of whatever a device or backend has: vLLM starts all the same
+            return _Handshake("", str(error) or type(error).__name__)
+
+    @guarded(_log, lambda: None)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Tell the tier how the workers' pages are arranged."""
+        if self._pages.done():
+            return
+        told = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(each, _Handshake) for each in told):
+            reason = "MultiConnector has passed on another connector's handshake"
+        else:
+            reason = "; ".join(dict.fromkeys(each.refusal for each in told if each.refusal))
+        if reason:
+            self._pages.set_exception(ValueError(reason))
+        else:
+            self._pages.set_result(side_by_side([each.arranged for each in told]))
+
+
+def _arranged(vllm_config: Any, kv_cache_config: Any) -> str:
+    (group,) = kv_cache_config.kv_cache_groups
+    device = torch.device(vllm_config.device_config.device_type)
+    spec = layer_specs(group.kv_cache_spec)[0]
+    return arrangement(vllm_config, spec, group.layer_names, device)
+
+
+def _facts_or_refusal(
+    vllm_config: Any, kv_cache_config: Any, pages: Future[str]
+) -> ModelFacts | str:
+    """Return what is to be known of the model, or in a line why its chunks are not cached."""
+    find_files = partial(local_model, vllm_config)
+    try:
+        return model_facts(vllm_config, kv_cache_config, release(), find_files, pages)
+    except Exception as error:  # of whatever a configuration has: vLLM starts all the same
+        return str(error) or type(error).__name__
+
+
+@contextmanager
+def _told(extra: Mapping[str, Any], model: ModelFacts | str) -> Iterator[None]:
+    """Add the model to the settings of our tiers, while they are being made out of these."""
+    tiers = [
+        each
+        for each in extra.get("secondary_tiers", ())
+        if isinstance(each, dict) and each.get("type") == "KvtierTier"
+    ]
+    for settings in tiers:
+        settings["model"] = model
+    try:
+        yield
+    finally:
+        for settings in tiers:
+            del settings["model"]

@@ -1,0 +1,190 @@
+"""What vLLM's requests are made of, and what the daemon has of them.
+
+Belongs to vLLM's scheduling thread. A name that was not asked of the daemon yet is answered
+``LATER``; at the end of the step the daemon is asked, on a thread, about everything from the first
+such block on. Its answer holds for as long as the request does: what is gone by the time it is
+loaded is a load that fails, and is then a miss.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvtier.client import Announcement, Client
+from kvtier.connectors.vllm_tier.chain import Chain
+from kvtier.connectors.vllm_tier.question import Question
+from kvtier.connectors.vllm_tier.transfers import Order
+from kvtier.core.identity import NO_TENANT, chain_root
+from kvtier.core.traits import Traits
+
+__all__ = ["Answer", "Names", "Requests"]
+
+_NUM_ASKERS = 4
+
+_QUESTIONS_MAX = 2
+"""Of one request: one more for what it lacks after vLLM has preempted it."""
+
+_OPEN_QUESTIONS_MAX = 256
+"""At once; a request that finds so many before it is computed."""
+
+Names = Callable[[int], Sequence[bytes]]
+"""Returns a request's names from a place on, as many as are known, where vLLM has them in order."""
+
+
+class Answer(Enum):
+    """Whether a chunk should be loaded."""
+
+    HIT = auto()
+    MISS = auto()
+    LATER = auto()
+
+
+@dataclass(slots=True)
+class _Tracked:
+    traits: Traits
+    chain: Chain
+    names: Names
+    wanted: set[bytes] = field(default_factory=set)
+    question: Question | None = None
+    num_questions: int = 0
+    answered: range = range(0)
+    """The places that an answer was for."""
+    found_end: int = 0
+    """Of these, where what is there ends."""
+    decision: int = 0
+    wait_s: float = 0.0
+    is_known: bool = False
+    """The daemon has heard of the request."""
+
+    def hear(self) -> None:
+        self.chain.extend(self.names(len(self.chain)))
+
+    def take_answer(self) -> None:
+        question = self.question
+        if question is None or not question.is_over:
+            return
+        self.question = None
+        self.answered = range(question.first, len(question.hashes))
+        self.found_end = question.first + question.num_found
+        self.decision, self.wait_s = question.decision, question.wait_s
+
+    def answer(self, name: bytes) -> Answer | None:
+        place = self.chain.place(name)
+        if place is None or place not in self.answered:
+            return None
+        return Answer.HIT if place < self.found_end else Answer.MISS
+
+
+class Requests:
+    """Uses a client, which it does not close."""
+
+    def __init__(self, client: Client, key_space: bytes) -> None:
+        self._client = client
+        self._root = chain_root(key_space, NO_TENANT)
+        self._tracked: dict[str, _Tracked] = {}
+        self._asking: set[str] = set()
+        self._unknown: set[str] = set()
+        self._questions: list[Question] = []
+        self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
+
+    def add(self, request_id: str, traits: Traits, names: Names) -> None:
+        """Hear of a request. In ``traits`` its id may be missing, where no message can carry it."""
+        self._tracked[request_id] = _Tracked(traits, Chain(self._root), names)
+        self._unknown.add(request_id)
+
+    def hear(self, request_id: str, names: Collection[bytes]) -> None:
+        """Take all names of a request, where vLLM tells them."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.chain.hear(names)
+
+    def ask(self, request_id: str, name: bytes) -> Answer:
+        """Tell what is known of a chunk. Waits for nothing."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not self._client.is_attached:
+            return Answer.MISS
+        tracked.take_answer()
+        answer = tracked.answer(name)
+        if answer is not None:
+            return answer
+        if tracked.question is None and tracked.num_questions >= _QUESTIONS_MAX:
+            return Answer.MISS
+        tracked.wanted.add(name)
+        self._asking.add(request_id)
+        return Answer.LATER
+
+    def end_step(self) -> None:
+        """Ask the daemon what this step wanted to know, and tell it of the other new requests."""
+        self._questions = [each for each in self._questions if not each.is_over]
+        asking, self._asking = self._asking, set()
+        for request_id in asking:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.question is None:
+                self._begin(tracked)
+        self._announce()
+
+    def order(self, job: int, request_id: str, chunks: Iterable[tuple[bytes, int]]) -> Order:
+        """Return what a job of a request is about; it is empty where the names are unknown."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return Order(job, request_id)
+        tracked.hear()
+        runs = tracked.chain.runs(chunks)
+        end = runs[-1].first + len(runs[-1].names) if runs else 0
+        hashes = tuple(tracked.chain.hashes[:end])
+        return Order(
+            job, request_id, tracked.traits, hashes, runs, tracked.decision, tracked.wait_s
+        )
+
+    def forget(self, request_id: str, names: Iterable[bytes]) -> None:
+        """Note that chunks did not come: from the first of them on the request has none."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            places = [tracked.chain.place(name) for name in names]
+            found = [place for place in places if place is not None]
+            tracked.found_end = min([*found, tracked.found_end])
+
+    def finish(self, request_id: str) -> None:
+        """Let go of a request."""
+        tracked = self._tracked.pop(request_id, None)
+        self._unknown.discard(request_id)
+        self._asking.discard(request_id)
+        if tracked is not None and tracked.is_known and tracked.traits.request_id:
+            self._client.announce((), (tracked.traits.request_id,))
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._tracked.clear()
+        self._askers.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, tracked: _Tracked) -> None:
+        tracked.hear()
+        places = [tracked.chain.place(name) for name in tracked.wanted]
+        known = [place for place in places if place is not None]
+        tracked.wanted.clear()
+        tracked.num_questions += 1
+        if not known or len(self._questions) >= _OPEN_QUESTIONS_MAX:
+            tracked.num_questions = _QUESTIONS_MAX
+            return
+        question = Question(self._client, tuple(tracked.chain.hashes), min(known), tracked.traits)
+        tracked.question = question
+        tracked.is_known = True
+        self._questions.append(question)
+        self._askers.submit(question.ask)
+
+    def _announce(self) -> None:
+        """Tell of requests that lack nothing, by which the daemon counts uses as well."""
+        announced: list[Announcement] = []
+        for request_id in list(self._unknown):
+            tracked = self._tracked[request_id]
+            if not tracked.is_known:
+                tracked.hear()
+                if not len(tracked.chain):
+                    continue
+                hashes = tuple(tracked.chain.hashes)
+                announced.append(Announcement(tracked.traits, NO_TENANT, hashes, len(hashes)))
+                tracked.is_known = True
+            self._unknown.discard(request_id)
+        if announced:
+            self._client.announce(announced)

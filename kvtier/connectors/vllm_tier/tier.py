@@ -1,0 +1,285 @@
+"""The class that vLLM makes for a secondary tier: its hooks, each a line or two to its parts.
+
+Until the weights are hashed, which a thread does, and the daemon is there, there is nothing in the
+tier: lookups miss, and jobs fail at once.
+"""
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+from kvtier.client import Client
+from kvtier.connectors.guard import guarded
+from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns, record_path
+from kvtier.connectors.vllm.identity.weights import FileDigests
+from kvtier.connectors.vllm.log import join_log
+from kvtier.connectors.vllm.release import check_release
+from kvtier.connectors.vllm.settings import Role, Settings, read_settings
+from kvtier.connectors.vllm.tracked import traits_of
+from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
+from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
+from kvtier.connectors.vllm_tier.requests import Answer, Requests
+from kvtier.connectors.vllm_tier.transfers import Ended, Transfers
+from kvtier.core.layout import KVLayout
+from kvtier.core.traits import Traits
+from kvtier.errors import ConfigError
+from kvtier.observe.log import Log
+
+__all__ = ["KvtierTier"]
+
+_log = Log("kvtier.vllm")
+
+_DRAIN_S = 5.0
+"""vLLM drains before it empties its CPU tier: what is under way gets so long to end well."""
+
+_CLOSE_S = 1.0
+
+_LOOK_S = 0.5
+"""Between two looks whether the tier was shut down while something is waited for."""
+
+_TELL_S = 60.0
+"""In which workers tell of their pages once the weights are read: they do when vLLM has started."""
+
+_RESULTS: Mapping[Answer, LookupResult] = {
+    Answer.HIT: LookupResult.HIT,
+    Answer.MISS: LookupResult.MISS,
+    Answer.LATER: LookupResult.RETRY,
+}
+
+_open = partial(guarded, _log)
+
+check_release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    client: Client
+    requests: Requests
+    transfers: Transfers
+
+
+class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there to be checked
+    """See the module."""
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        model: ModelFacts | str | None = None,
+        **settings: object,
+    ) -> None:
+        """Begin to look for the daemon.
+
+        ``settings`` are what a user says of the tier: the keys are those of the connector for GPUs
+        and CPUs without vLLM's tiers. ``model`` comes from ``KvtierOffloadingConnector``; in its
+        place may be why it is not served.
+        """
+        detector = () if backpressure_detector is None else (backpressure_detector,)  # from 0.32 on
+        join_log()
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
+        self._parts: _Parts | None = None
+        self._failed: list[Ended] = []
+        self._opening = threading.Lock()
+        self._is_closed = False
+        self._digests = FileDigests(record_path())
+        self._block_tokens = 0
+        try:
+            said = read_settings(Role.BOTH, settings)
+            facts = _served(model)
+            layout = chunk_layout(offloading_spec.config, _row_bytes(primary_kv_view))
+        except (ConfigError, ValueError, AttributeError) as error:
+            _log.error("vLLM's chunks are not cached", reason=error)
+            return
+        self._block_tokens = layout.block_tokens
+        begin = partial(self._begin, said, facts, layout, primary_kv_view)
+        threading.Thread(target=begin, name="kvtier-open", daemon=True).start()
+
+    @_open(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, context: Any) -> LookupResult:
+        """Tell whether a chunk should be loaded, or that it is not known yet."""
+        if self._parts is None:
+            return LookupResult.MISS
+        return _RESULTS[self._parts.requests.ask(context.req_id, key)]
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin a store."""
+        if not self._submit(job_metadata, is_load=False):
+            self._failed.append(Ended(job_metadata.job_id, is_load=False))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin a load."""
+        if not self._submit(job_metadata, is_load=True):
+            self._failed.append(Ended(job_metadata.job_id, is_load=True))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Tell which jobs are over, each once."""
+        ended, self._failed = self._failed, []
+        if self._parts is not None:
+            ended += self._parts.transfers.take_ended()
+            self._forget(ended)
+        return [result(each) for each in ended]
+
+    @_open(lambda: None)
+    def touch(self, keys: Collection[bytes], context: Any) -> None:
+        """Take the names of all chunks of a request, which vLLM touches before 0.32."""
+        if self._parts is not None:
+            self._parts.requests.hear(context.req_id, keys)
+
+    @_open(RequestOffloadingContext)
+    def on_new_request(self, context: Any) -> RequestOffloadingContext:
+        """Hear of a request, and ask for all its chunks: those that vLLM has itself as well.
+
+        They are looked at and mostly left; but without the front of a prompt what is behind it is
+        of no use, and the daemon may have come, or lost it, after vLLM had got it.
+        """
+        parts = self._parts
+        if parts is None or not parts.client.is_attached:
+            return RequestOffloadingContext()
+        names = partial(names_from, context, self._block_tokens)
+        parts.requests.add(context.req_id, _traits(context), names)
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+    @_open(lambda: None)
+    def on_request_finished(self, context: Any) -> None:
+        """Let go of a request."""
+        if self._parts is not None:
+            self._parts.requests.finish(context.req_id)
+
+    @_open(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the daemon what this step wanted to know."""
+        if self._parts is not None:
+            self._parts.requests.end_step()
+
+    @_open(lambda: None)
+    def drain_jobs(self) -> None:
+        """Wait until every job has ended, well or, after some seconds, badly."""
+        if self._parts is not None:
+            self._parts.transfers.drain(_DRAIN_S)
+
+    @_open(lambda: None)
+    def shutdown(self) -> None:
+        """End the session, and let go of vLLM's memory."""
+        with self._opening:
+            self._is_closed = True
+            self._digests.end()
+            parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.requests.close()
+            parts.transfers.close(_CLOSE_S)
+            parts.client.close()
+
+    @_open(lambda: False)
+    def _submit(self, job: Any, *, is_load: bool) -> bool:
+        parts = self._parts
+        if parts is None:
+            return False
+        chunks = list(zip(job.keys, chunk_ids(job), strict=True))
+        order = parts.requests.order(job.job_id, job.req_context.req_id, chunks)
+        begin = parts.transfers.load if is_load else parts.transfers.store
+        begin(order, len(chunks))
+        return True
+
+    @_open(lambda: None)
+    def _forget(self, ended: Iterable[Ended]) -> None:
+        """Have what did not come answered as missing: else vLLM asks for it again and again."""
+        assert self._parts is not None
+        for each in ended:
+            if each.missing:
+                self._parts.requests.forget(each.request_id, each.missing)
+
+    @_open(lambda: None)
+    def _begin(
+        self, said: Settings, model: ModelFacts, layout: KVLayout, chunks: memoryview
+    ) -> None:
+        """Have the weights read, which takes its time, and then look for the daemon."""
+        fingerprint = Fingerprint(model.find_files, began_ns(), self._digests)
+        fingerprint.start()
+        while not fingerprint.wait(_LOOK_S):
+            if self._is_closed:
+                return
+        if fingerprint.refusal:
+            self._refuse(fingerprint.refusal)
+            return
+        try:
+            pages = self._await_pages(model)
+        except ValueError as error:
+            self._refuse(error)
+            return
+        space = model.space(fingerprint.weights, layout, pages)
+        with self._opening:
+            if self._is_closed:
+                return
+            name = f"vllm {model.name} tier"
+            client = Client(said.socket, space, name, deadlines=said.deadlines)
+            client.start()
+            requests, transfers = Requests(client, space.digest), Transfers(client, chunks)
+            self._parts = _Parts(client, requests, transfers)
+        _log.info(
+            "chunks of vLLM's CPU tier are offered to the daemon and loaded from it",
+            socket=said.socket,
+            model=model.name,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+        )
+
+    def _await_pages(self, model: ModelFacts) -> str:
+        """Wait until the workers have told. Raises ValueError where they cannot, or do not."""
+        ends_s = time.monotonic() + _TELL_S
+        while not self._is_closed and time.monotonic() < ends_s:
+            with suppress(TimeoutError):
+                return model.pages.result(_LOOK_S)
+        raise ValueError("vLLM's workers did not tell how their pages are arranged")
+
+    def _refuse(self, reason: object) -> None:
+        """Say why there is nothing in the tier, unless that is because vLLM has ended."""
+        if not self._is_closed:
+            _log.error("vLLM's chunks are not cached", reason=reason)
+
+
+def _served(model: ModelFacts | str | None) -> ModelFacts:
+    """Return the facts of a model that is served. Raises ValueError with the reason otherwise."""
+    match model:
+        case ModelFacts():
+            return model
+        case None:
+            raise ValueError(
+                "vLLM's OffloadingConnector does not tell a tier what the model is:"
+                " use KvtierOffloadingConnector of kvtier.connectors.vllm_tier in its place"
+            )
+        case reason:
+            raise ValueError(reason)
+
+
+def _row_bytes(chunks: memoryview) -> int:
+    assert chunks.strides is not None, "vLLM's CPU tier has a row for each chunk"
+    return chunks.strides[0]
+
+
+def _traits(context: Any) -> Traits:
+    """Return what is said of a request; how long its prompt is, a tier is not told."""
+    return traits_of(
+        SimpleNamespace(
+            request_id=context.req_id,
+            num_tokens=0,
+            kv_transfer_params=context.kv_transfer_params,
+        )
+    )

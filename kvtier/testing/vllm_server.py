@@ -1,0 +1,213 @@
+"""A real ``vllm serve`` for tests and measurements: started, asked, and ended for certain.
+
+Counters are read where an operator reads them, at ``/metrics``.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.testing.child import Child, await_true, free_port
+
+__all__ = ["VllmServer", "kvtier_transfer"]
+
+_START_TIMEOUT_S = 600.0
+"""vLLM imports itself in three processes: half a minute where nothing else runs, minutes else."""
+
+_STOP_TIMEOUT_S = 40.0
+_ANSWER_TIMEOUT_S = 120.0
+
+_FLAGS: Mapping[str, object] = {
+    "host": "127.0.0.1",
+    "served-model-name": "m",
+    "dtype": "float32",
+    "max-model-len": 4096,
+}
+
+
+def kvtier_transfer(socket: Path, **extra: object) -> dict[str, Any]:
+    """Return what ``--kv-transfer-config`` is told to use the daemon at ``socket``."""
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"socket": str(socket)} | extra,
+    }
+
+
+class VllmServer:
+    """One server and all its processes. Use it as a context; it ends with the context, or with us.
+
+    Starts at once; ``await_ready`` before the first question.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        model: Path,
+        log_path: Path,
+        transfer: Mapping[str, Any] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **flags: object,
+    ) -> None:
+        """``home`` is an environment with vLLM; ``flags`` have ``_`` where vLLM's have ``-``."""
+        self.url = f"127.0.0.1:{(port := free_port())}"
+        given = {name.replace("_", "-"): value for name, value in flags.items()}
+        if transfer is not None:
+            given["kv-transfer-config"] = json.dumps(transfer)
+        words = [*_own_session(), str(home / "bin" / "python"), "-m", "vllm.entrypoints.cli.main"]
+        words += ["serve", str(model), "--enforce-eager", "--port", str(port)]
+        for name, value in {**_FLAGS, **given}.items():
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name}", *map(str, values)]
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            # Releases look up a model's traits in a process of its own, which takes ten seconds,
+            # and keep them in a file of the same name.
+            "VLLM_CACHE_ROOT": str(home / "cache"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers compute on the same core
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+        self.child = Child(words, log_path, settings | dict(environment or {}))
+
+    def await_ready(self) -> Self:
+        """Wait until it answers."""
+        self.child.await_log("Application startup complete", _START_TIMEOUT_S)
+        return self
+
+    def ask(self, prompt: Sequence[int], num_tokens: int = 16, **more: Any) -> list[int]:
+        """Return the tokens of the greedy answer."""
+        with self.asking(prompt, num_tokens, **more) as connection:
+            answer = json.loads(_content(connection))
+        tokens = answer["choices"][0]["token_ids"]
+        assert isinstance(tokens, list), answer
+        return tokens
+
+    @contextlib.contextmanager
+    def asking(
+        self, prompt: Sequence[int], num_tokens: int = 16, **more: Any
+    ) -> Iterator[http.client.HTTPConnection]:
+        """Send a request, and leave what comes of it to the caller; the context hangs up."""
+        body = {
+            "model": "m",
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        with self._send("POST", "/v1/completions", body | more) as connection:
+            yield connection
+
+    def first_token_s(self, prompt: Sequence[int], **more: Any) -> float:
+        """Return the seconds until the first token of the answer is here."""
+        started_s = time.perf_counter()
+        with self.asking(prompt, 1, stream=True, **more) as connection:
+            reply = connection.getresponse()
+            line = reply.readline()
+            seconds = time.perf_counter() - started_s
+            assert line.startswith(b"data: {"), line + reply.read()
+            reply.read()  # hanging up sooner would be an abort
+        return seconds
+
+    def reset(self, query: str = "") -> bool:
+        """Have it empty its own cache; tells whether it could."""
+        with self._send("POST", f"/reset_prefix_cache{query}") as connection:
+            return bool(json.loads(_content(connection))["success"])
+
+    def forget(self) -> None:
+        """Have it empty its own cache, as soon as no request and no store holds a block of it."""
+        await_true(self.reset, "its own cache is empty")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of its series of that name and with these labels."""
+        with self._send("GET", "/metrics") as connection:
+            text = _content(connection).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def hit_tokens(self) -> float:
+        """Return how many tokens it has had from its connector."""
+        return self.metric("vllm:external_prefix_cache_hits_total")
+
+    def kill(self) -> None:
+        """End all its processes at once, as a crash of the machine would."""
+        for member in self._members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        self.child.wait(_STOP_TIMEOUT_S)
+        await_true(lambda: not self._members(), "all its processes have ended", _STOP_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            error.add_note(f"log of {self.child.log_path}:\n{self.child.log[-4000:]}")
+        if self.child.is_running:
+            self.child.send(signal.SIGTERM)
+            with contextlib.suppress(AssertionError):  # what does not end by itself is ended below
+                self.child.wait(_STOP_TIMEOUT_S)
+        self.kill()
+
+    def _members(self) -> list[psutil.Process]:
+        """Return what runs in its session, also when the first process of it has ended."""
+        found: list[psutil.Process] = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                is_alive = each.status() != psutil.STATUS_ZOMBIE
+                if is_alive and os.getsid(each.pid) == self.child.pid:
+                    found.append(each)
+        return found
+
+    @contextlib.contextmanager
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(self.url, timeout=_ANSWER_TIMEOUT_S)
+        content = None if body is None else json.dumps(body)
+        try:
+            connection.request(method, path, content, {"Content-Type": "application/json"})
+            yield connection
+        finally:
+            connection.close()
+
+
+def _own_session() -> list[str]:
+    """Return what starts a command so that it can be found and ended, even if we are killed."""
+    words = ["setsid"]
+    if shutil.which("setpriv"):
+        words += ["setpriv", "--pdeathsig", "TERM", "--"]
+    return words
+
+
+def _content(connection: http.client.HTTPConnection) -> bytes:
+    reply = connection.getresponse()
+    content = reply.read()
+    assert reply.status == HTTPStatus.OK, f"{reply.status} {content!r}"
+    return content

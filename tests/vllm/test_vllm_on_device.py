@@ -1,0 +1,126 @@
+"""The worker half before a device that does nothing until it must, against a real daemon."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.client import ClientDeadlines
+from kvtier.connectors.vllm.transfer.copies import DeviceCopies
+from kvtier.connectors.vllm.transfer.pages import Pages
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served
+from tests.vllm.lazy_device import LazyDevice
+from tests.vllm.small_vllm import SmallVllm
+
+pytestmark = pytest.mark.slow
+
+TOKENS = list(range(1000, 1300))
+BLOCKS = list(range(1, 20))
+OTHERS = list(range(21, 40))
+NUM_FULL = 16
+
+
+class DeviceVllm(SmallVllm):
+    """Computes on a device, where everything comes later."""
+
+    def __init__(
+        self, socket: Path, device: LazyDevice, deadlines: ClientDeadlines | None = None
+    ) -> None:
+        def copies(pages: Pages) -> DeviceCopies:
+            return DeviceCopies(pages, device, 3 * pages.block_bytes)
+
+        super().__init__(socket, deadlines=deadlines, copies=copies)
+        self.device = device
+        device.is_computing = True
+
+    def compute(self, tokens: list[int], blocks: list[int], start: int = 0) -> None:
+        self.device.compute.begin(partial(super().compute, tokens, blocks, start))
+
+    def begin_zeroing(self, blocks: list[int]) -> None:
+        """As vLLM does with blocks that it gives to a request."""
+        for tensor in self.tensors.values():
+            self.device.compute.begin(lambda tensor=tensor: tensor[blocks].zero_())
+
+    def content(self, blocks: list[int]) -> list[torch.Tensor]:
+        self.device.fence().wait()
+        return super().content(blocks)
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        yield Served(directory)
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_blocks_come_back_as_they_were_computed(node: Served, is_eager: bool) -> None:
+    with node.daemon(), DeviceVllm(node.socket, LazyDevice(is_eager=is_eager)) as first:
+        assert first.prefill(TOKENS, BLOCKS) == (0, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4
+        before = first.content(BLOCKS[:NUM_FULL])
+        with DeviceVllm(node.socket, LazyDevice(is_eager=is_eager)) as second:
+            # What vLLM has begun on the blocks before must not come after the load.
+            late = partial(second.begin_zeroing, OTHERS)
+            assert second.prefill(TOKENS, OTHERS, before_copy=late) == (256, set())
+            assert not second.device.num_under_way
+            after = second.content(OTHERS[:NUM_FULL])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert before[0].any()
+        assert not first.pool.references
+        node.await_idle()
+
+
+def test_the_arena_is_copied_from_and_to_directly(node: Served) -> None:
+    with node.daemon() as daemon, DeviceVllm(node.socket, LazyDevice()) as small:
+        device = small.device
+        await_true(lambda: device.known, "the arena is known")
+        assert small.prefill(TOKENS, BLOCKS) == (0, set())
+        before = small.content(BLOCKS[:NUM_FULL])
+        stored = device.num_direct
+        assert stored
+        assert small.prefill(TOKENS, OTHERS) == (256, set())
+        assert device.num_direct > stored
+        assert all(map(torch.equal, before, small.content(OTHERS[:NUM_FULL])))
+        daemon.kill()
+        await_true(lambda: not device.known, "an arena is forgotten with its daemon")
+        with node.daemon():
+            await_true(lambda: device.known, "the next one is known")
+            assert small.prefill(TOKENS, BLOCKS)[1] == set()
+
+
+def test_host_and_device_share_blocks(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket) as first:
+        assert first.prefill(TOKENS, BLOCKS) == (0, set())
+        with DeviceVllm(node.socket, LazyDevice()) as second:
+            assert second.prefill(TOKENS, OTHERS) == (256, set())
+            after = second.content(OTHERS[:NUM_FULL])
+        before = first.content(BLOCKS[:NUM_FULL])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_device_that_hangs_costs_no_more_than_the_deadline(node: Served) -> None:
+    deadlines = ClientDeadlines(5, 0.5, 0.5, 0.1)
+    with node.daemon(), DeviceVllm(node.socket, LazyDevice(), deadlines) as small:
+        assert small.prefill(TOKENS, BLOCKS) == (0, set())
+        small.device.is_stuck = True
+        assert small.prefill(TOKENS, OTHERS) == (256, set(OTHERS[:NUM_FULL]))
+        assert not small.pool.references, "its stores are over as well"
+        small.device.is_stuck = False
+        await_true(lambda: small.prefill(TOKENS, OTHERS) == (256, set()), "it serves again")
+        node.await_idle()
+
+
+def test_a_device_that_fails_leaves_blocks_missing(node: Served) -> None:
+    with node.daemon(), DeviceVllm(node.socket, LazyDevice()) as small:
+        assert small.prefill(TOKENS, BLOCKS) == (0, set())
+        for lane in small.device.lanes:
+            lane.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+        assert small.prefill(TOKENS, OTHERS) == (256, set(OTHERS[:NUM_FULL]))
+        other_tokens = [token + 5000 for token in TOKENS]
+        assert small.prefill(other_tokens, OTHERS) == (0, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4, "nothing of a failed store is kept"
+        assert not small.pool.references
+        node.await_idle()

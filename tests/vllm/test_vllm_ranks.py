@@ -1,0 +1,105 @@
+"""Several ranks: a hit is what all of them have, and each copies its own."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvtier.connectors.vllm.settings import Role
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served
+from tests.vllm.small_vllm import SmallVllm
+from tests.vllm.test_vllm_halves import BLOCKS, NUM_FULL, OTHERS, TOKENS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        yield Served(directory)
+
+
+def test_each_rank_gets_its_own_blocks_back(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
+        assert small.prefill(TOKENS, BLOCKS) == (0, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 8
+        before = small.content(BLOCKS[:NUM_FULL])
+        assert small.prefill(TOKENS, OTHERS) == (256, set())
+        after = small.content(OTHERS[:NUM_FULL])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert not torch.equal(after[0], after[2]), "the ranks have different blocks"
+        assert not small.pool.references
+        node.await_idle()
+        node.drop("cpu")
+        assert small.prefill(TOKENS, OTHERS) == (256, set())
+        after = small.content(OTHERS[:NUM_FULL])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        node.await_idle()
+
+
+def test_a_hit_is_what_all_ranks_have(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
+        small.prefill(TOKENS, BLOCKS)
+        node.await_idle()
+        node.drop("cpu", "ssd")
+        # The first rank keeps all, the second one two blocks.
+        small.workers[1]._client = _Less(small.workers[1]._client, 2)
+        small.prefill(TOKENS, BLOCKS)
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 6
+        assert small.prefill(TOKENS, OTHERS) == (128, set())
+        node.await_idle()
+
+
+class _Less:
+    """A client that stores only the first blocks; the rest is the real one's."""
+
+    def __init__(self, client: object, most: int) -> None:
+        self._client = client
+        self._most = most
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def store(self, tenant: bytes, hashes: list[bytes], *rest: object, **more: object) -> int:
+        stored: int = self._client.store(tenant, hashes[: self._most], *rest, **more)
+        return stored
+
+
+def test_one_rank_without_a_daemon_makes_no_hits(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
+        small.prefill(TOKENS, BLOCKS)
+        small.clients[2].close()
+        await_true(lambda: not small.clients[2].is_attached, "it is closed")
+        assert small.prefill(TOKENS, OTHERS) == (0, set())
+        assert not small.pool.references
+        node.await_idle()
+
+
+def test_a_rank_that_cannot_copy_leaves_blocks_missing_for_all(node: Served) -> None:
+    with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
+        small.prefill(TOKENS, BLOCKS)
+        copier = small.clients[3]
+
+        def cut() -> None:
+            copier.close()
+            await_true(lambda: not copier.is_attached, "it is closed")
+
+        missing = set(OTHERS[:NUM_FULL])
+        assert small.prefill(TOKENS, OTHERS, before_copy=cut) == (256, missing)
+        node.await_idle()
+
+
+def test_roles_are_kept(node: Served) -> None:
+    with (
+        node.daemon(),
+        SmallVllm(node.socket, role=Role.CONSUMER) as reader,
+        SmallVllm(node.socket, role=Role.PRODUCER) as writer,
+    ):
+        assert reader.prefill(TOKENS, BLOCKS) == (0, set())
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 0
+        writer.prefill(TOKENS, BLOCKS)
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4
+        assert writer.prefill(TOKENS, OTHERS) == (0, set())
+        assert reader.prefill(TOKENS, OTHERS) == (256, set())
+        node.await_idle()

@@ -1,0 +1,72 @@
+"""What a user says of the connector is read whole, or refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.client import ClientDeadlines
+from kvtier.connectors.vllm.settings import Role, read_settings
+from kvtier.errors import ConfigError
+
+
+def test_all_that_can_be_said() -> None:
+    extra: dict[str, object] = {
+        "socket": "/run/kvtier/kvtier.sock",
+        "lookup_timeout_ms": 100,
+        "load_timeout_ms": 2000,
+        "store_timeout_ms": 3000,
+    }
+    settings = read_settings("kv_consumer", extra, {})
+    assert settings.socket == Path("/run/kvtier/kvtier.sock")
+    assert settings.deadlines == ClientDeadlines(0.1, 2.0, 3.0, 1.0)
+    assert settings.role is Role.CONSUMER
+
+
+@pytest.mark.parametrize(
+    ("environment", "socket"),
+    [
+        ({"KVTIER_SOCKET": "/a/b", "KVTIER_DAEMON_SOCKET": "/c/d"}, "/a/b"),
+        ({"KVTIER_DAEMON_SOCKET": "/c/d", "XDG_RUNTIME_DIR": "/run/user/1"}, "/c/d"),
+        ({"KVTIER_SOCKET": "", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/kvtier/kvtier.sock"),
+    ],
+)
+def test_a_socket_that_is_not_said_is_the_daemons(environment: dict[str, str], socket: str) -> None:
+    assert read_settings("kv_both", {}, environment).socket == Path(socket)
+
+
+@pytest.mark.parametrize(
+    ("role", "loads", "stores"),
+    [("kv_producer", False, True), ("kv_consumer", True, False), ("kv_both", True, True)],
+)
+def test_roles(role: str, loads: bool, stores: bool) -> None:
+    known = read_settings(role, {"socket": "/s"}, {}).role
+    assert (known.loads, known.stores) == (loads, stores)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"sockt": "/s"}, r"kv_connector_extra_config.sockt: .* did you mean socket\?"),
+        ({"load_timeout": 5}, r"load_timeout: .* did you mean load_timeout_ms\?"),
+        ({"zzz": 1}, "zzz: there is no such key; there are socket, lookup_timeout_ms"),
+        ({"socket": ""}, "socket: '' is no path of a socket"),
+        ({"socket": None}, "socket: None is no path"),
+        ({"socket": "/"}, "socket: '/' is no path"),
+        ({"socket": 7}, "socket: 7 is no path"),
+        ({"socket": "/" + "x" * 101}, "socket: it has 102 bytes; 101 is the most"),
+        ({"lookup_timeout_ms": 0}, "lookup_timeout_ms: 0 is no number of milliseconds"),
+        ({"lookup_timeout_ms": 10_001}, "integer from 1 to 10000"),
+        ({"load_timeout_ms": "5s"}, "load_timeout_ms: '5s' is no number"),
+        ({"load_timeout_ms": True}, "load_timeout_ms: True is no number"),
+        ({"store_timeout_ms": 1.5}, "store_timeout_ms: 1.5 is no number"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_by_name(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings("kv_both", extra, {})
+
+
+def test_a_role_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="kv_role: 'kv_none' is not known; use one of kv_prod"):
+        read_settings("kv_none", {}, {})
