@@ -175,9 +175,12 @@ class Index:
         """Return a scope's number, or -1 if no block of it was ever seen. Changes nothing."""
         return self._scope_ids.get(scope, -1)
 
-    def add(self, blocks: NewBlocks) -> Rows:
-        """Return rows for blocks, taking new ones for those not known yet, absent everywhere."""
-        rows = self._table.find(blocks.keys)
+    def add(self, blocks: NewBlocks, found: Rows | None = None) -> Rows:
+        """Return rows for blocks, taking new ones for those not known yet, absent everywhere.
+
+        ``found`` is what ``find`` has just said of them, where it was asked.
+        """
+        rows = self._table.find(blocks.keys) if found is None else found.copy()
         places = np.flatnonzero(rows < 0)
         if len(places):
             fresh = self._table.add(blocks.keys[places])

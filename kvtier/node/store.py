@@ -102,7 +102,8 @@ class Stores:
                 first_position=first,
                 scope=index.scope_id(chain.scope),
                 payload_bytes=chain.payload_bytes,
-            )
+            ),
+            known[first:end],
         )
         before = known[: min(first, own_end)]
         used = np.concatenate([before[before >= 0], rows])
