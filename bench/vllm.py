@@ -19,6 +19,7 @@ ratios of what was measured right after each other.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 from ttft import redis_url
 
+from kvtier.client import ClientDeadlines
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from kvtier.testing.vllm_server import VllmServer, kvtier_transfer
@@ -49,11 +51,13 @@ TIERS_AT_ONCE: Mapping[str, str | int] = {
     "ssd.segment": "64MiB",
     "remote.min_tokens": 0,
     "remote.deadline": "2s",
+    "remote.in_flight": "512MiB",  # all of a long prompt at once
 }
 """Beside what a test's daemon is told: blocks are in every tier, and whatever is there is used."""
 
 AS_SHIPPED = {
     "remote.deadline": "250ms",
+    "remote.in_flight": "64MiB",
     "remote.min_tokens": "256",
     "policy.eviction": "rd-sec",
     "ssd.write": "demote",
@@ -83,6 +87,7 @@ class Bench:
         """Run a daemon that the server with the connector has joined."""
         with self.served.daemon(**changes) as daemon:
             await_true(lambda: len(self.served.stat()["engines"]) == 2, "both halves joined", 30)
+            daemon.await_log("arena reserved")
             yield
             daemon.stop()
 
@@ -119,6 +124,7 @@ def warm(bench: Bench, prompt: list[int], dropped: Sequence[str]) -> float:
         loaded = bench.kvtier.hit_tokens() - loaded
         if loaded == wanted:
             return seconds
+        time.sleep(ClientDeadlines().reconnect_s)  # for so long a late daemon is not asked
     raise AssertionError(f"{loaded} of {wanted} tokens came, without {dropped}")
 
 
@@ -193,6 +199,8 @@ def started(options: argparse.Namespace) -> Iterator[Bench]:
                 environment={"OMP_NUM_THREADS": str(options.threads)},
                 dtype=options.dtype,
                 max_model_len=config["max_position_embeddings"],
+                # The ExampleConnector ends the engine where a prompt takes several steps.
+                max_num_batched_tokens=config["max_position_embeddings"],
                 num_gpu_blocks_override=options.pool_blocks,
             )
             servers[name] = stack.enter_context(server)
@@ -212,6 +220,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 runs = [first_tokens(bench, num_tokens) for _ in range(options.runs)]
                 medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
                 figures[f"first_token_s_{num_tokens}"] = medians
+                print(num_tokens, medians, file=sys.stderr)  # what is measured is not lost
         with bench.daemon(**{name.replace(".", "__"): of for name, of in AS_SHIPPED.items()}):
             figures["tokens_per_second_0_percent_hits"] = new_prompts(bench, options)
             figures["tokens_per_second_90_percent_hits"] = known_prompts(bench, options)
@@ -245,7 +254,10 @@ def main() -> None:
     parser.add_argument("--load-tokens", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=50, help="of each workload, in all runs")
     parser.add_argument(
-        "--pool-blocks", type=int, default=160, help="of vLLM's cache, 128 tokens each"
+        "--pool-blocks",
+        type=int,
+        default=260,
+        help="of vLLM's cache, 128 tokens each; a prompt offers a quarter of them in one step",
     )
     parser.add_argument("--threads", type=int, default=1, help="that each server computes with")
     parser.add_argument("--seed", type=int, default=1)

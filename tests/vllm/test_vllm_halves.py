@@ -1,5 +1,6 @@
 """The two halves against a real daemon, through as much of vLLM as they see."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -38,6 +39,17 @@ def test_blocks_come_back_into_other_blocks(node: Served) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert not first.pool.references, "nothing is held once stores are over"
         node.await_idle()
+
+
+def test_a_step_that_takes_longer_than_a_store_may_is_stored(
+    node: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt on a slow machine: the order is older than a store may be when it begins."""
+    long_ago = SimpleNamespace(monotonic=lambda: time.monotonic() - 100)
+    monkeypatch.setattr("kvtier.connectors.vllm.scheduler.time", long_ago)
+    with node.daemon(), SmallVllm(node.socket) as small:
+        small.prefill(TOKENS, BLOCKS)
+        assert node.stat()["tiers"]["cpu"]["blocks"] == 4
 
 
 def test_what_vllm_has_is_not_written_to(node: Served) -> None:

@@ -1,6 +1,5 @@
 """What the two halves say to each other, in vLLM's own messages between its processes."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -50,8 +49,6 @@ class StoreOrder:
     blocks: tuple[tuple[int, ...], ...]
     traits: Traits = NO_TRAITS
     num_prompt_blocks: int = -1
-    begin_until_s: float = math.inf
-    """On the monotonic clock: who has not begun by then, leaves it."""
 
 
 @dataclass(slots=True)

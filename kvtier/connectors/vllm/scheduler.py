@@ -408,7 +408,6 @@ class SchedulerHalf:
             blocks,
             tracked.traits,
             num_prompt_blocks,
-            now_s + self._deadlines.store_s,
         )
         self._orders.stores.append(order)
         tracked.num_offered = end

@@ -68,8 +68,13 @@ class WorkerHalf:
         self._begin(self._readers, self._load, orders.loads)
 
     def store(self, orders: Orders) -> None:
-        """Begin the stores of a step, once its blocks, which vLLM has begun on, are computed."""
-        self._begin(self._writer, self._store, orders.stores)
+        """Begin the stores of a step, once its blocks, which vLLM has begun on, are computed.
+
+        What cannot begin within the time of a store from now on is left: the step itself may have
+        taken longer than that, with a long prompt on a slow machine.
+        """
+        until_s = time.monotonic() + self._client.deadlines.store_s
+        self._begin(self._writer, partial(self._store, begin_until_s=until_s), orders.stores)
 
     def close(self) -> None:
         """Finish what is under way and end the session."""
@@ -126,14 +131,14 @@ class WorkerHalf:
             self.tally.add(LOAD_BYTES, len(item.payload))
             yield item.index - order.first + 1
 
-    def _store(self, order: StoreOrder, fence: Fence) -> None:
+    def _store(self, order: StoreOrder, fence: Fence, begin_until_s: float) -> None:
         def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
             blocks = [order.blocks[index - order.first] for index in indexes]
             return self._copies.gather(blocks, slots)
 
         kept, outcome, began_s = 0, "failed", time.monotonic()
         try:
-            left_s = order.begin_until_s - time.monotonic()
+            left_s = begin_until_s - time.monotonic()
             if left_s <= 0 or not is_reached(fence, left_s):
                 return
             self._client.wait_attached(_ATTACH_S)
