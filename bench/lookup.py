@@ -40,7 +40,7 @@ def chain(space: KeySpace, number: int, length: int) -> list[BlockHash]:
 
 
 def fill(client: Client, hashes: list[BlockHash]) -> None:
-    taken = client.store(NO_TENANT, hashes, 0, lambda _index, _slot: None)
+    taken = client.store(NO_TENANT, hashes, 0, lambda indexes, _slots: (None for _ in indexes))
     assert taken == len(hashes), f"{taken} of {len(hashes)} blocks were taken"
 
 

@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+from kvtier.cli import manual
 from kvtier.config import document
-from kvtier.observe import metrics
+from kvtier.observe import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 
 RENDERED = {
     "docs/operations/configuration.md": document.render_reference,
-    "docs/operations/metrics.md": metrics.render_reference,
+    "docs/operations/metrics.md": reference.render_reference,
+    "docs/man/kvtier.1": manual.render_commands,
+    "docs/man/kvtier.toml.5": manual.render_settings,
     "deploy/kvtier.toml.example": document.render_example,
 }
 

@@ -123,6 +123,12 @@ def _refusal(target: Target, call: grpc.Call) -> StartError:
         case grpc.StatusCode.PERMISSION_DENIED if is_remote:
             why = f"is not the token of the daemon at {where}"
             return StartError("--token-file", why, "give that of its rpc.token_file")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return StartError(
+                field,
+                f"the daemon at {where} is older than this kvtier, and lacks the call",
+                "upgrade and restart the daemon, or use the kvtier of its version",
+            )
         case _:
             return StartError(field, f"the daemon at {where} refuses: {details}", "do as it says")
     return StartError(field, problem, "look at its log, or start one with `kvtier serve`")

@@ -16,7 +16,7 @@ from kvtier.core.identity import Selection
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _MARGIN_S = 2.0
 
@@ -45,9 +45,8 @@ class _Result:
         return line + (f"; {self.error}" if self.error else "")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("drop", help="empty tiers, of all blocks or some")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(parser)
     parser.add_argument(
         "--tier",

@@ -3,20 +3,23 @@
 import argparse
 import os
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.cli.preflight import check_free, check_pool
+from kvtier.cli.preflight import check_free, check_packages, check_pool
 from kvtier.config import Config
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock
-from kvtier.observe.log import Log, start_log
+from kvtier.observe.log import Log, hear_faults, start_log
+from kvtier.observe.outlet import write_to_stderr
+from kvtier.observe.trace import start_traces
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.api.http.tenant import Tenants
     from kvtier.engine.engine import Engine
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
     from kvtier.engine.pool import BlockPool
     from kvtier.engine.runner import EngineRunner
     from kvtier.engine.settings import EngineSettings
+    from kvtier.observe.table import Route
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _log = Log("kvtier.engine")
 
@@ -34,9 +38,8 @@ _GRACE_S = 5.0
 """What running answers get when the engine is told to stop."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("engine", help="run an engine, attached to a running daemon")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_config_options(
         parser,
         ("--model", "engine.model", "model folder or GGUF file to serve"),
@@ -53,11 +56,15 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     config = config_of(options)
-    start_log(config.daemon.log_level)
+    hear_faults()
+    start_log(config.daemon.log_level, config.daemon.log_format)
+    if config.daemon.traces:
+        start_traces("kvtier-engine")
     # Read when transformers and tqdm are imported: fetch nothing, and no bars in the log.
     os.environ["HF_HUB_OFFLINE"] = os.environ["TQDM_DISABLE"] = "1"
     if config.engine.model is None:
         raise StartError("engine.model", "is not set", "give --model FOLDER or FILE.gguf")
+    check_packages()
     if options.supervised:
         from kvtier.daemon.supervisor import engine_lock
 
@@ -83,7 +90,7 @@ def _told_to_stop() -> threading.Event:
 
 def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     """Load the model, then serve until told to stop."""
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, ProcessCollector
 
     from kvtier.api.http.app import create_app
     from kvtier.api.http.server import serve
@@ -103,7 +110,9 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     pool = create_pool(loaded, settings)
     # Not earlier: a large model loads for minutes, in which there is nothing to stop in order.
     stopping = _told_to_stop()
-    attached = None if is_alone else _Attached(config, loaded, settings, pool)
+    meter = EngineMeter(CollectorRegistry())
+    ProcessCollector(registry=meter.metrics.registry)
+    attached = None if is_alone else _Attached(config, loaded, settings, pool, meter.copied)
     engine = Engine(loaded, settings, attached.port if attached else _no_port(settings), pool=pool)
     runner = EngineRunner(engine)
     runner.start()
@@ -114,7 +123,6 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
         model_id=config.engine.served_model_name or loaded.model_id,
         context_limit=min(loaded.context_limit, pool.num_blocks * settings.engine_block_tokens),
     )
-    meter = EngineMeter(CollectorRegistry())
     app = create_app(
         runner,
         served,
@@ -128,11 +136,22 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
         app, listen.host, listen.port, field="engine.listen", grace_seconds=_GRACE_S
     ) as server:
         _log.info("serving", url=server.url, model=served.model_id, pid=os.getpid())
-        print(f"kvtier: {served.model_id} at {server.url}/v1", file=sys.stderr, flush=True)
+        if config.daemon.log_format == "text":  # in JSON whoever reads is no person
+            _say(f"kvtier: {served.model_id} at {server.url}/v1")
         while not stopping.wait(_METER_PERIOD_S):
-            meter.update(engine.snapshot(), engine.take_reports(), is_ready=runner.is_ready)
+            meter.update(
+                engine.snapshot(),
+                engine.take_reports(),
+                is_ready=runner.is_ready,
+                is_attached=attached is not None and attached.client.is_attached,
+            )
     if not runner.stop(_GRACE_S):
         _log.error("the engine did not stop in time")
+
+
+def _say(words: str) -> None:
+    """Say something to whoever looks; a terminal or pipe that nobody reads holds nothing up."""
+    threading.Thread(target=write_to_stderr, args=(f"{words}\n",), daemon=True).start()
 
 
 def _settings(config: Config) -> "EngineSettings":
@@ -174,7 +193,12 @@ class _Attached:
     """The engine's port to a daemon, and what it tells the daemon of its own tier."""
 
     def __init__(
-        self, config: Config, loaded: "LoadedModel", settings: "EngineSettings", pool: "BlockPool"
+        self,
+        config: Config,
+        loaded: "LoadedModel",
+        settings: "EngineSettings",
+        pool: "BlockPool",
+        on_copied: "Callable[[Route, float], object]",
     ) -> None:
         from kvtier.client import Client, ClientDeadlines
         from kvtier.connectors.integrated import DaemonPort
@@ -205,6 +229,7 @@ class _Attached:
             pool,
             block_tokens=settings.block_tokens,
             engine_block_bytes=pool.shape.block_bytes,
+            on_copied=on_copied,
         )
 
     def start(self, runner: "EngineRunner") -> None:

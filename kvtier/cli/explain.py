@@ -12,27 +12,20 @@ from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _TIMEOUT_S = 10.0
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "explain",
-        help="say what is cached of a prompt or a request, and why",
-        description="Say what is cached of a prompt and where it first differs from the nearest "
-        "recent one; or what was decided about a request, of what, and what came of it. With "
-        "--request and a prompt: both.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(parser)
     parser.add_argument("--request", metavar="ID", help="a recent request, by the id of its answer")
     add_chain_options(parser)
     parser.add_argument(
         "--text", action="store_true", help="show the text where the two prompts part"
     )
-    parser.add_argument("--json", action="store_true", help="print the document itself")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 

@@ -24,12 +24,11 @@ from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
 from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.segment import segment_number
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("fsck", help="verify an SSD store")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(
         parser,
         ("--directory", "ssd.directory", "store that no daemon has open"),

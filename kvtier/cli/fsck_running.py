@@ -61,4 +61,5 @@ def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> tuple[pb.
             line = f"{shown_count(seen.blocks)} of about {shown_count(seen.blocks_in_all)} blocks"
             print(line, file=sys.stderr)
     status = json.loads(stub.Stat(pb.StatRequest(), timeout=timeout_s).json)
-    return seen, status["tiers"]["ssd"]["detail"]["quarantined_blocks"]
+    detail = status["tiers"]["ssd"].get("detail", {})  # it may be detached by now
+    return seen, detail.get("quarantined_blocks", 0)

@@ -2,13 +2,14 @@
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.config import Config, load_config
+from kvtier.config import Config, load_config, read_config
 from kvtier.core.limits import GAP_MAX_S
 from kvtier.errors import ConfigError
 
-__all__ = ["add_config_options", "config_of", "seconds", "whole_seconds"]
+__all__ = ["add_config_options", "config_of", "read_again", "seconds", "whole_seconds"]
 
 _SECONDS_MAX = 86_400.0
 """A day: more is a mistake in the unit."""
@@ -55,6 +56,15 @@ def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
 
 def config_of(options: argparse.Namespace) -> Config:
     """Return the configuration of a command line. Raises ConfigError."""
+    return load_config(options.config, _overrides(options))
+
+
+def read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
+    """Return the same configuration as it is now, or all that is wrong with it."""
+    return read_config(options.config, _overrides(options))
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
     overrides: dict[str, str] = {}
     for item in options.set:
         key, equals, value = item.partition("=")
@@ -67,4 +77,4 @@ def config_of(options: argparse.Namespace) -> Config:
                 key = name.removeprefix("key:")
                 raise ConfigError(key, "is empty", "give a value, or leave the option out")
             overrides[name.removeprefix("key:")] = value
-    return load_config(options.config, overrides)
+    return overrides

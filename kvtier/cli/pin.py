@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.chain import add_chain_options, chain_of
@@ -11,7 +10,7 @@ from kvtier.cli.options import whole_seconds
 from kvtier.cli.shown import NO_FULL_BLOCK
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _TIMEOUT_S = 10.0
 _TTL_S = 3600
@@ -22,15 +21,8 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "pin",
-        help="keep a prompt's blocks in the CPU tier for a time",
-        description="Keep a prompt's blocks from being evicted from the CPU tier for a time, also "
-        "those that come there later; --ttl 0 ends it. All pins together keep policy.pin_share of "
-        "the tier at most, the front of the prompt first.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(parser)
     add_chain_options(parser)
     parser.add_argument(

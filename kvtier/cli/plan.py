@@ -38,7 +38,7 @@ from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.trace import Trace
 from kvtier.sim.replay.traffic import Traffic
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _MIB, _GIB = 2**20, 2**30
 _POLICY = "rd-sec"
@@ -62,9 +62,8 @@ _TOKEN_BYTES_MAX = 2**30
 """KV of one token, of which there are 64 in a block."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("plan", help="size the tiers for a model and its traffic")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "model",

@@ -4,10 +4,11 @@ Each check raises StartError with the key and the remedy, and changes nothing th
 to make: directories that are missing are created, because that is how writing is proved.
 """
 
+import importlib.util
 import os
-import shutil
 import socket
-import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from kvtier.api.http.tenant import read_api_keys
@@ -15,12 +16,21 @@ from kvtier.api.rpc.credentials import read_credentials
 from kvtier.config import Address, Config
 from kvtier.config.units import format_size
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
+from kvtier.daemon.room import check_ssd, check_writable
 from kvtier.daemon.supervisor import engine_is_running
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.transfer.shm import arena_socket
 
-__all__ = ["check_free", "check_pool", "check_start"]
+__all__ = [
+    "check_free",
+    "check_memory",
+    "check_packages",
+    "check_pool",
+    "check_socket",
+    "check_start",
+    "lacks",
+]
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a zero
 
@@ -29,21 +39,51 @@ _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a z
 _DAEMON_BYTES = 256 << 20
 
 
+_ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "jinja2")
+"""What the extra brings that an engine is made of."""
+
+
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
     """Check all that the daemon and its engine need; raises StartError for the first lack."""
-    _check_host(config, files or MemoryFiles())
-    _check_socket(config.daemon.socket, is_shared=bool(config.daemon.allowed_uids))
+    for check in _checks(config, files or MemoryFiles()):
+        check()
+
+
+def lacks(config: Config) -> list[StartError]:
+    """Return all that the daemon and its engine lack."""
+    found: list[StartError] = []
+    for check in _checks(config, MemoryFiles()):
+        try:
+            check()
+        except StartError as lack:
+            found.append(lack)
+    return found
+
+
+def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]]:
+    """Yield what is to be checked, in this order; each raises StartError."""
+    yield partial(check_memory, config, files)
+    yield partial(_check_place, config)
     if config.rpc.listen is not None:
-        check_free("rpc.listen", config.rpc.listen)
-        read_credentials(config.rpc)
+        yield partial(check_free, "rpc.listen", config.rpc.listen)
+        yield partial(read_credentials, config.rpc)
     if config.http.listen is not None:
-        check_free("http.listen", config.http.listen)
+        yield partial(check_free, "http.listen", config.http.listen)
     if config.ssd.enabled:
-        _check_ssd(config)
+        yield partial(check_ssd, config)
     if config.engine.model is not None:
-        check_model(config.engine.model, config.engine.context_limit)
+        yield check_packages
+        yield partial(check_model, config.engine.model, config.engine.context_limit)
         if config.engine.api_keys_file is not None:
-            read_api_keys(config.engine.api_keys_file)
+            yield partial(read_api_keys, config.engine.api_keys_file)
+
+
+def _check_place(config: Config) -> None:
+    """Check that there is a place for the daemon's socket."""
+    path, is_shared = config.daemon.socket, bool(config.daemon.allowed_uids)
+    _check_name(path)
+    check_writable("daemon.socket", path.parent, 0o711 if is_shared else 0o700)
+    check_socket(path, os.geteuid(), is_shared=is_shared)
 
 
 def check_free(field: str, address: Address) -> None:
@@ -69,7 +109,7 @@ def check_pool(config: Config, files: MemoryFiles | None = None) -> None:
         _check_room("engine.pool", config.engine.pool_bytes, 0, files or MemoryFiles())
 
 
-def _check_host(config: Config, files: MemoryFiles) -> None:
+def check_memory(config: Config, files: MemoryFiles) -> None:
     """Check that all that one command starts fits into the host's memory, together."""
     pool_bytes = 0
     is_started = config.engine.model is not None and not engine_is_running(config.daemon.socket)
@@ -92,7 +132,25 @@ def _check_room(field: str, wanted_bytes: int, other_bytes: int, files: MemoryFi
         )
 
 
-def _check_socket(path: Path, *, is_shared: bool) -> None:
+def check_socket(path: Path, uid: int, *, is_shared: bool) -> None:
+    """Check the path of a socket of user ``uid``, and who may come to it or replace it.
+
+    Its directory exists. Changes nothing; raises StartError.
+    """
+    _check_name(path)
+    # The fallback is under /tmp, where anyone may have made the directory first.
+    owner = path.parent.stat().st_uid
+    if owner not in {0, uid}:
+        raise StartError(
+            "daemon.socket",
+            f"{path.parent} belongs to user {owner}, who could replace the socket",
+            "use a directory of your own",
+        )
+    if is_shared:
+        _check_passable(path.parent)
+
+
+def _check_name(path: Path) -> None:
     excess = len(os.fsencode(arena_socket(path))) - _SOCKET_PATH_BYTES_MAX
     if excess > 0:
         raise StartError(
@@ -102,17 +160,6 @@ def _check_socket(path: Path, *, is_shared: bool) -> None:
         )
     if path.exists() and not path.is_socket():
         raise StartError("daemon.socket", f"{path} is no socket", "remove it or use another path")
-    _check_writable("daemon.socket", path.parent, 0o711 if is_shared else 0o700)
-    # The fallback is under /tmp, where anyone may have made the directory first.
-    owner = path.parent.stat().st_uid
-    if owner not in {0, os.geteuid()}:
-        raise StartError(
-            "daemon.socket",
-            f"{path.parent} belongs to user {owner}, who could replace the socket",
-            "use a directory of your own",
-        )
-    if is_shared:
-        _check_passable(path.parent)
 
 
 def _check_passable(directory: Path) -> None:
@@ -126,46 +173,8 @@ def _check_passable(directory: Path) -> None:
             )
 
 
-def _check_ssd(config: Config) -> None:
-    directory = config.ssd.directory
-    _check_writable("ssd.directory", directory)
-    free = shutil.disk_usage(directory).free + _files_bytes(directory)
-    wanted = config.ssd.capacity_bytes + config.ssd.free_space_floor_bytes
-    if wanted > free:
-        fits = max(0, free - config.ssd.free_space_floor_bytes) >> 20
-        cure = f"set it to at most {fits}MiB" if fits else "lower ssd.free_space_floor"
-        raise StartError(
-            "ssd.capacity",
-            f"{format_size(config.ssd.capacity_bytes)} and the floor of "
-            f"{format_size(config.ssd.free_space_floor_bytes)} do not fit into the {free >> 20}MiB "
-            f"that are free at {directory}",
-            f"{cure}, or use another ssd.directory",
-        )
-
-
-def _files_bytes(directory: Path) -> int:
-    """Return what the tier's own files already take: the capacity counts them too."""
-    with os.scandir(directory) as entries:
-        return sum(
-            entry.stat(follow_symlinks=False).st_blocks * 512
-            for entry in entries
-            if entry.is_file(follow_symlinks=False)
-        )
-
-
-def _check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
-    """Make the directory, by default private to this user, and write a file into it."""
-    try:
-        is_new = not directory.exists()
-        directory.mkdir(mode=mode, parents=True, exist_ok=True)
-        if is_new:
-            directory.chmod(mode)  # whatever the umask took away
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise StartError(
-            field,
-            f"{directory} cannot be written: {reason}",
-            "give a directory that this user may write",
-        ) from error
+def check_packages() -> None:
+    """Refuse to start an engine where its packages are not; imports none of them."""
+    for name in _ENGINE_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise StartError("engine", f"needs the package {name}", "pip install 'kvtier[engine]'")

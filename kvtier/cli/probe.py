@@ -13,7 +13,7 @@ from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["add_parser", "probe_text", "run"]
+__all__ = ["add_options", "probe_text", "run"]
 
 _TIMEOUT_S = 180.0
 """Reads of requests go first, and each of a handful of sizes may wait for them for a while."""
@@ -23,15 +23,8 @@ _COLUMNS = 80
 _Document = Mapping[str, Any]
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "probe",
-        help="measure what transfers of each tier take",
-        description="Write blocks of a few sizes to each tier below the CPU, read them back one "
-        "at a time and together, and remove them: about 20 MiB. The cost model learns from it. "
-        "Requests go first.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(parser)
     parser.add_argument(
         "--tier",
@@ -40,7 +33,7 @@ def add_parser(commands: Any) -> None:
         choices=[*TierName],
         help="tier to measure; may be repeated (all below the CPU)",
     )
-    parser.add_argument("--json", action="store_true", help="print the document itself")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from kvtier.cli.written import check_file, write_file
 from kvtier.config import Config
@@ -27,7 +27,7 @@ from kvtier.sim.replay.trace import Trace
 
 __all__ = [
     "add_machine_options",
-    "add_parser",
+    "add_options",
     "add_trace_options",
     "machine_of",
     "override",
@@ -40,9 +40,8 @@ _COUNT_MAX = 1 << 30
 _BLOCK_BYTES_MAX = 1 << 31
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("replay", help="run the node over a trace, in simulated time")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_trace_options(parser)
     add_machine_options(parser)
     parser.add_argument(

@@ -3,27 +3,29 @@
 import argparse
 import asyncio
 import signal
-from typing import Any
+from functools import partial
 
-from kvtier.cli.options import add_config_options, config_of
+from kvtier.cli.options import add_config_options, config_of, read_again
 from kvtier.cli.preflight import check_start
 from kvtier.config import Config
+from kvtier.config.effective import document
 from kvtier.daemon.daemon import Daemon
+from kvtier.daemon.notify import Systemd
+from kvtier.daemon.reload import Reload
 from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.daemon.tiers import load_keys
-from kvtier.errors import StartError
-from kvtier.observe.log import Log, start_log
-from kvtier.tiers.seal import KeyRing
+from kvtier.observe.log import hear_faults, start_log
+from kvtier.observe.trace import start_traces
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
-_log = Log("kvtier.daemon")
+_ENGINE_SECTIONS = frozenset({"daemon", "engine", "client"})
+"""What an engine reads; none of it is a secret, which would be seen in its command line."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("serve", help="run the daemon, and with --model an engine")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_config_options(
         parser,
         ("--model", "engine.model", "model folder or GGUF file to serve"),
@@ -34,52 +36,56 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT; SIGHUP has the configuration read again."""
+    early: list[int] = []  # a SIGHUP by then would end the process, and must not be lost either
+    signal.signal(signal.SIGHUP, lambda number, _frame: early.append(number))
     config = config_of(options)
-    start_log(config.daemon.log_level)
+    hear_faults()
+    start_log(config.daemon.log_level, config.daemon.log_format)
+    if config.daemon.traces:
+        start_traces("kvtier")
     check_start(config)
     ring = load_keys(config)
     stop = Stop(config.daemon.stop_grace_ns / 1e9)
+    systemd = Systemd.from_environment()
+    reload = Reload(
+        config,
+        partial(read_again, options),
+        path=options.config,
+        ring=ring,
+        around=systemd.reloading,
+    )
     reactions: dict[signal.Signals, Reaction] = {
         signal.SIGTERM: stop.told,
         signal.SIGINT: stop.told,
-        signal.SIGHUP: lambda _number: _reload(ring),
+        signal.SIGHUP: lambda _number: reload.told(),
     }
+    daemon = Daemon(config, ring=ring, stop=stop, systemd=systemd, reload=reload)
     with signals_heard(reactions):
-        return asyncio.run(_serve(config, options, ring, stop))
+        if early:
+            reload.told()
+        return asyncio.run(_serve(daemon, stop))
 
 
-async def _serve(
-    config: Config, options: argparse.Namespace, ring: KeyRing | None, stop: Stop
-) -> int:
-    stopping = stop.attach()
-    async with Daemon(config, ring=ring, stop=stop).serving():
+async def _serve(daemon: Daemon, stop: Stop) -> int:
+    config, stopping = daemon.config, stop.attach()
+    async with daemon.serving():
         if config.engine.model is None:
             await stopping.wait()
             return 0
-        supervisor = Supervisor(config.daemon.socket, _engine_arguments(options), stop)
+        supervisor = Supervisor(config.daemon.socket, _engine_arguments(config), stop)
         stop.abandon = supervisor.kill
         return await supervisor.run(stopping)
 
 
-def _reload(ring: KeyRing | None) -> None:
-    """Read the keys again; those of before stay where the file is no good."""
-    if ring is None:
-        return
-    try:
-        ring.reload()
-    except StartError as error:
-        _log.error("the keys stay as they were", error=error)
-    else:
-        _log.info("keys read again")
+def _engine_arguments(config: Config) -> list[str]:
+    """Return the command line that gives the engine the very configuration of the daemon.
 
-
-def _engine_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line that gives the engine the very configuration of the daemon."""
-    arguments = ["--config", str(options.config)] if options.config else []
-    for item in options.set:
-        arguments += ["--set", item]
-    for name, value in vars(options).items():
-        if name.startswith("key:") and value is not None:
-            arguments += ["--set", f"{name.removeprefix('key:')}={value}"]
-    return arguments
+    Not the file, which may be another one by the time that an engine has to be started again.
+    """
+    return [
+        word
+        for key, each in document(config).items()
+        if key.partition(".")[0] in _ENGINE_SECTIONS and each["source"] != "default"
+        for word in ("--set", f"{key}={each['value']}")
+    ]

@@ -1,6 +1,6 @@
 """Numbers for people."""
 
-__all__ = ["NO_FULL_BLOCK", "shown_bytes", "shown_count", "shown_seconds"]
+__all__ = ["NO_FULL_BLOCK", "shown_bytes", "shown_count", "shown_seconds", "shown_while"]
 
 NO_FULL_BLOCK = "the prompt fills no block, and only full blocks are kept"
 
@@ -24,3 +24,14 @@ def shown_seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
+def shown_while(seconds: float) -> str:
+    """Return a time that went by, in one or two units: 42 s, 3 min, 2 h 5 min, 4 d 3 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -1,5 +1,6 @@
 """The status document as text for a terminal: 80 columns, no colour."""
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def stat_text(document: _Document) -> str:
         [*cost_lines(document["cost"])],
         [*_key_spaces(document["key_spaces"])],
         [*_engines(document["engines"])],
-        [*_ends(document)],
+        [*_ends(document), *_reload(document["config"]["last_reload"])],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -102,11 +103,12 @@ def _misses(document: _Document) -> Iterator[str]:
 def _transfers(transfers: _Document) -> Iterator[str]:
     yield "transfer           bytes   failed    count    average"
     for route, done in transfers.items():
-        average = done["seconds"] / done["count"] if done["count"] else 0.0
-        yield (
-            f"{route:<14}{shown_bytes(done['bytes']):>10}{shown_bytes(done['failed_bytes']):>9}"
-            f"{shown_count(done['count']):>9}{shown_seconds(average):>11}"
-        )
+        moved = f"{shown_bytes(done['bytes']):>10}{shown_bytes(done['failed_bytes']):>9}"
+        count, average = "-", "-"  # what engines copy they time themselves
+        if done["count"] is not None:
+            count = shown_count(done["count"])
+            average = shown_seconds(done["seconds"] / done["count"] if done["count"] else 0.0)
+        yield f"{route:<14}{moved}{count:>9}{average:>11}"
 
 
 def _key_spaces(spaces: list[_Document]) -> Iterator[str]:
@@ -137,3 +139,13 @@ def _ends(document: _Document) -> Iterator[str]:
     yield f"leases {document['leases']}, pins {document['pins']}"
     if document["background_faults"]:
         yield f"faults in the background: {counted(document['background_faults'])}"
+
+
+def _reload(last: _Document | None) -> Iterator[str]:
+    """Yield what became of the last reload."""
+    if last is None:
+        return
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["at_s"]))
+    yield f"configuration: reload {last['outcome']} at {at}"
+    for line in (*last["changed"], *last["reasons"]):
+        yield from wrapped(plain(line), "  ")

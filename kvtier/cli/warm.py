@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.chain import add_chain_options, chain_of
@@ -11,7 +10,7 @@ from kvtier.cli.options import seconds
 from kvtier.cli.shown import NO_FULL_BLOCK
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _MARGIN_S = 2.0
 
@@ -25,15 +24,8 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "warm",
-        help="bring a prompt's blocks into the CPU tier",
-        description="Bring a prompt's blocks into the CPU tier from the slower ones, as far as "
-        "they have them. Returns when they are on their way; `kvtier explain` shows when they are "
-        "there, and `kvtier pin` keeps them.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_socket_options(parser)
     add_chain_options(parser)
     parser.add_argument(

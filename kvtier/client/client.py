@@ -182,7 +182,7 @@ class Client:
             raise CallRefused(fault)
         if traits.request_id:
             self._outbox.take_back(traits.request_id)
-        with self._use() as link:
+        with self._use(request=traits.request_id) as link:
             timeout_s = self.deadlines.lookup_s
             load = load or EngineLoad()
             return link.lookup(tenant, hashes, first, timeout_s, traits=traits, load=load)
@@ -205,7 +205,7 @@ class Client:
         for when a block may be used.
         """
         most_s = self.deadlines.load_s if timeout_s is None else timeout_s
-        with self._use() as link:
+        with self._use(decision=decision) as link:
             yield from link.load(
                 tenant, hashes, first, most_s, decision=decision, from_back=from_back
             )
@@ -225,7 +225,7 @@ class Client:
         ``load``, verifies each block, and keeps what came, also where the load ended short.
         """
         most_s = self.deadlines.load_s if timeout_s is None else timeout_s
-        with self._use() as link:
+        with self._use(decision=decision) as link:
             return link.hold(tenant, hashes, first, most_s, decision=decision)
 
     def store(
@@ -244,7 +244,7 @@ class Client:
         """
         if fault := self._complain(traits):
             raise CallRefused(fault)
-        with self._use() as link:
+        with self._use(request=traits.request_id) as link:
             return link.store(
                 tenant,
                 hashes,
@@ -289,8 +289,12 @@ class Client:
                 thread.join(_CLOSE_TIMEOUT_S)
 
     @contextmanager
-    def _use(self) -> Iterator[Link]:
-        """Lend the link; one that fails is broken, and none is lent while the daemon is slow."""
+    def _use(self, **ids: object) -> Iterator[Link]:
+        """Lend the link; one that fails is broken, and none is lent while the daemon is slow.
+
+        ``ids`` say in the log what the call was about.
+        """
+        ids = {name: number for name, number in ids.items() if number}
         if time.monotonic() < self._slow_until_s:
             raise DaemonUnavailable("the daemon was too slow a moment ago")
         with self._changed:
@@ -301,14 +305,14 @@ class Client:
         try:
             yield link
         except CallRefused as error:
-            self._warnings.warning("the daemon refused a call", error=error)
+            self._warnings.warning("the daemon refused a call", error=error, **ids)
             raise
         except DaemonSlow as error:
-            self._warnings.warning("the daemon is slow", error=error)
+            self._warnings.warning("the daemon is slow", error=error, **ids)
             self._slow_until_s = time.monotonic() + self.deadlines.reconnect_s
             raise
         except DaemonUnavailable as error:
-            self._warnings.warning("the daemon did not answer", error=error)
+            self._warnings.warning("the daemon did not answer", error=error, **ids)
             if self._link is link:
                 self._break()
             raise
@@ -321,7 +325,9 @@ class Client:
         """Return what is wrong with traits, if anything is, and log it."""
         fault = traits_fault(traits)
         if fault:
-            self._warnings.warning("a request's traits cannot be sent", error=fault)
+            self._warnings.warning(
+                "a request's traits cannot be sent", request=traits.request_id, error=fault
+            )
         return fault
 
     def _break(self) -> None:
@@ -353,7 +359,7 @@ class Client:
         with self._changed:
             self._link = link
             self._changed.notify_all()
-        _log.info("attached", socket=self._socket_path)
+        _log.info("attached", socket=self._socket_path, protocol=link.protocol)
         attendant.start()
         populator.start()
         if self._watching:

@@ -18,6 +18,7 @@ import grpc
 from kvtier.client.lease import Held, OpenLoad, Slot
 from kvtier.client.outbox import Measured, Said
 from kvtier.client.wire import (
+    OLDEST_PROTOCOL,
     PROTOCOL,
     change_from_wire,
     flops_to_wire,
@@ -42,6 +43,7 @@ from kvtier.core.plan import Plan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
+from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import Attachment, Pin, attach
 from kvtier.v1 import engine_pb2 as pb
@@ -119,6 +121,7 @@ class Link:
         self.attachment = attachment
         self.session = reply.session
         self.boot = reply.boot
+        self.protocol = reply.protocol
         lease_s = reply.lease_ms / 1000
         self._lease_s = lease_s - min(_LEASE_MARGIN_S, lease_s / 2)
         self._channel = channel
@@ -163,7 +166,7 @@ class Link:
             load=load_to_wire(load),
         )
         with _faults():
-            reply = self._stub.Lookup(request, timeout=timeout_s)
+            reply = self._stub.Lookup(request, timeout=timeout_s, metadata=TRACES.metadata())
             return Found(
                 tiers_from_wire(reply.tiers, reply.lengths),
                 reply.reason,
@@ -264,7 +267,9 @@ class Link:
             prompt_blocks=None if num_prompt_blocks < 0 else num_prompt_blocks,
         )
         with _faults():
-            granted = self._stub.PrepareStore(request, timeout=timeout_s)
+            granted = self._stub.PrepareStore(
+                request, timeout=timeout_s, metadata=TRACES.metadata()
+            )
         num_taken = len(hashes) - first
         if granted.rejected_blocks:
             num_taken = granted.indexes[-1] + 1 - first if granted.indexes else 0
@@ -326,7 +331,8 @@ class Link:
         """Yield orders until the link breaks; raises DaemonUnavailable then."""
         with _faults():
             for order in self._stub.Attend(pb.AttendRequest(session=self.session)):
-                yield order.order
+                if order.HasField("drop"):  # a newer daemon may know others
+                    yield order.order
         raise DaemonUnavailable("the daemon ended the session")
 
     def changes(self) -> Iterator[list[Change]]:
@@ -370,7 +376,7 @@ class Link:
         )
         now_s = time.monotonic()
         with _faults():
-            replies = self._stub.Load(request, timeout=timeout_s)
+            replies = self._stub.Load(request, timeout=timeout_s, metadata=TRACES.metadata())
         return OpenLoad(
             tenant,
             hashes,
@@ -446,6 +452,7 @@ def open_link(
     layout = space.layout
     request = pb.RegisterRequest(
         protocol=PROTOCOL,
+        oldest_protocol=OLDEST_PROTOCOL,
         ticket=attachment.ticket.encode(),
         proof=attachment.proof,
         key_space=space.digest,

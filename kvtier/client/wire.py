@@ -22,7 +22,9 @@ from kvtier.core.traits import Traits
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = [
+    "OLDEST_PROTOCOL",
     "PROTOCOL",
+    "agreed_protocol",
     "change_from_wire",
     "change_to_wire",
     "flops_to_wire",
@@ -39,7 +41,12 @@ __all__ = [
 ]
 
 PROTOCOL = 3
-"""Version of what the messages mean; client and daemon must agree."""
+"""Version of what the messages mean: the newest that this side speaks. A new field that a reader
+may leave unread needs no new number; a new word, such as a tier or a reason for a plan, does, and
+is said only to those who agreed on that number."""
+
+OLDEST_PROTOCOL = 3
+"""The oldest that this side still speaks, as client and as daemon."""
 
 _TOKENS_MAX = 2**31 - 1
 """More than any model reads; what fits the wire's numbers."""
@@ -56,6 +63,23 @@ _TO_WIRE: Mapping[TierName, "pb.Tier.ValueType"] = {
 _FROM_WIRE: Mapping["pb.Tier.ValueType", TierName] = {
     number: name for name, number in _TO_WIRE.items()
 }
+
+
+def agreed_protocol(newest: int, oldest: int) -> int:
+    """Return the newest protocol that a client speaks too; ValueError says whom to upgrade."""
+    oldest = min(oldest or newest, newest)
+    agreed = min(newest, PROTOCOL)
+    if agreed >= max(oldest, OLDEST_PROTOCOL):
+        return agreed
+    behind = "daemon" if newest > PROTOCOL else "engine"
+    raise ValueError(
+        f"the engine speaks protocol {_span(oldest, newest)} and the daemon "
+        f"{_span(OLDEST_PROTOCOL, PROTOCOL)}; upgrade kvtier in the {behind}"
+    )
+
+
+def _span(oldest: int, newest: int) -> str:
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def tier_to_wire(tier: TierName) -> "pb.Tier.ValueType":

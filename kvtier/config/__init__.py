@@ -1,15 +1,9 @@
 """One TOML file, turned into frozen models before anything is allocated."""
 
-from kvtier.config.load import load_config
-from kvtier.config.model import (
-    Address,
-    ClientConfig,
-    Config,
-    DaemonConfig,
-    EngineConfig,
-    HttpConfig,
-    RpcConfig,
-)
+from kvtier.config.engine import ClientConfig, EngineConfig
+from kvtier.config.load import load_config, read_config
+from kvtier.config.model import Config, DaemonConfig, HttpConfig, RpcConfig
+from kvtier.config.section import Address
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SsdConfig
 
 __all__ = [
@@ -24,4 +18,5 @@ __all__ = [
     "RpcConfig",
     "SsdConfig",
     "load_config",
+    "read_config",
 ]

@@ -1,17 +1,16 @@
 """The configuration's own documents, written from its models so that they cannot disagree."""
 
+import json
 import re
-from pathlib import Path
-from types import UnionType
-from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from kvtier.config.kind import Kind, choices_of, kind_of
 from kvtier.config.model import section_models
-from kvtier.config.section import key_of
+from kvtier.config.section import extra_of, key_of
 from kvtier.config.units import format_duration, format_size
 
-__all__ = ["default_of", "example_of", "render_example", "render_reference"]
+__all__ = ["as_toml", "default_of", "example_of", "render_example", "render_reference", "toml_of"]
 
 _REFERENCE_HEAD = """\
 # Configuration
@@ -25,6 +24,9 @@ options `--set section.key=value`. An unknown key is an error, and so is a value
 Sizes are whole bytes or carry a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB
 (powers of 1024). Durations always carry one: ns, us, ms, s, min, h, d. A list is `[1000, 65532]`
 in the file, and `1000,65532` in a variable or an option.
+
+A key that is `live` is taken anew by a running daemon on SIGHUP or `kvtier config reload`; the
+others need a restart. How to check, show and reload a configuration: [reload.md](reload.md).
 """
 
 _EXAMPLE_HEAD = """\
@@ -34,8 +36,8 @@ _EXAMPLE_HEAD = """\
 """
 
 
-def _as_toml(name: str, value: object) -> str:
-    """Write a field's value as it stands in the file."""
+def as_toml(name: str, value: object) -> str:
+    """Return a field's value as it stands in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -46,48 +48,31 @@ def _as_toml(name: str, value: object) -> str:
         return str(value)
     if isinstance(value, tuple):
         return str(list(value))
-    return '""' if value is None else f'"{value}"'
+    return toml_of("" if value is None else str(value))
 
 
-def _extra(field: FieldInfo) -> dict[str, object]:
-    extra = field.json_schema_extra
-    return dict(extra) if isinstance(extra, dict) else {}
+def toml_of(value: object) -> str:
+    """Return a text, a number, a truth or a list of them in TOML."""
+    # As in JSON, but for this letter.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def default_of(name: str, field: FieldInfo) -> str:
     """Return the default of a field for people: in TOML, or in words where it has no fixed one."""
-    shown = _extra(field).get("shown_default")
-    return str(shown) if shown else _as_toml(name, field.default)
+    return extra_of(field)["shown_default"] or as_toml(name, field.default)
 
 
 def example_of(name: str, field: FieldInfo) -> str:
     """Return a value that the field would take, in TOML."""
-    if example := _extra(field).get("example"):
-        return str(example) if _is_list(field) else f'"{example}"'
-    return _as_toml(name, field.default)
-
-
-def _is_list(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is tuple
+    if example := extra_of(field).get("example"):
+        return str(example) if kind_of(name, field) is Kind.NUMBERS else f'"{example}"'
+    return as_toml(name, field.default)
 
 
 def _kind(name: str, field: FieldInfo) -> str:
-    if name.endswith("_bytes"):
-        return "size"
-    if name.endswith("_ns"):
-        return "duration"
-    annotation = field.annotation
-    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if _is_list(field):
-        return "list of numbers"
-    if Path in parts:
-        return "path"
-    if bool in parts:
-        return "true or false"
-    if {int, float} & set(parts):
-        return "number"
-    choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
-    return " or ".join(f"`{choice}`" for choice in choices) or "text"
+    kind, choices = kind_of(name, field), choices_of(field)
+    words = [] if kind is Kind.CHOICE else [kind.value]
+    return " or ".join([*words, *(f"`{choice}`" for choice in choices)])
 
 
 def render_reference() -> str:
@@ -95,12 +80,19 @@ def render_reference() -> str:
     parts = [_REFERENCE_HEAD]
     for section, model in section_models().items():
         parts.append(f"\n## [{section}]\n\n{model.__doc__}\n")
-        parts.append("\n| key | kind | default | meaning |\n|---|---|---|---|\n")
+        parts.append("\n| key | kind | default | reload | meaning, *and why this default* |\n")
+        parts.append("|---|---|---|---|---|\n")
         for name, field in model.model_fields.items():
             default = default_of(name, field).strip('"') or "empty"
-            parts.append(
-                f"| `{key_of(name)}` | {_kind(name, field)} | `{default}` | {field.description} |\n"
+            extra = extra_of(field)
+            columns = (
+                f"`{key_of(name)}`",
+                _kind(name, field),
+                f"`{default}`",
+                "live" if extra.get("live") else "restart",
+                f"{field.description} *{extra['reason']}*",
             )
+            parts.append(f"| {' | '.join(columns)} |\n")
     return "".join(parts)
 
 

@@ -4,45 +4,23 @@ Later ones win, key by key: defaults < file < ``KVTIER_SECTION_KEY`` < options. 
 ``ConfigError`` on one line that names the key, where its value came from, and what would do.
 """
 
-import difflib
 import os
-import re
-import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvtier.config.document import example_of
-from kvtier.config.model import Address, Config, section_models
-from kvtier.config.section import Section, key_of
+from kvtier.config.kind import Kind, is_optional, kind_of
+from kvtier.config.model import Config, section_models
+from kvtier.config.section import Address, Section, extra_of, key_of
+from kvtier.config.source import Faults, Given, from_environment, from_file, from_overrides
 from kvtier.config.units import format_duration, format_size, parse_duration, parse_size
 from kvtier.errors import ConfigError
 
-__all__ = ["load_config"]
-
-_PREFIX = "KVTIER_"
-
-# Kubernetes sets these in every pod beside a Service named kvtier or kvtier-engine: not ours.
-_KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
-
-_MAX_FILE_BYTES = 1 << 20  # a configuration has some dozen lines; a model given by mistake has not
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A value as it was given, and where."""
-
-    value: object
-    source: str
-
-
-_Layer = Mapping[str, Mapping[str, _Given]]  # section -> key -> value
+__all__ = ["load_config", "read_config"]
 
 
 def load_config(
@@ -54,146 +32,79 @@ def load_config(
 
     Raises ConfigError for the first value that cannot be used. Looks at no file but ``path``.
     """
-    given: dict[str, dict[str, _Given]] = {name: {} for name in Config.model_fields}
-    layers: list[_Layer] = [
-        _from_file(path) if path else {},
-        _from_environment(os.environ if environment is None else environment),
-        _from_overrides(overrides),
-    ]
-    for layer in layers:
+    read = read_config(path, overrides, environment)
+    if not isinstance(read, Config):
+        raise read[0]
+    return read
+
+
+def read_config(
+    path: Path | None,
+    overrides: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+) -> Config | tuple[ConfigError, ...]:
+    """Return the same configuration, or all that is wrong with it."""
+    faults: Faults = []
+    given: dict[str, dict[str, Given]] = {name: {} for name in Config.model_fields}
+    for layer in (
+        from_file(path, faults) if path else {},
+        from_environment(os.environ if environment is None else environment, faults),
+        from_overrides(overrides, faults),
+    ):
         for section, keys in layer.items():
             given[section] |= keys
-    sections = {name: _build(name, keys) for name, keys in given.items()}
     sources = {
-        f"{section}.{key}": value.source
+        f"{section}.{key}": each.source
         for section, keys in given.items()
-        for key, value in keys.items()
+        for key, each in keys.items()
     }
-    return Config.from_sections(sections, sources)
+    sections = {name: _build(name, keys, sources, faults) for name, keys in given.items()}
+    whole = {name: section for name, section in sections.items() if section is not None}
+    if len(whole) == len(sections):
+        conflicts = Config.model_construct(None, **whole).conflicts()
+        faults += [_located(conflict, sources) for conflict in conflicts]
+    return tuple(faults) or Config.from_sections(whole, sources)
 
 
-def _fields(section: str) -> dict[str, str]:
-    """Return the field names of a section by their keys."""
-    return {key_of(name): name for name in section_models()[section].model_fields}
-
-
-def _known(word: str, words: Collection[str], field: str, source: str) -> None:
-    if word in words:
-        return
-    near = difflib.get_close_matches(word, words, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(words))}"
-    raise ConfigError(field, f"unknown ({source})", remedy)
-
-
-def _from_file(path: Path) -> _Layer:
-    layer = {}
-    for section, table in _read_toml(path).items():
-        _known(section, Config.model_fields, section, str(path))
-        if not isinstance(table, dict):
-            raise ConfigError(
-                section, f"is a section, not a value ({path})", f"write [{section}] above its keys"
-            )
-        keys = _fields(section)
-        for key in table:
-            _known(key, keys, f"{section}.{key}", str(path))
-        layer[section] = {key: _Given(value, str(path)) for key, value in table.items()}
-    return layer
-
-
-def _read_toml(path: Path) -> dict[str, object]:
-    field = str(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(field, reason, "give the path of a readable TOML file") from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(field, "is larger than 1 MiB", "give a TOML file")
-    try:
-        return tomllib.loads(content.decode())
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(field, f"is not UTF-8 (at line {line})", "save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        # The message says where: "… (at line 3, column 5)".
-        problem = " ".join(str(error).split())
-        raise ConfigError(field, f"is no TOML: {problem}", "correct that line") from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> _Layer:
-    layer: dict[str, dict[str, _Given]] = {}
-    for variable in sorted(environment):
-        section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
-        if not variable.startswith(_PREFIX) or section not in Config.model_fields:
-            continue
-        if _KUBERNETES.fullmatch(key.upper()):
-            continue
-        _known(key, _fields(section), f"{section}.{key}", variable)
-        layer.setdefault(section, {})[key] = _from_text(
-            section, key, environment[variable], variable
-        )
-    return layer
-
-
-def _from_overrides(overrides: Mapping[str, str]) -> _Layer:
-    layer: dict[str, dict[str, _Given]] = {}
-    for name, value in overrides.items():
-        section, _, key = name.partition(".")
-        _known(section, Config.model_fields, name, "command line")
-        _known(key, _fields(section), name, "command line")
-        layer.setdefault(section, {})[key] = _from_text(section, key, value, "command line")
-    return layer
-
-
-def _from_text(section: str, key: str, text: str, source: str) -> _Given:
-    """Take a value from where there are only strings: numbers and truth are spelled as in TOML."""
-    field = section_models()[section].model_fields[_fields(section)[key]]
-    if field.annotation is bool:
-        return _Given({"true": True, "false": False}.get(text.lower(), text), source)
-    if get_origin(field.annotation) is tuple:
-        items = text.strip("[] ").split(",") if text.strip("[] ") else []
-        return _Given([_number(item.strip()) for item in items], source)
-    if _takes_number(field.annotation):
-        return _Given(_number(text), source)
-    return _Given(text, source)
-
-
-def _takes_number(annotation: object) -> bool:
-    """Tell whether a field is a number, or may be one."""
-    return annotation in {int, float} or any(map(_takes_number, get_args(annotation)))
-
-
-def _number(text: str) -> float | str:
-    """Return a number as one; all else is left for the model to refuse."""
-    if re.fullmatch(r"-?\d{1,18}", text):
-        return int(text)
-    return float(text) if re.fullmatch(r"-?\d{0,18}\.\d{1,18}", text) else text
-
-
-def _build(section: str, given: Mapping[str, _Given]) -> Section:
+def _build(
+    section: str, given: Mapping[str, Given], sources: Mapping[str, str], faults: Faults
+) -> Section | None:
+    """Return a section, or None and note all that is wrong with it."""
     model = section_models()[section]
-    names = _fields(section)
+    names = {key_of(name): name for name in model.model_fields}
     values: dict[str, object] = {}
-    for key, item in given.items():
-        field = model.model_fields[names[key]]
+    found: dict[str, ConfigError] = {}
+    for key, each in given.items():
+        name = names[key]
         try:
-            values[names[key]] = _read(names[key], field, item.value)
+            values[name] = _read(name, model.model_fields[name], each.value)
         except ValueError as error:
-            raise _refusal(section, names[key], item, str(error)) from None
+            found[name] = _refusal(section, name, each, str(error))
+    conflicts: list[ConfigError] = []
     try:
-        return model(**values)
+        built = model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        problem = _problem(name, first)
-        raise _refusal(section, name, given[key_of(name)], problem) from None
+        for each_error in error.errors():
+            name = str(each_error["loc"][0])
+            problem = _problem(name, each_error)
+            found.setdefault(name, _refusal(section, name, given[key_of(name)], problem))
+    except ConfigError:
+        conflicts = list(model.model_construct(None, **values).conflicts())
+    # Values that are no good by themselves come first.
+    wrong = list(found.values()) or [_located(conflict, sources) for conflict in conflicts]
+    faults += wrong
+    return None if wrong else built
 
 
-def _refusal(section: str, name: str, given: _Given, problem: str) -> ConfigError:
+def _located(conflict: ConfigError, sources: Mapping[str, str]) -> ConfigError:
+    """Add where the value of a key came from that does not fit another one's."""
+    source = sources.get(conflict.field, "default")
+    return ConfigError(conflict.field, f"{conflict.problem} ({source})", conflict.remedy)
+
+
+def _refusal(section: str, name: str, given: Given, problem: str) -> ConfigError:
     field = section_models()[section].model_fields[name]
-    extra = field.json_schema_extra
-    if isinstance(extra, dict) and extra.get("secret"):
+    if extra_of(field).get("secret"):
         problem = "is not of the right form"  # its value stays out of every message
     key = key_of(name)
     remedy = f"for example {key} = {example_of(name, field)}"
@@ -202,27 +113,22 @@ def _refusal(section: str, name: str, given: _Given, problem: str) -> ConfigErro
 
 def _read(name: str, field: FieldInfo, value: object) -> object:
     """Turn a value as given into the field's type where it is written another way."""
-    kinds = _kinds(field)
-    if name.endswith("_bytes"):
+    kind = kind_of(name, field)
+    if kind is Kind.SIZE:
         return parse_size(value)
-    if name.endswith("_ns"):
+    if kind is Kind.DURATION:
         return parse_duration(value)
-    if isinstance(value, list) and get_origin(field.annotation) is tuple:
+    if kind is Kind.NUMBERS and isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
         return value
-    if type(None) in kinds and not value:
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError("is no text in UTF-8")
+    if is_optional(field) and not value:
         return None
-    if Path in kinds:
+    if kind is Kind.PATH:
         return _path(value)
-    if Address in kinds:
-        return _address(value)
-    return value
-
-
-def _kinds(field: FieldInfo) -> tuple[object, ...]:
-    annotation = field.annotation
-    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return _address(value) if kind is Kind.ADDRESS else value
 
 
 def _path(text: str) -> Path:

@@ -1,18 +1,19 @@
 """The configuration as frozen models: one class a section, one field a key.
 
-The tiers' sections are in ``tiers``, what all sections follow in ``section``. Checks that need two
-fields are here; checks that need the machine are in ``cli.preflight``.
+The tiers' sections are in ``tiers``, the engine's in ``engine``, what all sections follow in
+``section``. Checks that need the machine are in ``cli.preflight``.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
-from kvtier.config.section import GIB, HOUR, MIB, MS, SECOND, Section, shown
+from kvtier.config.engine import ClientConfig, EngineConfig
+from kvtier.config.section import HOUR, MS, SECOND, Address, Section, key_of, live, why
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
 from kvtier.errors import ConfigError
 
@@ -26,6 +27,7 @@ __all__ = [
     "HttpConfig",
     "PolicyConfig",
     "RpcConfig",
+    "all_fields",
     "default_socket",
     "section_models",
 ]
@@ -38,25 +40,15 @@ def default_socket(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(f"/tmp/kvtier-{os.getuid()}/kvtier.sock")  # noqa: S108 - short, and mode 0700
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A host and a TCP port to listen on; port 0 lets the kernel choose."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
 class DaemonConfig(Section):
     """The daemon process: one per node."""
 
     socket: Path = Field(
         default_factory=default_socket,
-        json_schema_extra=shown(
-            "$XDG_RUNTIME_DIR/kvtier/kvtier.sock", example="/run/kvtier/kvtier.sock"
+        json_schema_extra=why(
+            "Private to the user, and gone with the machine's next start.",
+            shown="$XDG_RUNTIME_DIR/kvtier/kvtier.sock",
+            example="/run/kvtier/kvtier.sock",
         ),
         description="Unix socket on which the daemon serves its clients; without "
         "XDG_RUNTIME_DIR it is /tmp/kvtier-UID/kvtier.sock. At most 101 bytes: Linux takes 107, "
@@ -66,34 +58,56 @@ class DaemonConfig(Section):
         default=30 * SECOND,
         ge=100 * MS,
         le=HOUR,
-        description="How long a client may hold blocks pinned without renewing. Long enough for "
-        "the slowest load, short enough that a client that hangs does not fill the CPU tier.",
+        json_schema_extra=live(
+            "Long enough for the slowest load, short enough that a client that hangs does not "
+            "fill the CPU tier."
+        ),
+        description="How long a client may hold blocks pinned without renewing. Engines that are "
+        "attached keep the lease they were told when they came.",
     )
     stop_grace_ns: int = Field(
         default=20 * SECOND,
         ge=SECOND,
         le=10 * 60 * SECOND,
+        json_schema_extra=live("Below the 30 s that Kubernetes gives and the 90 s of systemd."),
         description="Time from SIGTERM to the end of the process, whatever hangs. Keep it below "
         "systemd's TimeoutStopSec and Kubernetes' terminationGracePeriodSeconds.",
     )
     allowed_uids: tuple[Annotated[int, Field(ge=0, le=2**32 - 2)], ...] = Field(
         default=(),
-        json_schema_extra=shown("none", example="[1000, 65532]"),
+        json_schema_extra=why(
+            "Whoever may attach reads every prompt on the node.",
+            shown="none",
+            example="[1000, 65532]",
+        ),
         description="Users who may attach and operate besides root and the daemon's own; with any, "
         "the sockets are open to all and the kernel says who calls.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least serious lines that are written to standard error."
+        default="info",
+        json_schema_extra=live("At info an idle daemon writes some lines a day."),
+        description="The least serious lines that are written to standard error. An engine takes "
+        "it when it starts.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        json_schema_extra=why("People read it first."),
+        description="How a line of the log is written: key=value pairs, or a JSON object for "
+        "collectors. The daemon and its engines write the same form.",
+    )
+    traces: bool = Field(
+        default=False,
+        json_schema_extra=why("It needs kvtier[otel], and a collector."),
+        description="Whether requests are traced by OpenTelemetry; the OTEL_* variables say where "
+        "traces go and how many. An engine takes it when it starts.",
     )
 
-    @model_validator(mode="after")
-    def _socket_has_a_name(self) -> Self:
-        # Other sockets and the lock beside it are named after it.
+    def conflicts(self) -> Iterable[ConfigError]:
+        """Check that the socket has a name: others, and the lock beside it, are named after it."""
         if not self.socket.name:
-            raise ConfigError(
+            yield ConfigError(
                 "daemon.socket", f"{self.socket} is no file", "name one in a directory of its own"
             )
-        return self
 
 
 class PolicyConfig(Section):
@@ -101,6 +115,7 @@ class PolicyConfig(Section):
 
     eviction: Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"] = Field(
         default="rd-sec",
+        json_schema_extra=why("Saved most time on every trace that was tried."),
         description="Which blocks leave the CPU tier first, and the SSD tier unless ssd.eviction "
         "says otherwise. rd: the least predicted reuse for the time they would be held, learned "
         "online; rd-sec: weighed by the seconds that a hit saves; credit-lru, lru and s3-fifo know "
@@ -108,6 +123,7 @@ class PolicyConfig(Section):
     )
     max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default="auto",
+        json_schema_extra=live("No fixed number is right for two kinds of traffic."),
         description="How many leading tokens of a request are kept, rounded down to blocks; 0: "
         "none. auto: as deep as the tokens of its class of traffic came back so far.",
     )
@@ -115,8 +131,10 @@ class PolicyConfig(Section):
         default=0.25,
         ge=0.0,
         le=0.5,
+        json_schema_extra=live("What is kept for some is missing to all others."),
         description="Share of the CPU tier that pins, priorities, times to live and requests that "
-        "wait may keep from being evicted, all together; the rest always serves the others.",
+        "wait may keep from being evicted, all together; the rest always serves the others. A "
+        "smaller one takes back nothing that was promised before.",
     )
 
 
@@ -125,16 +143,19 @@ class CostConfig(Section):
 
     restore: Literal["auto", "always", "never"] = Field(
         default="auto",
+        json_schema_extra=live("What was measured here knows better than any fixed rule."),
         description="auto: restore as much as ends sooner than computing it, as both were "
         "measured; always: whatever is there; never: nothing, though blocks are still stored.",
     )
     split: bool = Field(
         default=True,
+        json_schema_extra=live("It is done only where it is predicted to end sooner."),
         description="Whether the integrated engine may compute the front of a prompt while the "
         "back is being loaded.",
     )
     guard: bool = Field(
         default=True,
+        json_schema_extra=live("A tier that has become slow is noticed by its first victims only."),
         description="Whether a tier from which restores lately took longer than computing would "
         "have is left alone for a while.",
     )
@@ -142,10 +163,12 @@ class CostConfig(Section):
         default=5 * SECOND,
         ge=10 * MS,
         le=10 * 60 * SECOND,
+        json_schema_extra=live("Longer than any restore that pays on the machines measured."),
         description="The longest time a request waits for its blocks, whatever was predicted.",
     )
     probe: Literal["start", "off"] = Field(
         default="start",
+        json_schema_extra=live("Without it the first decisions are guesses."),
         description="Whether each tier is measured when the daemon starts, so that the first "
         "decisions are sane: a few MiB are written and read. What was measured before is kept "
         "with the SSD tier.",
@@ -157,163 +180,58 @@ class RpcConfig(Section):
 
     listen: Address | None = Field(
         default=None,
-        json_schema_extra=shown("off", example="0.0.0.0:9465"),
+        json_schema_extra=why(
+            "Nobody reaches a daemon from elsewhere unless somebody wants it.",
+            shown="off",
+            example="0.0.0.0:9465",
+        ),
         description="Host and port for kvtier stat, drop and fsck from elsewhere; empty: the "
         "Unix socket alone.",
     )
     tls_cert: Path | None = Field(
         default=None,
-        json_schema_extra=shown("none", example="/etc/kvtier/tls.crt"),
+        json_schema_extra=why(
+            "Only the operator has one.", shown="none", example="/etc/kvtier/tls.crt"
+        ),
         description="Certificate chain of the daemon, PEM.",
     )
     tls_key: Path | None = Field(
         default=None,
-        json_schema_extra=shown("none", example="/etc/kvtier/tls.key"),
+        json_schema_extra=why(
+            "Only the operator has one.", shown="none", example="/etc/kvtier/tls.key"
+        ),
         description="Its private key, PEM.",
     )
     token_file: Path | None = Field(
         default=None,
-        json_schema_extra=shown("none", example="/etc/kvtier/token"),
+        json_schema_extra=why(
+            "A token that is made up for you would have to be told to you.",
+            shown="none",
+            example="/etc/kvtier/token",
+        ),
         description="File with the token that every call must carry; at least 16 characters.",
     )
 
-    @model_validator(mode="after")
-    def _is_protected(self) -> Self:
+    def conflicts(self) -> Iterable[ConfigError]:
+        """Check that what listens is protected."""
         for key in ("tls_cert", "tls_key", "token_file"):
             if self.listen is not None and getattr(self, key) is None:
-                raise ConfigError(f"rpc.{key}", "is not set, but rpc.listen is", "set both")
-        return self
+                yield ConfigError(f"rpc.{key}", "is not set, but rpc.listen is", "set both")
 
 
 class HttpConfig(Section):
-    """The daemon's own HTTP server: health and metrics, nothing else."""
+    """The daemon's own HTTP server: health, metrics and the status page, nothing else."""
 
     listen: Address | None = Field(
         default=Address("127.0.0.1", 9464),
-        description="Host and port for /healthz, /readyz and /metrics; empty: no such server. "
-        "Loopback, because the metrics are not protected.",
+        json_schema_extra=why("Loopback, because nobody is asked who he is."),
+        description="Host and port for /healthz, /readyz, /metrics and the status page; empty: no "
+        "such server.",
     )
-
-
-class EngineConfig(Section):
-    """The integrated engine with its OpenAI-compatible server."""
-
-    model: Path | None = Field(
-        default=None,
-        json_schema_extra=shown("none", example="/models/SmolLM2-135M-Instruct"),
-        description="Folder with config.json, safetensors and tokenizer, or a GGUF file. Without "
-        "one no engine is started.",
-    )
-    device: str = Field(
-        default="cpu",
-        pattern=r"^(cpu|cuda|cuda:\d{1,2})$",
-        description="cpu, cuda, or one device as cuda:N.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Number format of weights and KV. auto: float32 on cpu, where results are "
-        "exact, and bfloat16 on cuda.",
-    )
-    pool_bytes: int = Field(
-        default=GIB,
-        ge=MIB,
-        description="Memory of the engine's KV pool, the GPU tier, taken at start on its device.",
-    )
-    block_tokens: int = Field(
-        default=64,
-        ge=1,
-        le=4096,
-        description="Tokens of a block, the unit that tiers keep. Larger blocks move faster; "
-        "smaller ones find more of a shared prefix. Clients that share blocks need the same.",
-    )
-    engine_block_tokens: int = Field(
-        default=16,
-        ge=1,
-        le=4096,
-        description="Tokens of one block of the engine's own pool; a divisor of block_tokens.",
-    )
-    max_batch_tokens: int = Field(
-        default=512,
-        ge=1,
-        le=2**20,
-        description="Tokens of one step. Bounds how long a long prompt holds up those that are "
-        "being answered.",
-    )
-    max_sequences: int = Field(
-        default=64,
-        ge=1,
-        le=4096,
-        description="Requests that are computed at once; others wait.",
-    )
-    listen: Address = Field(
-        default=Address("127.0.0.1", 8000),
-        description="Host and port of the OpenAI-compatible server. Loopback, because it asks "
-        "nobody for a key.",
-    )
-    served_model_name: str = Field(
-        default="",
-        json_schema_extra=shown("the model's own", example="smollm2"),
-        description="Name under which the model is served; empty: the name of its folder or file.",
-    )
-    context_limit: int = Field(
-        default=0,
-        ge=0,
-        le=2**27,
-        description="Most tokens of a prompt with its answer; 0: what the model was trained for.",
-    )
-
-    tenant_from: Literal["request", "api_key"] = Field(
-        default="request",
-        description="What separates tenants. request: the cache_salt that a request carries; "
-        "api_key: the key it authenticates with, and its cache_salt is ignored, so that nobody "
-        "can name another's.",
-    )
-    api_keys_file: Path | None = Field(
-        default=None,
-        json_schema_extra=shown("none", example="/etc/kvtier/api-keys"),
-        description="File with one API key a line; requests without one of them are refused. "
-        "Without the file nobody is asked for a key unless tenant_from is api_key, which then "
-        "takes any.",
-    )
-
-    @model_validator(mode="after")
-    def _blocks_divide(self) -> Self:
-        if self.block_tokens % self.engine_block_tokens:
-            raise ConfigError(
-                "engine.block_tokens",
-                f"{self.block_tokens} is no multiple of engine.engine_block_tokens, "
-                f"{self.engine_block_tokens}",
-                "make a block a whole number of engine blocks",
-            )
-        return self
-
-
-class ClientConfig(Section):
-    """How long an engine waits for the daemon before it recomputes."""
-
-    lookup_deadline_ns: int = Field(
-        default=250 * MS,
-        ge=MS,
-        le=60 * SECOND,
-        description="A lookup takes about a millisecond; after this the daemon counts as away.",
-    )
-    load_deadline_ns: int = Field(
-        default=5 * SECOND,
-        ge=MS,
-        le=10 * 60 * SECOND,
-        description="After this the blocks that have come are used and the rest is recomputed.",
-    )
-    store_deadline_ns: int = Field(
-        default=5 * SECOND,
-        ge=MS,
-        le=10 * 60 * SECOND,
-        description="After this a store is given up and its engine blocks are free again.",
-    )
-    reconnect_ns: int = Field(
-        default=SECOND,
-        ge=10 * MS,
-        le=10 * 60 * SECOND,
-        description="Pause between attempts to reach a daemon that is away.",
+    status_page: bool = Field(
+        default=True,
+        json_schema_extra=why("On: it changes nothing, and tells little that /metrics does not."),
+        description="Whether / is a page that shows what kvtier stat does; false: there is none.",
     )
 
 
@@ -334,16 +252,15 @@ class Config(Section):
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _keys_are_there(self) -> Self:
+    def conflicts(self) -> Iterable[ConfigError]:
+        """Check that there are keys for what is to be sealed."""
         for tier, mode in (("ssd", self.ssd.seal), ("remote", self.remote.seal)):
             if mode != "off" and self.seal.key_file is None:
-                raise ConfigError(
+                yield ConfigError(
                     "seal.key_file",
                     f'is not set, but {tier}.seal is "{mode}"',
                     "name a file of keys",
                 )
-        return self
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Section], sources: Mapping[str, str]) -> Self:
@@ -366,3 +283,10 @@ def section_models() -> dict[str, type[Section]]:
         assert issubclass(model, Section), f"section {name} is no Section"
         models[name] = model
     return models
+
+
+def all_fields() -> Iterator[tuple[str, str, str, FieldInfo]]:
+    """Yield each key of the file with its section's name, its field's name and the field."""
+    for section, model in section_models().items():
+        for name, field in model.model_fields.items():
+            yield f"{section}.{key_of(name)}", section, name, field

@@ -4,17 +4,36 @@ Rules
 -----
 * A field's name ends in its unit (``capacity_bytes``, ``lease_ns``); its key in the file does not
   (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps one to other.
-* Every field has a default, and its description says what it is for and why that default.
+* Every field has a default. Its description says what it is for, ``why`` why that default.
+* ``live`` instead of ``why`` marks what a reload applies; all else needs a restart.
+* What two keys must have in common is said by ``conflicts``, one fault for each.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
 
 from kvtier.config.units import format_size
 from kvtier.errors import ConfigError
 
-__all__ = ["GIB", "HOUR", "MIB", "MS", "PAGE", "SECOND", "Section", "at_most", "key_of", "shown"]
+__all__ = [
+    "GIB",
+    "HOUR",
+    "MIB",
+    "MS",
+    "PAGE",
+    "SECOND",
+    "Address",
+    "Section",
+    "above",
+    "extra_of",
+    "key_of",
+    "live",
+    "why",
+]
 
 MS = 10**6
 SECOND = 10**9
@@ -30,9 +49,36 @@ def key_of(field_name: str) -> str:
     return field_name.removesuffix("_bytes").removesuffix("_ns")
 
 
-def shown(text: str, **more: str | bool) -> dict[str, Any]:
-    """Describe a default that depends on the machine, or that has no value, for the documents."""
-    return {"shown_default": text, **more}
+def why(reason: str, *, shown: str = "", **more: str | bool) -> dict[str, Any]:
+    """Say why a field's default is what it is.
+
+    ``shown`` stands in documents for a default that depends on the machine or is no value. More:
+    ``example``, a value that it takes, and ``secret``, which keeps it from being shown.
+    """
+    return {"reason": reason, "shown_default": shown, **more}
+
+
+def live(reason: str, **more: str) -> dict[str, Any]:
+    """Say the same of a field that a running daemon takes anew."""
+    return why(reason, **more) | {"live": True}
+
+
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """Return what ``why`` or ``live`` says of a field."""
+    extra = field.json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a TCP port to listen on; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class Section(BaseModel):
@@ -40,11 +86,21 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def conflicts(self) -> Iterable[ConfigError]:
+        """Return what keys have against each other; nothing where they fit."""
+        return ()
 
-def at_most(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> None:
-    """Raise ConfigError where a size is above what bounds it."""
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for conflict in self.conflicts():
+            raise conflict
+        return self
+
+
+def above(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> Iterable[ConfigError]:
+    """Return the fault of a size above what bounds it, if it is."""
     if size_bytes > limit_bytes:
-        raise ConfigError(
+        yield ConfigError(
             field,
             f"{format_size(size_bytes)} is more than {limit_name}, {format_size(limit_bytes)}",
             f"lower {field} or raise {limit_name.removeprefix('half of ')}",

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["guarded", "note_fault"]
 
@@ -16,12 +16,14 @@ def guarded(log: Log, otherwise: Callable[[], object]) -> Callable[[_Hook], _Hoo
     """Have a hook return ``otherwise()`` where it would raise into the engine."""
 
     def decorate(hook: _Hook) -> _Hook:
+        faults = Repeated(log)  # a hook is called at every step
+
         @wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(*args, **kwargs)
             except Exception:
-                log.exception("a hook of the connector failed", hook=hook.__name__)
+                faults.exception("a hook of the connector failed", hook=hook.__name__)
                 return otherwise()
 
         return cast("_Hook", call)

@@ -34,6 +34,8 @@ from kvtier.engine.port import (
     StoreOffer,
 )
 from kvtier.errors import DaemonSlow, DaemonUnavailable
+from kvtier.observe.table import Route
+from kvtier.observe.trace import TRACES
 
 __all__ = ["DaemonPort", "PoolBytes"]
 
@@ -90,9 +92,17 @@ class DaemonPort:
     """A ``KVPort`` over a ``Client``, which it closes with itself."""
 
     def __init__(
-        self, client: Client, pool: PoolBytes, *, block_tokens: int, engine_block_bytes: int
+        self,
+        client: Client,
+        pool: PoolBytes,
+        *,
+        block_tokens: int,
+        engine_block_bytes: int,
+        on_copied: Callable[[Route, float], object] = lambda _route, _seconds: None,
     ) -> None:
+        """``on_copied`` is told what each block's copy took, on threads of the port."""
         self.block_tokens = block_tokens
+        self._on_copied = on_copied
         self._client = client
         self._pool = pool
         self._engine_block_bytes = engine_block_bytes
@@ -193,7 +203,8 @@ class DaemonPort:
     def _lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
         answer = Found(traits.request_id, (), "daemon_away")
         try:
-            found = self._client.lookup(chain.tenant, chain.hashes, first, traits, load)
+            with TRACES.step("lookup", traits.request_id, asked_blocks=len(chain.hashes) - first):
+                found = self._client.lookup(chain.tenant, chain.hashes, first, traits, load)
             answer = Found(
                 traits.request_id, found.tiers, found.reason, found.plan, found.max_offload_tokens
             )
@@ -205,7 +216,11 @@ class DaemonPort:
     def _load(self, flight: _Flight) -> None:
         end = "failed"
         try:
-            end = self._follow(flight)
+            with TRACES.step(
+                "load", flight.order.request_id, decision=flight.order.decision
+            ) as mark:
+                end = self._follow(flight)
+                mark.tell(loaded_blocks=len(flight.tiers), end=end)
         except DaemonUnavailable:
             end = "daemon_away"
         finally:
@@ -256,28 +271,32 @@ class DaemonPort:
 
         taken = 0
         try:
-            taken = self._client.store(
-                chain.tenant,
-                chain.hashes[: first + len(blocks)],
-                first,
-                fill,
-                traits=offer.traits,
-                num_prompt_blocks=offer.num_prompt_blocks,
-            )
+            with TRACES.step("store", offer.traits.request_id, blocks=len(blocks)) as mark:
+                taken = self._client.store(
+                    chain.tenant,
+                    chain.hashes[: first + len(blocks)],
+                    first,
+                    fill,
+                    traits=offer.traits,
+                    num_prompt_blocks=offer.num_prompt_blocks,
+                )
+                mark.tell(taken_blocks=taken)
         except DaemonUnavailable:
             taken = 0  # offered again when a later request has these blocks
         finally:
             self._emit(Stored(number, taken))
 
     def _gather(self, blocks: Sequence[int], slot: memoryview) -> None:
-        size = self._engine_block_bytes
+        size, began_s = self._engine_block_bytes, time.perf_counter()
         for place, block in enumerate(blocks):
             self._pool.read_block(block, slot[place * size : (place + 1) * size])
+        self._on_copied(Route.GPU_TO_CPU, time.perf_counter() - began_s)
 
     def _scatter(self, payload: memoryview, blocks: Sequence[int]) -> None:
-        size = self._engine_block_bytes
+        size, began_s = self._engine_block_bytes, time.perf_counter()
         for place, block in enumerate(blocks):
             self._pool.write_block(block, payload[place * size : (place + 1) * size])
+        self._on_copied(Route.CPU_TO_GPU, time.perf_counter() - began_s)
 
 
 _REASONS: Mapping[str, str] = {

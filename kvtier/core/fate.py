@@ -38,3 +38,5 @@ class Fate(StrEnum):
     """It did not come in time."""
     TIER_DOWN = "tier_down"
     """The tier that has it does not answer."""
+    DETACHED = "detached"
+    """It was in a tier that an operator took off."""

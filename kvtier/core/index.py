@@ -17,6 +17,7 @@ import numpy as np
 import numpy.ma  # what np.unique imports when first used, perhaps with no file left to open
 import numpy.typing as npt
 
+from kvtier.core.census import Census, Held
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
@@ -106,6 +107,7 @@ class Index:
         """Told each change of residency but those of ``restore``."""
         self.num_restored = 0
         """How many blocks were added by ``restore``, be they there still or not."""
+        self.census = Census()
         self._table = HashTable(INDEX_ROWS_MAX)
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
@@ -169,6 +171,7 @@ class Index:
             number = len(self._scopes)
             self._scopes.append(scope)
         self._scope_ids[scope] = number
+        self.census.meet(number, scope.key_space)
         return number
 
     def known_scope(self, scope: Scope) -> int:
@@ -192,6 +195,7 @@ class Index:
             self.scope[fresh] = blocks.scope
             self.payload_bytes[fresh] = blocks.payload_bytes
             self.slot[fresh] = NO_SLOT
+            self.census.note_size(blocks.scope, blocks.payload_bytes)
         return rows
 
     def restore(self, headers: Headers, tier: TierName) -> None:
@@ -210,9 +214,22 @@ class Index:
         for number, space in enumerate(spaces):
             # One by one: a scope is only known to be in use once it is in the column.
             scope = Scope(space[:2].tobytes(), space[2:].tobytes())
-            self.scope[rows[numbers.reshape(-1) == number]] = self.scope_id(scope)
+            own = rows[numbers.reshape(-1) == number]
+            self.scope[own] = self.scope_id(scope)
+            self.census.note_size(int(self.scope[own[0]]), int(self.payload_bytes[own[0]]))
         self._set(rows, tier, Residency.READY)
         self.num_restored += len(rows)
+
+    def is_alike(self, rows: Rows, headers: Headers) -> npt.NDArray[np.bool_]:
+        """Tell which rows are of the very blocks that headers name: a client may have lied."""
+        spaces, numbers = np.unique(headers["space"], axis=0, return_inverse=True)
+        scopes = [Scope(space[:2].tobytes(), space[2:].tobytes()) for space in spaces]
+        known = np.array([self.known_scope(scope) for scope in scopes], np.int64)
+        is_alike: npt.NDArray[np.bool_] = self.scope[rows] == known[numbers.reshape(-1)]
+        is_alike &= (self.parent[rows] == headers["parent_hash"]).all(axis=1)
+        is_alike &= self.position[rows] == headers["position"]
+        is_alike &= self.payload_bytes[rows] == headers["payload_bytes"]
+        return is_alike
 
     def forget_absent(self, rows: Rows) -> None:
         """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
@@ -248,6 +265,10 @@ class Index:
         before = np.atleast_1d(self.state[rows, column])
         self._counts[column] -= np.bincount(before, minlength=len(Residency))
         self._counts[column, state] += len(before)
+        is_ready, was_ready = state == Residency.READY, before == Residency.READY
+        if (is_ready and len(before)) or np.count_nonzero(was_ready):
+            scopes = np.atleast_1d(self.scope[rows])
+            self.census.moved(scopes, column, was_ready, is_ready=is_ready)
         self.state[rows, column] = state
         return before
 
@@ -255,6 +276,10 @@ class Index:
         """Return how many blocks are in a state, not absent, in a tier."""
         assert state is not Residency.ABSENT
         return int(self._counts[_COLUMN[tier], state])
+
+    def held_in(self, tier: TierName) -> dict[bytes, Held]:
+        """Return what a tier would serve, by key space."""
+        return dict(self.census.held(_COLUMN[tier]))
 
     def in_state(self, tier: TierName, state: Residency) -> Rows:
         """Return the rows in a state in a tier."""
@@ -313,6 +338,7 @@ class Index:
         self._free_scopes = np.flatnonzero(~in_use).tolist()
         for number in self._free_scopes:
             del self._scope_ids[self._scopes[number]]
+        self.census.keep_only({scope.key_space for scope in self._scope_ids})
 
     def _fit(self) -> None:
         """Grow the columns to the table's rows."""

@@ -51,6 +51,7 @@ __all__ = [
     "PROBE_PAUSE_MAX_NS",
     "PROBE_PAUSE_NS",
     "REQUEST_ID_CHARACTERS_MAX",
+    "ROWS_TOLD_AT_ONCE",
     "SAMPLE_MAX_S",
     "SCOPES_WITHOUT_BLOCKS_MAX",
     "SESSIONS_MAX",
@@ -299,6 +300,10 @@ together."""
 
 FEED_BLOCKS_MAX = 131_072
 """Changes that wait for a reader who is slow: 2 MB. Beyond, it is told all there is once more."""
+
+ROWS_TOLD_AT_ONCE = 1024
+"""Of the index that are learned, or forgotten, of a tier that an operator puts on, or takes off,
+before requests have their turn: two milliseconds, and some three seconds for a million blocks."""
 
 FEED_ROWS_AT_ONCE = 16_384
 """Of the index that are looked at for a reader before others have their turn: a millisecond. As

@@ -84,6 +84,10 @@ class Planner:
         """When a tier was tried, and how long it is not tried again."""
         self._now_ns = 0
 
+    def adopt(self, settings: PlannerSettings) -> None:
+        """Go by other settings from now on; what was learned stays."""
+        self._settings = settings
+
     # Deciding
 
     def plan(self, ask: Ask, decision: int, now_ns: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from enum import IntEnum, StrEnum
 
-__all__ = ["LOWER_TIERS", "Residency", "TierName"]
+__all__ = ["LOWER_TIERS", "SLOW_TIERS", "Residency", "TierName"]
 
 
 class TierName(StrEnum):
@@ -16,6 +16,9 @@ class TierName(StrEnum):
 
 LOWER_TIERS = (TierName.CPU, TierName.SSD, TierName.REMOTE)
 """The tiers that the daemon owns, in the order in which a load prefers them."""
+
+SLOW_TIERS = (TierName.SSD, TierName.REMOTE)
+"""Those that block, and that operators take off and put on while it runs."""
 
 
 class Residency(IntEnum):

@@ -1,36 +1,28 @@
 """What kvtier keeps, what it expects, and what that was worth: three sections of the status."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier.core.admission import QuantileGate
 from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.daemon.samples import Samples
 from kvtier.node.node import Node
+from kvtier.observe.metric import Metric
 from kvtier.observe.table import (
     ACTUAL_SECONDS,
     DECISIONS,
-    GATE_SHARE,
-    GUARDED,
     LOST_SECONDS,
     MISSED_BLOCKS,
     PREDICTED_SECONDS,
-    PREFILL_TOKENS_PER_SECOND,
     REFUSED_BLOCKS,
     REGRET_SECONDS,
-    REMEMBERED_BLOCKS,
-    RESTORE_BYTES_PER_SECOND,
-    RETAINED_BYTES,
     SAVED_SECONDS,
-    Metric,
     Route,
 )
 
-__all__ = ["Account", "Samples"]
+__all__ = ["ROUTES", "Account"]
 
-_PROMPT_TOKENS = 4096
-"""The prompt whose speed stands for a model's: of the metric's row."""
-
-_ROUTES: Mapping[str, Route] = {
+ROUTES: Mapping[str, Route] = {
     "cpu_read": Route.CPU_TO_GPU,
     "cpu_write": Route.GPU_TO_CPU,
     "ssd_read": Route.SSD_TO_CPU,
@@ -42,13 +34,6 @@ _ROUTES: Mapping[str, Route] = {
 
 _Document = dict[str, Any]
 """A section: everything in it can be written as JSON."""
-
-
-class Samples(Protocol):
-    """One reading of the metrics."""
-
-    def sum(self, metric: Metric, suffix: str = "", **labels: str) -> float:
-        """Return the sum of a metric's series that have these labels."""
 
 
 class Account:
@@ -92,7 +77,7 @@ class Account:
         if planner is None:
             return {"routes": {}, "engines": {}, "guarded": []}
         learned = planner.document()
-        routes = {_ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
+        routes = {ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
         return {
             "routes": {route.value: each for route, each in routes.items()},
             "engines": {name: _engine(each) for name, each in learned["recompute"].items()},
@@ -112,32 +97,14 @@ class Account:
                 tier.value: {"saved_s": _seconds(saved[tier]), "lost_s": _seconds(lost[tier])}
                 for tier in LOWER_TIERS
             },
-            "decisions": _counts(samples, DECISIONS),
+            "decisions": samples.counts(DECISIONS),
             "predicted_s": _by_label(samples, PREDICTED_SECONDS),
             "actual_s": _by_label(samples, ACTUAL_SECONDS),
-            "missed_blocks": _counts(samples, MISSED_BLOCKS),
+            "missed_blocks": samples.counts(MISSED_BLOCKS),
             "refused_blocks": {
-                tier.value: _counts(samples, REFUSED_BLOCKS, tier=tier) for tier in LOWER_TIERS
+                tier.value: samples.counts(REFUSED_BLOCKS, tier=tier) for tier in LOWER_TIERS
             },
         }
-
-    def refresh(self, now_ns: int) -> None:
-        """Set the gauges that come from the same numbers."""
-        node, metrics = self._node, self._node.metrics
-        metrics.set(REMEMBERED_BLOCKS, node.history.num_remembered if node.history else 0)
-        metrics.set(RETAINED_BYTES, self._retained_bytes())
-        ssd = self._gates.get(TierName.SSD)
-        metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
-        if node.planner is None:
-            return
-        guarded = node.planner.guarded(now_ns)
-        for tier in LOWER_TIERS:
-            metrics.set(GUARDED, tier in guarded, tier=tier)
-        learned = node.planner.document()
-        for name, route in learned["restore"].items():
-            metrics.set(RESTORE_BYTES_PER_SECOND, route["bytes_per_s"], route=_ROUTES[name])
-        seconds = node.planner.saved_s(_PROMPT_TOKENS, _PROMPT_TOKENS)
-        metrics.set(PREFILL_TOKENS_PER_SECOND, _PROMPT_TOKENS / seconds if seconds > 0 else 0.0)
 
 
 def _route(learned: Mapping[str, Any]) -> _Document:
@@ -167,13 +134,6 @@ def _engine(learned: Mapping[str, Any]) -> _Document:
 def _by_label(samples: Samples, metric: Metric) -> dict[str, float]:
     ((label, values),) = metric.labels
     return {value: _seconds(samples.sum(metric, **{label: value})) for value in values}
-
-
-def _counts(samples: Samples, metric: Metric, **fixed: str) -> dict[str, int]:
-    """Return the counts of a metric by its last label, where they are not 0."""
-    label, values = metric.labels[-1]
-    counts = {value: int(samples.sum(metric, **fixed, **{label: value})) for value in values}
-    return {value: count for value, count in counts.items() if count}
 
 
 def _seconds(seconds: float) -> float:

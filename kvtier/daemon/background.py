@@ -34,6 +34,7 @@ class Background:
 
         ``task`` is its name among the labels of ``BACKGROUND_FAULTS``.
         """
+        assert task in dict(BACKGROUND_FAULTS.labels)["task"], f"faults of {task} have a series"
         self._tasks.append(asyncio.create_task(self._repeat(period_s, task, step)))
 
     async def stop(self) -> None:

@@ -12,30 +12,34 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvtier.api.rpc.reports import Reports
 from kvtier.config import Config
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.daemon.account import Account
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.device import devices_of
 from kvtier.daemon.explain import Explainer
+from kvtier.daemon.gauges import Gauges
 from kvtier.daemon.health import NodeHealth
 from kvtier.daemon.key_spaces import SavedKeySpaces
 from kvtier.daemon.learned import Learned, Learner
 from kvtier.daemon.memory import Reservation
+from kvtier.daemon.notify import Systemd
 from kvtier.daemon.policies import policies
 from kvtier.daemon.probe import Prober
+from kvtier.daemon.reload import Reload
+from kvtier.daemon.roster import Roster
 from kvtier.daemon.sockets import Sockets
 from kvtier.daemon.stat import Status
 from kvtier.daemon.stop import Stop
-from kvtier.daemon.tiers import allowance, open_tiers, slow_tiers
+from kvtier.daemon.tiers import allowance, open_tier, open_tiers, slow_tier, tune_tier
 from kvtier.daemon.yardstick import without_probes
 from kvtier.lock import hold_lock, let_go
 from kvtier.node import event as ev
@@ -44,7 +48,7 @@ from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.scrub import Scrubber
 from kvtier.node.workers import in_thread
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS, READY
 from kvtier.tiers.host import HostArena
@@ -79,6 +83,9 @@ _CLOSE_SHARE = 0.25
 _HUNG_CLOSE_S = 1.0
 """For closing a tier that has not answered for long: not worth more of the grace."""
 
+_ROSTER_END_S = 2.0
+"""For tiers that come or go just then."""
+
 OpenTiers = Callable[[Config, KeyRing | None], dict[TierName, BreakerTier]]
 """Opens the tiers below the CPU."""
 
@@ -93,15 +100,21 @@ class Daemon:
         ring: KeyRing | None = None,
         stop: Stop | None = None,
         open_tiers: OpenTiers | None = None,
+        systemd: Systemd | None = None,
+        reload: Reload | None = None,
     ) -> None:
         self.config = config
+        self._reload = reload or Reload(config)
         self.boot = secrets.token_hex(8)
         self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+        ProcessCollector(registry=self.metrics.registry)
         self._policies = policies(config)
         self._ring = ring
         self._open_tiers = open_tiers or self._own_tiers
         # Without one from outside this is a guest in a process that others end.
         self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
+        self._systemd = systemd or Systemd()
+        self._stop.on_begin = lambda: self._systemd.stopping(self._stop.left_s)
         self._is_ready = False
         self._crews: dict[TierName, Crew] = {}
 
@@ -109,6 +122,7 @@ class Daemon:
     async def serving(self) -> AsyncIterator["Daemon"]:
         """Be ready within the context; everything is closed after it. Raises StartError."""
         os.umask(0o077)  # sockets and files are this user's alone
+        self._systemd.starting("opening the tiers")
         async with Closing(self._stop) as closing:
             path = self.config.daemon.socket
             lock = hold_lock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
@@ -116,34 +130,51 @@ class Daemon:
             driver, arena = self._open_node(closing)
             background = Background(self.metrics)
             reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
-            health = NodeHealth(driver, reservation.health)
+            roster = self.roster = Roster(driver, lambda: self.config, self._open_tier)
+            health = NodeHealth(driver, reservation.health, roster.health)
             spaces = self._key_spaces(driver)
-            account = Account(
-                driver.node,
-                self.config.policy.eviction,
-                self._policies.admission.gates,
-                driver.node.lookahead.retention.retained_bytes,
-            )
+            gates = self._policies.admission.gates
+            retained_bytes = driver.node.lookahead.retention.retained_bytes
+            gauges = Gauges(driver, health, gates, retained_bytes)
+            eviction = self.config.policy.eviction
+            account = Account(driver.node, eviction, gates, retained_bytes)
             block_tokens = self.config.engine.block_tokens
-            status = Status(driver, health, spaces, account, block_tokens)
+            told = self._reload.document
+            status = Status(driver, health, spaces, account, block_tokens, config=told)
             explainer = Explainer(driver.node, spaces, block_tokens)
             prober = self._prober(driver)
             learned = self._learned(driver, prober)
-            scrubber = Scrubber(driver, TierName.SSD) if TierName.SSD in driver.tiers else None
+            roster.on_attach = partial(self._moved, spaces, learned, prober)
+            self._reload.is_free = roster.is_free
+            scrubber = Scrubber(driver, TierName.SSD)
             sockets = Sockets(self.config, closing, driver)
-            sockets.open_http(health, lambda: self._is_ready and not self._stop.has_begun)
+            sockets.open_http(
+                health, lambda: self._is_ready and not self._stop.has_begun, status.document
+            )
             closing.add("stopping the background tasks", background.stop)
-            self._supervise(background, driver, status, scrubber)
+            self._supervise(background, driver, gauges, scrubber)
             background.every(_RESERVE_PERIOD_S, "reserve", reservation.step)
+            report = partial(self._systemd.report, health)
+            background.every(self._systemd.period_s, "systemd", report)
             self._learn(closing, background, driver, prober, learned)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
+            closing.add("ending changes of tiers", roster.stop, most_s=_ROSTER_END_S)
             await sockets.open_arena(arena, self.boot)
-            reports = Reports(status.document, explainer.document, prober.probe, prober.hold)
-            await sockets.open_rpc(reports, scrubber, spaces.forget_unused)
+            reports = Reports(
+                status.document,
+                explainer.document,
+                prober.probe,
+                prober.hold,
+                self._reload.ask,
+                self._reload.effective,
+            )
+            await sockets.open_rpc(reports, scrubber, spaces.forget_unused, roster)
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
             gc.freeze()
             self._note_ready(sockets)
+            self._reload.begin(partial(self._adopt, driver))
+            closing.add("ending reloads", self._reload.end)
             yield self
             self._stop.begin()
             self._is_ready = False
@@ -152,12 +183,33 @@ class Daemon:
     def _own_tiers(self, config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
         return open_tiers(config, ring, self._policies.history.scores)
 
+    def _open_tier(self, config: Config, name: TierName) -> BreakerTier:
+        """Open one that an operator puts on; whoever opens tiers otherwise opens this one too."""
+        if self._open_tiers != self._own_tiers:
+            return self._open_tiers(config, self._ring)[name]
+        return open_tier(config, name, self._ring, self._policies.history.scores)
+
+    async def _moved(
+        self,
+        spaces: SavedKeySpaces,
+        learned: Learned,
+        prober: Prober,
+        name: TierName,
+        config: Config,
+    ) -> None:
+        """Have what is kept beside a tier's blocks, or known of its medium, go with it."""
+        devices = await in_thread(partial(devices_of, config), "kvtier-devices")
+        prober.renew(name, devices.get(name, ""))
+        if name is TierName.SSD:
+            await spaces.move_to(config.ssd.directory)
+            learned.move_to(config.ssd.directory)
+
     def _open_node(self, closing: Closing) -> tuple[Driver, HostArena]:
         """Open tiers and arena, and a node that knows what they hold."""
         tiers = self._open_tiers(self.config, self._ring)
         # The last one is closed first: the SSD has something to lose by not being closed.
-        for name in reversed(tiers):
-            closing.add(f"closing the {name} tier", partial(self._close, name, tiers[name]))
+        for name in reversed(SLOW_TIERS):
+            closing.add(f"closing the {name} tier", partial(self._close, name, tiers))
         arena = HostArena(*self._slabs())
         closing.add("closing the arena", arena.close)
         num_slabs, slab_bytes = self._slabs()
@@ -168,7 +220,7 @@ class Daemon:
             slab_bytes=slab_bytes,
             lease_ns=self.config.daemon.lease_ns,
             pin_share=self.config.policy.pin_share,
-            tiers=slow_tiers(self.config, tiers),
+            tiers=tuple(slow_tier(self.config, tier) for tier in tiers.values()),
         )
         node = Node(
             settings,
@@ -225,8 +277,7 @@ class Daemon:
         learned: Learned,
     ) -> None:
         """Measure tiers and keep what is learned, now and then and at the end."""
-        measure = prober.step if self.config.cost.probe == "start" else prober.sweep
-        background.every(_PROBE_PERIOD_S, "probe", measure)
+        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, prober))
         background.every(_LEARNED_PERIOD_S, "learned", learned.save)
         closing.add("keeping what was learned", learned.save, most_s=_LEARNED_SAVE_S)
 
@@ -234,24 +285,21 @@ class Daemon:
         self,
         background: Background,
         driver: Driver,
-        status: Status,
-        scrubber: Scrubber | None,
+        gauges: Gauges,
+        scrubber: Scrubber,
     ) -> None:
-        for crew in driver.crews.values():
-            check = partial(driver.check_health, crew)
+        for name in SLOW_TIERS:
+            check = partial(driver.check_health, name)
             background.every(_HEALTH_PERIOD_S, "health", check)
-        background.every(_GAUGES_PERIOD_S, "gauges", status.refresh)
-        if TierName.SSD in driver.tiers:
-            background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
-        rate_bytes = self.config.ssd.scrub_rate_bytes
-        if scrubber is not None:
-            step = partial(scrubber.step, int(rate_bytes * _SCRUB_PERIOD_S))
-            background.every(_SCRUB_PERIOD_S, "scrub", step)
+        background.every(_GAUGES_PERIOD_S, "gauges", gauges.refresh)
+        background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
+        background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, scrubber))
 
     def _note_ready(self, sockets: Sockets) -> None:
         self._is_ready = True
         self._stop.stage = "serving"
         self.metrics.set(READY, 1)
+        self._systemd.ready()
         _log.info(
             "ready",
             socket=self.config.daemon.socket,
@@ -261,17 +309,37 @@ class Daemon:
             boot=self.boot,
         )
 
+    def _adopt(self, driver: Driver, config: Config) -> None:
+        """Go by another configuration, as far as a reload may change one; between two events."""
+        self._policies.adopt(config)
+        for tier in driver.tiers.values():
+            tune_tier(config, tier)
+        slow = tuple(slow_tier(config, tier) for tier in driver.tiers.values())
+        driver.post(ev.Tuned(config.daemon.lease_ns, config.policy.pin_share, slow))
+        if not self._stop.has_begun:  # what is under way ends by the time that was told
+            self._stop.grace_s = config.daemon.stop_grace_ns / 1e9
+        set_level(config.daemon.log_level)
+        self.config = config
+
+    async def _measure(self, prober: Prober) -> None:
+        await (prober.step() if self.config.cost.probe == "start" else prober.sweep())
+
+    async def _scrub(self, scrubber: Scrubber) -> None:
+        await scrubber.step(int(self.config.ssd.scrub_rate_bytes * _SCRUB_PERIOD_S))
+
     async def _tell_budget(self, driver: Driver) -> None:
         """Tell the node what may be written to the SSD for the time being."""
-        rate = allowance(self.config, driver.tiers[TierName.SSD])
-        driver.post(ev.Allowance(TierName.SSD, rate))
+        if (tier := driver.tiers.get(TierName.SSD)) is not None:
+            driver.post(ev.Allowance(TierName.SSD, allowance(self.config, tier)))
 
     async def _flush(self, driver: Driver) -> None:
         driver.post(ev.Closing())
         if not await driver.flush(self._stop.left_s * (1 - _CLOSE_SHARE)):
             _log.warning("stopped with blocks still unwritten")
 
-    async def _close(self, name: TierName, tier: BreakerTier) -> None:
+    async def _close(self, name: TierName, tiers: Mapping[TierName, BreakerTier]) -> None:
+        if (tier := tiers.get(name)) is None:
+            return  # there was none, or it was detached
         is_hung = name in self._crews and self._crews[name].late_calls()
         closed = in_thread(tier.close, f"kvtier-{name}-close")
         await asyncio.wait_for(closed, _HUNG_CLOSE_S if is_hung else self._stop.left_s)
@@ -280,7 +348,7 @@ class Daemon:
         """Return which calls hang; from any thread."""
         return "; ".join(
             f"{name}: {call.name} for {call.seconds:.0f} s"
-            for name, crew in self._crews.items()
+            for name, crew in list(self._crews.items())
             for call in crew.late_calls()
         )
 

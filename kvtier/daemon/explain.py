@@ -46,6 +46,7 @@ FATE_SENTENCES: Mapping[Fate, str] = {
     Fate.COST: "it is there, and computing it was decided to be faster",
     Fate.DEADLINE: "it did not come in time",
     Fate.TIER_DOWN: "the tier that has it does not answer",
+    Fate.DETACHED: "it was in a tier that an operator detached",
 }
 """What became of a block that is not served, for people; docs/operations/explain.md has them."""
 

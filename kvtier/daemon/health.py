@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.node.driver import Driver
-from kvtier.observe.table import TIER_DEGRADED, TIER_UP
+from kvtier.observe.table import BREAKER_STATE, TIER_STATE, TIER_UP
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["NodeHealth", "told"]
@@ -22,18 +22,22 @@ _STALL_MAX_S = 30.0
 """Nor does it do its work where a tier is up, has work queued, and ended nothing for this long:
 longer than any transfer may take before its tier counts as out."""
 
+_NOT_ANSWERING = frozenset({HealthState.OUT, HealthState.DETACHED, "off"})
+
 
 class NodeHealth:
-    """Asks ``driver`` for the slower tiers, and ``cpu`` for the CPU tier."""
+    """Asks ``cpu`` for the CPU tier, and ``slow`` for the others; None: there is no such tier."""
 
     def __init__(
         self,
         driver: Driver,
         cpu: Callable[[], Health],
+        slow: Callable[[TierName], Health | None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._cpu = cpu
+        self._slow = slow
         self._clock_s = clock_s
         self._beat_s = clock_s()
         self._stalled: tuple[TierName, ...] = ()
@@ -46,8 +50,7 @@ class NodeHealth:
         """
         if name is TierName.CPU:
             return self._cpu()
-        crew = self._driver.crews.get(name)
-        return crew.told if crew else None
+        return self._slow(name)
 
     def refresh(self) -> None:
         """Note how everything does, and set the gauges. On the loop's thread, as often as may be.
@@ -60,9 +63,12 @@ class NodeHealth:
         self._tiers = {name: health for name, health in found.items() if health is not None}
         metrics = self._driver.node.metrics
         for name in LOWER_TIERS:
-            state = self._tiers[name].state if name in self._tiers else HealthState.OUT
-            metrics.set(TIER_UP, state is not HealthState.OUT, tier=name)
-            metrics.set(TIER_DEGRADED, state is HealthState.DEGRADED, tier=name)
+            state = self._tiers[name].state if name in self._tiers else "off"
+            metrics.set_one(TIER_STATE, "state", state, tier=name)
+            metrics.set(TIER_UP, state not in _NOT_ANSWERING, tier=name)
+        for name in SLOW_TIERS:
+            tier = self._driver.tiers.get(name)
+            metrics.set_one(BREAKER_STATE, "state", tier.state if tier else None, tier=name)
 
     def complaint(self) -> str:
         """Return why the process is not alive, or nothing where it is. From any thread."""

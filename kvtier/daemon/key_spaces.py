@@ -19,6 +19,7 @@ from kvtier.daemon.file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
+from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 from kvtier.tiers.base import Tier
 
@@ -72,6 +73,12 @@ class KeySpaces:
             del self._known[next(iter(self._known))]
         return after != before
 
+    def add(self, known: Mapping[bytes, NamedSpace]) -> None:
+        """Learn of others; what is known already stays as it is."""
+        self._known = {**known, **self._known}
+        while len(self._known) > _SPACES_MAX:
+            del self._known[next(iter(self._known))]
+
     def keep_only(self, key_spaces: Iterable[bytes]) -> None:
         """Forget all the others."""
         kept = set(key_spaces)
@@ -107,6 +114,13 @@ class SavedKeySpaces(KeySpaces):
         if self.note(event.key_space, event.engine, event.layout.block_tokens):
             self._save()
 
+    async def move_to(self, directory: Path) -> None:
+        """Keep them there from now on, and know those too that are there."""
+        known = await in_thread(partial(_load, directory), "kvtier-load")
+        self.add(known)
+        self._directory = directory
+        self._save()
+
     def forget_unused(self) -> None:
         """Forget those without an engine and without a block in any tier."""
         node = self._driver.node
@@ -122,14 +136,15 @@ class SavedKeySpaces(KeySpaces):
             return
         self._is_stale = True
         if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._write(self._directory))
+            self._saving = asyncio.create_task(self._write())
 
-    async def _write(self, directory: Path) -> None:
-        while self._is_stale:
+    async def _write(self) -> None:
+        while self._is_stale and (crew := self._driver.crews.get(TierName.SSD)) is not None:
+            assert self._directory is not None, "it moves, and is not given up"
             self._is_stale = False
-            save = partial(_save_beside, directory, self.document())
+            save = partial(_save_beside, self._directory, self.document())
             try:
-                await self._driver.crews[TierName.SSD].apart("save", save, _SAVE_LIMIT_NS)
+                await crew.apart("save", save, _SAVE_LIMIT_NS)
             except (OSError, TierError) as error:
                 _log.warning("names of key spaces cannot be saved", error=error)
 

@@ -57,6 +57,10 @@ class Learned:
         self._directory = directory
         self._kept = b""
 
+    def move_to(self, directory: Path) -> None:
+        """Keep it there from now on, and what is there not."""
+        self._directory, self._kept = directory, b""
+
     def recall(self) -> None:
         """Tell the learners what the last run has kept."""
         if self._directory is None:
@@ -69,12 +73,12 @@ class Learned:
 
     async def save(self) -> None:
         """Keep what is known now, where that has changed."""
-        content = self._content()
-        if self._directory is None or content == self._kept:
+        content, crew = self._content(), self._driver.crews.get(TierName.SSD)
+        if self._directory is None or crew is None or content == self._kept:
             return
         write = partial(_save_beside, self._directory, content)
         try:
-            await self._driver.crews[TierName.SSD].apart("save", write, _SAVE_LIMIT_NS)
+            await crew.apart("save", write, _SAVE_LIMIT_NS)
         except (OSError, TierError) as error:
             _log.warning("what was learned cannot be kept", error=error)
         else:

@@ -27,25 +27,27 @@ class Policies:
     planner: Planner
     depth: DepthCurves
 
+    def adopt(self, config: Config) -> None:
+        """Go by another configuration, as far as a reload may change one; keeps what it learned."""
+        self.planner.adopt(_planner_settings(config))
+        self.depth.most_tokens = _most_tokens(config)
+        gates, wanted = self.admission.gates, _gates(config)
+        for tier, gate in wanted.items():
+            gates.setdefault(tier, gate).most_share = gate.most_share
+        for tier in gates.keys() - wanted.keys():  # it is written to otherwise since it came back
+            del gates[tier]
+
 
 def policies(config: Config) -> Policies:
     """Return the policies of a configuration."""
-    cost, policy = config.cost, config.policy
-    planner = Planner(
-        PlannerSettings(
-            mode=cost.restore,
-            is_split_allowed=cost.split,
-            is_guarded=cost.guard,
-            wait_max_ns=cost.wait_max_ns,
-        )
-    )
+    policy = config.policy
+    planner = Planner(_planner_settings(config))
     kept_by = {TierName.CPU: policy.eviction, TierName.SSD: ssd_eviction(config)}
     history = History(
         planner.saved_s if "rd-sec" in kept_by.values() else None,
         [tier for tier, name in kept_by.items() if name == "rd"],
     )
     is_ranked = policy.eviction in {"rd", "rd-sec"}
-    most_tokens = policy.max_offload_tokens
     return Policies(
         eviction=_eviction(policy.eviction, history),
         admission=AdmitByWorth(history, planner, _gates(config), is_ranked=is_ranked),
@@ -53,7 +55,7 @@ def policies(config: Config) -> Policies:
         planner=planner,
         depth=DepthCurves(
             lambda end_tokens, use: _worth_s(planner, end_tokens, use),
-            None if most_tokens == "auto" else most_tokens,
+            _most_tokens(config),
         ),
     )
 
@@ -63,6 +65,21 @@ def ssd_eviction(config: Config) -> str:
     own = config.ssd.eviction
     name = config.policy.eviction if own == "auto" else own
     return name if name in {"rd", "rd-sec"} else "lru"
+
+
+def _planner_settings(config: Config) -> PlannerSettings:
+    cost = config.cost
+    return PlannerSettings(
+        mode=cost.restore,
+        is_split_allowed=cost.split,
+        is_guarded=cost.guard,
+        wait_max_ns=cost.wait_max_ns,
+    )
+
+
+def _most_tokens(config: Config) -> int | None:
+    most_tokens = config.policy.max_offload_tokens
+    return None if most_tokens == "auto" else most_tokens
 
 
 def _eviction(name: str, history: History) -> Eviction:

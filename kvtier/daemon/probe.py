@@ -26,6 +26,7 @@ from kvtier.daemon.yardstick import BLOCK_SIZES, Yardstick, depth_of
 from kvtier.errors import TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
+from kvtier.node.transfer import Duty
 from kvtier.observe.log import Log
 from kvtier.tiers.base import HealthState, Tier
 
@@ -107,26 +108,31 @@ class Prober:
         self._now_s = now_s
         self._results: dict[TierName, _Result] = {}
         self._tried_s: dict[TierName, float] = {}
-        self._is_swept = False
+        self._swept: set[TierName] = set()
         self._lock = asyncio.Lock()
         self._num_holds = 0
 
     async def sweep(self) -> None:
         """Remove what a crash left of an earlier probe, once; of this node's own tiers."""
-        if self._is_swept:
-            return
-        self._is_swept = True
-        for name, tier in self._driver.tiers.items():
-            if tier.properties.is_persistent and not tier.properties.is_shared:
+        for name, tier in list(self._driver.tiers.items()):
+            is_own = tier.properties.is_persistent and not tier.properties.is_shared
+            if is_own and name not in self._swept and self._takes_writes(name):
+                self._swept.add(name)
                 await self._remove(name)
 
     async def step(self) -> None:
         """Measure the tiers of which nothing is known, or nothing recent."""
         await self.sweep()
-        for name in self._driver.tiers:
-            if self._is_due(name):
+        for name in list(self._driver.tiers):
+            if self._is_due(name) and self._takes_writes(name):
                 async with self._lock:
                     self._results[name] = await self._measured(name)
+
+    def renew(self, name: TierName, device: str) -> None:
+        """Note that a tier is about to be put on, with that for its medium."""
+        self._devices[name] = device
+        self._tried_s.pop(name, None)
+        self._swept.discard(name)
 
     async def probe(self, tiers: Sequence[TierName] = ()) -> dict[str, Any]:
         """Measure tiers now, all below the CPU where none is named; returns the document."""
@@ -204,11 +210,13 @@ class Prober:
         """Measure one size; returns why no larger one is to be tried, or nothing."""
         if not await self._is_quiet(name):
             return _HELD if self._num_holds else "requests kept it busy"
-        crew = self._driver.crews[name]
+        crew = self._driver.crews.get(name)
+        if crew is None or not self._takes_writes(name):
+            return "an operator lets nothing be written to it"
         write = partial(self._yardstick.write, block_bytes)
         try:
             written = await crew.apart("measurement", write, _STEP_LIMIT_NS)
-            if written.evicted:
+            if written.evicted and self._driver.crews.get(name) is crew:
                 self._driver.post(ev.Lost(name, b"".join(written.evicted), "lost"))
             if not written.reads:
                 return f"it takes no blocks of {block_bytes} bytes"
@@ -243,14 +251,22 @@ class Prober:
         return not self._num_holds
 
     async def _remove(self, name: TierName) -> None:
-        remove = partial(_removed, self._yardstick)
+        remove, crew = partial(_removed, self._yardstick), self._driver.crews.get(name)
+        if crew is None:
+            return  # it is swept when it comes back
         try:
-            await self._driver.crews[name].apart("measurement", remove, _STEP_LIMIT_NS)
+            await crew.apart("measurement", remove, _STEP_LIMIT_NS)
         except TierError as error:  # the next probe, or the next start, does it
             _log.warning("blocks of a probe stay for now", tier=name, error=error)
 
+    def _takes_writes(self, name: TierName) -> bool:
+        lane = self._driver.node.transfers.lanes.get(name)
+        return lane is not None and lane.duty is Duty.FULL
+
     def _obstacle(self, name: TierName) -> str:
         """Return why a tier must not be written to, or nothing."""
+        if not self._takes_writes(name):
+            return "an operator lets nothing be written to it"
         health = self._driver.crews[name].health()
         if health.state is not HealthState.UP:
             return f"it is {health.state}: {health.reason}"

@@ -1,11 +1,13 @@
-"""Where others reach the daemon: HTTP for probes, the arena's door, and gRPC."""
+"""Where others reach the daemon: HTTP for probes and eyes, the arena's door, and gRPC."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.server import serve
+from kvtier.api.http.status import SharedDocument
 from kvtier.api.rpc.credentials import read_credentials
 from kvtier.api.rpc.engine_service import EngineService
 from kvtier.api.rpc.operator_service import OperatorService
@@ -15,6 +17,7 @@ from kvtier.client.operator import operator_door
 from kvtier.config import Config
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.roster import Roster
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import Scrubber
@@ -45,16 +48,21 @@ class Sockets:
         self._driver = driver
         self._passing: ArenaServer | None = None
 
-    def open_http(self, health: NodeHealth, is_ready: Callable[[], bool]) -> None:
-        """Serve probes and metrics, where that is wanted."""
+    def open_http(
+        self, health: NodeHealth, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Serve probes, metrics and the status page, where that is wanted."""
         listen = self._config.http.listen
         if listen is None:
             return
+        loop = asyncio.get_running_loop()
+        page = SharedDocument(lambda: status() | {"ready": is_ready()}, loop)
         app = create_daemon_app(
             complaint=health.complaint,
             is_ready=is_ready,
             tiers=health.document,
             registry=self._driver.node.metrics.registry,
+            status=page if self._config.http.status_page else None,
         )
         server = serve(
             app, listen.host, listen.port, field="http.listen", grace_seconds=_HTTP_GRACE_S
@@ -79,13 +87,14 @@ class Sockets:
     async def open_rpc(
         self,
         reports: Reports,
-        scrubber: Scrubber | None,
+        scrubber: Scrubber,
         on_emptied: Callable[[], None],
+        roster: Roster,
     ) -> None:
         """Serve engines and operators; ``open_arena`` comes before."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
-        operator = OperatorService(self._driver, reports, scrubber, on_emptied)
+        operator = OperatorService(self._driver, reports, scrubber, on_emptied, roster)
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
         door_path = operator_door(daemon.socket)
         await door.start(door_path)

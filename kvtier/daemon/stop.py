@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, flush_log
 
 __all__ = ["Reaction", "Stop", "signals_heard"]
 
@@ -37,10 +37,14 @@ Reaction = Callable[[signal.Signals], None]
 
 @contextlib.contextmanager
 def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
-    """Have signals answered by ``reactions`` on a thread of their own; on the main thread only."""
+    """Have signals answered by ``reactions`` on a thread of their own; on the main thread only.
+
+    Afterwards they are ignored: the process is ending already, with a code of its own.
+    """
     hearing, telling = socket.socketpair()
     telling.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in reactions}
+    for number in reactions:
+        signal.signal(number, lambda *_: None)
     fd_before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
 
     def hear() -> None:
@@ -55,9 +59,9 @@ def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None
     try:
         yield
     finally:
+        for number in reactions:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(fd_before)
-        for number, reaction in before.items():
-            signal.signal(number, reaction)
         telling.close()
 
 
@@ -71,21 +75,24 @@ class Stop:
         self._end_process = end
         self.stage = "starting"
         """What is being done, for the last words."""
-        self._grace_s = grace_s
+        self.grace_s = grace_s
+        """May be changed until the end begins."""
         self._lock = threading.Lock()
         self._began_s: float | None = None
         self._wake: Callable[[], None] = lambda: None
         self.hanging: Callable[[], str] = str
         """Whom to ask what hangs; from any thread."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """What to do once the grace runs; from any thread."""
         self.abandon: Callable[[], None] = lambda: None
         """What to do where the end is sudden; from any thread."""
 
     @property
     def left_s(self) -> float:
         """Return the time that an orderly stop has left; all of it before one began."""
-        margin_s = min(_MARGIN_MAX_S, _MARGIN_SHARE * self._grace_s)
+        margin_s = min(_MARGIN_MAX_S, _MARGIN_SHARE * self.grace_s)
         began_s = self._began_s or time.monotonic()
-        return max(0.0, began_s + self._grace_s - margin_s - time.monotonic())
+        return max(0.0, began_s + self.grace_s - margin_s - time.monotonic())
 
     @property
     def has_begun(self) -> bool:
@@ -98,9 +105,7 @@ class Stop:
             self._end(f"told again to stop, by {number.name}")
             return
         self._wake()
-        # On a thread: whoever does not read the log must not make this one deaf.
-        fields = {"signal": number.name, "grace_s": self._grace_s}
-        threading.Thread(target=_log.info, args=("stopping",), kwargs=fields, daemon=True).start()
+        _log.info("stopping", signal=number.name, grace_s=self.grace_s)
 
     def attach(self) -> asyncio.Event:
         """Return the event of the running loop that is set when it is to stop."""
@@ -122,9 +127,10 @@ class Stop:
             if self._began_s is not None:
                 return False
             self._began_s = time.monotonic()
-        late = threading.Timer(self._grace_s, self._end, ["the grace is over"])
+        late = threading.Timer(self.grace_s, self._end, ["the grace is over"])
         late.daemon = True
         late.start()
+        self.on_begin()
         return True
 
     def _end(self, why: str) -> None:
@@ -139,3 +145,4 @@ class Stop:
     def _say_last_words(self, why: str) -> None:
         hanging = "; ".join(part for part in (self.stage, self.hanging()) if part)
         _log.warning("ended before everything was in order", why=why, hanging=hanging)
+        flush_log()

@@ -1,6 +1,7 @@
 """The tiers of a configuration, opened."""
 
-from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvtier.config import Config
 from kvtier.core.residency import TierName
@@ -8,16 +9,27 @@ from kvtier.daemon.policies import ssd_eviction
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.tiers.base import Tier
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd.budget import DAY_S
 from kvtier.tiers.ssd.disk import DirectIO
 from kvtier.tiers.ssd.options import Durability, SsdOptions
 from kvtier.tiers.ssd.store import SsdTier
 from kvtier.tiers.ssd.worth import Worth
+from kvtier.tiers.wrap.around import AroundTier
 from kvtier.tiers.wrap.breaker import BreakerTier
 
-__all__ = ["allowance", "load_keys", "open_tiers", "slow_tiers"]
+if TYPE_CHECKING:
+    from kvtier.tiers.remote import RemoteTier
+
+__all__ = [
+    "allowance",
+    "configured",
+    "load_keys",
+    "open_tier",
+    "open_tiers",
+    "slow_tier",
+    "tune_tier",
+]
 
 _COOL_DOWN_NS = 1_000_000_000
 """How long a failing tier is left alone: it is back within seconds of its recovery."""
@@ -40,41 +52,69 @@ def open_tiers(
 
     ``worth`` tells what blocks are worth, where the policy goes by that.
     """
-    tiers: dict[TierName, Tier] = {}
+    tiers: dict[TierName, BreakerTier] = {}
     try:
-        if config.ssd.enabled:
-            tiers[TierName.SSD] = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"), worth)
-        if config.remote.url:
-            seal = Seal(SealMode(config.remote.seal), ring, "remote")
-            tiers[TierName.REMOTE] = _remote(config, seal)
+        for name in configured(config):
+            tiers[name] = open_tier(config, name, ring, worth)
     except StartError:
         for tier in tiers.values():
             tier.close()
         raise
-    return {name: BreakerTier(tier, cool_down_ns=_COOL_DOWN_NS) for name, tier in tiers.items()}
+    return tiers
 
 
-def slow_tiers(config: Config, tiers: Mapping[TierName, Tier]) -> tuple[SlowTier, ...]:
-    """Return what the node must know of the tiers."""
+def configured(config: Config) -> tuple[TierName, ...]:
+    """Return the tiers below the CPU that a configuration wants, fastest first."""
+    wanted = {TierName.SSD: config.ssd.enabled, TierName.REMOTE: bool(config.remote.url)}
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def open_tier(
+    config: Config, name: TierName, ring: KeyRing | None, worth: Worth | None = None
+) -> BreakerTier:
+    """Open one of them, as ``open_tiers`` does. Raises StartError."""
+    tier: Tier
+    if name is TierName.SSD:
+        tier = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"), worth)
+    else:
+        tier = _remote(config, Seal(SealMode(config.remote.seal), ring, "remote"))
+    return BreakerTier(tier, cool_down_ns=_COOL_DOWN_NS)
+
+
+def slow_tier(config: Config, tier: Tier) -> SlowTier:
+    """Return what the node must know of a tier."""
     ssd, remote = config.ssd, config.remote
-    deadlines_ns = {TierName.SSD: ssd.deadline_ns, TierName.REMOTE: remote.deadline_ns}
-    # The SSD's queue is bounded by its share of the arena alone.
-    queues_bytes = {
-        TierName.SSD: config.cpu.capacity_bytes,
-        TierName.REMOTE: remote.in_flight_bytes,
-    }
-    return tuple(
-        SlowTier(
-            name,
-            tier.properties.num_workers,
-            deadlines_ns[name],
-            queues_bytes[name],
-            min_tokens=remote.min_tokens if tier.properties.is_shared else 0,
-            write=WriteMode(ssd.write if name is TierName.SSD else remote.write),
-            flush_after_ns=ssd.flush_after_ns if name is TierName.SSD else 0,
+    properties = tier.properties
+    if properties.name is TierName.SSD:
+        return SlowTier(
+            TierName.SSD,
+            properties.num_workers,
+            ssd.deadline_ns,
+            config.cpu.capacity_bytes,  # its queue is bounded by its share of the arena alone
+            write=WriteMode(ssd.write),
+            flush_after_ns=ssd.flush_after_ns,
         )
-        for name, tier in tiers.items()
+    return SlowTier(
+        TierName.REMOTE,
+        properties.num_workers,
+        remote.deadline_ns,
+        remote.in_flight_bytes,
+        min_tokens=remote.min_tokens,
+        write=WriteMode(remote.write),
     )
+
+
+def tune_tier(config: Config, tier: Tier) -> None:
+    """Have an open tier go by what a reload may change of it."""
+    while isinstance(tier, AroundTier):
+        tier = tier.inner
+    if isinstance(tier, SsdTier):
+        tier.tune(_ssd_options(config))
+    elif tier.properties.name is TierName.REMOTE:
+        from kvtier.tiers.remote import RemoteTier  # its package is there, or it were not open
+
+        if isinstance(tier, RemoteTier):
+            tier.tune(config.remote.ttl_ns / 1e9, config.remote.max_age_ns / 1e9)
 
 
 def allowance(config: Config, tier: Tier) -> float | None:
@@ -92,18 +132,25 @@ def allowance(config: Config, tier: Tier) -> float | None:
 
 def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
     ssd = config.ssd
-    options = SsdOptions(
+    options = replace(
+        _ssd_options(config),
+        seal=seal,
+        worth=worth if ssd_eviction(config) != "lru" else None,
+    )
+    return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
+
+
+def _ssd_options(config: Config) -> SsdOptions:
+    ssd = config.ssd
+    return SsdOptions(
         direct_io=DirectIO(ssd.direct_io),
         durability=Durability(ssd.durability),
         free_space_floor_bytes=ssd.free_space_floor_bytes,
         free_inodes_floor=ssd.free_inodes_floor,
         write_budget_bytes=ssd.write_budget_bytes,
         max_age_s=_whole_seconds(ssd.max_age_ns),
-        seal=seal,
         num_workers=ssd.io_threads,
-        worth=worth if ssd_eviction(config) != "lru" else None,
     )
-    return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
 
 
 def _whole_seconds(time_ns: int) -> int:
@@ -111,7 +158,9 @@ def _whole_seconds(time_ns: int) -> int:
     return -(-time_ns // 1_000_000_000)
 
 
-def _remote(config: Config, seal: Seal) -> RemoteTier:
+def _remote(config: Config, seal: Seal) -> "RemoteTier":
+    from kvtier.tiers.remote import RemoteOptions, RemoteTier
+
     remote = config.remote
     options = RemoteOptions(
         key_prefix=remote.key_prefix,

@@ -6,7 +6,7 @@ from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
 from kvtier.engine.request import TierTokens
 
-__all__ = ["Timing", "TokenAccount"]
+__all__ = ["Stalls", "Timing", "TokenAccount"]
 
 _NOT_YET, _COUNTED = b"\0", b"\1"
 
@@ -50,6 +50,26 @@ class TokenAccount:
     def tier_tokens(self) -> TierTokens:
         """Return the tokens that were not computed, by tier."""
         return TierTokens(**{tier.value: count for tier, count in self.by_tier.items()})
+
+
+class Stalls:
+    """Time in which there were requests and nothing could be computed, by what they waited for."""
+
+    def __init__(self) -> None:
+        self._waited_ns: dict[str, int] = {}
+        self._waits_for = ""
+        self._since_ns = 0
+
+    def note(self, waits_for: str, now_ns: int) -> None:
+        """Note what is waited for from now on; nothing while something is computed."""
+        if self._waits_for:
+            waited_ns = self._waited_ns.get(self._waits_for, 0) + now_ns - self._since_ns
+            self._waited_ns[self._waits_for] = waited_ns
+        self._waits_for, self._since_ns = waits_for, now_ns
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time so far, up to the last note; from any thread."""
+        return {waited: ns / 1e9 for waited, ns in self._waited_ns.copy().items()}
 
 
 @dataclass(slots=True)

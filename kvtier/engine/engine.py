@@ -4,7 +4,6 @@ Synchronous and without a thread of its own (``runner`` has that): every call bu
 to one thread, and the time comes in as an argument.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import KeySpace, chain_root, tenant_digest
 from kvtier.core.layout import KVLayout, paged_layout
 from kvtier.core.residency import TierName
-from kvtier.engine.account import Timing, TokenAccount
+from kvtier.engine.account import Stalls, Timing, TokenAccount
 from kvtier.engine.attention import AttentionBatch, Span
 from kvtier.engine.fingerprint import key_space
 from kvtier.engine.model import LoadedModel
@@ -35,10 +34,11 @@ from kvtier.engine.scheduler import Chunk, Scheduler
 from kvtier.engine.sequence import BlockChain, Phase, Sequence
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["Engine", "EngineSnapshot", "block_layout", "create_pool"]
 
-_log = logging.getLogger(__name__)
+_log = Log("kvtier.engine")
 
 _REPORTS_MAX = 1024
 """Steps kept for whoever counts them; the oldest go first."""
@@ -57,6 +57,8 @@ class EngineSnapshot:
     num_steps: int
     num_preemptions: int
     num_stores_skipped: int
+    stall_seconds: dict[str, float]
+    """In which nothing could be computed, by what was waited for: see ``Stalls``."""
     num_waiting: int
     num_loading: int
     num_running: int
@@ -128,6 +130,8 @@ class Engine:
         self._computed = self._num_generated = self._num_steps = 0
         self._num_prefill = self._num_decode = 0
         self._last_step_seconds = 0.0
+        self._stalls = Stalls()
+        self._faults = Repeated(_log)
         self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
 
     # Requests
@@ -229,13 +233,16 @@ class Engine:
         moved = scheduler.poll(now_ns)
         moved |= scheduler.admit(now_ns)
         chunks = scheduler.plan(now_ns)
+        is_stalled = not chunks and scheduler.sequences
+        self._stalls.note(scheduler.loader.waits_for if is_stalled else "", now_ns)
         if not chunks:
             return moved
         start_ns = self._clock_ns()
         try:
             tokens = self._compute(chunks)
         except Exception as error:  # the model's code may raise anything: its batch ends, not we
-            _log.exception("a step of %d sequences failed", len(chunks))
+            requests = [chunk.sequence.request_id for chunk in chunks]
+            self._faults.exception("a step failed", requests=" ".join(requests))
             for chunk in chunks:
                 self._end(chunk.sequence, FinishReason.ERROR, error=f"the step failed: {error}")
             return True
@@ -294,7 +301,9 @@ class Engine:
         ):
             self._end(sequence, FinishReason.LENGTH, token)
         else:
-            self._deliver(sequence, Output(request.request_id, (token,)))
+            # Who supplied the prompt is known now, and does not change any more.
+            usage = sequence.usage() if sequence.num_generated == 1 else None
+            self._deliver(sequence, Output(request.request_id, (token,), usage=usage))
 
     def _finish(self, sequence: Sequence, first_token_ns: int | None = None) -> None:
         """Tell the port that a prompt is done with, and what came of its plan."""
@@ -304,6 +313,13 @@ class Engine:
             outcome = sequence.timing.outcome(
                 sequence.plan.decision, sequence.account.computed, first_token_ns
             )
+        _log.debug(
+            "a prompt is done",
+            request=sequence.request_id,
+            decision=sequence.plan.decision if sequence.plan else "none",
+            computed_tokens=sequence.account.computed,
+            ttft_s=outcome.ttft_s if outcome else "unknown",
+        )
         self.port.finish(sequence.request_id, outcome)
 
     def _end(self, sequence: Sequence, finish: FinishReason, *tokens: int, error: str = "") -> None:
@@ -321,7 +337,7 @@ class Engine:
         try:
             sequence.deliver(output)
         except Exception:  # a client's fault must not stop the others
-            _log.exception("the receiver of request %s failed", sequence.request_id)
+            self._faults.exception("a receiver failed", request=sequence.request_id)
             if output.finish is None:
                 self._scheduler.remove(sequence)
 
@@ -373,6 +389,7 @@ class Engine:
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_stores_skipped=scheduler.offload.num_skipped,
+            stall_seconds=self._stalls.seconds(),
             num_waiting=scheduler.num_waiting,
             num_loading=scheduler.count(Phase.LOOKING, Phase.LOADING),
             num_running=scheduler.count(Phase.RUNNING),

@@ -75,6 +75,13 @@ class Loader:
         return len(self._lookups) + len(self._loads)
 
     @property
+    def waits_for(self) -> str:
+        """Return what the longest wait is for: a ``load``, else a ``lookup``, else nothing."""
+        if self._loads:
+            return "load"
+        return "lookup" if self._lookups else ""
+
+    @property
     def num_reserved(self) -> int:
         """Return the pool's blocks that those who look up were promised."""
         return sum(sequence.num_reserved for sequence in self._lookups.values())

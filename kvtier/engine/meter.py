@@ -8,11 +8,14 @@ from kvtier.engine.engine import EngineSnapshot
 from kvtier.engine.request import Usage
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
+    ATTACHED,
+    COPY_SECONDS,
     DECODE_TOKENS,
     ENGINE_METRICS,
     GENERATED_TOKENS,
     INTER_TOKEN_SECONDS,
     POOL_BLOCKS,
+    POOL_BYTES,
     PREEMPTIONS,
     PREFILL_TOKENS,
     PROMPT_TOKENS,
@@ -21,8 +24,11 @@ from kvtier.observe.table import (
     REQUESTS_LOADING,
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
+    RESTORE_STALL_SECONDS,
+    SKIPPED_BLOCKS,
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
+    Route,
 )
 
 __all__ = ["EngineMeter"]
@@ -42,15 +48,26 @@ class EngineMeter:
         """Note the time to first token, by the slowest source of the prompt's KV."""
         self.metrics.observe(TIME_TO_FIRST_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
-    def token_gap(self, seconds: float) -> None:
-        """Note the time between two tokens."""
-        self.metrics.observe(INTER_TOKEN_SECONDS, seconds)
+    def token_gap(self, seconds: float, usage: Usage) -> None:
+        """Note the time between two tokens, by the same source."""
+        self.metrics.observe(INTER_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
     def finished(self, outcome: str) -> None:
         """Note the end of a request."""
         self.metrics.add(REQUESTS, outcome=outcome)
 
-    def update(self, snapshot: EngineSnapshot, steps: list[StepSample], *, is_ready: bool) -> None:
+    def copied(self, route: Route, seconds: float) -> None:
+        """Note the copy of one block."""
+        self.metrics.observe(COPY_SECONDS, seconds, route=route)
+
+    def update(
+        self,
+        snapshot: EngineSnapshot,
+        steps: list[StepSample],
+        *,
+        is_ready: bool,
+        is_attached: bool,
+    ) -> None:
         """Bring gauges and counters up to a snapshot, and note the steps since the last one."""
         metrics, last = self.metrics, self._last
         for tier in TierName:
@@ -65,18 +82,24 @@ class EngineMeter:
             (DECODE_TOKENS, "num_decode_tokens"),
             (GENERATED_TOKENS, "num_generated_tokens"),
             (PREEMPTIONS, "num_preemptions"),
+            (SKIPPED_BLOCKS, "num_stores_skipped"),
         ):
             before = getattr(last, name) if last else 0
             metrics.add(counter, getattr(snapshot, name) - before)
+        for waited, seconds in snapshot.stall_seconds.items():
+            before_s = last.stall_seconds.get(waited, 0.0) if last else 0.0
+            metrics.add(RESTORE_STALL_SECONDS, seconds - before_s, waits_for=waited)
         for step in steps:
             metrics.observe(STEP_SECONDS, step.seconds)
         metrics.set(REQUESTS_WAITING, snapshot.num_waiting)
         metrics.set(REQUESTS_LOADING, snapshot.num_loading)
         metrics.set(REQUESTS_RUNNING, snapshot.num_running)
-        metrics.set(POOL_BLOCKS, snapshot.pool_blocks.used, state="used")
-        metrics.set(POOL_BLOCKS, snapshot.pool_blocks.cached, state="cached")
-        metrics.set(POOL_BLOCKS, snapshot.pool_blocks.free, state="free")
+        for state in dict(POOL_BLOCKS.labels)["state"]:
+            num_blocks = getattr(snapshot.pool_blocks, state)
+            metrics.set(POOL_BLOCKS, num_blocks, state=state)
+            metrics.set(POOL_BYTES, num_blocks * snapshot.block_bytes, state=state)
         metrics.set(READY, is_ready)
+        metrics.set(ATTACHED, is_attached)
         self._last = snapshot
 
 

@@ -194,7 +194,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of a request; the last one has a finish reason and the usage."""
+    """New tokens of a request; the last one has a finish reason.
+
+    The first one with tokens and the last one have the usage, as far as it is known then.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -4,7 +4,6 @@ Everything that touches the engine happens on this thread; other threads leave o
 wait is without a deadline, and no fault leaves a request without its last output.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -14,10 +13,11 @@ from typing import TypeVar
 
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import Deliver, FinishReason, Output, QueueFull, Request, RequestRefused
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["EngineRunner"]
 
-_log = logging.getLogger(__name__)
+_log = Log("kvtier.engine")
 
 _Result = TypeVar("_Result")
 
@@ -38,6 +38,7 @@ class EngineRunner:
     def __init__(self, engine: Engine, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.engine = engine
         self._clock_ns = clock_ns
+        self._faults = Repeated(_log)
         self._orders: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_woken = False
@@ -142,7 +143,7 @@ class EngineRunner:
             try:
                 has_moved |= self.engine.step(self._clock_ns())
             except Exception as error:  # a bug of ours: no request may hang because of it
-                _log.exception("the engine failed between steps")
+                self._faults.exception("the engine failed between steps")
                 self.engine.fail_all(f"the engine failed: {error}")
             if has_moved:
                 self.last_progress_ns = self._clock_ns()
@@ -162,7 +163,7 @@ class EngineRunner:
             try:
                 order()
             except Exception:  # each order answers its caller itself; what is left is a bug of ours
-                _log.exception("an order to the engine failed")
+                self._faults.exception("an order to the engine failed")
         return bool(orders)
 
     def _sleep(self) -> None:

@@ -133,6 +133,10 @@ class Cache:
         """Publish one row; False if it was expelled meanwhile."""
         return bool(self.publish_all([row], [checksum]))
 
+    def payload_bytes(self, rows: Sequence[int]) -> int:
+        """Return the bytes of these rows' payloads, together."""
+        return int(self.index.payload_bytes[np.array(rows, np.int64)].sum())
+
     def publish_all(self, rows: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
         """Make claimed rows readable; returns those that are, not expelled meanwhile."""
         index, numbers = self.index, np.array(rows, np.int64)

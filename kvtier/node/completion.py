@@ -59,6 +59,10 @@ class Completions:
 
     def read(self, event: ReadDone, now_ns: int) -> list[Action]:
         """Publish what was read; what was not is looked for elsewhere, or missed."""
+        orphan = self._transfers.end_orphan(event.transfer)
+        if orphan is not None:
+            lost = [self._loads.block_lost(row, "failed", Fate.DETACHED) for row in orphan.rows]
+            return [action for each in lost for action in each]
         lane, flight = self._transfers.end(event.transfer)
         tier, rows = lane.tier.name, flight.rows
         actions: list[Action] = []
@@ -70,17 +74,20 @@ class Completions:
                 actions += self._loads.block_missed(row, Fate.TIER_DOWN, now_ns)
             return actions
         self._metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"{tier}_to_cpu")
+        outcome = "late" if flight.is_overdue else "complete"
         for row, result in zip(rows, event.results, strict=True):
             if isinstance(result, MissReason):
                 actions += self._missed(tier, row, result, now_ns)
             else:
-                self._count_bytes(f"{tier}_to_cpu", (row,), "complete")
+                self._count_bytes(f"{tier}_to_cpu", (row,), outcome)
                 self._cache.publish(row, result)
                 actions += self._loads.block_ready(row)
         return actions
 
     def written(self, event: WriteDone, now_ns: int) -> None:
         """Note what a tier took, and what it let go for that."""
+        if self._transfers.end_orphan(event.transfer) is not None:
+            return
         lane, flight = self._transfers.end(event.transfer)
         tier, rows, index = lane.tier.name, flight.rows, self._cache.index
         self._measurements.ended(lane, flight, event, now_ns)
@@ -133,5 +140,5 @@ class Completions:
         self._metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
 
     def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
-        num_bytes = int(self._cache.index.payload_bytes[np.array(rows)].sum())
+        num_bytes = self._cache.payload_bytes(rows)
         self._metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)

@@ -83,7 +83,7 @@ class Crew:
 
         name = self.tier.properties.name
         if not self._spare.submit(run, what, limit_ns):
-            raise TierTimeout(f"{name}: too much waits for its spare thread")
+            raise TierTimeout(f"{name}: its spare thread takes no more for now")
         try:
             return await asyncio.wait_for(future, limit_ns / 1e9 + _WAIT_S)
         except TimeoutError:
@@ -115,6 +115,16 @@ class Crew:
         if not self.is_probing and self.tier.needs_probe(_PROBE_PERIOD_NS):
             self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Tell whether no call is under way, and none waits."""
+        return self._workers.num_calls + self._spare.num_calls == 0
+
+    def retire(self) -> None:
+        """Take no more calls; those that wait are still made, since somebody is owed their end."""
+        self._workers.retire()
+        self._spare.retire()
+
     def stop(self) -> None:
         """Begin nothing more; threads that are in a call are left to themselves."""
         self._workers.stop()
@@ -139,9 +149,9 @@ class Crew:
         except TierError as error:
             name = self.tier.properties.name
             self._warnings.warning("a probe failed", tier=name, error=error)
-        except Exception as error:
+        except Exception:
             self._metrics.add(BACKGROUND_FAULTS, task="health")
-            self._log.exception("a probe broke", tier=self.tier.properties.name, error=error)
+            self._warnings.exception("a probe broke", tier=self.tier.properties.name)
         self.to_loop(self._probed)
 
     def _probed(self) -> None:

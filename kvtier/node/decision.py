@@ -27,6 +27,7 @@ from kvtier.node.ledger import Decision, Ledger
 from kvtier.node.run import Run
 from kvtier.node.session import Session
 from kvtier.node.transfer import Transfers
+from kvtier.observe.log import Log
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
     ACTUAL_SECONDS,
@@ -38,6 +39,8 @@ from kvtier.observe.table import (
 )
 
 __all__ = ["Decisions"]
+
+_log = Log("kvtier.node")
 
 _COMPUTED = frozenset({PlanReason.PART, PlanReason.COST, PlanReason.RISK, PlanReason.GUARD})
 """Why blocks that are there are computed all the same, because that is faster."""
@@ -72,11 +75,22 @@ class Decisions:
         num_tokens = len(event.hashes) // HASH_BYTES * session.layout.block_tokens
         ask = self._ask(session, run, event.first, num_tokens, event.traits)
         ask = replace(ask, load=event.load)
+        session.tally.asked(ask)
         plan = Plan(number, 0, PlanReason.NOTHING)
         if len(run):
             plan = self._planner.plan(ask, number, now_ns)
             assert 0 <= plan.num_blocks <= len(run), "no more can be restored than was found"
             self._metrics.add(DECISIONS, reason=plan.reason)
+        _log.debug(
+            "a request was decided on",
+            request=event.traits.request_id,
+            decision=number,
+            engine=session.engine,
+            found_blocks=len(run),
+            restored_blocks=plan.num_blocks,
+            reason=plan.reason,
+            predicted_s=plan.total_s,
+        )
         if plan.reason in _COMPUTED:
             missed[Fate.COST] += len(run) - plan.num_blocks
         self.ledger.add(
@@ -109,6 +123,14 @@ class Decisions:
             return
         judgement = self._planner.note_outcome(decision.ask, decision.plan, outcome, now_ns)
         self.ledger.close(outcome.decision, outcome, judgement)
+        session.tally.told(decision.ask, outcome, judgement)
+        _log.debug(
+            "a request got its first token",
+            request=decision.request_id,
+            decision=decision.number,
+            restore_s=outcome.restore_s,
+            ttft_s=outcome.ttft_s,
+        )
         for tier, seconds in judgement.saved_s.items():
             self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
         for tier, seconds in judgement.lost_s.items():

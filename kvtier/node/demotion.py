@@ -23,7 +23,7 @@ from kvtier.core.limits import (
 from kvtier.core.residency import Residency
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
 from kvtier.node.writes import Writes
 from kvtier.observe.table import DEMOTED_BLOCKS, REFUSED_BLOCKS
 
@@ -105,7 +105,7 @@ class Demotion:
         """
         index = self._cache.index
         for lane in self._transfers.lanes.values():
-            if lane.tier.write is WriteMode.DEMOTE:
+            if lane.tier.write is WriteMode.DEMOTE and lane.duty is Duty.FULL:
                 is_missed = index.past[rows] & WAS_DEMOTED == 0
                 is_missed &= index.residency(rows, lane.tier.name) == Residency.ABSENT
                 self._cache.metrics.add(
@@ -115,7 +115,7 @@ class Demotion:
     def _lanes(self, now_ns: int, *modes: WriteMode) -> list[Lane]:
         """Return the lanes that are written to in one of these modes, and can be used."""
         lanes = self._transfers.lanes.values()
-        return [lane for lane in lanes if lane.tier.write in modes and lane.is_usable(now_ns)]
+        return [lane for lane in lanes if lane.tier.write in modes and lane.takes_writes(now_ns)]
 
     def _num_claims_between(self) -> int:
         """Return how many slots are given out between two looks: few of those looked at."""

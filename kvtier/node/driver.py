@@ -6,7 +6,7 @@ completion is posted back to the loop. A timer wakes the node at the deadline it
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from itertools import count
 
@@ -17,8 +17,10 @@ from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.node import Node
+from kvtier.node.transfer import Duty
 from kvtier.observe.log import Log, Repeated
 from kvtier.observe.table import POLICY_SECONDS
+from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -56,10 +58,11 @@ class Driver:
         self,
         node: Node,
         arena: HostArena,
-        tiers: Mapping[TierName, BreakerTier],
+        tiers: dict[TierName, BreakerTier],
     ) -> None:
         self.node = node
         self.tiers = tiers
+        """Those that are used now: they come and go as operators say."""
         self.crews = {name: Crew(tier, node.metrics) for name, tier in tiers.items()}
         self._arena = arena
         self.on_register: Callable[[ev.Register], None] = lambda _event: None
@@ -161,7 +164,7 @@ class Driver:
         self._arm()
         now_ns = time.monotonic_ns()
         lanes = self.node.transfers.lanes.values()
-        if all(lane.is_idle or not lane.is_usable(now_ns) for lane in lanes):
+        if all(lane.is_idle or not lane.is_working(now_ns) for lane in lanes):
             self._quiet.set()
         else:
             self._quiet.clear()
@@ -193,18 +196,34 @@ class Driver:
         for crew in self.crews.values():
             crew.stop()
 
-    async def check_health(self, crew: Crew) -> None:
+    def put_on(self, tier: BreakerTier) -> None:
+        """Have a tier used, of which the node knows already what it holds."""
+        name = tier.properties.name
+        self.tiers[name], self.crews[name] = tier, Crew(tier, self.node.metrics)
+        self.post(ev.TierDuty(name, Duty.FULL))
+
+    def take_off(self, name: TierName) -> Crew:
+        """Use a tier no more, whatever is under way; returns its crew, which may still be at it."""
+        self.post(ev.TierDuty(name, Duty.NONE))
+        del self.tiers[name]
+        crew = self.crews.pop(name)
+        crew.retire()
+        return crew
+
+    async def check_health(self, name: TierName) -> None:
         """Tell the node whether a tier is up, and have it touched if it is time."""
-        crew.check(partial(self._note_health, crew.tier.properties.name))
+        crew = self.crews.get(name)
+        if crew is not None:
+            crew.check(partial(self._note_health, name))
 
     def stalled(self, limit_s: float) -> list[TierName]:
         """Return the tiers that count as up, have work queued, and moved nothing for so long."""
         now_ns = time.monotonic_ns()
         stalled = []
         for name, lane in self.node.transfers.lanes.items():
-            if not (lane.reads or lane.writes) or not lane.is_usable(now_ns):
+            if not (lane.reads or lane.writes) or not lane.is_working(now_ns):
                 self._moved_ns[name] = now_ns
-            elif now_ns - self._moved_ns[name] > limit_s * 1e9:
+            elif now_ns - self._moved_ns.get(name, now_ns) > limit_s * 1e9:
                 stalled.append(name)
         return stalled
 
@@ -235,10 +254,16 @@ class Driver:
             case _:
                 # Said to operators, to whom a probe is something else.
                 what = "lookup" if isinstance(action, ac.Probe) else type(action).__name__.lower()
-                work = partial(self._work, action)
-                if not self.crews[action.tier].submit(work, what, action.deadline_ns):
+                crew = self.crews[action.tier]
+                work = partial(self._work, crew, action)
+                if not crew.submit(work, what, action.deadline_ns):
                     event = _faulted(action, "too much waits for the tier's threads")
                     self._loop.call_soon(self.post, event)
+
+    def _completed(self, crew: Crew, event: ev.Event) -> None:
+        # The node knows which transfers are of a tier that was taken off, but not which purges.
+        if not isinstance(event, ev.PurgeDone) or self.crews.get(event.tier) is crew:
+            self.post(event)
 
     def _answer(self, action: ac.Reply | ac.Progress) -> None:
         if action.call in self._streams:
@@ -259,21 +284,20 @@ class Driver:
 
     # On the tiers' threads
 
-    def _work(self, action: TierWork) -> None:
+    def _work(self, crew: Crew, action: TierWork) -> None:
         """Do what a tier is asked, and bring the completion back; there always is one."""
         try:
-            event = self._done(action)
+            event = self._done(crew.tier, action)
         except TierError as error:
             self._log.warning("a tier failed", tier=action.tier, error=error)
             event = _faulted(action, str(error))
         except Exception as error:
             # A bug in a tier. Told as a fault, so that nobody waits for it for ever.
-            Log("kvtier.node").exception("a tier broke", tier=action.tier)
+            self._log.exception("a tier broke", tier=action.tier)
             event = _faulted(action, repr(error))
-        self.crews[action.tier].to_loop(partial(self.post, event))
+        crew.to_loop(partial(self._completed, crew, event))
 
-    def _done(self, action: TierWork) -> ev.Event:
-        tier = self.tiers[action.tier]
+    def _done(self, tier: Tier, action: TierWork) -> ev.Event:
         match action:
             case ac.Read():
                 return self._read(tier, action)
@@ -298,7 +322,8 @@ class Driver:
             for block in action.blocks
         ]
         start_ns = time.monotonic_ns()
-        results = tier.read(reads, action.deadline_ns)
+        with TRACES.read(action.tier, len(reads), (read.block_hash for read in reads)):
+            results = tier.read(reads, action.deadline_ns)
         outcomes = tuple(r if isinstance(r, MissReason) else r.checksum for r in results)
         return ev.ReadDone(action.transfer, outcomes, _since(start_ns))
 

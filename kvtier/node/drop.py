@@ -10,7 +10,7 @@ The CPU tier lets go at once of what nobody uses; a slower one is purged when no
 written to it. What is still held at the deadline is counted as kept, and is served no more.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +23,22 @@ from kvtier.node.action import Action, Dropped, Order, Purge, Reply
 from kvtier.node.cache import Cache
 from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
-from kvtier.node.transfer import Lane, Transfers
+from kvtier.node.transfer import Duty, Lane, Transfers
 from kvtier.observe.table import DROPPED_BLOCKS
 from kvtier.tiers.base import Removed
 
 __all__ = ["Drops"]
 
 
+_DETACHED = "it is detached, and keeps what it has"
+_EMPTIED = "it was emptied, but detached before the drop ended: what it has now is not known"
+
+
 @dataclass(slots=True)
 class _Pending:
     event: Drop
+    lanes: list[Lane]
+    """Those it has closed to what is dropped; others may come meanwhile."""
     done: dict[TierName, Dropped] = field(default_factory=dict)
     purging: set[TierName] = field(default_factory=set)
     orders: dict[int, str] = field(default_factory=dict)
@@ -62,7 +68,8 @@ class Drops:
 
     def start(self, event: Drop, now_ns: int) -> list[Action]:
         """Begin to empty tiers; the answer comes when all are done."""
-        drop = _Pending(event)
+        lanes = self._transfers.lanes
+        drop = _Pending(event, [lanes[tier] for tier in event.tiers if tier in lanes])
         self._pending.append(drop)
         actions: list[Action] = []
         if TierName.GPU in event.tiers:
@@ -70,7 +77,7 @@ class Drops:
         if TierName.CPU in event.tiers:
             self._cache.closed.append(event.selection)
             self._expel(drop)
-        for lane in self._lanes(event):
+        for lane in drop.lanes:
             lane.closed.append(event.selection)
             self._transfers.cancel_writes(lane, event.selection)
         return actions + self.advance(now_ns)
@@ -83,7 +90,7 @@ class Drops:
             actions += self._step(drop, is_overdue)
             if len(drop.done) == len(set(drop.event.tiers)):
                 self._pending.remove(drop)
-                self._reopen(drop.event)
+                self._reopen(drop)
                 answer = tuple(drop.done[tier] for tier in drop.event.tiers)
                 actions.append(Reply(drop.event.call, answer))
         return actions
@@ -104,6 +111,22 @@ class Drops:
                 drop.purging.remove(event.tier)
                 drop.report(event.tier, event.removed, error=event.fault)
 
+    def detached(self, tier: TierName) -> None:
+        """Note that a tier was taken off: what it has when it comes back is none of a drop's.
+
+        Nor is it where the tier was emptied before: whoever has the medium may write to it, and
+        it may come back with that before the answer, which then must not say that it is empty.
+        """
+        for drop in self._pending:
+            if tier not in drop.event.tiers:
+                continue
+            done = drop.done.get(tier)
+            if done is None:
+                drop.purging.discard(tier)
+                drop.report(tier, Removed(), error=_DETACHED)
+            elif not done.error:
+                drop.done[tier] = replace(done, error=_EMPTIED)
+
     def answered(self, order: int, removed: Removed) -> None:
         """Note an engine's answer."""
         for drop in self._pending:
@@ -121,9 +144,6 @@ class Drops:
     def next_deadline_ns(self) -> int | None:
         """Return when the next drop must be answered."""
         return min((d.event.deadline_ns - DROP_GRACE_NS for d in self._pending), default=None)
-
-    def _lanes(self, event: Drop) -> list[Lane]:
-        return [self._transfers.lanes[t] for t in event.tiers if t in self._transfers.lanes]
 
     def _order(self, drop: _Pending) -> list[Action]:
         """Have engines empty their own tier; they know no selection but all."""
@@ -146,11 +166,11 @@ class Drops:
         with cache.whereabouts.leaving(Fate.DROPPED):
             cache.expel(held)
 
-    def _reopen(self, event: Drop) -> None:
-        if TierName.CPU in event.tiers:
-            self._cache.closed.remove(event.selection)
-        for lane in self._lanes(event):
-            lane.closed.remove(event.selection)
+    def _reopen(self, drop: _Pending) -> None:
+        if TierName.CPU in drop.event.tiers:
+            self._cache.closed.remove(drop.event.selection)
+        for lane in drop.lanes:
+            lane.closed.remove(drop.event.selection)
 
     def _step(self, drop: _Pending, is_overdue: bool) -> list[Action]:
         actions: list[Action] = []
@@ -192,6 +212,9 @@ class Drops:
         lane, selection = self._transfers.lanes.get(tier), drop.event.selection
         if lane is None:
             drop.report(tier, Removed(), error="there is no such tier here")
+        elif lane.duty is Duty.NONE:
+            drop.purging.discard(tier)
+            drop.report(tier, Removed(), error=_DETACHED)
         elif is_overdue:
             rows = self._cache.index.in_state(tier, Residency.READY)
             kept = len(self._cache.index.selected(rows, selection))

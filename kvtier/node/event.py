@@ -12,6 +12,7 @@ from kvtier.core.layout import KVLayout
 from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.node.transfer import Duty, SlowTier
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "CompleteStore",
     "Drop",
     "Event",
+    "Forget",
     "Load",
     "Lookup",
     "Lost",
@@ -37,7 +39,10 @@ __all__ = [
     "SessionEnded",
     "SlabsReserved",
     "Tick",
+    "TierDuty",
+    "TierSettings",
     "TierUp",
+    "Tuned",
     "Warm",
     "WriteDone",
 ]
@@ -273,11 +278,45 @@ class TierUp:
 
 
 @dataclass(frozen=True, slots=True)
+class TierDuty:
+    """An operator wants a tier used for this."""
+
+    tier: TierName
+    duty: Duty
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """A tier that is off duty, or new, is about to be put on; what it holds comes first."""
+
+    settings: SlowTier
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A tier that is off duty held some of these rows of the index, and they are lost to us."""
+
+    tier: TierName
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class Allowance:
     """So much may be written to a tier for the time being; None: as much as there is."""
 
     tier: TierName
     bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The operator wants the node to go by these settings from now on."""
+
+    lease_ns: int
+    """For engines that register from now on."""
+    pin_share: float
+    tiers: tuple[SlowTier, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +333,7 @@ class SlabsReserved:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A persistent tier was found to hold these blocks."""
+    """A persistent tier was found to hold these blocks; each is told once."""
 
     tier: TierName
     headers: Headers
@@ -324,8 +363,12 @@ Event = (
     | PurgeDone
     | Lost
     | TierUp
+    | TierDuty
+    | TierSettings
+    | Forget
     | Allowance
     | Closing
+    | Tuned
     | SlabsReserved
     | Recovered
     | Tick

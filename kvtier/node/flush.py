@@ -17,7 +17,7 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.table import Keys, Rows, as_keys
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
 from kvtier.node.writes import Writes
 
 __all__ = ["Flush"]
@@ -40,52 +40,54 @@ class Flush:
         self._transfers = transfers
         self._writes = writes
         self._history = history
-        self._lingering: dict[TierName, deque[tuple[int, Keys]]] = {
-            lane.tier.name: deque(maxlen=LINGERING_STORES_MAX)
-            for lane in self._lanes()
-            if lane.tier.flush_after_ns
-        }
-        """By tier, when what was stored together is due, oldest first."""
+        self._lingering: dict[TierName, deque[tuple[int, Keys]]] = {}
+        """By tier, when what was stored together came, oldest first."""
         self._closing: dict[TierName, deque[bytes]] = {}
         """By tier, what is to be written before the daemon stops, most worth first."""
+        self._is_closing = False
         self._resume_ns = 0
         """What is due waits until then, so that others get their turn."""
 
     def stored(self, rows: list[int], now_ns: int) -> None:
         """Note blocks of one chain that came into the CPU tier."""
-        for name, stores in self._lingering.items():
-            due_ns = now_ns + self._transfers.lanes[name].tier.flush_after_ns
-            stores.append((due_ns, self._cache.index.keys_of(np.array(rows))))
+        for lane in self._lanes():
+            if lane.tier.flush_after_ns and not self._is_closing:
+                empty: deque[tuple[int, Keys]] = deque(maxlen=LINGERING_STORES_MAX)
+                keys = self._cache.index.keys_of(np.array(rows))
+                self._lingering.setdefault(lane.tier.name, empty).append((now_ns, keys))
 
     def close(self, now_ns: int) -> None:
         """Begin to write what the tiers would take; each is idle once it is all there."""
+        self._is_closing = True
         self._lingering.clear()
         for lane in self._lanes():
-            if lane.is_usable(now_ns):
+            if lane.takes_writes(now_ns):
                 self._closing[lane.tier.name] = deque(self._worthy(lane, now_ns))
 
     def advance(self, now_ns: int) -> None:
         """Queue what is due, as far as there is room for it; a bounded number of blocks."""
         for name in self._lingering:
             lane = self._transfers.lanes[name]
-            if lane.is_idle and lane.is_usable(now_ns) and now_ns >= self._resume_ns:
+            due_ns = self._due_ns(lane)
+            if due_ns is not None and due_ns <= now_ns and lane.takes_writes(now_ns):
                 self._write_lingering(lane, now_ns)
         for name, keys in self._closing.items():
             lane = self._transfers.lanes[name]
-            while keys and lane.is_usable(now_ns) and self._transfers.room_bytes(lane) > 0:
+            while keys and lane.takes_writes(now_ns) and self._transfers.room_bytes(lane) > 0:
                 self._write_closing(lane, keys.popleft(), now_ns)
 
     def next_deadline_ns(self) -> int | None:
         """Return when something is due that could be written then."""
-        lanes = self._transfers.lanes
-        return min(
-            (
-                max(stores[0][0], self._resume_ns)
-                for name, stores in self._lingering.items()
-                if stores and lanes[name].is_idle and lanes[name].is_up
-            ),
-            default=None,
-        )
+        lanes = [self._transfers.lanes[name] for name in self._lingering]
+        dues = [self._due_ns(lane) for lane in lanes if lane.is_up and lane.duty is Duty.FULL]
+        return min((due_ns for due_ns in dues if due_ns is not None), default=None)
+
+    def _due_ns(self, lane: Lane) -> int | None:
+        """Return when an idle tier is to be written to next."""
+        stores, after_ns = self._lingering.get(lane.tier.name), lane.tier.flush_after_ns
+        if not (stores and after_ns and lane.is_idle):
+            return None
+        return max(stores[0][0] + after_ns, self._resume_ns)
 
     def _lanes(self) -> list[Lane]:
         lanes = self._transfers.lanes.values()
@@ -93,10 +95,11 @@ class Flush:
 
     def _write_lingering(self, lane: Lane, now_ns: int) -> None:
         stores, num_left = self._lingering[lane.tier.name], DEMOTION_BLOCKS_MAX
-        while stores and stores[0][0] <= now_ns and num_left > 0:
-            due_ns, keys = stores.popleft()
+        came_ns = now_ns - lane.tier.flush_after_ns
+        while stores and stores[0][0] <= came_ns and num_left > 0:
+            stored_ns, keys = stores.popleft()
             if len(keys) > num_left:  # the tail first: its parents are then needed
-                stores.appendleft((due_ns, keys[:-num_left]))
+                stores.appendleft((stored_ns, keys[:-num_left]))
                 keys = keys[-num_left:]
             num_left -= len(keys)
             rows = self._cache.index.find(keys)

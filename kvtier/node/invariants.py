@@ -9,15 +9,25 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.index import NO_SLOT
+from kvtier.core.index import NO_SLOT, Index
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.invariants import check_history, residents
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.node import Node
+from kvtier.node.transfer import Duty
+from kvtier.observe.table import (
+    ABSENT_TOKENS,
+    ASKED_TOKENS,
+    FOUND_TOKENS,
+    LEFT_TOKENS,
+    LOADED_TOKENS,
+    ORDERED_TOKENS,
+    UNLOADED_TOKENS,
+)
 
-__all__ = ["check", "check_memory"]
+__all__ = ["check", "check_books", "check_memory"]
 
 _CPU = LOWER_TIERS.index(TierName.CPU)
 
@@ -27,6 +37,7 @@ def check(node: Node) -> None:
     rows = np.sort(node.cache.index.rows())
     state = node.cache.index.state[rows]
     assert (state != Residency.ABSENT).any(axis=1).all(), "a row is in no tier at all"
+    _check_census(node.cache.index, rows)
     _check_slots(node.cache, rows, state[:, _CPU])
     _check_checksums(node.cache, rows, state[:, _CPU])
     _check_recency(node.cache, rows, state[:, _CPU])
@@ -52,6 +63,31 @@ def check_memory(node: Node) -> None:
         assert believed <= there, "the history has blocks in a tier that are not there"
         if not index.num_restored:
             assert believed == there, "a tier has blocks that the history does not know of"
+
+
+def check_books(node: Node) -> None:
+    """Raise AssertionError if the tokens counted do not add up; see ``books``. No load is open."""
+    tokens: Counter[str] = Counter()
+    for family in node.metrics.registry.collect():
+        for sample in family.samples:
+            tokens[sample.name] += int(sample.value)
+    found, left = tokens[FOUND_TOKENS.name], tokens[LEFT_TOKENS.name]
+    loaded, unloaded = tokens[LOADED_TOKENS.name], tokens[UNLOADED_TOKENS.name]
+    assert tokens[ASKED_TOKENS.name] == found + tokens[ABSENT_TOKENS.name], "tokens were lost"
+    assert left <= found, "more is left than was found"
+    assert tokens[ORDERED_TOKENS.name] == loaded + unloaded, "ordered tokens were lost"
+
+
+def _check_census(index: Index, rows: Rows) -> None:
+    """Require what is counted of each key space to be what a count finds."""
+    key_space_of = {number: scope.key_space for number, scope in index.scopes()}
+    for tier in LOWER_TIERS:
+        ready = rows[index.residency(rows, tier) == Residency.READY]
+        found = Counter[bytes]()
+        for number, count in zip(*np.unique(index.scope[ready], return_counts=True), strict=True):
+            found[key_space_of[int(number)]] += int(count)
+        counted = {key_space: held.num_blocks for key_space, held in index.held_in(tier).items()}
+        assert counted == found, f"the census of the {tier} tier is wrong"
 
 
 def _check_slots(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
@@ -97,10 +133,11 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
         for lease in session.loads.values()
         for row in lease.rows
     )
+    flights = [*node.transfers.orphans.values()]
     for lane in node.transfers.lanes.values():
         expected.update(row for row in lane.writes)
-        for flight in lane.flights.values():
-            expected.update(() if flight.is_read else flight.rows)
+        flights += lane.flights.values()
+    expected.update(row for flight in flights if not flight.is_read for row in flight.rows)
     pins = node.cache.index.pins[rows]
     pinned = dict(zip(rows[pins != 0].tolist(), pins[pins != 0].tolist(), strict=True))
     assert pinned == dict(expected), "pins are not those of leases and writes"
@@ -115,7 +152,8 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
 def _check_lanes(node: Node) -> None:
     """Require states that keep others off the blocks on their way, and a true count."""
     index = node.cache.index
-    reading: list[int] = []
+    orphans = node.transfers.orphans.values()
+    reading = [row for flight in orphans if flight.is_read for row in flight.rows]
     for name, lane in node.transfers.lanes.items():
         flights = lane.flights.values()
         lane.reads.check()
@@ -126,6 +164,8 @@ def _check_lanes(node: Node) -> None:
         assert sorted(writing) == sorted(index.in_state(name, Residency.WRITING).tolist())
         num_bytes = sum(slot_bytes(int(n)) for n in index.payload_bytes[np.array(writing, int)])
         assert num_bytes == lane.queued_bytes, "queued bytes are not those of the queue"
+        is_at_rest = lane.is_idle and lane.purging is None
+        assert lane.duty is not Duty.NONE or is_at_rest, "work for a tier that is off"
     stored = [
         row
         for session in node.sessions.values()

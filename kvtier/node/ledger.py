@@ -6,6 +6,7 @@ it says later, twice, or about another engine's decisions is not taken in.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from kvtier.core.fate import Fate
 from kvtier.core.identity import NO_TENANT
@@ -77,6 +78,10 @@ class Ledger:
     def find(self, number: int) -> Decision | None:
         """Return a decision by its number, if it is remembered."""
         return self._by_number.get(number)
+
+    def latest(self, count: int) -> list[Decision]:
+        """Return the last decisions, the newest first."""
+        return list(islice(reversed(self._by_number.values()), count))
 
     def find_request(self, request_id: str) -> Decision | None:
         """Return the last decision about a request, if it is remembered.

@@ -15,18 +15,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
 from kvtier.core.plan import Plan
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
 from kvtier.node.action import Action, Progress, Refused, Released, Reply
+from kvtier.node.books import count_load
 from kvtier.node.cache import Cache
 from kvtier.node.event import Load
 from kvtier.node.miss import Misses
 from kvtier.node.run import Run
 from kvtier.node.session import LoadLease, Session
 from kvtier.node.transfer import Transfers
-from kvtier.observe.table import MISS_BLOCKS
+from kvtier.observe.table import MISS_BLOCKS, TRANSFER_BYTES, Route
 
 __all__ = ["Loads"]
 
@@ -34,12 +36,11 @@ __all__ = ["Loads"]
 class Loads:
     """All open loads."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, misses: Misses, lease_ns: int) -> None:
+    def __init__(self, cache: Cache, transfers: Transfers, misses: Misses) -> None:
         self._cache = cache
         self._transfers = transfers
         self._misses = misses
         self._metrics = cache.metrics
-        self._lease_ns = lease_ns
         self._num_leases = 0
         self._waiting: dict[int, dict[int, LoadLease]] = defaultdict(dict)
         """By row, the leases that wait for it, by number."""
@@ -76,8 +77,10 @@ class Loads:
             tiers=[],
             decision=event.decision,
             num_found=len(run),
+            num_ordered=len(event.hashes) // HASH_BYTES - event.first,
+            block_tokens=session.layout.block_tokens,
             deadline_ns=deadline_ns,
-            expires_ns=event.deadline_ns + self._lease_ns,
+            expires_ns=event.deadline_ns + session.lease_ns,
             end=run.reason,
         )
         session.loads[lease.number] = lease
@@ -87,11 +90,16 @@ class Loads:
         return self._advance(lease) or [self._progress(lease, (), (), ())]
 
     def release(
-        self, session: Session, number: int, corrupt: Sequence[int] = ()
+        self,
+        session: Session,
+        number: int,
+        corrupt: Sequence[int] = (),
+        outcome: str = "complete",
     ) -> tuple[Released, list[Action]]:
         """End a lease; it held if it was still there. Blocks found corrupt are served no more.
 
-        A load that was still going on gets its last message.
+        A load that was still going on gets its last message. ``outcome`` is what became of the
+        blocks handed out, as far as one knows.
         """
         lease = session.loads.pop(number, None)
         if lease is None:
@@ -100,11 +108,14 @@ class Loads:
             if place < lease.num_sent:
                 self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
                 self._cache.condemn(lease.rows[place])
+        self._count_copied(lease, outcome)
+        actions: list[Action] = []
+        if not lease.is_ended:
+            lease.end = "released"
+            self._finish(lease)
+            actions = [self._progress(lease, (), (), (), lease.end)]
         self._cut(lease, 0)
-        if lease.is_ended:
-            return Released(held=True), []
-        lease.is_ended = True
-        return Released(held=True), [self._progress(lease, (), (), (), end="released")]
+        return Released(held=True), actions
 
     def block_ready(self, row: int) -> list[Action]:
         """Note that a row became ready in the CPU tier."""
@@ -129,15 +140,15 @@ class Loads:
                 return []
         return self.block_lost(row, "failed", fate)
 
-    def block_stuck(self, row: int) -> list[Action]:
-        """End every load that waits for a row whose read is overdue; its slot stays with the read.
+    def block_stuck(self, row: int, fate: Fate = Fate.DEADLINE) -> list[Action]:
+        """End every load that waits for a row whose read may never end, and keeps its slot.
 
         No other tier is tried: its bytes would need the very slot.
         """
         actions: list[Action] = []
         for lease in list(self._waiting.pop(row, {}).values()):
             self._count_late(lease)
-            self._end_at(lease, lease.rows.index(row), "late", Fate.DEADLINE)
+            self._end_at(lease, lease.rows.index(row), "late", fate)
             actions += self._advance(lease)
         return actions
 
@@ -162,6 +173,7 @@ class Loads:
                     actions += self._advance(lease)
                 if lease.expires_ns <= now_ns:
                     del session.loads[lease.number]
+                    self._count_copied(lease, "late")
                     self._cut(lease, 0)
         return actions
 
@@ -223,7 +235,8 @@ class Loads:
         fresh = rows[lease.num_sent : lease.num_ready]
         tiers = tuple(lease.tiers[lease.num_sent : lease.num_ready])
         lease.num_sent = lease.num_ready
-        lease.is_ended = is_last
+        if is_last:
+            self._finish(lease)
         offsets = self._cache.offsets(fresh)
         checksums = tuple(self._cache.checksum(row) for row in fresh)
         end = lease.end if is_last else ""
@@ -272,6 +285,16 @@ class Loads:
         del lease.rows[length:], lease.tiers[length:]
         if lease.num_ready >= length:
             self._transfers.forget_load(lease.number)
+
+    def _finish(self, lease: LoadLease) -> None:
+        """Note that no more is handed out."""
+        lease.is_ended = True
+        count_load(self._metrics, lease)
+
+    def _count_copied(self, lease: LoadLease, outcome: str) -> None:
+        """Count what the engine was handed, to copy it."""
+        num_bytes = self._cache.payload_bytes(lease.rows[: lease.num_sent])
+        self._metrics.add(TRANSFER_BYTES, num_bytes, route=Route.CPU_TO_GPU, outcome=outcome)
 
     def _count_late(self, lease: LoadLease) -> None:
         for tier in lease.tiers[lease.num_ready :]:

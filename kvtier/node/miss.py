@@ -11,7 +11,7 @@ from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.ledger import Ledger
 from kvtier.node.run import Chain, Run
-from kvtier.node.transfer import Transfers
+from kvtier.node.transfer import Duty, Transfers
 from kvtier.observe.table import MISSED_BLOCKS
 
 __all__ = ["Misses"]
@@ -87,7 +87,10 @@ class Misses:
             return None
         if self._cache.is_closed(chain.scope) or any(lane.is_closed(chain.scope) for lane in lanes):
             return Fate.DROPPED
-        return None if all(lane.is_usable(now_ns) for lane in lanes) else Fate.TIER_DOWN
+        if all(lane.is_usable(now_ns) for lane in lanes):
+            return None
+        is_off = all(lane.duty in {Duty.LAST, Duty.NONE} for lane in lanes)
+        return Fate.DETACHED if is_off else Fate.TIER_DOWN
 
     def _remembered(self, keys: Sequence[BlockHash], unoffered: Fate) -> list[Fate]:
         """Return what became of blocks that were asked for before."""

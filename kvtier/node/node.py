@@ -16,14 +16,13 @@ Rules
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.core.admission import Admission
 from kvtier.core.eviction import Eviction
 from kvtier.core.fate import Fate
-from kvtier.core.identity import HASH_BYTES
+from kvtier.core.identity import EVERYTHING, HASH_BYTES
 from kvtier.core.index import Scope
 from kvtier.core.layout import KNOWN_LAYOUTS
 from kvtier.core.limits import BLOCK_BYTES_MAX, ENGINE_SHARE, SESSIONS_MAX, STORE_ARENA_SHARE
@@ -35,11 +34,13 @@ from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import as_keys
 from kvtier.node import event as ev
 from kvtier.node.action import Action, Refused, Registered, Released, Reply
+from kvtier.node.books import count_lookup
 from kvtier.node.cache import Cache
 from kvtier.node.completion import Completions
 from kvtier.node.decision import Decisions
 from kvtier.node.demotion import Demotion
 from kvtier.node.drop import Drops
+from kvtier.node.duty import Duties
 from kvtier.node.feed import Feeds
 from kvtier.node.flush import Flush
 from kvtier.node.ledger import Ledger
@@ -51,15 +52,11 @@ from kvtier.node.probe import PendingLookup, Probes
 from kvtier.node.run import Chain, Run, chain_fault, find_run, has_repeats
 from kvtier.node.session import EngineReport, Session
 from kvtier.node.store import Stores
-from kvtier.node.transfer import SlowTier, Transfers
+from kvtier.node.transfer import Duty, SlowTier, Transfers
 from kvtier.node.use import Uses, use_of
 from kvtier.node.writes import Writes
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
-    ANNOUNCED_REQUESTS,
-    LOOKUP_BLOCKS,
-    MISS_BLOCKS,
-)
+from kvtier.observe.table import ANNOUNCED_REQUESTS, MISS_BLOCKS
 
 __all__ = ["Node", "NodeSettings"]
 
@@ -109,18 +106,18 @@ class Node:
         self.misses = Misses(self.cache, self.transfers, history, self.ledger)
         self.decisions = Decisions(self.transfers, planner, self.ledger, metrics)
         self.measurements = Measurements(self.cache, planner)
-        self.loads = Loads(self.cache, self.transfers, self.misses, settings.lease_ns)
+        self.loads = Loads(self.cache, self.transfers, self.misses)
         self.stores = Stores(
             self.cache,
             self.loads,
             self.transfers,
             admission,
-            settings.lease_ns,
             history=history,
             depth=depth,
         )
         self.stores.on_published = self._published
         self.drops = Drops(self.cache, self.transfers, self.sessions)
+        self._duties = Duties(self.cache, self.transfers, self.loads)
         self.feeds = Feeds(self.cache.index, self._is_up)
         self.probes = Probes(self.cache)
         self.lookahead = Lookahead(
@@ -206,8 +203,12 @@ class Node:
             ev.PurgeDone: self._purge_done,
             ev.Lost: self._lost,
             ev.TierUp: self._tier_up,
+            ev.TierDuty: self._tier_duty,
+            ev.TierSettings: self._tier_settings,
+            ev.Forget: self._forget,
             ev.Allowance: self._allowance,
             ev.Closing: self._closing,
+            ev.Tuned: self._tuned,
             ev.SlabsReserved: self._slabs_reserved,
             ev.Recovered: self._recovered,
             ev.Tick: self._tick,
@@ -234,6 +235,7 @@ class Node:
             engine=event.engine,
             transport=event.transport,
             pid=event.pid,
+            lease_ns=self._lease_ns,
             can_split=event.can_split,
         )
         if self.planner is not None:
@@ -262,7 +264,7 @@ class Node:
         for session in [s for s in self.sessions.values() if s.ticket == event.ticket]:
             del self.sessions[session.token]
             for number in list(session.loads):
-                actions += self.loads.release(session, number)[1]
+                actions += self.loads.release(session, number, outcome="cancelled")[1]
             actions += self.stores.abandon(session)
             self.drops.session_ended(session.token)
             self.lookahead.session_ended(session.token)
@@ -301,6 +303,8 @@ class Node:
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         remote = self.transfers.lanes.get(TierName.REMOTE)
+        if remote is not None and remote.duty in {Duty.LAST, Duty.NONE}:
+            remote = None
         is_open = run.reason == "absent" and not self.cache.is_closed(chain.scope)
         if remote is None or not is_open or has_repeats(event.hashes):
             return [self._found(event, session, chain, run, now_ns=now_ns)]
@@ -384,19 +388,9 @@ class Node:
         depth_tokens = None if self.depth is None else self.depth.max_offload_tokens(use)
         found = self.decisions.decide(event, session, run, missed, depth_tokens, now_ns=now_ns)
         self.misses.count(missed)
-        self._count_lookup(event, run)
+        num_asked = len(chain.keys) - event.first
+        count_lookup(self.metrics, num_asked, run, found, session.layout.block_tokens)
         return Reply(event.call, found)
-
-    def _count_lookup(self, event: ev.Lookup, run: Run) -> None:
-        pending = int(run.is_writing.sum())
-        misses = len(event.hashes) // HASH_BYTES - event.first - len(run)
-        hits = Counter({TierName.CPU: -pending})
-        for tier, length in run.by_tier():
-            hits[tier] += length
-        for tier, count in hits.items():
-            self.metrics.add(LOOKUP_BLOCKS, count, outcome="hit", tier=tier)
-        self.metrics.add(LOOKUP_BLOCKS, pending, outcome="pending", tier=TierName.CPU)
-        self.metrics.add(LOOKUP_BLOCKS, misses, outcome="miss", tier="none")
 
     # Stores
 
@@ -421,6 +415,7 @@ class Node:
         if session is None:
             return [_unknown_session(event.call)]
         stored, actions = self.stores.complete(session, event, now_ns)
+        session.tally.stored_tokens += stored.num_blocks * session.layout.block_tokens
         return [Reply(event.call, stored), *actions]
 
     def _published(self, rows: list[int], now_ns: int) -> None:
@@ -442,6 +437,14 @@ class Node:
 
     def _allowance(self, event: ev.Allowance, _now_ns: int) -> list[Action]:
         self.writes.note_allowance(event.tier, event.bytes_per_s)
+        return []
+
+    def _tuned(self, event: ev.Tuned, _now_ns: int) -> list[Action]:
+        self._lease_ns = event.lease_ns
+        self.lookahead.retention.share = event.pin_share
+        for tier in event.tiers:
+            if tier.name in self.transfers.lanes:
+                self.transfers.lanes[tier.name].tier = tier
         return []
 
     def _closing(self, _event: ev.Closing, now_ns: int) -> list[Action]:
@@ -472,16 +475,38 @@ class Node:
         self.feeds.begin()
         return []
 
+    def _tier_duty(self, event: ev.TierDuty, now_ns: int) -> list[Action]:
+        was_up = self._is_up(event.tier)
+        actions = self._duties.change(event, now_ns)
+        if event.duty is Duty.NONE:
+            self.drops.detached(event.tier)
+        if event.tier is TierName.REMOTE and event.duty is Duty.NONE:
+            interrupted = self.probes.interrupt(EVERYTHING)
+            actions += [self._answer(lookup, now_ns) for lookup in interrupted]
+        if self._is_up(event.tier) is not was_up:
+            self.feeds.begin()
+        return actions
+
+    def _tier_settings(self, event: ev.TierSettings, _now_ns: int) -> list[Action]:
+        self._duties.expect(event)
+        return []
+
+    def _forget(self, event: ev.Forget, _now_ns: int) -> list[Action]:
+        self._duties.forget(event)
+        return []
+
     def _is_up(self, tier: TierName) -> bool:
-        return tier not in self.transfers.lanes or self.transfers.lanes[tier].is_up
+        lane = self.transfers.lanes.get(tier)
+        return lane is None or (lane.is_up and lane.duty in {Duty.FULL, Duty.READS})
 
     def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> list[Action]:
         self.cache.slots.reserve(event.num_slabs)
         return []
 
     def _recovered(self, event: ev.Recovered, _now_ns: int) -> list[Action]:
-        self.cache.index.restore(event.headers, event.tier)
-        self.feeds.begin()
+        self._duties.recovered(event)
+        if self._is_up(event.tier):
+            self.feeds.begin()
         return []
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:

@@ -65,7 +65,7 @@ class Retention:
 
     def __init__(self, cache: Cache, share: float = 0.0) -> None:
         self._cache = cache
-        self._share = share
+        self.share = share
         self._claims: dict[int, OrderedDict[Hashable, _Claim]] = {}
         """By priority, in the order in which they came or were renewed."""
         self._priorities: dict[Hashable, int] = {}
@@ -157,10 +157,13 @@ class Retention:
         """Return the bytes of the CPU tier that are kept."""
         rows = self._rows(list(self._wanted))
         is_here = self._cache.index.residency(rows, TierName.CPU) != Residency.ABSENT
-        return sum(slot_bytes(int(n)) for n in self._cache.index.payload_bytes[rows[is_here]])
+        payload_bytes = self._cache.index.payload_bytes[rows[is_here]]
+        # There are few sizes, may be many blocks, and this is asked each second.
+        sizes = zip(*np.unique(payload_bytes, return_counts=True), strict=True)
+        return sum(slot_bytes(int(size)) * int(count) for size, count in sizes)
 
     def _budget_bytes(self) -> int:
-        return int(self._cache.slots.reserved_bytes * self._share)
+        return int(self._cache.slots.reserved_bytes * self.share)
 
     def _make(self, name: Hashable, claim: _Claim) -> Retained:
         """Put a claim in place of any of that name, as much of it as the budget allows."""

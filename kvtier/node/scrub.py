@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError, TierTimeout
 from kvtier.node import event as ev
+from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, Repeated
 from kvtier.observe.table import SCRUBBED_BYTES
 from kvtier.tiers.base import HealthState, Scrubbed
 
@@ -64,6 +65,7 @@ class Scrubber:
     def __init__(self, driver: Driver, tier: TierName) -> None:
         self._driver = driver
         self._tier = tier
+        self._warnings = Repeated(_log)
         self._lock = asyncio.Lock()
         self._is_between_passes = True
 
@@ -75,7 +77,12 @@ class Scrubber:
         if self._lock.locked() or not self._may_begin():
             return
         async with self._lock:
-            await self._scrub(max_bytes)
+            crew = self._crew()
+            try:
+                await self._scrub(max_bytes)
+            except TierError:
+                if self._driver.crews.get(self._tier) is crew:
+                    raise  # else it was detached meanwhile, and there is nothing to scrub
 
     async def whole_pass(self) -> AsyncGenerator[Progress, None]:
         """Verify everything, reads first; yields after each step. Raises TierError.
@@ -104,20 +111,35 @@ class Scrubber:
                 yield progress
 
     def _may_begin(self) -> bool:
-        crew = self._driver.crews[self._tier]
-        is_out = crew.health().state is HealthState.OUT
+        crew = self._driver.crews.get(self._tier)
+        is_out = crew is None or crew.health().state is HealthState.OUT
         return not is_out and not self._driver.is_reading(self._tier)
 
     def _check_up(self) -> None:
-        health = self._driver.crews[self._tier].health()
+        health = self._crew().health()
         if health.state is HealthState.OUT:
             raise TierError(f"{self._tier} is out: {health.reason}")
 
+    def _crew(self) -> Crew:
+        crew = self._driver.crews.get(self._tier)
+        if crew is None:
+            raise TierError(f"{self._tier} is not in use: there is none, or it was detached")
+        return crew
+
+    def _check_same(self, crew: Crew) -> None:
+        if self._driver.crews.get(self._tier) is not crew:
+            raise TierError(f"{self._tier} was detached meanwhile")
+
     async def _scrub(self, max_bytes: int) -> Scrubbed:
-        crew = self._driver.crews[self._tier]
-        step = await crew.apart(
-            "scrub", lambda tier, deadline_ns: tier.scrub(max_bytes, deadline_ns), _STEP_LIMIT_NS
-        )
+        crew = self._crew()
+        try:
+            step = await crew.apart(
+                "scrub", lambda tier, until_ns: tier.scrub(max_bytes, until_ns), _STEP_LIMIT_NS
+            )
+        except TierError:
+            self._check_same(crew)
+            raise
+        self._check_same(crew)
         self._is_between_passes = step.is_pass_over
         self._driver.node.metrics.add(SCRUBBED_BYTES, step.num_bytes)
         for hashes, reason in (
@@ -128,5 +150,7 @@ class Scrubber:
             if hashes:
                 self._driver.post(ev.Lost(self._tier, b"".join(hashes), reason))
         if step.damaged:
-            _log.warning("damaged blocks were found", tier=self._tier, blocks=len(step.damaged))
+            self._warnings.warning(
+                "damaged blocks were found", tier=self._tier, blocks=len(step.damaged)
+            )
         return step

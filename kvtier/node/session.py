@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import TierName
+from kvtier.node.tally import Tally
 
 __all__ = ["EngineReport", "Leased", "LoadLease", "Session", "StoreLease"]
 
@@ -63,6 +64,9 @@ class LoadLease:
     decision: int
     num_found: int
     """Blocks of the run that the lease was made for; of some it may have found no room."""
+    num_ordered: int
+    """Blocks that the engine wants."""
+    block_tokens: int
     deadline_ns: int
     expires_ns: int
     end: str
@@ -95,6 +99,8 @@ class Session:
     engine: str
     transport: str
     pid: int
+    lease_ns: int
+    """As it was told when it came: it counts on that."""
     can_split: bool = False
     """It computes the front of a prompt while the back is loaded."""
     report: EngineReport = EngineReport()
@@ -103,6 +109,7 @@ class Session:
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)
     leased: Leased = field(default_factory=Leased)
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def store_bytes(self) -> int:

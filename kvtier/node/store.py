@@ -28,7 +28,7 @@ from kvtier.node.load import Loads
 from kvtier.node.run import Chain, find_own
 from kvtier.node.session import Session, StoreLease
 from kvtier.node.transfer import Transfers
-from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
+from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS, TRANSFER_BYTES, Route
 
 __all__ = ["Stores"]
 
@@ -58,7 +58,6 @@ class Stores:
         loads: Loads,
         transfers: Transfers,
         admission: Admission,
-        lease_ns: int,
         *,
         history: History | None = None,
         depth: DepthCurves | None = None,
@@ -67,7 +66,6 @@ class Stores:
         self._loads = loads
         self._transfers = transfers
         self._admission = admission
-        self._lease_ns = lease_ns
         self.on_published: Callable[[list[int], int], object] = lambda _rows, _now_ns: None
         """Told the rows of each store that became readable, and when."""
         self._history = history
@@ -149,6 +147,9 @@ class Stores:
         whole = lease.rows[: len(event.checksums)]
         # What was dropped meanwhile is not published, though its waiters have to hear of it.
         ready = self._cache.publish_all(whole, event.checksums[: len(whole)])
+        self._count_copied(session, len(ready), "complete")
+        self._count_copied(session, len(whole) - len(ready), "cancelled")
+        self._count_copied(session, len(lease.rows) - len(whole), "failed")
         for row in whole:
             actions += self._loads.block_ready(row)
         for row in lease.rows[len(whole) :]:
@@ -251,11 +252,15 @@ class Stores:
             session=session.token,
             rows=rows,
             num_bytes=len(rows) * slot_bytes(session.layout.block_bytes),
-            expires_ns=now_ns + self._lease_ns,
+            expires_ns=now_ns + session.lease_ns,
         )
         session.stores[lease.number] = lease
         self._held_bytes += lease.num_bytes
         return lease
+
+    def _count_copied(self, session: Session, num_blocks: int, outcome: str) -> None:
+        num_bytes = num_blocks * session.layout.block_bytes
+        self._metrics.add(TRANSFER_BYTES, num_bytes, route=Route.GPU_TO_CPU, outcome=outcome)
 
     def _count(self, outcome: str, num_blocks: int) -> None:
         self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=TierName.CPU, outcome=outcome)

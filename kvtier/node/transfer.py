@@ -28,7 +28,19 @@ from kvtier.node.cache import Cache
 from kvtier.node.reads import ReadQueue
 from kvtier.observe.table import TRANSFER_QUEUE_SECONDS
 
-__all__ = ["Flight", "Lane", "SlowTier", "Transfers", "WriteMode"]
+__all__ = ["Duty", "Flight", "Lane", "SlowTier", "Transfers", "WriteMode"]
+
+
+class Duty(StrEnum):
+    """What a tier is used for, as its operator says."""
+
+    FULL = "full"
+    READS = "reads"
+    """Nothing new is written; what is queued still is."""
+    LAST = "last"
+    """Nothing new is read either; what is queued or under way still is."""
+    NONE = "none"
+    """Nothing at all: its medium is somebody else's, or has not told yet what it holds."""
 
 
 class WriteMode(StrEnum):
@@ -81,6 +93,7 @@ class Lane:
     """The way between the arena and one tier."""
 
     tier: SlowTier
+    duty: Duty = Duty.FULL
     is_up: bool = True
     reads: ReadQueue = field(default_factory=ReadQueue)
     writes: dict[int, int] = field(default_factory=dict)
@@ -108,9 +121,18 @@ class Lane:
         selections = self.closed if self.purging is None else [*self.closed, self.purging]
         return any(each.has(scope.key_space, scope.tenant) for each in selections)
 
+    def is_working(self, now_ns: int) -> bool:
+        """Tell whether the tier does what is queued, as far as one can see from here."""
+        is_late = any(f.deadline_ns <= now_ns for f in self.flights.values())
+        return self.duty is not Duty.NONE and self.is_up and not is_late
+
     def is_usable(self, now_ns: int) -> bool:
-        """Tell whether the tier answers, as far as one can see from here."""
-        return self.is_up and not any(f.deadline_ns <= now_ns for f in self.flights.values())
+        """Tell whether more may be read from the tier."""
+        return self.duty in {Duty.FULL, Duty.READS} and self.is_working(now_ns)
+
+    def takes_writes(self, now_ns: int) -> bool:
+        """Tell whether more may be written to the tier."""
+        return self.duty is Duty.FULL and self.is_working(now_ns)
 
 
 class Transfers:
@@ -121,6 +143,8 @@ class Transfers:
         self._metrics = cache.metrics
         self._num_started = 0
         self.lanes = {tier.name: Lane(tier) for tier in tiers}
+        self.orphans: dict[int, Flight] = {}
+        """Transfers of tiers that were taken off since; they hold slots, and nothing else."""
 
     def read(self, row: int, tier: TierName, load: int, now_ns: int) -> None:
         """Queue a claimed row to be filled from a tier, for a load or in the ``BACKGROUND``."""
@@ -173,7 +197,7 @@ class Transfers:
         """Start what free workers can take, reads first. One worker is kept for reads."""
         actions: list[Read | Write] = []
         for lane in self.lanes.values():
-            if not lane.is_usable(now_ns):
+            if not lane.is_working(now_ns):
                 continue
             while lane.reads and len(lane.flights) < lane.tier.num_workers:
                 actions.append(self._start_read(lane, now_ns))
@@ -193,6 +217,33 @@ class Transfers:
                     self._unqueue(lane, row)
             return lane, flight
         raise AssertionError(f"transfer {transfer} ends once")
+
+    def orphan(self, lane: Lane) -> list[int]:
+        """Take what is under way off a lane: it holds its slots until it ends, and counts no more.
+
+        Returns the rows that were being read.
+        """
+        unread: list[int] = []
+        for number, flight in lane.flights.items():
+            self.orphans[number] = flight
+            if flight.is_read:
+                unread += flight.rows
+                continue
+            self._cache.index.move(np.array(flight.rows), lane.tier.name, Residency.ABSENT)
+            lane.queued_bytes -= flight.num_bytes
+        lane.flights.clear()
+        return unread
+
+    def end_orphan(self, transfer: int) -> Flight | None:
+        """End a transfer of a tier that was taken off; None where it is none.
+
+        A write's rows are unpinned; those of a read are the caller's to abandon.
+        """
+        flight = self.orphans.pop(transfer, None)
+        if flight is not None and not flight.is_read:
+            for row in flight.rows:
+                self._cache.unpin(row)
+        return flight
 
     def shed(self, lane: Lane) -> list[int]:
         """Give up what is queued on a lane that cannot be used; returns the rows to be read."""
@@ -221,16 +272,17 @@ class Transfers:
         return None
 
     def stuck(self) -> list[int]:
-        """Return the rows that overdue reads still fill: it may take for ever, so nobody waits."""
+        """Return the rows that late reads, or orphans, still fill: nobody waits for them."""
         flights = [f for lane in self.lanes.values() for f in lane.flights.values()]
-        return [row for f in flights if f.is_read and f.is_overdue for row in f.rows]
+        flights = [f for f in flights if f.is_overdue] + [*self.orphans.values()]
+        return [row for f in flights if f.is_read for row in f.rows]
 
     def shed_unusable(self, now_ns: int) -> list[tuple[Lane, list[int]]]:
         """Shed every lane that is down or stuck."""
         return [
             (lane, self.shed(lane))
             for lane in self.lanes.values()
-            if (lane.reads or lane.writes) and not lane.is_usable(now_ns)
+            if (lane.reads or lane.writes) and not lane.is_working(now_ns)
         ]
 
     def next_deadline_ns(self) -> int | None:
@@ -241,7 +293,7 @@ class Transfers:
     def is_way_down(self, now_ns: int) -> bool:
         """Tell whether what was stored goes on to a slower tier without being asked for again."""
         return any(
-            lane.tier.write is not WriteMode.SECOND_USE and lane.is_usable(now_ns)
+            lane.tier.write is not WriteMode.SECOND_USE and lane.takes_writes(now_ns)
             for lane in self.lanes.values()
         )
 

@@ -51,6 +51,8 @@ class Workers:
         self._num_idle = 0
         self._running: dict[int, tuple[_Work, int]] = {}
         """By thread: what it does, and since when."""
+        self.num_calls = 0
+        """Those under way, or waiting."""
         self._is_stopped = False
 
     def submit(self, run: Callable[[], None], name: str, limit_ns: int) -> bool:
@@ -65,6 +67,7 @@ class Workers:
                 self._queue.put_nowait(_Work(run, name, limit_ns))
             except queue.Full:
                 return False
+            self.num_calls += 1
             is_short = self._queue.qsize() > self._num_idle
             if is_short and self._num_started < self._num_threads:
                 self._num_started += 1
@@ -81,19 +84,26 @@ class Workers:
             ]
         return sorted(hanging, key=lambda call: -call.seconds)
 
+    def retire(self) -> None:
+        """Take nothing more; what waits is still done, and then the threads end."""
+        with self._lock:
+            self._is_stopped = True
+            with contextlib.suppress(queue.Full):  # then nobody is idle, who would have to be told
+                self._queue.put_nowait(None)
+
     def stop(self) -> None:
         """Begin nothing more; what is being done goes on, and its threads end after it."""
         with self._lock:
             self._is_stopped = True
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._queue.get_nowait()
+                    self.num_calls -= self._queue.get_nowait() is not None
             for _ in range(min(self._num_started, self._queue.maxsize)):
                 self._queue.put_nowait(None)
 
     def _work(self) -> None:
         me = threading.get_ident()
-        while True:
+        while not (self._is_stopped and self._queue.empty()):
             with self._lock:
                 self._num_idle += 1
             work = self._queue.get()
@@ -107,6 +117,7 @@ class Workers:
             finally:
                 with self._lock:
                     del self._running[me]
+                    self.num_calls -= 1
         # The others are told too, where there are more of them than fit into the queue.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)

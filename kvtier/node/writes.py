@@ -20,7 +20,7 @@ from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
 from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Writes"]
@@ -60,6 +60,8 @@ class Writes:
     def stored(self, rows: Sequence[int], now_ns: int) -> None:
         """Offer blocks of one chain that were just published to the tiers that are due."""
         for lane in self._transfers.lanes.values():
+            if lane.duty is not Duty.FULL:
+                continue
             if lane.tier.write is WriteMode.STORE:
                 self.offer(lane, rows, Occasion.STORED, now_ns)
             elif lane.tier.write is WriteMode.SECOND_USE:
@@ -97,7 +99,9 @@ class Writes:
         ]
         if not lacking or lane.is_closed(self._cache.index.scope_of(lacking[0])):
             return 0
-        if not lane.is_usable(now_ns):
+        if lane.duty is not Duty.FULL:
+            return 0
+        if not lane.is_working(now_ns):
             self._count_refused(lane, Rule.FULL, len(lacking))
             return 0
         verdict = self._admission.judge(self._offer(lane, lacking, occasion, now_ns))

@@ -1,28 +1,30 @@
-"""The log: one event a line, as ``key=value`` pairs, on standard error.
+"""The log: one event a line, as ``key=value`` pairs or as JSON, on standard error.
 
     time=2026-03-01T09:15:02.123Z level=warning log=kvtier.daemon event="tier is down" tier=ssd
 
 Rules
 -----
 * An event is a constant sentence; what varies goes into fields, so that lines can be counted.
+* A line about a request has its ``request``, and its ``decision`` where there is one.
 * What may repeat, goes through ``Repeated``: one line a period, with the number left out.
 * Prompts, tokens, salts, URLs with passwords and block contents are never fields.
+* Logging waits for nobody: see ``outlet``.
 """
 
-import json
 import logging
-import re
 import sys
 import threading
-import time
 from collections.abc import Callable
-from typing import TextIO
+from functools import partial
 
-__all__ = ["Log", "Repeated", "line_of", "start_log"]
+from kvtier.observe.line import FIELDS, FORMS
+from kvtier.observe.outlet import Outlet, hold_standard_descriptors, write_to_stderr
 
-_PLAIN = re.compile(r"[\w.:/@+\-]+")
-_FIELDS = "kvtier_fields"
+__all__ = ["Folded", "Log", "Repeated", "flush_log", "hear_faults", "set_level", "start_log"]
+
 _REPEATED_MAX = 256  # events are constants of the source, some dozens: reached only by a bug
+
+_Tell = Callable[..., None]
 
 
 class Log:
@@ -49,88 +51,145 @@ class Log:
 
     def exception(self, event: str, **fields: object) -> None:
         """Note a bug, with the trace of the exception being handled."""
-        self._logger.error(event, exc_info=True, extra={_FIELDS: fields}, stacklevel=2)
+        self._logger.error(event, exc_info=True, extra={FIELDS: fields}, stacklevel=2)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={_FIELDS: fields}, stacklevel=3)
+            self._logger.log(level, event, extra={FIELDS: fields}, stacklevel=3)
 
 
 class Repeated:
     """Warnings that may come in thousands: each event is written once a period.
 
-    The line says how many of its kind were left out since the last one.
+    The first one is written at once. Of those that follow within a period the last is written at
+    its end, with the number of those left out in between: lines and ``left_out`` add up to all.
+    ``later`` has something done after so many seconds, on any thread.
     """
 
     def __init__(
         self,
         log: Log,
         period_ns: int = 10 * 10**9,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self._log = log
-        self._period_ns = period_ns
-        self._clock_ns = clock_ns
+        self._period_s = period_ns / 1e9
+        self._later = later or _later
         self._lock = threading.Lock()
-        self._last: dict[str, tuple[int, int]] = {}  # event -> (written at, left out since)
+        self._held: dict[str, tuple[int, _Tell]] = {}
+        """By event within its period: how many were not written, and how to write the last."""
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write the event, or count it if it was written less than a period ago."""
+        """Write the event, or keep it for the end of its period if there was one in it."""
+        tell = partial(self._log.warning, event, **fields)
+        self._tell(event, tell, tell)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """Write a bug likewise; only the first one of a period with its trace."""
+        later = partial(self._log.error, event, **fields, error=repr(sys.exception()))
+        self._tell(event, partial(self._log.exception, event, **fields), later)
+
+    def record(self, record: logging.LogRecord) -> None:
+        """Write another library's record likewise; its unformatted message is the event."""
+
+        def tell(**fields: object) -> None:
+            record.__dict__[FIELDS] = fields
+            logging.getLogger(record.name).handle(record)
+
+        self._tell(f"{record.name}: {record.msg}", tell, tell)
+
+    def _tell(self, event: str, now: _Tell, later: _Tell) -> None:
         with self._lock:
-            now_ns = self._clock_ns()
-            written_ns, left_out = self._last.get(event, (None, 0))
-            if written_ns is not None and now_ns - written_ns < self._period_ns:
-                self._last[event] = (written_ns, left_out + 1)
+            if event in self._held:
+                self._held[event] = (self._held[event][0] + 1, later)
                 return
-            if len(self._last) >= _REPEATED_MAX:
-                self._last.clear()
-            self._last[event] = (now_ns, 0)
-        if left_out:
-            fields["left_out"] = left_out
-        self._log.warning(event, **fields)
+            is_counted = len(self._held) < _REPEATED_MAX
+            if is_counted:
+                self._held[event] = (0, later)
+        now()
+        if is_counted:
+            self._later(self._period_s, partial(self._end_period, event))
+
+    def _end_period(self, event: str) -> None:
+        with self._lock:
+            num_held, tell = self._held.pop(event)
+            if num_held:
+                self._held[event] = (0, tell)
+        if num_held:
+            tell(**({"left_out": num_held - 1} if num_held > 1 else {}))
+            self._later(self._period_s, partial(self._end_period, event))
 
 
-class _LineFormatter(logging.Formatter):
-    """One record, one line; a trace becomes one quoted field."""
+class Folded(logging.Filter):
+    """Folds what other libraries say: a stranger's bad requests must not fill the log."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields: dict[str, object] = {
-            "time": f"{at}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "log": record.name,
-            "event": record.getMessage(),
-        }
-        fields |= getattr(record, _FIELDS, {})
-        if record.exc_info:
-            fields["trace"] = self.formatException(record.exc_info)
-        return _pairs(fields)
+    def __init__(self, repeated: Repeated) -> None:
+        super().__init__()
+        self._repeated = repeated
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass what is ours, or was folded; the rest comes again when it is its turn."""
+        if FIELDS in record.__dict__ or record.name.startswith("kvtier"):
+            return True
+        self._repeated.record(record)
+        return False
 
 
-def line_of(record: logging.LogRecord) -> str:
-    """Return an event with its fields, for the log of a process that is not ours."""
-    return " ".join(filter(None, (record.getMessage(), _pairs(getattr(record, _FIELDS, {})))))
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
 
 
-def _pairs(fields: dict[str, object]) -> str:
-    return " ".join(f"{name}={_quote(value)}" for name, value in fields.items())
+def start_log(
+    level: str, form: str = "text", write: Callable[[str], object] = write_to_stderr
+) -> None:
+    """Write what is at least ``level``; called once, where a process starts.
 
-
-def _quote(value: object) -> str:
-    text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-
-
-def start_log(level: str, stream: TextIO | None = None) -> None:
-    """Send what is at least ``level`` to ``stream``; called once, where a process starts.
-
-    Other libraries are heard from warnings on. Calling it again replaces the stream.
+    ``form`` is a key of ``FORMS``. Other libraries are heard from warnings on. Calling it again
+    replaces what was there.
     """
-    output = logging.StreamHandler(stream or sys.stderr)
-    output.setFormatter(_LineFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
-    root.addHandler(output)
+        old.flush()
+        old.close()
+    outlet = Outlet(FORMS[form], write)
+    outlet.addFilter(Folded(Repeated(Log("kvtier.log"))))
+    root.addHandler(outlet)
     root.setLevel(logging.WARNING)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Write what is at least ``level`` from now on; of other libraries it stays as it was."""
     logging.getLogger("kvtier").setLevel(level.upper())
+
+
+def flush_log() -> None:
+    """Wait a moment until what was logged is written, before an end that runs nothing more."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def hear_faults() -> None:
+    """Have the log say what else would be written past it: warnings, and what nobody caught.
+
+    For a process of our own.
+    """
+    hold_standard_descriptors()
+    logging.captureWarnings(True)
+    log = logging.getLogger("kvtier")
+
+    def in_thread(fault: threading.ExceptHookArgs) -> None:
+        if fault.exc_value is not None and fault.exc_type is not SystemExit:
+            name = fault.thread.name if fault.thread else "unknown"
+            trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
+            log.error("a thread ended", exc_info=trace, extra={FIELDS: {"thread": name}})
+
+    def unraisable(fault: "sys.UnraisableHookArgs") -> None:
+        if fault.exc_value is not None:
+            trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
+            log.error("a fault that nobody could catch", exc_info=trace)
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable

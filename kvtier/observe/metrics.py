@@ -12,21 +12,16 @@ series is left out and counted in ``kvtier_refused_samples_total``, which tests 
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import isfinite
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
 
-from kvtier.observe.table import (
-    DAEMON_METRICS,
-    ENGINE_METRICS,
-    REFUSED_SAMPLES,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-)
+from kvtier import __version__
+from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
+from kvtier.observe.table import BUILD, REFUSED_SAMPLES
 
-__all__ = ["Metrics", "render_reference"]
+__all__ = ["Metrics"]
 
 _Record = Callable[[float], None]
 
@@ -43,6 +38,8 @@ class Metrics:
         for metric in table:
             self._open(metric)
         self._refuse = self._series.get((REFUSED_SAMPLES.name,), _leave_out)
+        if BUILD in table:
+            self.set(BUILD, 1, version=__version__)
 
     def add(self, metric: Counter, amount: float = 1, **labels: str) -> None:
         """Count ``amount`` more."""
@@ -55,6 +52,14 @@ class Metrics:
         """Say how it is now."""
         self._record(metric, amount, labels)
 
+    def set_one(self, metric: Gauge, label: str, value: str | None, **labels: str) -> None:
+        """Set the series whose ``label`` has this value to 1 and the others to 0; None: all."""
+        values = dict(metric.labels)[label]
+        for each in values:
+            self.set(metric, each == value, **labels, **{label: each})
+        if value is not None and value not in values:
+            self._refuse(1)
+
     def observe(self, metric: Histogram, amount: float, **labels: str) -> None:
         """Note one value."""
         self._record(metric, amount, labels)
@@ -62,7 +67,8 @@ class Metrics:
     def _record(self, metric: Metric, amount: float, labels: dict[str, str]) -> None:
         values = [labels.get(name, "") for name, _ in metric.labels]
         record = self._series.get((metric.name, *values))
-        if record is None or len(labels) != len(values):
+        # One that is no number would spoil a sum for as long as the process lives.
+        if record is None or len(labels) != len(values) or not isfinite(amount):
             self._refuse(1)
             return
         record(amount)
@@ -104,30 +110,3 @@ def _recorder(child: _Family) -> _Record:
 
 def _leave_out(amount: float) -> None:
     """Count nothing: this table has no row for refused samples."""
-
-
-_REFERENCE_HEAD = """\
-# Metrics
-
-<!-- Written by `make docs` from kvtier/observe/table.py; change it there. -->
-
-The daemon serves its metrics at `http.listen`, an engine at `engine.listen`, both under `/metrics`
-in the Prometheus text format. Units are base units. Each label has a closed set of values, all of
-which exist from the start, so the number of series is fixed.
-"""
-
-
-def render_reference() -> str:
-    """Return docs/operations/metrics.md."""
-    parts = [_REFERENCE_HEAD]
-    for title, table in (("The daemon", DAEMON_METRICS), ("An engine", ENGINE_METRICS)):
-        parts.append(f"\n## {title}\n\n| metric | kind | unit | labels | meaning |\n")
-        parts.append("|---|---|---|---|---|\n")
-        parts.extend(_row(metric) for metric in table)
-    return "".join(parts)
-
-
-def _row(metric: Metric) -> str:
-    kind = type(metric).__name__.lower()
-    labels = "; ".join(f"`{name}`: {', '.join(closed)}" for name, closed in metric.labels)
-    return f"| `{metric.name}` | {kind} | {metric.unit} | {labels} | {metric.help} |\n"

@@ -8,18 +8,25 @@ Rules
 * ``docs/operations/metrics.md`` is written from this table; a test compares them.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtier import __version__
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
+from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
 
 __all__ = [
+    "ABSENT_TOKENS",
     "ACTUAL_SECONDS",
     "ADMISSION_BLOCKS",
     "ANNOUNCED_REQUESTS",
+    "ASKED_TOKENS",
+    "ATTACHED",
     "BACKGROUND_FAULTS",
+    "BREAKER_STATE",
+    "BUILD",
+    "COPY_SECONDS",
     "DAEMON_METRICS",
     "DECISIONS",
     "DECODE_TOKENS",
@@ -27,19 +34,24 @@ __all__ = [
     "DROPPED_BLOCKS",
     "ENGINE_METRICS",
     "EVICTED_BLOCKS",
+    "FOUND_TOKENS",
     "GATE_SHARE",
     "GENERATED_TOKENS",
     "GUARDED",
     "INTER_TOKEN_SECONDS",
     "LEASES",
+    "LEFT_TOKENS",
+    "LOADED_TOKENS",
     "LOOKUP_BLOCKS",
     "LOOKUP_SECONDS",
     "LOST_SECONDS",
     "MISSED_BLOCKS",
     "MISS_BLOCKS",
+    "ORDERED_TOKENS",
     "PINS",
     "POLICY_SECONDS",
     "POOL_BLOCKS",
+    "POOL_BYTES",
     "PREDICTED_SECONDS",
     "PREEMPTIONS",
     "PREFETCHED_BLOCKS",
@@ -58,28 +70,29 @@ __all__ = [
     "REQUESTS_RUNNING",
     "REQUESTS_WAITING",
     "RESTORE_BYTES_PER_SECOND",
+    "RESTORE_STALL_SECONDS",
     "RETAINED_BYTES",
     "SAVED_SECONDS",
     "SCRUBBED_BYTES",
     "SESSIONS",
+    "SKIPPED_BLOCKS",
     "SSD_DIRECT_IO",
     "SSD_READ_ONLY",
     "SSD_WRITE_BUDGET_BYTES",
+    "SSD_WRITE_BUDGET_LEFT_BYTES",
+    "SSD_WRITE_BUDGET_STATE",
     "SSD_WRITTEN_BYTES",
     "STEP_SECONDS",
     "TIER_BLOCKS",
     "TIER_CAPACITY_BYTES",
-    "TIER_DEGRADED",
+    "TIER_STATE",
     "TIER_UP",
     "TIER_USED_BYTES",
     "TIME_TO_FIRST_TOKEN_SECONDS",
     "TRANSFER_BYTES",
     "TRANSFER_QUEUE_SECONDS",
     "TRANSFER_SECONDS",
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "Metric",
+    "UNLOADED_TOKENS",
     "Route",
 ]
 
@@ -95,38 +108,6 @@ class Route(StrEnum):
     REMOTE_TO_CPU = "remote_to_cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row: a name, what it tells, and the closed set of each label's values."""
-
-    name: str
-    help: str
-    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    @property
-    def unit(self) -> str:
-        """Return the base unit: the last word of the name that is no ``total``."""
-        word = self.name.removesuffix("_total").rpartition("_")[2]
-        return word if word in {"seconds", "bytes", "blocks", "tokens"} else "count"
-
-
-@dataclass(frozen=True, slots=True)
-class Counter(Metric):
-    """Only grows, from 0 at the start of the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gauge(Metric):
-    """How it is now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram(Metric):
-    """How often a value fell below each bound."""
-
-    buckets: tuple[float, ...]
-
-
 # One step of about 2.5 each: a quantile read from a bucket is then within a factor of 1.6. The
 # range is that of one block from memory (50 us) to the longest deadline (5 s).
 _MILLISECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
@@ -138,10 +119,51 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 # 20 ms a token is what people read at; above half a second an answer looks stuck.
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+_TIER = ("tier", tuple(tier.value for tier in TierName))
 _LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
+_SLOW = ("tier", tuple(tier.value for tier in SLOW_TIERS))
 _ROUTE = ("route", tuple(route.value for route in Route))
+_COPY = ("route", (Route.GPU_TO_CPU.value, Route.CPU_TO_GPU.value))
+"""What engines copy themselves."""
+_TRANSFER = ("route", tuple(route for route in _ROUTE[1] if route not in _COPY[1]))
+"""What the daemon's threads do."""
+_RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})
+"""Decisions that leave nothing of what was found."""
 _SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
 
+ASKED_TOKENS = Counter(
+    "kvtier_asked_tokens_total",
+    "Tokens of the full blocks that engines asked for: those found and those absent, together.",
+)
+FOUND_TOKENS = Counter(
+    "kvtier_found_tokens_total",
+    "Tokens that were there, or just being stored, by the tier that would serve them.",
+    (_LOWER,),
+)
+ABSENT_TOKENS = Counter("kvtier_absent_tokens_total", "Tokens asked for that no tier could serve.")
+LEFT_TOKENS = Counter(
+    "kvtier_left_tokens_total",
+    "Found tokens that the decision leaves to the engine to compute, by why. Found less left is "
+    "what engines may order.",
+    (("reason", tuple(r.value for r in PlanReason if r not in _RESTORES_ALL)),),
+)
+ORDERED_TOKENS = Counter(
+    "kvtier_ordered_tokens_total",
+    "Tokens of loads that are over: those loaded and those unloaded, together. What is found, not "
+    "left and not ordered was not asked for again: the request was cancelled, say.",
+)
+LOADED_TOKENS = Counter(
+    "kvtier_loaded_tokens_total",
+    "Ordered tokens that were handed to an engine, verified, by the tier that they came from.",
+    (_LOWER,),
+)
+UNLOADED_TOKENS = Counter(
+    "kvtier_unloaded_tokens_total",
+    "Ordered tokens that were not, by why the load ended where it did: gone since the lookup "
+    "(absent, identity), no room in the CPU tier, not in time, failed on the way, or no more wanted"
+    " (released), as after a cancel or where the engine has computed them meanwhile.",
+    (("reason", ("absent", "identity", "no_room", "late", "failed", "released")),),
+)
 LOOKUP_BLOCKS = Counter(
     "kvtier_lookup_blocks_total",
     "Blocks asked for, by what the lookup said and the tier that would serve them.",
@@ -161,7 +183,6 @@ _MISS_REASONS = (
     "seal",
     "expired",
     "fault",
-    "timeout",
     "late",
 )
 MISS_BLOCKS = Counter(
@@ -178,18 +199,19 @@ MISS_BLOCKS = Counter(
 TRANSFER_SECONDS = Histogram(
     "kvtier_transfer_seconds",
     "Time of one transfer, from its start to its end, without its wait.",
-    (_ROUTE,),
+    (_TRANSFER,),
     buckets=_TRANSFER_BUCKETS,
 )
 TRANSFER_QUEUE_SECONDS = Histogram(
     "kvtier_transfer_queue_seconds",
-    "Time that a transfer waited for its start.",
-    (_ROUTE,),
+    "Time that a block waited for the start of its transfer.",
+    (_TRANSFER,),
     buckets=_TRANSFER_BUCKETS,
 )
 TRANSFER_BYTES = Counter(
     "kvtier_transfer_bytes_total",
-    "Bytes of transfers that ended, by how they ended.",
+    "Bytes of transfers that ended, by how they ended; to and from the GPU the engines copy: what "
+    "they were handed, and what they stored.",
     (_ROUTE, ("outcome", ("complete", "failed", "late", "cancelled"))),
 )
 ADMISSION_BLOCKS = Counter(
@@ -207,26 +229,37 @@ DROPPED_BLOCKS = Counter(
     "kvtier_dropped_blocks_total", "Blocks that an operator dropped.", (_LOWER,)
 )
 TIER_USED_BYTES = Gauge(
-    "kvtier_tier_used_bytes", "Bytes allocated in a tier, padding and headers included.", (_LOWER,)
+    "kvtier_tier_used_bytes",
+    "Bytes allocated in a tier, padding and headers included; in the GPU tier, as attached engines "
+    "report them.",
+    (_TIER,),
 )
 TIER_CAPACITY_BYTES = Gauge(
     "kvtier_tier_capacity_bytes",
     "Bytes a tier may allocate; 0 where the server decides.",
-    (_LOWER,),
+    (_TIER,),
 )
-TIER_BLOCKS = Gauge("kvtier_tier_blocks", "Blocks that a tier would serve.", (_LOWER,))
+TIER_BLOCKS = Gauge("kvtier_tier_blocks", "Blocks that a tier would serve.", (_TIER,))
 TIER_UP = Gauge(
     "kvtier_tier_up", "1 while a tier answers, 0 while it is off or failing.", (_LOWER,)
 )
-TIER_DEGRADED = Gauge(
-    "kvtier_tier_degraded",
-    "1 while a tier serves but not all of what it is for, such as a read-only disk.",
-    (_LOWER,),
+TIER_STATE = Gauge(
+    "kvtier_tier_state",
+    "1 for the state that a tier is in: up; degraded, it serves but not all of what it is for, such"
+    " as a read-only disk; out, it fails and is left alone; drained or detached, by an operator; "
+    "off, by configuration.",
+    (_LOWER, ("state", ("up", "degraded", "out", "drained", "detached", "off"))),
+)
+BREAKER_STATE = Gauge(
+    "kvtier_breaker_state",
+    "1 for the state of what stands before a tier: closed, calls go through; open, none does; "
+    "half_open, a probe does. All are 0 for a tier that is off.",
+    (_SLOW, ("state", ("closed", "open", "half_open"))),
 )
 QUARANTINED_BLOCKS = Counter(
     "kvtier_quarantined_blocks_total",
     "Blocks found damaged, by a read, a scrub or fsck, and taken out of service.",
-    (("tier", ("ssd", "remote")),),
+    (_SLOW,),
 )
 SCRUBBED_BYTES = Counter("kvtier_scrubbed_bytes_total", "Bytes of the SSD tier verified unasked.")
 SSD_WRITTEN_BYTES = Counter(
@@ -240,7 +273,16 @@ SSD_READ_ONLY = Gauge(
 )
 SSD_DIRECT_IO = Gauge("kvtier_ssd_direct_io", "1 where the page cache is bypassed.")
 SSD_WRITE_BUDGET_BYTES = Gauge(
-    "kvtier_ssd_write_budget_bytes", "Bytes that may be written now; 0 without a budget."
+    "kvtier_ssd_write_budget_bytes", "Bytes that may be written in a day; 0 without a budget."
+)
+SSD_WRITE_BUDGET_LEFT_BYTES = Gauge(
+    "kvtier_ssd_write_budget_left_bytes", "Of them, bytes that may be written now."
+)
+SSD_WRITE_BUDGET_STATE = Gauge(
+    "kvtier_ssd_write_budget_state",
+    "1 for the state of the budget: unlimited, there is none; left; short, less is written than "
+    "otherwise, to make it last; used_up, a block was refused and would be refused now too.",
+    (("state", ("unlimited", "left", "short", "used_up")),),
 )
 PROBED_LOOKUPS = Counter(
     "kvtier_probed_lookups_total",
@@ -251,12 +293,17 @@ PROBED_LOOKUPS = Counter(
 DEMOTED_BLOCKS = Counter(
     "kvtier_demoted_blocks_total",
     "Blocks written to a slower tier because the CPU tier is about to let them go.",
-    (("tier", ("ssd", "remote")),),
+    (_SLOW,),
 )
 BACKGROUND_FAULTS = Counter(
     "kvtier_background_faults_total",
     "Exceptions in tasks that nobody waits for; each was logged and the task goes on.",
-    (("task", ("health", "scrub", "gauges", "reserve", "probe", "learned", "budget")),),
+    (
+        (
+            "task",
+            ("health", "scrub", "gauges", "reserve", "probe", "learned", "budget", "systemd"),
+        ),
+    ),
 )
 MISSED_BLOCKS = Counter(
     "kvtier_missed_blocks_total",
@@ -345,6 +392,7 @@ SESSIONS = Gauge(
     "Clients attached, by transport.",
     (("transport", ("shm", "cuda_ipc", "grpc")),),
 )
+BUILD = Gauge("kvtier_build_info", "1; the label says what runs.", (("version", (__version__,)),))
 READY = Gauge("kvtier_ready", "1 while the process serves, 0 while it starts or stops.")
 REFUSED_SAMPLES = Counter(
     "kvtier_refused_samples_total",
@@ -369,7 +417,8 @@ TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
 )
 INTER_TOKEN_SECONDS = Histogram(
     "kvtier_inter_token_seconds",
-    "Time from one token of an answer to the next.",
+    "Time from one token of an answer to the next, by the source of its prompt's KV, as above.",
+    (_SOURCE,),
     buckets=_STEP_BUCKETS,
 )
 STEP_SECONDS = Histogram(
@@ -383,16 +432,41 @@ REQUESTS = Counter(
 PREEMPTIONS = Counter(
     "kvtier_preemptions_total", "Requests that lost their blocks to earlier ones and began again."
 )
+RESTORE_STALL_SECONDS = Counter(
+    "kvtier_restore_stall_seconds_total",
+    "Time in which the engine had requests and computed nothing, because all that could have gone "
+    "on waited for a load or, where none was under way, for the answer to a lookup.",
+    (("waits_for", ("load", "lookup")),),
+)
+COPY_SECONDS = Histogram(
+    "kvtier_copy_seconds",
+    "Time of copying one block between the engine's pool and the CPU tier.",
+    (_COPY,),
+    buckets=_TRANSFER_BUCKETS,
+)
+SKIPPED_BLOCKS = Counter(
+    "kvtier_skipped_blocks_total",
+    "Full blocks that were not offered to the tiers, because too many stores were open already.",
+)
+ATTACHED = Gauge("kvtier_attached", "1 while the engine has a session with a daemon.")
 POOL_BLOCKS = Gauge(
     "kvtier_pool_blocks",
     "Blocks of the engine's pool: used by a request or a transfer, cached, or free.",
     (("state", ("used", "cached", "free")),),
 )
+POOL_BYTES = Gauge("kvtier_pool_bytes", "The same in bytes.", POOL_BLOCKS.labels)
 REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests not yet begun.")
 REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
 REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are on their way.")
 
 DAEMON_METRICS: tuple[Metric, ...] = (
+    ASKED_TOKENS,
+    FOUND_TOKENS,
+    ABSENT_TOKENS,
+    LEFT_TOKENS,
+    ORDERED_TOKENS,
+    LOADED_TOKENS,
+    UNLOADED_TOKENS,
     LOOKUP_BLOCKS,
     LOOKUP_SECONDS,
     MISS_BLOCKS,
@@ -406,13 +480,16 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     TIER_CAPACITY_BYTES,
     TIER_BLOCKS,
     TIER_UP,
-    TIER_DEGRADED,
+    TIER_STATE,
+    BREAKER_STATE,
     QUARANTINED_BLOCKS,
     SCRUBBED_BYTES,
     SSD_WRITTEN_BYTES,
     SSD_READ_ONLY,
     SSD_DIRECT_IO,
     SSD_WRITE_BUDGET_BYTES,
+    SSD_WRITE_BUDGET_LEFT_BYTES,
+    SSD_WRITE_BUDGET_STATE,
     PROBED_LOOKUPS,
     DEMOTED_BLOCKS,
     MISSED_BLOCKS,
@@ -436,6 +513,7 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     LEASES,
     PINS,
     SESSIONS,
+    BUILD,
     READY,
     REFUSED_SAMPLES,
 )
@@ -454,7 +532,13 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     REQUESTS_RUNNING,
     REQUESTS_LOADING,
     PREEMPTIONS,
+    RESTORE_STALL_SECONDS,
+    COPY_SECONDS,
+    SKIPPED_BLOCKS,
     POOL_BLOCKS,
+    POOL_BYTES,
+    ATTACHED,
+    BUILD,
     READY,
     REFUSED_SAMPLES,
 )

@@ -6,6 +6,7 @@ from kvtier.core.identity import EVERYTHING, BlockHash, Selection
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import event as ev
 from kvtier.sim.fleet import Fleet
+from kvtier.sim.operator import Operator
 from kvtier.sim.world import MS, TENANTS, World
 
 __all__ = ["Misfortune"]
@@ -19,6 +20,7 @@ class Misfortune:
     def __init__(self, world: World, fleet: Fleet) -> None:
         self._world = world
         self._fleet = fleet
+        self._operator = Operator(world, fleet)
 
     def strike(self) -> None:
         """Let things go wrong, each with its chance, and come again."""
@@ -34,6 +36,7 @@ class Misfortune:
             (weather.scribble, self._scribble),
             (weather.die, self._die),
             (weather.drop, self._drop),
+            (weather.detach, self._detach),
             (weather.suspend, self._suspend),
             (weather.crash, world.crash),
             (0.1, self._scrub),
@@ -63,14 +66,15 @@ class Misfortune:
         self._tell_lost(name, self._world.tiers[name].expire(), "expired")
 
     def _tell_lost(self, name: TierName, hashes: Sequence[BlockHash], reason: str) -> None:
-        stage, draw = self._world.stage, self._world.draw
+        world, draw = self._world, self._world.draw
+        stage, num_leaves = world.stage, world.num_leaves[name]
 
         def tell() -> None:
-            if stage is self._world.stage:
+            if stage is world.stage and num_leaves == world.num_leaves[name]:
                 stage.post(ev.Lost(name, b"".join(hashes), reason))
 
         if hashes:
-            self._world.at(draw.randint(0, 20) * MS, tell)
+            world.at(draw.randint(0, 20) * MS, tell)
 
     def _outage(self) -> None:
         world, name = self._world, self._world.some_tier()
@@ -141,6 +145,9 @@ class Misfortune:
             )
         )
         world.stage.call(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
+
+    def _detach(self) -> None:
+        self._operator.act()
 
     def _pin(self) -> None:
         """Have a chain kept for a while, or no longer."""

@@ -107,6 +107,7 @@ class Simulation:
         fails = work.tier in world.outages or world.happens(weather.fail_before, "fail_before")
         tears = isinstance(work, ac.Write) and world.happens(weather.tear, "tear")
         told_as_failed = tears or world.happens(weather.fail_after, "fail_after")
+        num_leaves = world.num_leaves[work.tier]
         ended: list[ev.Event] = []
         if isinstance(work, ac.Write) and work.tier is not TierName.REMOTE:
             world.cut_short[work] = partial(self._cut_short, stage, work)
@@ -118,7 +119,10 @@ class Simulation:
                     self._cut_short(stage, work)
                 return
             world.cut_short.pop(work, None)
-            if tears and isinstance(work, ac.Write):
+            has_left = num_leaves != world.num_leaves[work.tier]
+            if has_left and (work.tier is TierName.SSD or isinstance(work, ac.Purge)):
+                ended.append(stage.fault(work))  # its store was closed before
+            elif tears and isinstance(work, ac.Write):
                 self._tear(work)
             else:
                 event = stage.fault(work) if fails else stage.completion(work)
@@ -127,7 +131,8 @@ class Simulation:
                 ended.append(event)
 
         def tell() -> None:
-            if stage is world.stage:
+            is_told = num_leaves == world.num_leaves[work.tier] or not isinstance(work, ac.Purge)
+            if stage is world.stage and is_told:
                 stage.post(stage.fault(work) if told_as_failed else ended[0])
 
         if world.happens(weather.vanish, "vanish"):

@@ -44,6 +44,8 @@ class Weather:
     """The clock jumps: the machine slept, or the process was stopped."""
     drop: float = 0.0
     """An operator takes blocks out of tiers."""
+    detach: float = 0.0
+    """An operator drains a tier, or takes it off, and puts it on again."""
     forget: float = 0.0
     """An engine does not release, does not complete, or stops half-way."""
     dawdle: float = 0.0
@@ -71,6 +73,7 @@ _USUAL = Weather(
     crash=0.04,
     suspend=0.05,
     drop=0.1,
+    detach=0.06,
     forget=0.12,
     dawdle=0.03,
     lie=0.2,

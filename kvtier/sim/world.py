@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
+from kvtier.node.action import Write
 from kvtier.sim.medium import Medium
 from kvtier.sim.policy import draw_config, policies, write_modes
 from kvtier.sim.weather import draw_weather
@@ -42,6 +43,8 @@ class World:
         self.stalls: set[TierName] = set()
         self.lost: list[Work] = []
         """What this node will never hear of."""
+        self.num_leaves = dict.fromkeys(self.tiers, 0)
+        """How often each tier was taken off: what is under way is for one of these times."""
         self.cut_short: dict[Work, Callable[[], None]] = {}
         """By write to the node's own disk that has not taken effect, what a crash makes of it."""
         self.num_boots = 0
@@ -94,6 +97,13 @@ class World:
     def some_tier(self) -> TierName:
         """Choose one of the slower tiers."""
         return self.draw.choice(list(self.tiers))
+
+    def left(self, name: TierName) -> None:
+        """Note that a tier is taken off: what its own disk had not taken by then is cut short."""
+        self.num_leaves[name] += 1
+        for work in list(self.cut_short):
+            if isinstance(work, Write) and work.tier is name:
+                self.cut_short.pop(work)()
 
     def crash(self) -> None:
         """Let the node die, and start a new one over the same media."""

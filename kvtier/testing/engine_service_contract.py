@@ -27,7 +27,12 @@ def _check_outputs(engine: EngineService, request: Request) -> None:
     assert threads.isdisjoint({threading.get_ident()}), "deliver runs on the engine's thread"
     assert len(threads) == 1
     assert all(output.token_ids for output in outputs[:-1]), "only the last may bring no token"
-    assert all(output.finish is None and output.usage is None for output in outputs[:-1])
+    assert all(output.finish is None for output in outputs[:-1])
+    assert all(output.usage is None for output in outputs[1:-1])
+    first, last = outputs[0].usage, outputs[-1].usage
+    assert first is not None
+    assert last is not None
+    assert first.tier_tokens == last.tier_tokens, "who supplied the prompt is known from the start"
     assert outputs[-1].finish is FinishReason.LENGTH
     assert sum(len(output.token_ids) for output in outputs) == request.max_tokens
     _check_usage(outputs, request)

@@ -161,9 +161,11 @@ class FakeEngineService:
         length = min(len(answer.token_ids), opened.request.max_tokens)
         end = min(length, opened.num_sent + answer.tokens_per_output)
         token_ids = answer.token_ids[opened.num_sent : end]
+        is_first = opened.num_sent == 0
         opened.num_sent = end
         if end < length:
-            return Output(request_id, token_ids)
+            usage = self._usage(opened) if is_first else None
+            return Output(request_id, token_ids, usage=usage)
         if answer.finish is FinishReason.ERROR:
             return Output(request_id, (), FinishReason.ERROR, None, answer.error)
         is_cut = length < len(answer.token_ids) or length == opened.request.max_tokens

@@ -22,9 +22,9 @@ from kvtier.core.table import as_keys
 from kvtier.errors import DaemonUnavailable, TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.node.invariants import check, check_memory
+from kvtier.node.invariants import check, check_books, check_memory
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.node.transfer import Duty, SlowTier, WriteMode
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS, REFUSED_SAMPLES
 from kvtier.testing.clock import FakeClock
@@ -134,11 +134,17 @@ class Stage:
         if call is not None:
             self.open_calls[call] = event
         self.num_events += 1
+        lanes = self.node.transfers.lanes.values()
+        drained = [(lane, set(lane.writes)) for lane in lanes if lane.duty is not Duty.FULL]
         for action in self.node.handle(event, self.clock()):
             if isinstance(action, ac.Reply | ac.Progress):
                 self._note(action)
             else:
+                self._check_asked(action)
                 self.waiting.append(action)
+        for lane, queued in drained:
+            is_kept = lane.duty is Duty.FULL or lane.writes.keys() <= queued
+            assert is_kept, f"something new is written to {lane.tier.name}, which is drained"
         if self.is_checked:
             check(self.node)
             if self.num_events % _EVENTS_A_LOOK == 0:
@@ -229,6 +235,7 @@ class Stage:
         """
         node = self.node
         check_memory(node)
+        check_books(node)
         assert not self.open_calls, f"calls without an answer: {self.open_calls}"
         num_pins = sum(len(work.blocks) for work in lost if isinstance(work, ac.Write))
         assert node.num_pins == num_pins, "pins are left"
@@ -241,7 +248,9 @@ class Stage:
             transfers -= lane.flights.keys()
             is_purging = any(isinstance(work, ac.Purge) for work in lost)
             assert is_purging or lane.purging is None, "a tier stays closed after a purge"
-        assert not transfers, "a transfer was forgotten though it never ended"
+        orphans = node.transfers.orphans.keys()
+        assert orphans <= transfers, "transfers of a tier that was taken off are left"
+        assert not transfers - orphans, "a transfer was forgotten though it never ended"
         if not lost:
             assert node.cache.slots.held_bytes == 0, "held slots are left"
         assert node.next_deadline_ns() is None, "an idle node waits for nothing"
@@ -298,6 +307,12 @@ class Stage:
             if isinstance(event, ev.Drop) and isinstance(action.answer, tuple):
                 self._check_drop(event, action.answer)
         del self.open_calls[action.call]
+
+    def _check_asked(self, work: Work) -> None:
+        """Require that nothing is asked of a tier that is off."""
+        if not isinstance(work, ac.Order):
+            duty = self.node.transfers.lanes[work.tier].duty
+            assert duty is not Duty.NONE, f"{work.tier} is off, and was asked for {work}"
 
     def _check_drop(self, event: ev.Drop, answer: tuple[ac.Dropped, ...]) -> None:
         """Require that what was said to be dropped is gone, and cannot come by what is under way.

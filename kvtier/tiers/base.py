@@ -143,6 +143,10 @@ class HealthState(StrEnum):
     """It serves, but not all of what it is for: read-only, say."""
     OUT = "out"
     """Nothing is asked of it but, now and then, whether it is back."""
+    DRAINED = "drained"
+    """It is read, and an operator lets nothing new be written to it."""
+    DETACHED = "detached"
+    """An operator took it off: nothing is asked of it, and others may have its medium."""
 
 
 @dataclass(frozen=True, slots=True)

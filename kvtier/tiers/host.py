@@ -42,6 +42,7 @@ class HostArena:
             ) from error
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._mapping = mmap.mmap(self.fd, self.size_bytes)
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core file is not to hold what users wrote
         self._view = memoryview(self._mapping)
 
     def reserve(self, slab: int) -> None:

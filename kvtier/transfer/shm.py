@@ -127,6 +127,7 @@ class Attachment:
         self._fd = fd
         try:
             self._mapping = mmap.mmap(fd, int(message["size_bytes"]))
+            self._mapping.madvise(mmap.MADV_DONTDUMP)  # see HostArena
         except BaseException:
             os.close(fd)
             raise

@@ -86,7 +86,9 @@ class RegisterRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     FLOPS_FIELD_NUMBER: _builtins.int
     CAN_SPLIT_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
+    """the newest one that the client speaks"""
     ticket: _builtins.bytes
     """from the arena socket"""
     proof: _builtins.bytes
@@ -96,6 +98,8 @@ class RegisterRequest(_message.Message):
     """for people: a name and a model, no secrets"""
     can_split: _builtins.bool
     """it can compute the front of a prompt while the back is loaded"""
+    oldest_protocol: _builtins.int
+    """that the client speaks too; 0: it speaks one alone"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -111,10 +115,11 @@ class RegisterRequest(_message.Message):
         engine: _builtins.str = ...,
         flops: Global___ModelFlops | None = ...,
         can_split: _builtins.bool = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flops", b"flops", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_split", b"can_split", "engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_split", b"can_split", "engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "oldest_protocol", b"oldest_protocol", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,21 +160,25 @@ class RegisterReply(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BOOT_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     boot: _builtins.str
     """changes whenever the daemon starts"""
     lease_ms: _builtins.int
     """a load's blocks stay in place this long after its deadline"""
+    protocol: _builtins.int
+    """the newest that both speak: what is said from here on means what it says"""
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         boot: _builtins.str = ...,
         lease_ms: _builtins.int = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "lease_ms", b"lease_ms", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "lease_ms", b"lease_ms", "protocol", b"protocol", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvtier.v1 import engine_pb2 as _engine_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TierVerb:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierVerbEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TierVerb.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_VERB_UNSPECIFIED: _TierVerb.ValueType  # 0
+    TIER_VERB_DRAIN: _TierVerb.ValueType  # 1
+    TIER_VERB_RESUME: _TierVerb.ValueType  # 2
+    TIER_VERB_DETACH: _TierVerb.ValueType  # 3
+    TIER_VERB_ATTACH: _TierVerb.ValueType  # 4
+
+class TierVerb(_TierVerb, metaclass=_TierVerbEnumTypeWrapper): ...
+
+TIER_VERB_UNSPECIFIED: TierVerb.ValueType  # 0
+TIER_VERB_DRAIN: TierVerb.ValueType  # 1
+TIER_VERB_RESUME: TierVerb.ValueType  # 2
+TIER_VERB_DETACH: TierVerb.ValueType  # 3
+TIER_VERB_ATTACH: TierVerb.ValueType  # 4
+Global___TierVerb: _TypeAlias = TierVerb  # noqa: Y015
 
 @_typing.final
 class PingRequest(_message.Message):
@@ -397,6 +419,76 @@ class WarmReply(_message.Message):
 Global___WarmReply: _TypeAlias = WarmReply  # noqa: Y015
 
 @_typing.final
+class ReloadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadRequest: _TypeAlias = ReloadRequest  # noqa: Y015
+
+@_typing.final
+class ReloadReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    """the stable document of `kvtier config reload --json`"""
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadReply: _TypeAlias = ReloadReply  # noqa: Y015
+
+@_typing.final
+class ConfigRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigRequest: _TypeAlias = ConfigRequest  # noqa: Y015
+
+@_typing.final
+class ConfigReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    """the stable document of `kvtier config show --running --json`"""
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigReply: _TypeAlias = ConfigReply  # noqa: Y015
+
+@_typing.final
 class ProbeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -437,3 +529,88 @@ class ProbeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
+
+@_typing.final
+class ChangeTierRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    VERB_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    tier: _engine_pb2.Tier.ValueType
+    verb: Global___TierVerb.ValueType
+    wait_ms: _builtins.int
+    """for it to be done; it goes on after that"""
+    now: _builtins.bool
+    """detach: what is under way is given up"""
+    def __init__(
+        self,
+        *,
+        tier: _engine_pb2.Tier.ValueType = ...,
+        verb: Global___TierVerb.ValueType = ...,
+        wait_ms: _builtins.int = ...,
+        now: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "tier", b"tier", "verb", b"verb", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeTierRequest: _TypeAlias = ChangeTierRequest  # noqa: Y015
+
+@_typing.final
+class ChangeTierReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Refusal(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        FIELD_FIELD_NUMBER: _builtins.int
+        PROBLEM_FIELD_NUMBER: _builtins.int
+        REMEDY_FIELD_NUMBER: _builtins.int
+        field: _builtins.str
+        problem: _builtins.str
+        remedy: _builtins.str
+        def __init__(
+            self,
+            *,
+            field: _builtins.str = ...,
+            problem: _builtins.str = ...,
+            remedy: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "problem", b"problem", "remedy", b"remedy"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DONE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    state: _builtins.str
+    """as the status document has it"""
+    reason: _builtins.str
+    @_builtins.property
+    def refusal(self) -> Global___ChangeTierReply.Refusal:
+        """nothing was changed, or not all of it, because of this"""
+
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        refusal: Global___ChangeTierReply.Refusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "reason", b"reason", "refusal", b"refusal", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeTierReply: _TypeAlias = ChangeTierReply  # noqa: Y015

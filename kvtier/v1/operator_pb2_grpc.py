@@ -74,6 +74,21 @@ class OperatorStub:
                 request_serializer=kvtier_dot_v1_dot_operator__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_operator__pb2.ProbeReply.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/kvtier.v1.Operator/Reload',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.ReloadReply.FromString,
+                _registered_method=True)
+        self.Config = channel.unary_unary(
+                '/kvtier.v1.Operator/Config',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.ConfigRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.ConfigReply.FromString,
+                _registered_method=True)
+        self.ChangeTier = channel.unary_unary(
+                '/kvtier.v1.Operator/ChangeTier',
+                request_serializer=kvtier_dot_v1_dot_operator__pb2.ChangeTierRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_operator__pb2.ChangeTierReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -133,6 +148,27 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Read the configuration again and apply it, all or nothing, as SIGHUP does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Config(self, request, context):
+        """Say which configuration holds, without secrets.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeTier(self, request, context):
+        """Drain, detach or attach a tier while requests run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +211,21 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=kvtier_dot_v1_dot_operator__pb2.ProbeRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_operator__pb2.ProbeReply.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.ReloadRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.ReloadReply.SerializeToString,
+            ),
+            'Config': grpc.unary_unary_rpc_method_handler(
+                    servicer.Config,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.ConfigRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.ConfigReply.SerializeToString,
+            ),
+            'ChangeTier': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeTier,
+                    request_deserializer=kvtier_dot_v1_dot_operator__pb2.ChangeTierRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_operator__pb2.ChangeTierReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +444,87 @@ class Operator:
             '/kvtier.v1.Operator/Probe',
             kvtier_dot_v1_dot_operator__pb2.ProbeRequest.SerializeToString,
             kvtier_dot_v1_dot_operator__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Reload',
+            kvtier_dot_v1_dot_operator__pb2.ReloadRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.ReloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Config(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/Config',
+            kvtier_dot_v1_dot_operator__pb2.ConfigRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.ConfigReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeTier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Operator/ChangeTier',
+            kvtier_dot_v1_dot_operator__pb2.ChangeTierRequest.SerializeToString,
+            kvtier_dot_v1_dot_operator__pb2.ChangeTierReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class OperatorStub:
     """Bring a chain's blocks into the CPU tier."""
     Probe: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ProbeRequest, _operator_pb2.ProbeReply]
     """Measure what transfers of each tier take, now."""
+    Reload: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ReloadRequest, _operator_pb2.ReloadReply]
+    """Read the configuration again and apply it, all or nothing, as SIGHUP does."""
+    Config: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ConfigRequest, _operator_pb2.ConfigReply]
+    """Say which configuration holds, without secrets."""
+    ChangeTier: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ChangeTierRequest, _operator_pb2.ChangeTierReply]
+    """Drain, detach or attach a tier while requests run."""
 
 @_typing.type_check_only
 class OperatorAsyncStub(OperatorStub):
@@ -63,6 +69,12 @@ class OperatorAsyncStub(OperatorStub):
     """Bring a chain's blocks into the CPU tier."""
     Probe: _aio.UnaryUnaryMultiCallable[_operator_pb2.ProbeRequest, _operator_pb2.ProbeReply]  # type: ignore[assignment]
     """Measure what transfers of each tier take, now."""
+    Reload: _aio.UnaryUnaryMultiCallable[_operator_pb2.ReloadRequest, _operator_pb2.ReloadReply]  # type: ignore[assignment]
+    """Read the configuration again and apply it, all or nothing, as SIGHUP does."""
+    Config: _aio.UnaryUnaryMultiCallable[_operator_pb2.ConfigRequest, _operator_pb2.ConfigReply]  # type: ignore[assignment]
+    """Say which configuration holds, without secrets."""
+    ChangeTier: _aio.UnaryUnaryMultiCallable[_operator_pb2.ChangeTierRequest, _operator_pb2.ChangeTierReply]  # type: ignore[assignment]
+    """Drain, detach or attach a tier while requests run."""
 
 class OperatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -126,5 +138,29 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.ProbeReply, _abc.Awaitable[_operator_pb2.ProbeReply]]:
         """Measure what transfers of each tier take, now."""
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _operator_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ReloadReply, _abc.Awaitable[_operator_pb2.ReloadReply]]:
+        """Read the configuration again and apply it, all or nothing, as SIGHUP does."""
+
+    @_abc_1.abstractmethod
+    def Config(
+        self,
+        request: _operator_pb2.ConfigRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ConfigReply, _abc.Awaitable[_operator_pb2.ConfigReply]]:
+        """Say which configuration holds, without secrets."""
+
+    @_abc_1.abstractmethod
+    def ChangeTier(
+        self,
+        request: _operator_pb2.ChangeTierRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ChangeTierReply, _abc.Awaitable[_operator_pb2.ChangeTierReply]]:
+        """Drain, detach or attach a tier while requests run."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

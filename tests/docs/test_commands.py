@@ -98,7 +98,7 @@ class User:
             server = self._start(command)
             self.servers.append(server)
             server.await_log(r"kvtier: \S+ at http://\S+/v1", 120)
-        elif "--watch" in shlex.split(command, comments=True):
+        elif {"--watch", "top"} & set(shlex.split(command, comments=True)):
             watching = self._start(command)
             watching.await_log(r"(?s)(leases \d+.*){2}", 30)
             watching.send(signal.SIGINT)

@@ -1,14 +1,24 @@
 """A setting that nothing reads, or a metric that nothing records, promises what is not kept."""
 
+import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from source import SOURCE
+from source import SOURCE, TESTS
 
+from kvtier.api.http.service import Outcome
 from kvtier.config.model import section_models
 from kvtier.config.section import key_of
+from kvtier.core.admission import Rule
+from kvtier.core.fate import Fate
+from kvtier.core.plan import PlanReason
+from kvtier.core.residency import TierName
 from kvtier.observe import table
+from kvtier.observe.metric import Metric
+from kvtier.tiers.base import HealthState, MissReason
+from kvtier.tiers.wrap.breaker import BreakerState
 
 SETTINGS = [
     (section, name) for section, model in section_models().items() for name in model.model_fields
@@ -25,6 +35,12 @@ def text_outside(package: str) -> str:
     )
 
 
+@cache
+def text_of_tests() -> str:
+    suites = [module for module in TESTS if not module.name.startswith("tests/house/")]
+    return "\n".join("\n".join(module.lines) for module in suites)
+
+
 @pytest.mark.parametrize(("section", "name"), SETTINGS, ids=key_of)
 def test_a_setting_is_read(section, name):
     is_read = re.search(rf"\.{name}\b", text_outside("config")) is not None
@@ -33,10 +49,61 @@ def test_a_setting_is_read(section, name):
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_is_recorded(name):
-    # REFUSED_SAMPLES is recorded by the recorder itself.
-    outside = text_outside("observe") if name != "REFUSED_SAMPLES" else text_outside("config")
+    # These two are recorded by the recorder itself.
+    own = {"REFUSED_SAMPLES", "BUILD"}
+    outside = text_outside("config" if name in own else "observe")
     is_recorded = re.search(rf"\b{name}\b", outside) is not None
     assert is_recorded, f"nothing records {name}"
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_has_a_test(name):
+    row = getattr(table, name)
+    named = re.compile(rf"\b({name}|{row.name}(_count|_sum|_bucket)?)\b")
+    assert named.search(text_of_tests()), f"no test looks at {row.name}"
+
+
+def recordings() -> Iterator[tuple[str, Metric, dict[str, ast.expr]]]:
+    """Yield each place where a row is recorded by its name, and the labels given there."""
+    for module in SOURCE:
+        for node in ast.walk(module.tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            first = node.args[0] if node.args else None
+            if not (isinstance(first, ast.Name) and first.id in METRICS):
+                continue
+            labels = {each.arg: each.value for each in node.keywords if each.arg}
+            if node.func.attr == "set_one" and isinstance(node.args[1], ast.Constant):
+                labels[node.args[1].value] = node.args[2]
+            if node.func.attr in {"add", "set", "set_one", "observe"}:
+                yield f"{module.name}:{node.lineno}", getattr(table, first.id), labels
+
+
+RECORDINGS = {f"{where} {row.name}": (row, labels) for where, row, labels in recordings()}
+
+
+@pytest.mark.parametrize("where", RECORDINGS)
+def test_labels_are_those_of_the_row_and_of_its_closed_sets(where):
+    row, labels = RECORDINGS[where]
+    assert labels.keys() == dict(row.labels).keys(), where
+    for name, closed in row.labels:
+        given = labels[name]
+        if isinstance(given, ast.Constant):
+            assert given.value in closed, f"{where}: {name} is never {given.value!r}"
+
+
+def test_closed_sets_are_those_of_the_code():
+    for row, label, values in (
+        (table.MISS_BLOCKS, "reason", {*MissReason, "fault", "late"}),
+        (table.TIER_STATE, "state", {*HealthState, "off"}),
+        (table.BREAKER_STATE, "state", {*BreakerState}),
+        (table.MISSED_BLOCKS, "fate", {*Fate}),
+        (table.REFUSED_BLOCKS, "rule", {*Rule}),
+        (table.DECISIONS, "reason", {*PlanReason}),
+        (table.REQUESTS, "outcome", {*Outcome}),
+        (table.PROMPT_TOKENS, "source", {*TierName, "computed"}),
+    ):
+        assert set(dict(row.labels)[label]) == values, f"{row.name}: {label}"
 
 
 def test_every_metric_belongs_to_a_process():

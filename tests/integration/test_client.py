@@ -208,7 +208,8 @@ def engines_named(node: Served, name: str) -> list[object]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"protocol": PROTOCOL + 1}, "the same kvtier version"),
+        ({"protocol": PROTOCOL + 1}, "upgrade kvtier in the daemon"),
+        ({"protocol": 0}, "upgrade kvtier in the engine"),
         ({"proof": bytes(32)}, "does not see the daemon's arena"),
         ({"ticket": b"another"}, "does not see the daemon's arena"),
         ({"ticket": b"\xff\xfe"}, "does not see the daemon's arena"),

@@ -6,6 +6,7 @@ Each speed here is so extreme that no machine, however busy, could decide otherw
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,8 @@ def test_the_guard_closes_a_tier_that_does_not_pay_and_opens_it_again() -> None:
         plan, told = await_true(lose, "the tier is left alone", DECIDED_S)
         assert plan.num_blocks == 0
         assert told["model"]["guarded"] == ["cpu"]
+        guarded = partial(node.served.metric, "kvtier_tier_guarded")
+        await_true(lambda: guarded(tier="cpu") == guarded() == 1, "the gauge says it")
         assert node.served.stat()["worth"]["lost_s"] > 0
         plan, _ = teller.await_reason("all")  # the trial, some seconds later
         assert teller.guarded() == ["cpu"], "only one at a time tries it"

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier.cli.main import main
 from kvtier.client.link import open_link
 from kvtier.client.operator import open_operator
 from kvtier.core.cost.sample import EngineLoad, StepSample
@@ -194,6 +195,15 @@ def tier_down(scene: Scene) -> tuple[Any, int]:
     return said, 0
 
 
+def detached(scene: Scene) -> tuple[Any, int]:
+    """Its disk is gone, and so is what was there: the index has forgotten it."""
+    scene.engine.store(15, 4)
+    scene.node.await_idle()
+    scene.node.drop("cpu")
+    assert main(["tier", "detach", "ssd", "--connect", str(scene.node.socket)]) == 0
+    return scene.missing(15, 4), 0
+
+
 MISSING = [
     Case(Fate.NEVER_STORED, never_stored),
     Case(Fate.NOT_OFFERED, not_offered),
@@ -213,6 +223,7 @@ MISSING = [
     Case(Fate.SALT, salt),
     Case(Fate.TOO_SHORT, too_short),
     Case(Fate.TIER_DOWN, tier_down),
+    Case(Fate.DETACHED, detached, {"ssd.enabled": "true"}),
 ]
 BY_REQUEST = {Fate.COST, Fate.DEADLINE}
 """What is no block's fate but a request's: see below."""

@@ -59,6 +59,8 @@ def await_told(node: Served, tier: str, state: str) -> str:
     await_true(lambda: ready(node)[1]["tiers"][tier]["state"] == state, "readiness agrees")
     is_up = float(state != "out")
     await_true(lambda: node.metric("kvtier_tier_up", tier=tier) == is_up, "the gauge agrees")
+    assert node.metric("kvtier_tier_state", tier=tier, state=state) == 1
+    assert node.metric("kvtier_tier_state", tier=tier) == 1, "a tier is in one state"
     assert ready(node)[0] == 200, "a tier that is out makes no daemon unready"
     return reason
 

@@ -23,14 +23,14 @@ class Notes:
 
     def __init__(self) -> None:
         self.first_tokens: list[tuple[float, TierTokens]] = []
-        self.gaps: list[float] = []
+        self.gaps: list[tuple[float, TierTokens]] = []
         self.outcomes: list[Outcome] = []
 
     def first_token(self, seconds: float, usage: Usage) -> None:
         self.first_tokens.append((seconds, usage.tier_tokens))
 
-    def token_gap(self, seconds: float) -> None:
-        self.gaps.append(seconds)
+    def token_gap(self, seconds: float, usage: Usage) -> None:
+        self.gaps.append((seconds, usage.tier_tokens))
 
     def finished(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -268,7 +268,7 @@ def test_what_is_measured():
     assert seconds > 0
     assert tiers.cpu == 2
     assert len(notes.gaps) == 3
-    assert all(gap >= 0 for gap in notes.gaps)
+    assert all(gap >= 0 and source == tiers for gap, source in notes.gaps)
     assert notes.outcomes == [Outcome.STOP, Outcome.REFUSED]
 
 

@@ -153,7 +153,7 @@ def test_with_a_log_that_nobody_reads(directory: Path, num_signals: int) -> None
         os.write(writing, b"." * 4096)
         command = kvtier_command("serve", *node.arguments())
         with subprocess.Popen(command, stderr=writing) as daemon:
-            # It says what it found on the disk, and stands still there.
+            # It says what it found on the disk, to nobody.
             lock = directory / "ssd" / "lock"
             await_true(lambda: lock.exists() and b"pid" in lock.read_bytes(), "it opens", 30)
             start_s = time.monotonic()

@@ -1,6 +1,7 @@
 """What is written below the CPU tier, when, and what a stop, a crash and a budget make of that."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -96,6 +97,11 @@ def test_a_write_budget_lowers_the_gate_and_with_it_what_is_written(node: Served
         await_true(lambda: gate_share(node) == 0.75, "the gate is as configured")
         fill(engine, 4 * CPU_BLOCKS)
         await_true(lambda: gate_share(node) < 0.2, "the gate is lowered")
+        state = partial(node.metric, "kvtier_ssd_write_budget_state")
+        await_true(lambda: state(state="short") == 1, "it is said to be short")
+        assert state() == 1
+        assert node.metric("kvtier_ssd_write_budget_bytes") == 32 << 20
+        assert 0 < node.metric("kvtier_ssd_write_budget_left_bytes") < 32 << 20
         node.await_idle()
         before = ssd_blocks(node)
         fill(engine, 4 * CPU_BLOCKS, first=9000)
@@ -144,6 +150,7 @@ def test_a_pin_survives_pressure_under_every_policy(node: Served, eviction: str)
             engine.store(prompt, 8)
         assert engine.lookup(1, 8) == (["cpu"] * 8, "complete")
         assert node.stat()["policy"]["retained_bytes"] == 8 * 8192
+        await_true(lambda: node.metric("kvtier_retained_bytes") == 8 * 8192, "a gauge says so")
         assert pin(node, engine, 1, 8, 0) == 0
         assert node.stat()["policy"]["retained_bytes"] == 0
 

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvtier.core.census import Held
 from kvtier.core.eviction import leaf_lru
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.index import Index, NewBlocks, Scope
@@ -158,6 +159,8 @@ class IndexMachine(RuleBasedStateMachine):
             rows = self.index.in_state(tier, Residency.READY).tolist()
             expected = {h for h, s in self.state.items() if s[tier] == Residency.READY}
             assert {self.index.hash_of(row) for row in rows} == expected
+            held = {TEST_KEY_SPACE: Held(len(expected), 100 * len(expected))} if expected else {}
+            assert self.index.held_in(tier) == held
 
     @invariant()
     def no_parent_is_older_than_its_child(self):

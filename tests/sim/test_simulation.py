@@ -13,6 +13,7 @@ from kvtier.core.reuse.order import Order
 from kvtier.core.slots import SlabAllocator
 from kvtier.node.cache import Cache
 from kvtier.node.drop import Drops
+from kvtier.node.duty import Duties
 from kvtier.node.load import Loads
 from kvtier.node.node import Node
 from kvtier.node.probe import Probes
@@ -21,7 +22,7 @@ from kvtier.node.store import Stores
 from kvtier.node.transfer import Lane, Transfers
 from kvtier.sim.campaign import Failure, replay_command, run_seeds, summarize
 from kvtier.sim.simulation import Simulation
-from kvtier.sim.weather import Weather
+from kvtier.sim.weather import Weather, draw_weather
 
 EVENTS = 200
 
@@ -49,13 +50,13 @@ def test_a_seed(seed, reports):
 
 @pytest.mark.slow
 def test_the_seeds_get_somewhere(reports):
-    """Most lookups find something, and whatever can be decided about it is."""
+    """About half of the lookups find something, and whatever can be decided about it is."""
     done = [reports.get(seed) or run(seed) for seed in SEEDS]
     print(summarize(done))
     plans = Counter()
     for report in done:
         plans.update(report.tally.plans)
-    assert plans["nothing"] < plans.total() / 2
+    assert plans["nothing"] < 0.6 * plans.total()
     assert {"all", "part", "split", "cost", "guard", "limit", "always", "never"} <= plans.keys()
     assert plans["guard"] >= 10
 
@@ -199,6 +200,28 @@ def forget_what_waits_for_a_purge(patch):
     patch.setattr(Drops, "purged", lambda self, event: None)
 
 
+def keep_work_on_the_lane_of_a_tier_that_left(patch):
+    patch.setattr(Transfers, "orphan", lambda self, lane: [])
+
+
+def forget_less_than_a_tier_held(patch):
+    forget = Duties.forget
+
+    def forget_one_less(self, event):
+        forget(self, replace(event, end_row=event.end_row - 1))
+
+    patch.setattr(Duties, "forget", forget_one_less)
+
+
+def take_a_late_write_for_one_of_the_tier_that_came(patch):
+    def end_orphan(self, transfer):
+        flight = self.orphans.pop(transfer, None)
+        if flight is not None:
+            self.lanes[TierName.SSD].flights[transfer] = flight
+
+    patch.setattr(Transfers, "end_orphan", end_orphan)
+
+
 def keep_slots_held(patch):
     patch.setattr(SlabAllocator, "let_go", lambda self, offset: None)
 
@@ -303,6 +326,25 @@ def test_a_planted_bug_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run_first(100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        keep_work_on_the_lane_of_a_tier_that_left,
+        forget_less_than_a_tier_held,
+        take_a_late_write_for_one_of_the_tier_that_came,
+    ],
+)
+def test_a_planted_bug_that_only_operators_meet_is_found(plant, monkeypatch):
+    def busy_operators(draw):
+        return replace(draw_weather(draw), detach=0.6, hang=0.2, fail_before=0.0)
+
+    plant(monkeypatch)
+    monkeypatch.setattr("kvtier.sim.world.draw_weather", busy_operators)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run_first(30)
 
 
 def run_first(num_seeds):

@@ -68,7 +68,7 @@ def test_a_file_sets_every_kind_of_value(tmp_path):
     assert config.engine.listen == Address("::1", 9000)
     assert str(config.engine.listen) == "[::1]:9000"
     assert config.engine.pool_bytes == 3 << 29
-    assert config.source_of("ssd.io_threads") == str(path)
+    assert config.source_of("ssd.io_threads") == f"{path}:9"
 
 
 def test_later_sources_win_key_by_key(tmp_path):
@@ -80,7 +80,7 @@ def test_later_sources_win_key_by_key(tmp_path):
     assert config.ssd.segment_bytes == 8 << 20
     assert config.source_of("ssd.io_threads") == "command line"
     assert config.source_of("ssd.capacity") == "KVTIER_SSD_CAPACITY"
-    assert config.source_of("ssd.segment") == str(path)
+    assert config.source_of("ssd.segment") == f"{path}:4"
 
 
 def test_text_sources_spell_numbers_and_truth_as_toml_does():

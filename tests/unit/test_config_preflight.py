@@ -1,12 +1,16 @@
 """What a machine lacks is said before anything is allocated."""
 
+import errno
+import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.cli.preflight import check_pool, check_start
 from kvtier.config import Config, load_config
+from kvtier.daemon import room
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
 from kvtier.daemon.supervisor import engine_lock
 from kvtier.errors import StartError
@@ -164,6 +168,27 @@ def test_more_disk_than_there_is(tmp_path):
     error = refused(configured(tmp_path, ssd__capacity="4000TiB"), machine(tmp_path))
     assert error.field == "ssd.capacity"
     assert "ssd.directory" in error.remedy
+
+
+def test_only_what_the_tier_itself_has_in_its_directory_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    directory = tmp_path / "ssd"
+    directory.mkdir()
+    others = directory / "photos.tar"
+    with others.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 8 << 20)
+    assert refused(configured(tmp_path), machine(tmp_path)).field == "ssd.capacity"
+    others.rename(directory / f"{1:016x}.segment")
+    check_start(configured(tmp_path), machine(tmp_path))
+
+
+def test_a_disk_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def dead(_directory):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(room.shutil, "disk_usage", dead)
+    error = refused(configured(tmp_path), machine(tmp_path))
+    assert (error.field, error.problem) == ("ssd.directory", f"{tmp_path}/ssd: input/output error")
 
 
 def test_a_floor_that_leaves_no_room(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -31,12 +32,16 @@ def driver_of(arena: HostArena) -> Driver:
     return Driver(node, arena, {TierName.SSD: BreakerTier(MemoryTier(SLAB_BYTES))})
 
 
+def slow_of(driver: Driver) -> Callable[[TierName], Health | None]:
+    return lambda name: driver.crews[name].told if name in driver.crews else None
+
+
 def test_a_loop_that_does_not_move_is_told_from_another_thread() -> None:
     async def scenario() -> None:
         arena = HostArena(1, SLAB_BYTES)
         driver = driver_of(arena)
         now_s = [100.0]
-        health = NodeHealth(driver, Health, clock_s=lambda: now_s[0])
+        health = NodeHealth(driver, Health, slow_of(driver), clock_s=lambda: now_s[0])
         health.refresh()
         assert health.complaint() == ""
         assert health.document()["ssd"] == {"state": "up", "reason": ""}
@@ -63,7 +68,7 @@ def test_work_that_is_queued_and_not_done_is_told_unless_the_tier_is_out() -> No
         lane.reads.add(7, 1, 4096, 0)
         assert driver.stalled(3600) == [], "not yet"
         assert driver.stalled(0) == [TierName.SSD]
-        health = NodeHealth(driver, Health)
+        health = NodeHealth(driver, Health, slow_of(driver))
         health.refresh()
         assert health.complaint() == "", "30 seconds are given to it"
         lane.is_up = False

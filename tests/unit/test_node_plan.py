@@ -15,6 +15,16 @@ from kvtier.core.traits import Traits
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.use import use_of
+from kvtier.observe.table import (
+    ACTUAL_SECONDS,
+    DECISIONS,
+    FOUND_TOKENS,
+    LEFT_TOKENS,
+    LOST_SECONDS,
+    PREDICTED_SECONDS,
+    REGRET_SECONDS,
+    SAVED_SECONDS,
+)
 from kvtier.testing.stage import Stage, StageSettings
 from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.memory import MemoryTier
@@ -423,6 +433,51 @@ def test_an_outcome_is_judged():
     decision = stage.node.ledger.find_request("r1")
     assert decision.outcome == outcome
     assert decision.judgement.taken == "restore"
+
+
+def summed(stage, row, label):
+    counts = {v: metric(stage, row.name, **{label: v}) for v in dict(row.labels)[label]}
+    return {value: count for value, count in counts.items() if count}
+
+
+def test_what_decisions_came_to_is_counted_as_it_was_judged():
+    stage = open_stage(SSD)
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    engine.measured(steps=[StepSample(64, 0, 2048.0, 0, 0.5)] * 20)
+    judgements = []
+    for number, ttft_s in enumerate((0.05, 0.07, 30.0)):
+        plan = ask(engine, blocks, traits=Traits(request_id=f"r{number}")).plan
+        engine.measured(outcomes=[an_outcome(plan, ttft_s=ttft_s, restore_s=0.01 + ttft_s / 2)])
+        judgements.append(stage.node.ledger.find_request(f"r{number}"))
+    predicted_s = sum(each.plan.total_s for each in judgements)
+    saved_s = sum(each.judgement.saved_s.get(CPU, 0.0) for each in judgements)
+    lost_s = sum(each.judgement.lost_s.get(CPU, 0.0) for each in judgements)
+    assert saved_s > 0 < lost_s
+    assert summed(stage, DECISIONS, "reason") == {"always": 3}
+    assert summed(stage, SAVED_SECONDS, "tier") == {"cpu": pytest.approx(saved_s)}
+    assert summed(stage, LOST_SECONDS, "tier") == {"cpu": pytest.approx(lost_s)}
+    assert summed(stage, REGRET_SECONDS, "taken") == {
+        "restore": pytest.approx(sum(each.judgement.regret_s for each in judgements))
+    }
+    assert summed(stage, ACTUAL_SECONDS, "of") == {
+        "first_token": pytest.approx(30.12),
+        "restore": pytest.approx(0.03 + 30.12 / 2),
+    }
+    told = summed(stage, PREDICTED_SECONDS, "of")
+    assert told["first_token"] == pytest.approx(predicted_s)
+    assert told["restore"] == pytest.approx(sum(each.plan.restore.mean_s for each in judgements))
+
+
+def test_what_is_found_and_left_is_counted_by_the_decision():
+    stage = open_stage(SSD, mode="never")
+    engine = engine_on(stage)
+    blocks = engine.chain(range(4))
+    engine.store(blocks)
+    ask(engine, blocks)
+    assert summed(stage, LEFT_TOKENS, "reason") == {"never": 4 * 64}
+    assert summed(stage, FOUND_TOKENS, "tier") == {"cpu": 4 * 64}
 
 
 @pytest.mark.parametrize("what", ["restore_s", "compute_s", "wait_s", "ttft_s"])

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,20 @@ def attachment(arena: HostArena) -> Iterator[Attachment]:
 def reserved_bytes(arena: HostArena) -> int:
     """Return what the arena takes of the machine's memory, but for the page of handshakes."""
     return os.fstat(arena.fd).st_blocks * 512 // SLAB_BYTES * SLAB_BYTES
+
+
+def test_no_core_file_has_it(arena: HostArena, attachment: Attachment) -> None:
+    assert attachment, "both have it mapped"
+    flags: list[str] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if name == "VmFlags:":
+            flags[-1] += rest
+        elif not name.endswith(":"):
+            flags.append(rest)
+    arenas = [each for each in flags if "memfd:kvtier-arena" in each]
+    assert len(arenas) >= 2, "the daemon's and the client's"
+    assert all(" dd" in each for each in arenas)
 
 
 def test_it_follows_the_daemon(arena: HostArena, attachment: Attachment) -> None:

@@ -110,12 +110,16 @@ def test_beyond_the_budget_blocks_are_rejected_and_nothing_is_given_up(tmp_path:
     clock = Clock()
     tier = open_tier(tmp_path, clock)
     assert tier.usage().detail["write_budget_bytes"] == DAY_BYTES
+    assert tier.usage().detail["write_budget_day_bytes"] == DAY_BYTES
+    assert tier.usage().detail["write_budget"] == "left"
     told = outcomes(tier, range(30))
     assert told == [WriteOutcome.STORED] * 20 + [WriteOutcome.REJECTED] * 10
     assert tier.usage().detail["write_budget_bytes"] < 20_480
+    assert tier.usage().detail["write_budget"] == "used_up"
     assert not tier.health().reason
     assert fetch(tier, *[make_block(number, BLOCK_BYTES) for number in range(20)]) == [None] * 20
     clock.now_s += DAY_S // 2
+    assert tier.usage().detail["write_budget"] == "left", "what was refused could be written now"
     told = outcomes(tier, range(20, 40))
     assert told == [WriteOutcome.STORED] * 10 + [WriteOutcome.REJECTED] * 10
     tier.close()

@@ -333,8 +333,8 @@ def test_strangers_are_counted_and_left_alone(kept: Store) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    options = parser.parse_args(["fsck", *arguments])
+    command.add_options(parser)
+    options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code, capsys.readouterr().out
 

@@ -213,6 +213,22 @@ def test_the_choice_weighs_age_against_what_is_worth_keeping() -> None:
     assert choose_victim(index, [1, 2, 3], 1 << 20) == 3  # it costs nothing
 
 
+def test_the_bytes_of_all_blocks_are_those_of_their_rows() -> None:
+    index = Index()
+    index.put(entries_of(range(3), 100), 1)
+    assert index.payload_total_bytes == 300
+    twice = np.concatenate([entries_of(range(2, 4), 200), entries_of(range(2, 3), 50)])
+    index.put(twice, 2)  # moved, new, and the one that was moved once more
+    assert index.payload_total_bytes == 100 + 100 + 50 + 200
+    index.drop(index.rows_of(1))
+    assert index.payload_total_bytes == 50 + 200
+    index.put(entries_of(range(10, 3000), 1), 3)  # the columns grow
+    assert index.payload_total_bytes == 250 + 2990
+    for segment in (2, 3):
+        index.drop(index.rows_of(segment))
+    assert index.payload_total_bytes == 0
+
+
 def test_reads_are_counted_to_a_limit_and_wear_off() -> None:
     index = Index()
     index.put(entries_of(range(1), 100), 1)

@@ -8,6 +8,7 @@ import pytest
 from kvtier.cli.stat_text import stat_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
+from kvtier.observe.table import Route
 
 HUGE = 10**10
 
@@ -30,7 +31,9 @@ def document() -> dict[str, Any]:
         "version": "0.1.0",
         "boot": "00ff" * 4,
         "pid": 4_194_304,
+        "time_s": 1_796_000_000.0,
         "uptime_s": 1.0,
+        "config": {"file": "", "reloads": 0, "last_reload": None},
         "worth": {
             "saved_s": 0.0,
             "lost_s": 0.0,
@@ -45,12 +48,21 @@ def document() -> dict[str, Any]:
         },
         "tiers": {name: tier() for name in ("gpu", "cpu", "ssd", "remote")},
         "key_spaces": [],
+        "tokens": {
+            "asked": 0,
+            "found": {"cpu": 0, "ssd": 0, "remote": 0},
+            "absent": 0,
+            "left": {},
+            "ordered": 0,
+            "loaded": {"cpu": 0, "ssd": 0, "remote": 0},
+            "unloaded": {},
+        },
         "lookup_blocks": {"hit": {"cpu": 0, "ssd": 0, "remote": 0}, "miss": 0},
         "miss_reasons": {},
         "probed_lookups": {},
         "transfers": {
-            route: {"bytes": 0, "failed_bytes": 0, "seconds": 0.0, "count": 0}
-            for route in ("cpu_to_ssd", "ssd_to_cpu", "cpu_to_remote", "remote_to_cpu")
+            route.value: {"bytes": 0, "failed_bytes": 0, "seconds": 0.0, "count": 0}
+            for route in Route
         },
         "policy": {
             "eviction": "rd-sec",
@@ -62,6 +74,7 @@ def document() -> dict[str, Any]:
         "cost": {"routes": {}, "engines": {}, "guarded": []},
         "background_faults": {},
         "engines": [],
+        "requests": [],
         "leases": 0,
         "pins": 0,
     }

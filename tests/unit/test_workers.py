@@ -79,6 +79,25 @@ def test_threads_are_used_again() -> None:
     workers.stop()
 
 
+def test_a_call_counts_from_when_it_is_taken_until_it_has_ended() -> None:
+    workers = Workers("counted", 1, 4)
+    for _ in range(50):
+        began, release = threading.Event(), threading.Event()
+
+        def wait(began: threading.Event = began, release: threading.Event = release) -> None:
+            began.set()
+            assert release.wait(30)
+
+        assert workers.submit(wait, "read", 1)
+        while not began.is_set():
+            assert workers.num_calls == 1, "also between the queue and its thread"
+        assert workers.submit(nothing, "read", 1)
+        assert workers.num_calls == 2
+        release.set()
+        await_true(lambda: workers.num_calls == 0, "both have ended")
+    workers.stop()
+
+
 def test_an_answer_that_nobody_waits_for_any_more() -> None:
     release = threading.Event()
 

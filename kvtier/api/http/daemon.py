@@ -1,4 +1,4 @@
-"""The daemon's own HTTP face: health, readiness and metrics, nothing else."""
+"""The daemon's own HTTP face: health, readiness, metrics, and the status page; nothing else."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 
 from kvtier.api.http.error import error_responses
 from kvtier.api.http.probe import probe_routes
+from kvtier.api.http.status import SharedDocument, status_routes
 
 __all__ = ["create_daemon_app"]
 
@@ -18,10 +19,12 @@ def create_daemon_app(
     is_ready: Callable[[], bool],
     tiers: Callable[[], Mapping[str, Any]],
     registry: CollectorRegistry,
+    status: SharedDocument | None = None,
 ) -> Starlette:
     """Return the application; the callables must return at once.
 
     ``complaint`` says why the process is not alive, or nothing; ``tiers`` how each one does.
+    Without ``status`` there is no page.
     """
     routes = probe_routes(
         is_alive=lambda: not complaint(),
@@ -30,4 +33,6 @@ def create_daemon_app(
         complaint=complaint,
         report=lambda: {"tiers": tiers()},
     )
+    if status is not None:
+        routes += status_routes(status)
     return Starlette(routes=routes, exception_handlers=error_responses())

@@ -71,7 +71,8 @@ class Exchange(Generic[BodyT]):
             # In a thread: a long text takes as long to tokenize as many tokens of other streams.
             call = await _unless_gone(request.receive, asyncio.to_thread(self._read, raw, key))
             place.widen(len(call.requests))
-            generation = Generation(call, self.backend, began_seconds)
+            traceparent = request.headers.get("traceparent", "")
+            generation = Generation(call, self.backend, began_seconds, traceparent)
             exits.enter_context(closing(generation))
             generation.start()
         except ApiError:

@@ -6,7 +6,6 @@ whole call. Whatever ends the call early (a client that left, an error, a shutdo
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
@@ -24,10 +23,12 @@ from kvtier.engine.request import (
     RequestRefused,
     Usage,
 )
+from kvtier.observe.log import Log
+from kvtier.observe.trace import TRACES
 
 __all__ = ["Backend", "Generation", "Piece"]
 
-_log = logging.getLogger(__name__)
+_log = Log("kvtier.http")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ class _Arrival:
 class Generation:
     """One call: submit its prompts with ``start``, read ``pieces``, and always ``close``."""
 
-    def __init__(self, call: Call, backend: Backend, began_seconds: float) -> None:
+    def __init__(
+        self, call: Call, backend: Backend, began_seconds: float, traceparent: str = ""
+    ) -> None:
+        """``traceparent`` is what the client traces the call by."""
         self.call = call
+        self._traceparent = traceparent
         self._backend = backend
         self._choices = [
             _Choice(index, request, call.stops, backend, began_seconds)
@@ -79,6 +84,7 @@ class Generation:
     def start(self) -> None:
         """Submit every prompt; raises ``ApiError`` if the engine takes one of them not."""
         for choice in self._choices:
+            TRACES.begin(choice.request.request_id, self._traceparent)
             try:
                 self._backend.engine.submit(choice.request, self._deliver_to(choice.index))
             except QueueFull:
@@ -151,9 +157,10 @@ class _Choice:
         self._text = Detokenizer(backend.model.decode)
         self._stop = StopFinder(stops)
         self._num_tokens = 0
-        self._began_seconds = began_seconds
-        self._last_seconds: float | None = None
-        self._first_token_seconds: float | None = None
+        self._last_seconds = began_seconds
+        """When its last tokens came, and before that when the call began."""
+        self._usage: Usage | None = None
+        """As told with the first token."""
 
     @property
     def is_stopped(self) -> bool:
@@ -184,14 +191,23 @@ class _Choice:
             self.is_open = False
             self._backend.engine.abort(self.request.request_id)
             self._backend.observer.finished(outcome)
+        facts = {"completion_tokens": self._num_tokens}
+        if self._usage is not None:
+            facts["prompt_tokens"] = self._usage.prompt_tokens
+            facts["computed_tokens"] = self._usage.computed_tokens
+        TRACES.end(self.request.request_id, **facts)
 
     def _note_time(self, output: Output, seconds: float) -> None:
         if not output.token_ids:
             return
-        if self._last_seconds is None:
-            self._first_token_seconds = seconds - self._began_seconds
+        observer, took_seconds = self._backend.observer, seconds - self._last_seconds
+        if self._usage is None:
+            assert output.usage is not None, "the engine's contract: the first one has the usage"
+            self._usage = output.usage
+            observer.first_token(took_seconds, self._usage)
+            TRACES.note("first token", self.request.request_id, took_seconds)
         else:
-            self._backend.observer.token_gap(seconds - self._last_seconds)
+            observer.token_gap(took_seconds, self._usage)
         self._last_seconds = seconds
 
     def _last_piece(self, text: str, output: Output) -> Piece:
@@ -200,7 +216,9 @@ class _Choice:
         if self._stop.is_found and finish is not FinishReason.ERROR:
             finish = FinishReason.STOP
         if finish in {FinishReason.ERROR, FinishReason.ABORT}:
-            _log.error("request %s ended in %s: %s", output.request_id, finish, output.error)
+            _log.error(
+                "a request failed", request=output.request_id, finish=finish, error=output.error
+            )
             self._backend.observer.finished(Outcome.ERROR)
             # Nobody here asked for an abort: it means that the engine is stopping.
             is_failure = finish is FinishReason.ERROR and self._backend.engine.is_ready
@@ -210,7 +228,5 @@ class _Choice:
         if self._stop.is_found:
             # Tokens that the engine made before it heard of the abort are in no answer.
             usage = replace(usage, completion_tokens=self._num_tokens)
-        if self._first_token_seconds is not None:
-            self._backend.observer.first_token(self._first_token_seconds, usage)
         self._backend.observer.finished(Outcome(finish.value))
         return Piece(self.index, text, finish, usage)

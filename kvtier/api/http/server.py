@@ -9,6 +9,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvtier.api.http.connection import Connection
 from kvtier.errors import StartError
 from kvtier.observe.log import Log, Repeated
 
@@ -25,8 +26,8 @@ _CANCEL_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
 
-_BACKLOG = 256
-"""As many as may be inside."""
+_BACKLOG = 128
+"""So many are let in at once: with those that have to leave for them, within 1024 descriptors."""
 
 
 class HttpServer:
@@ -39,6 +40,7 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,  # the process has its own logging

@@ -22,7 +22,8 @@ class EngineService(Protocol):
     * ``submit`` and ``abort`` return at once and may be called from any thread.
     * After ``submit``, ``deliver`` is called in order, on the engine's thread. Each output brings
       at least one token or is the last; the last one, and only it, has a finish reason.
-    * The last output carries the usage unless its finish reason is ``error``.
+    * The first output that brings tokens carries the usage: who supplied the prompt is known. So
+      does the last one, unless its finish reason is ``error``.
     * ``abort`` ends an open request with ``FinishReason.ABORT``; any other is ignored. A stop ends
       all of them, with ``abort`` or ``error``, once ``is_ready`` is false.
     """
@@ -88,10 +89,10 @@ class Observer(Protocol):
     """Someone who counts. Called on the server's loop: must neither block nor raise."""
 
     def first_token(self, seconds: float, usage: Usage) -> None:
-        """Note the time to first token; told at the end, when the tiers that served are known."""
+        """Note the time to first token."""
 
-    def token_gap(self, seconds: float) -> None:
-        """Note the time between two deliveries of tokens."""
+    def token_gap(self, seconds: float, usage: Usage) -> None:
+        """Note the time between two deliveries of tokens, with the usage told with the first."""
 
     def finished(self, outcome: Outcome) -> None:
         """Note the end of one prompt."""
@@ -103,7 +104,7 @@ class NoObserver:
     def first_token(self, seconds: float, usage: Usage) -> None:
         """Ignore it."""
 
-    def token_gap(self, seconds: float) -> None:
+    def token_gap(self, seconds: float, usage: Usage) -> None:
         """Ignore it."""
 
     def finished(self, outcome: Outcome) -> None:

@@ -1,15 +1,15 @@
 """A generation as server-sent events."""
 
-import logging
 from collections.abc import AsyncGenerator
 
 from kvtier.api.http.error import ApiError, engine_failed
 from kvtier.api.http.generation import Generation, Piece
 from kvtier.api.http.reply import DONE_EVENT, Json, Reply, event
+from kvtier.observe.log import Log
 
 __all__ = ["events"]
 
-_log = logging.getLogger(__name__)
+_log = Log("kvtier.http")
 
 
 async def events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
@@ -24,7 +24,7 @@ async def events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
     except ApiError as error:
         yield error.event()
     except Exception:
-        _log.exception("a stream failed")
+        _log.exception("a stream failed", request=generation.call.requests[0].request_id)
         yield engine_failed().event()
     yield DONE_EVENT
 

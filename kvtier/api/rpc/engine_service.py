@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -16,14 +16,15 @@ from kvtier.api.rpc.incoming import (
     steps_of,
     traits_of,
 )
-from kvtier.client.wire import PROTOCOL, change_to_wire, plan_to_wire, tier_to_wire
-from kvtier.core.identity import HASH_BYTES, Selection
+from kvtier.client.wire import agreed_protocol, change_to_wire, plan_to_wire, tier_to_wire
+from kvtier.core.identity import HASH_BYTES, Selection, split_hashes
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.observe.table import LOOKUP_SECONDS
+from kvtier.observe.trace import TRACES, Mark
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaServer
 from kvtier.v1 import engine_pb2 as pb
@@ -55,13 +56,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterReply:
         """Check protocol and proof, then open a session."""
-        if request.protocol != PROTOCOL:
-            await _refuse(
-                context,
-                "registration",
-                f"the client speaks protocol {request.protocol} and the daemon {PROTOCOL}; "
-                "use the same kvtier version on both sides",
-            )
+        try:
+            protocol = agreed_protocol(request.protocol, request.oldest_protocol)
+        except ValueError as error:
+            await _refuse(context, "registration", str(error))
         if not self._arena.proves(request.ticket.decode("ascii", "replace"), request.proof):
             await _refuse(
                 context,
@@ -99,7 +97,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         assert isinstance(answer, ac.Registered)
         return pb.RegisterReply(
-            session=answer.session, boot=answer.boot, lease_ms=answer.lease_ns // 1_000_000
+            session=answer.session,
+            boot=answer.boot,
+            lease_ms=answer.lease_ns // 1_000_000,
+            protocol=protocol,
         )
 
     async def Attend(self, request: pb.AttendRequest, context: _Context) -> AsyncIterator[pb.Order]:
@@ -151,20 +152,22 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         traits, load = await _read(
             context, lambda: (traits_of(request.traits), load_of(request.load))
         )
-        answer = await self._ask(
-            context,
-            lambda call: ev.Lookup(
-                call=call,
-                session=request.session,
-                tenant=request.chain.tenant,
-                hashes=request.chain.hashes,
-                first=request.first,
-                deadline_ns=_deadline_ns(request.deadline_ms),
-                traits=traits,
-                load=load,
-            ),
-        )
-        assert isinstance(answer, ac.Found)
+        with TRACES.serve("decision", context.invocation_metadata()) as mark:
+            answer = await self._ask(
+                context,
+                lambda call: ev.Lookup(
+                    call=call,
+                    session=request.session,
+                    tenant=request.chain.tenant,
+                    hashes=request.chain.hashes,
+                    first=request.first,
+                    deadline_ns=_deadline_ns(request.deadline_ms),
+                    traits=traits,
+                    load=load,
+                ),
+            )
+            assert isinstance(answer, ac.Found)
+            _tell(mark, answer)
         seconds = (time.monotonic_ns() - start_ns) / 1e9
         self._driver.node.metrics.observe(LOOKUP_SECONDS, seconds)
         return pb.LookupReply(
@@ -177,6 +180,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
         """Announce leased blocks as they become ready; a call that ends early ends the lease."""
+        with TRACES.serve("restore", context.invocation_metadata()) as mark:
+            mark.tell(decision=request.decision)
+            wanted = split_hashes(request.chain.hashes) if mark.span else []
+            with TRACES.waiting(mark, wanted[request.first :]):
+                async with contextlib.aclosing(self._load(request, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+
+    async def _load(
+        self, request: pb.LoadRequest, context: _Context
+    ) -> AsyncGenerator[pb.LoadReply]:
         messages = self._driver.stream(
             lambda call: ev.Load(
                 call=call,
@@ -225,19 +239,21 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         """Lease slots for new blocks."""
         traits = await _read(context, lambda: traits_of(request.traits))
         num_prompt_blocks = request.prompt_blocks if request.HasField("prompt_blocks") else -1
-        answer = await self._ask(
-            context,
-            lambda call: ev.PrepareStore(
-                call=call,
-                session=request.session,
-                tenant=request.chain.tenant,
-                hashes=request.chain.hashes,
-                first=request.first,
-                traits=traits,
-                num_prompt_blocks=num_prompt_blocks,
-            ),
-        )
-        assert isinstance(answer, ac.Granted)
+        with TRACES.serve("admission", context.invocation_metadata()) as mark:
+            answer = await self._ask(
+                context,
+                lambda call: ev.PrepareStore(
+                    call=call,
+                    session=request.session,
+                    tenant=request.chain.tenant,
+                    hashes=request.chain.hashes,
+                    first=request.first,
+                    traits=traits,
+                    num_prompt_blocks=num_prompt_blocks,
+                ),
+            )
+            assert isinstance(answer, ac.Granted)
+            mark.tell(granted_blocks=len(answer.indexes), rejected_blocks=answer.rejected_blocks)
         return pb.PrepareStoreReply(
             lease=answer.lease,
             indexes=answer.indexes,
@@ -298,6 +314,22 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         if isinstance(answer, ac.Refused):
             await _refuse(context, answer.kind, answer.message)
         return answer
+
+
+def _tell(mark: Mark, answer: ac.Found) -> None:
+    """Note in a trace what was found, and what was decided about it."""
+    mark.tell(
+        found=" ".join(f"{tier}:{length}" for tier, length in answer.runs),
+        why_no_more=answer.reason,
+    )
+    if (plan := answer.plan) is not None:
+        mark.tell(
+            decision=plan.decision,
+            reason=plan.reason.value,
+            planned_blocks=plan.num_blocks,
+            predicted_s=plan.total_s,
+            recompute_s=plan.recompute_total_s,
+        )
 
 
 async def _read(context: _Context, read: Callable[[], T]) -> T:

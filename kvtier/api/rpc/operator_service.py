@@ -12,6 +12,7 @@ import grpc
 from kvtier import __version__
 from kvtier.api.rpc.incoming import tenant_of
 from kvtier.api.rpc.reports import Question, Reports
+from kvtier.api.rpc.roster import Roster, change_tier
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
@@ -42,13 +43,15 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         self,
         driver: Driver,
         reports: Reports,
-        scrubber: Scrubber | None,
+        scrubber: Scrubber,
         on_emptied: Callable[[], None],
+        roster: Roster,
     ) -> None:
         self._driver = driver
         self._reports = reports
         self._scrubber = scrubber
         self._on_emptied = on_emptied
+        self._roster = roster
 
     async def Ping(self, request: pb.PingRequest, context: _Context) -> pb.PingReply:
         """Say who answers."""
@@ -129,11 +132,19 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         tiers = await _tiers(context, request.tiers)
         return pb.ProbeReply(json=json.dumps(await self._reports.probe(tiers)))
 
+    async def Reload(self, request: pb.ReloadRequest, context: _Context) -> pb.ReloadReply:
+        """Read the configuration again, and apply all of it or nothing."""
+        return pb.ReloadReply(json=json.dumps(await self._reports.reload()))
+
+    async def Config(self, request: pb.ConfigRequest, context: _Context) -> pb.ConfigReply:
+        """Return the configuration that holds."""
+        return pb.ConfigReply(json=json.dumps(self._reports.config()))
+
     async def Fsck(self, request: pb.FsckRequest, context: _Context) -> AsyncIterator[pb.FsckReply]:
         """Verify the whole SSD tier; loads go first."""
-        if self._scrubber is None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no SSD tier here")
-            raise AssertionError("abort raises")
+        if TierName.SSD not in self._driver.tiers:
+            said = "there is no SSD tier here; one that is detached can be checked without a daemon"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
         try:
             async with contextlib.aclosing(self._scrubber.whole_pass()) as steps:
                 async for progress in steps:
@@ -141,14 +152,22 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         except TierError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
+    async def ChangeTier(
+        self, request: pb.ChangeTierRequest, context: _Context
+    ) -> pb.ChangeTierReply:
+        """Drain, detach or attach a tier; what was refused is told in the reply."""
+        await _tiers(context, [request.tier])
+        return await change_tier(self._roster, request)
+
     def _told(self, progress: Progress) -> pb.FsckReply:
+        tier = self._driver.tiers.get(TierName.SSD)
         return pb.FsckReply(
             blocks=progress.num_blocks,
             bytes=progress.num_bytes,
             damaged_blocks=progress.num_damaged,
             expired_blocks=progress.num_expired,
             damaged=progress.damaged if progress.is_over else (),
-            blocks_in_all=self._driver.tiers[TierName.SSD].usage().num_blocks,
+            blocks_in_all=tier.usage().num_blocks if tier else 0,
             over=progress.is_over,
         )
 

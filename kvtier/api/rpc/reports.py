@@ -35,3 +35,6 @@ class Reports:
     """Measures these tiers; none given: all there are."""
     hold_probe: Callable[[], AbstractAsyncContextManager[None]]
     """While it is open nothing is measured."""
+    reload: Callable[[], Awaitable[dict[str, Any]]]
+    """Reads the configuration again, and applies it."""
+    config: Callable[[], dict[str, Any]]

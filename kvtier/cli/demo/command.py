@@ -7,12 +7,12 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import kvtier
 from kvtier.errors import StartError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_options", "run"]
 
 _MODEL = Path(".model") / "smollm2-135m-instruct.gguf"
 _MODEL_VARIABLE = "KVTIER_DEMO_MODEL"
@@ -24,9 +24,8 @@ _DOCUMENT_BYTES_MAX = 4 << 20
 _REDIS_TIMEOUT_S = 2.0
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("demo", help="ask a real model about a document, once per tier")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument(
         "--model",
         type=Path,
@@ -45,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show a hit in every tier; exit code 1 where one did not serve or changed an answer."""
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, "redis") if options.redis else _PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise StartError("demo", f"needs the package {name}", "pip install 'kvtier[demo]'")
     model = _model(options.model)

@@ -50,7 +50,8 @@ class QuantileGate:
         """Blocks of this score and better go through."""
         self.num_offered = 0
         self.num_taken = 0
-        self._most_share = most_share
+        self.most_share = most_share
+        """Of what is offered, where there is no budget."""
         self._num_before = 0
         """Blocks that an earlier run has judged."""
         self._allowance: float | None = None
@@ -63,9 +64,9 @@ class QuantileGate:
     def share(self) -> float:
         """Return the share that goes through just now."""
         if self._allowance is None or not self._offered_bytes:
-            return self._most_share
+            return self.most_share
         offered_bytes_per_s = self._offered_bytes / _RATE_WINDOW_S
-        return min(self._most_share, self._allowance / offered_bytes_per_s)
+        return min(self.most_share, self._allowance / offered_bytes_per_s)
 
     def note_allowance(self, bytes_per_s: float | None) -> None:
         """Take what may be written a second; None: as much as there is."""

@@ -142,7 +142,7 @@ class DepthCurves:
         most_tokens: int | None = None,
     ) -> None:
         self._worth = worth
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._curves: OrderedDict[_Key, _Curve] = OrderedDict()
         """The one used last is last."""
         self._limits: dict[_Key, int | None] = {}
@@ -176,7 +176,7 @@ class DepthCurves:
         """
         most_tokens = use.traits.max_offload_tokens
         if most_tokens is None:
-            most_tokens = self._most_tokens
+            most_tokens = self.most_tokens
         if most_tokens is None:
             most_tokens = self._learned(use)
         if most_tokens is None:

@@ -5,7 +5,7 @@ from kvtier.observe.log import Log
 from kvtier.tiers.remote.address import Place
 from kvtier.tiers.remote.resp import Command, Reply
 
-__all__ = ["QUESTIONS", "advise", "check_alone"]
+__all__ = ["QUESTIONS", "advise", "check_alone", "facts_of"]
 
 _log = Log("kvtier.remote")
 
@@ -15,7 +15,7 @@ QUESTIONS = (Command((b"INFO", b"memory")), Command((b"INFO", b"cluster")))
 
 def advise(place: Place, memory: Reply) -> None:
     """Warn of a server that will fill up, or take its whole machine."""
-    facts = _facts(memory)
+    facts = facts_of(memory)
     if facts.get("maxmemory") == "0":
         _log.warning("the server has no maxmemory and may take its whole machine", server=place)
     elif facts.get("maxmemory_policy") == "noeviction":
@@ -28,10 +28,11 @@ def advise(place: Place, memory: Reply) -> None:
 
 def check_alone(cluster: Reply) -> None:
     """Raise TierError for a node of a cluster: alone it has some of the slots only."""
-    if _facts(cluster).get("cluster_enabled") == "1":
+    if facts_of(cluster).get("cluster_enabled") == "1":
         raise TierError("it is a node of a cluster: begin remote.url with redis+cluster://")
 
 
-def _facts(reply: Reply) -> dict[str, str]:
+def facts_of(reply: Reply) -> dict[str, str]:
+    """Return what an answer to INFO tells, by name."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)

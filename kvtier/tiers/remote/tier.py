@@ -97,6 +97,11 @@ class RemoteTier:
     def __repr__(self) -> str:
         return f"RemoteTier({self._address})"
 
+    def tune(self, ttl_s: float, max_age_s: float) -> None:
+        """Go by other times from now on; what is stored keeps its own until it is renewed."""
+        self._values.ttl_ms = int(ttl_s * 1000)
+        self._values.max_age_s = max_age_s
+
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
         """Set the blocks that are not there, and renew the others."""
         hashes = [block.header.block_hash for block in blocks]

@@ -55,9 +55,12 @@ class Kept:
     num_parts: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ValueFormat:
-    """Turns blocks into commands and replies into verdicts. No clock, no connection."""
+    """Turns blocks into commands and replies into verdicts. No clock, no connection.
+
+    ``ttl_ms`` and ``max_age_s`` may be changed, for values written and read from then on.
+    """
 
     prefix: bytes
     value_bytes: int
@@ -167,7 +170,8 @@ class ValueFormat:
 
     def _is_old(self, stamp: Stamp, now_s: float) -> bool:
         age_s = now_s - stamp.written_s
-        return bool(self.max_age_s) and not -_SKEW_S <= age_s <= self.max_age_s
+        max_age_s = self.max_age_s  # once: it may be changed meanwhile
+        return bool(max_age_s) and not -_SKEW_S <= age_s <= max_age_s
 
 
 def kept_of(packed: Reply, length: Reply) -> Kept:

@@ -18,9 +18,9 @@ def wall_clock_s() -> int:
     return int(time.time())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgeLimit:
-    """Blocks written more than ``max_age_s`` ago are not served; 0: no limit.
+    """Blocks written more than ``max_age_s`` ago are not served; 0: no limit. May be changed.
 
     A clock that was set back lets blocks live longer, one that was set forward hides them while it
     is wrong. Neither makes a wrong block.
@@ -35,4 +35,5 @@ class AgeLimit:
 
     def oldest_s(self) -> int:
         """Return when the oldest blocks that may be served were written."""
-        return max(0, self.now_s() - self.max_age_s) if self.max_age_s else 0
+        max_age_s = self.max_age_s
+        return max(0, self.now_s() - max_age_s) if max_age_s else 0

@@ -28,32 +28,49 @@ class WriteBudget:
     def __init__(
         self, day_bytes: int, written_bytes: Callable[[], int], now_s: Callable[[], int]
     ) -> None:
-        self._day_bytes = day_bytes
+        self.day_bytes = day_bytes
         self._written_bytes = written_bytes
         self._now_s = now_s
         self._left_bytes = float(day_bytes)
         self._seen_bytes = written_bytes()
         self._seen_s = now_s()
+        self._refused_bytes = 0
+        """Of the write that was refused last, where none was allowed since."""
         self._lock = threading.Lock()
 
     @property
     def is_limited(self) -> bool:
         """Tell whether there is a budget at all."""
-        return self._day_bytes > 0
+        return self.day_bytes > 0
+
+    @property
+    def is_used_up(self) -> bool:
+        """Tell whether a write was refused that would be refused now too."""
+        return self._refused_bytes > 0 and self.available_bytes() < self._refused_bytes
 
     def available_bytes(self) -> int:
         """Return what may be written now; 0 while there is a debt."""
         now_s, written_bytes = self._now_s(), self._written_bytes()
         with self._lock:
-            gained = max(0, now_s - self._seen_s) * self._day_bytes / DAY_S
+            gained = max(0, now_s - self._seen_s) * self.day_bytes / DAY_S
             self._take(written_bytes - self._seen_bytes)
-            self._left_bytes = min(self._day_bytes, self._left_bytes + gained)
+            self._left_bytes = min(self.day_bytes, self._left_bytes + gained)
             self._seen_s, self._seen_bytes = now_s, written_bytes
             return max(0, int(self._left_bytes))
 
     def allows(self, num_bytes: int) -> bool:
         """Tell whether so much may be written now."""
-        return not self.is_limited or num_bytes <= self.available_bytes()
+        is_allowed = not self.is_limited or num_bytes <= self.available_bytes()
+        self._refused_bytes = 0 if is_allowed else num_bytes
+        return is_allowed
+
+    def change(self, day_bytes: int) -> None:
+        """Have another budget from now on: the difference is given, or taken, at once."""
+        self.available_bytes()  # until now the old one counts
+        with self._lock:
+            self._left_bytes += day_bytes - self.day_bytes
+            self.day_bytes = day_bytes
+            self._take(0)
 
     def day_ago_s(self) -> int:
         """Return since when what was written counts."""
@@ -66,4 +83,4 @@ class WriteBudget:
 
     def _take(self, num_bytes: int) -> None:
         # A debt of more than a day's budget would outlast the day that it is for.
-        self._left_bytes = max(self._left_bytes - num_bytes, -self._day_bytes)
+        self._left_bytes = max(self._left_bytes - num_bytes, -self.day_bytes)

@@ -143,7 +143,7 @@ class Fsck:
                 self._take(path, is_last=path is paths[-1])
         report, index = self._report, self._index
         index.drop(index.expired_rows(STRUCK_S + 1))
-        report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes()
+        report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes
         report.duplicate_records = self._num_counting - len(index)
         if self._is_repair and report.duplicate_records:
             for path in paths:

@@ -51,6 +51,8 @@ class Index:
         self.written_s: _Column = np.zeros(capacity, np.uint32)
         self.reads: npt.NDArray[np.uint8] = np.zeros(capacity, np.uint8)
         """Since the block was written or last moved, up to ``READS_MAX``."""
+        self.payload_total_bytes = 0
+        """Of all blocks: who watches asks each second, of millions."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -84,17 +86,21 @@ class Index:
         rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         if len(self.segment) < self._table.capacity:
             self._grow()
+        touched = np.unique(rows)
+        before = self.sizes_of(touched[self.segment[touched] != NOWHERE])
         self.segment[rows] = segments
         self.page[rows] = entries["page"]
         self.payload_bytes[rows] = headers["payload_bytes"]
         self.space[rows] = space_mark(headers["space"])
         self.written_s[rows] = entries["written_s"]
         self.reads[rows] = 0
+        self.payload_total_bytes += self.sizes_of(touched).num_bytes - before.num_bytes
 
     def drop(self, rows: Rows) -> None:
         """Forget the blocks of distinct rows that are in use."""
         self._table.remove(self._table.keys[rows])
         self.segment[rows] = NOWHERE
+        self.payload_total_bytes -= self.sizes_of(rows).num_bytes
 
     def rows_of(self, segment: int) -> Rows:
         """Return the rows whose blocks are in a segment."""
@@ -132,7 +138,7 @@ class Index:
         """
         extent = self._table.extent
         segments = self.segment[:extent]
-        read = np.flatnonzero(self.reads[:extent])
+        read = np.flatnonzero(self.reads[:extent].copy())  # others count while it is looked through
         sizes = self.payload_bytes[:extent][read] + np.float64(PAGE_BYTES)
         num_blocks = np.bincount(segments, minlength=last + 1)
         read_bytes = np.bincount(segments[read], sizes, last + 1)
@@ -145,12 +151,6 @@ class Index:
     def sizes_of(self, rows: Rows) -> Removed:
         """Count the blocks of rows that are in use, and the bytes of their payloads."""
         return Removed(len(rows), int(self.payload_bytes[rows].sum(dtype=np.int64)))
-
-    def payload_total_bytes(self) -> int:
-        """Return the bytes of all payloads. Needs no lock: off by what happens meanwhile."""
-        extent = self._table.extent
-        is_used = self.segment[:extent] != NOWHERE
-        return int(self.payload_bytes[:extent].sum(where=is_used, dtype=np.int64))
 
     def live_segments(self) -> set[int]:
         """Return the segments that have blocks."""

@@ -80,8 +80,8 @@ def purge_all(pool: SegmentPool) -> Removed:
 def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) -> Removed:
     """Take a selection out of each file in turn; raises TierTimeout between two of them.
 
-    A file that cannot be read or changed may hide what is meant, and is removed whole; raises
-    OSError where one stays.
+    A file that cannot be read or changed, or that another version wrote, may hide what is meant,
+    and is removed whole; raises OSError where one stays.
     """
     removed = []
     with _settling(pool):
@@ -113,6 +113,8 @@ def remove_strangers(pool: SegmentPool) -> None:
 
 
 def _purge_segment(pool: SegmentPool, segment: Segment, selection: Selection) -> Removed:
+    if segment.is_set_aside:
+        return _give_up(pool, segment)
     entries = entries_of(pool.disk, segment)
     is_meant = selection.mask(entries["header"]["space"]) & ~is_erased(entries)
     with pool.lock:

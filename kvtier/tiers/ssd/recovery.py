@@ -2,8 +2,9 @@
 
 The files say all: segments are read oldest first, each by its footer or else record by record, and
 of two records of one block the later one counts. What cannot be read as a segment is removed, since
-it takes space and serves nobody. Where the capacity has become smaller, the oldest segments go,
-before the first block is served.
+it takes space and serves nobody. What another version wrote is set aside until its space is needed,
+so that going back to that version finds it. Where the capacity has become smaller, these go, then
+the oldest segments, before the first block is served.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from kvtier.tiers.ssd.segment import (
     STRUCK_S,
     Entries,
     Segment,
+    is_of_other_version,
     load_segment,
     seal_segment,
     segment_number,
@@ -38,8 +40,10 @@ class Recovered:
     """What was wrong with the files found."""
 
     num_dropped: int
-    """Beyond the capacity, or no segments of this version."""
+    """Beyond the capacity, or no segments."""
     num_unreadable: int
+    num_set_aside: int = 0
+    """Of another version."""
 
 
 def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
@@ -54,11 +58,18 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
     for number, path in _segment_paths(pool.disk.directory):
         try:
             loaded = load_segment(pool.disk, path)
+            # What must not grow old may not lie where nobody can tell its age.
+            is_kept = loaded is None and not oldest_s and is_of_other_version(pool.disk, path)
         except OSError:
             # It may be readable again some day. Until it is its turn to go, it takes its space.
             size_bytes = path.lstat().st_size
             pool.adopt(Segment(path, number, size_bytes, size_bytes, is_unknown=True))
             unreadable.add(number)
+            pool.next_number = number + 1
+            continue
+        if is_kept:
+            size_bytes = path.lstat().st_size
+            pool.adopt(Segment(path, number, size_bytes, size_bytes, is_set_aside=True))
             pool.next_number = number + 1
             continue
         if loaded is None:
@@ -75,7 +86,8 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
     num_dropped += _retire_surplus(pool, pool.index.live_segments() | unreadable)
     for segment in pool.segments.values():
         _resume(pool, segment)
-    return Recovered(num_dropped, len(unreadable))
+    num_set_aside = sum(segment.is_set_aside for segment in pool.segments.values())
+    return Recovered(num_dropped, len(unreadable), num_set_aside)
 
 
 def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
@@ -89,12 +101,18 @@ def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
-    """Give back empty segments, then the oldest until the rest is within the capacity."""
-    for number in sorted(pool.segments.keys() - needed):
-        pool.retire(pool.segments[number])
+    """Give back empty segments, then the oldest until the rest is within the capacity.
+
+    Those that are set aside go before all others, and only where the capacity does not hold them.
+    """
+    for segment in list(pool.segments.values()):
+        if segment.number not in needed and not segment.is_set_aside:
+            pool.retire(segment)
     num_retired = 0
     while pool.segments and not pool.is_within_capacity(0):
-        pool.retire(pool.segments[min(pool.segments)])
+        pool.retire(
+            min(pool.segments.values(), key=lambda each: (not each.is_set_aside, each.number))
+        )
         num_retired += 1
     return num_retired
 

@@ -97,7 +97,8 @@ class Scrubber:
             pool.sweep()
         for segment in segments:
             is_begun = segment is not pool.active or segment.tail_bytes > PAGE_BYTES
-            if is_begun and not segment.is_unknown:
+            is_kept = segment.is_unknown or (segment.is_set_aside and not self._age.oldest_s())
+            if is_begun and not is_kept:
                 pool.retire(segment)
 
     def step(self, max_bytes: int, deadline_ns: int) -> Scrubbed:

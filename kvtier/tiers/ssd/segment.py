@@ -2,7 +2,8 @@
 
 ::
 
-    page 0    header: magic, format version, instance, number, size, xxh3-64 of these
+    page 0    header: magic, format version, instance, number, size, xxh3-64 of these;
+              it has this form in every version, so that each can tell the others' files
     page 1…   records (record.py), one after the other
     …         free
     last      footer: one entry a record, then a trailer in the last bytes of the file
@@ -50,6 +51,7 @@ __all__ = [
     "footer_bytes",
     "is_erased",
     "is_in_place",
+    "is_of_other_version",
     "load_segment",
     "mark_records",
     "seal_segment",
@@ -60,7 +62,7 @@ __all__ = [
 ]
 
 _FORMAT_VERSION = 2
-"""Of segments; another version is not read, and its space is taken back."""
+"""Of segments; a file of another version is not read, and is the first to give its space."""
 
 _HEADER = struct.Struct("<8sHH4x16sQQ")
 _HEADER_MAGIC = b"KVTSEGMT"
@@ -99,6 +101,8 @@ class Segment:
     has_footer: bool = False
     is_unknown: bool = False
     """It could not be read at the start: the index does not know what is in it."""
+    is_set_aside: bool = False
+    """Another version wrote it: it is not read or changed, and goes before all others."""
     num_faults: int = 0
     """Failed appends since the last that succeeded."""
     num_pins: int = 0
@@ -279,14 +283,27 @@ def is_in_place(disk: Disk, segment: Segment) -> bool:
     """Tell whether a segment's file is there, and as large as it was; raises OSError."""
     try:
         with disk.opened_buffered(segment.path) as fd:
-            size_bytes = declared_size(fd, segment.number)
-            return size_bytes is not None and os.fstat(fd).st_size == segment.size_bytes
+            is_there = _read_header(fd, segment.number) is not None
+            return is_there and os.fstat(fd).st_size == segment.size_bytes
     except FileNotFoundError:
         return False
 
 
 def declared_size(fd: int, number: int | None) -> int | None:
     """Return the size in a segment's header; None where that is not the header of this one."""
+    header = _read_header(fd, number)
+    return header[1] if header and header[0] == _FORMAT_VERSION else None
+
+
+def is_of_other_version(disk: Disk, path: Path) -> bool:
+    """Tell whether a file is a whole segment of a version that this one does not read."""
+    with disk.opened_buffered(path) as fd:
+        header = _read_header(fd, segment_number(path))
+    return header is not None and header[0] != _FORMAT_VERSION
+
+
+def _read_header(fd: int, number: int | None) -> tuple[int, int] | None:
+    """Return format version and size; None where that is not the header of this segment."""
     packed = os.pread(fd, _HEADER.size + _CHECK.size, 0)
     if len(packed) < _HEADER.size + _CHECK.size:
         return None
@@ -294,8 +311,8 @@ def declared_size(fd: int, number: int | None) -> int | None:
     (check,) = _CHECK.unpack_from(packed, _HEADER.size)
     if check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size]):
         return None
-    is_ours = (magic, version, written_number) == (_HEADER_MAGIC, _FORMAT_VERSION, number)
-    return int(size_bytes) if is_ours else None
+    is_this = (magic, written_number) == (_HEADER_MAGIC, number)
+    return (int(version), int(size_bytes)) if is_this else None
 
 
 def entries_of(disk: Disk, segment: Segment) -> Entries:

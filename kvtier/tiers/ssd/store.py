@@ -114,6 +114,23 @@ class SsdTier:
             self._stagings.put_nowait(new_staging())
         self._is_closed = False
 
+    def tune(self, options: SsdOptions) -> None:
+        """Go by other floors, another write budget and age from now on; from any thread.
+
+        The rest of ``options`` is for those who open a store.
+        """
+        pool, volume, budget = self._pool, self._pool.volume, self._pool.budget
+        if options.write_budget_bytes != budget.day_bytes:
+            was_limited = budget.is_limited
+            budget.change(options.write_budget_bytes)
+            if not was_limited:  # what was written lately had not been taken off
+                with pool.lock:
+                    written_bytes = pool.index.written_bytes(budget.day_ago_s())
+                budget.recall(written_bytes)
+        volume.free_space_floor_bytes = options.free_space_floor_bytes
+        volume.free_inodes_floor = options.free_inodes_floor
+        self._age.max_age_s = options.max_age_s
+
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
         """Append blocks, giving up segments for them where the tier is full.
 
@@ -206,7 +223,7 @@ class SsdTier:
             "direct_io": self._disk.is_direct,
             "segments": len(pool.segments),
             "segment_bytes": pool.segment_bytes,
-            "block_bytes": pool.index.payload_total_bytes(),
+            "block_bytes": pool.index.payload_total_bytes,
             "written_blocks_bytes": written.blocks_bytes,
             "written_moved_bytes": written.moved_bytes,
             "written_metadata_bytes": written.metadata_bytes,
@@ -215,9 +232,12 @@ class SsdTier:
             "quarantined_blocks": self._quarantine.num_blocks,
             "files_dropped_at_start": self._recovered.num_dropped,
             "files_unreadable_at_start": self._recovered.num_unreadable,
+            "files_set_aside_at_start": self._recovered.num_set_aside,
         }
         if pool.budget.is_limited:
+            detail["write_budget"] = "used_up" if pool.budget.is_used_up else "left"
             detail["write_budget_bytes"] = pool.budget.available_bytes()
+            detail["write_budget_day_bytes"] = pool.budget.day_bytes
         return TierUsage(len(pool.index), pool.allocated_bytes, pool.capacity_bytes, detail)
 
     def close(self) -> None:
@@ -252,7 +272,7 @@ class SsdTier:
         """Read the headers of a segment's blocks; none where it was given up, or never readable."""
         pool = self._pool
         with pool.lock:
-            if segment.is_retired or segment.is_unknown:
+            if segment.is_retired or segment.is_unknown or segment.is_set_aside:
                 return np.empty(0, PACKED_HEADER)
             segment.num_pins += 1
             packed = bytes(segment.entries)

@@ -36,8 +36,8 @@ class Volume:
     ) -> None:
         self._measure = measure
         self._now_s = now_s
-        self._free_space_floor_bytes = free_space_floor_bytes
-        self._free_inodes_floor = free_inodes_floor
+        self.free_space_floor_bytes = free_space_floor_bytes
+        self.free_inodes_floor = free_inodes_floor
         self._looked_s = 0
         self._in_vain_s: int | None = None
         self.read_only: str | None = None
@@ -51,10 +51,10 @@ class Volume:
         if volume.f_flag & os.ST_RDONLY:
             return "the file system is mounted read-only"
         free_bytes = volume.f_bavail * volume.f_frsize
-        if free_bytes - num_bytes < self._free_space_floor_bytes:
+        if free_bytes - num_bytes < self.free_space_floor_bytes:
             return f"{free_bytes} bytes are free, too few for ssd.free_space_floor"
         # Some file systems (btrfs) make inodes as they go, and count none.
-        if volume.f_files and volume.f_favail - num_inodes < self._free_inodes_floor:
+        if volume.f_files and volume.f_favail - num_inodes < self.free_inodes_floor:
             return f"{volume.f_favail} inodes are free, too few for ssd.free_inodes_floor"
         return None
 

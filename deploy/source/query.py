@@ -1,0 +1,86 @@
+"""PromQL made from rows of the metrics table, so that no query can name what is not exposed.
+
+Each selector checks its row's kind, labels and closed sets while this package is imported: a row
+that is renamed, or a value that goes away, fails the build and not a dashboard at night.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvtier.observe.metric import Counter, Histogram, Metric
+
+__all__ = ["BOARD", "RULE", "Scope", "ratio"]
+
+_HISTOGRAM_PARTS = frozenset({"bucket", "sum", "count"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which series a query sees beside what it asks for, and over which time it looks."""
+
+    window: str
+    matchers: tuple[str, ...] = ()
+
+    def over(self, window: str) -> Self:
+        """Return the same scope, looking over another time."""
+        return replace(self, window=window)
+
+    def series(self, metric: Metric, part: str = "", **labels: str | tuple[str, ...]) -> str:
+        """Select a row's series: ``part`` of a histogram, and of each label one or some values."""
+        is_histogram = isinstance(metric, Histogram)
+        assert (part in _HISTOGRAM_PARTS) == is_histogram, f"{metric.name} has no {part!r}"
+        closed_sets = dict(metric.labels)
+        matchers = list(self.matchers)
+        for label, wanted in labels.items():
+            values = (wanted,) if isinstance(wanted, str) else wanted
+            unknown = set(values) - set(closed_sets.get(label, ()))
+            assert not unknown, f"{metric.name} has no {label} {unknown}"
+            matchers.append(f'{label}{"=" if len(values) == 1 else "=~"}"{"|".join(values)}"')
+        name = f"{metric.name}_{part}" if part else metric.name
+        return f"{name}{{{', '.join(matchers)}}}" if matchers else name
+
+    def rate(
+        self, metric: Counter | Histogram, part: str = "", **labels: str | tuple[str, ...]
+    ) -> str:
+        """Return how fast a counter grows, each second."""
+        return f"rate({self.series(metric, part, **labels)}[{self.window}])"
+
+    def increase(
+        self, metric: Counter | Histogram, part: str = "", **labels: str | tuple[str, ...]
+    ) -> str:
+        """Return how much a counter has grown."""
+        return f"increase({self.series(metric, part, **labels)}[{self.window}])"
+
+    def known(self, metric: Counter, label: str) -> str:
+        """Return a counter's rates by a label, without values that never occurred.
+
+        For labels with many values, in panels where some value always occurs.
+        """
+        return (
+            f"sum by ({label}) ({self.rate(metric)})"
+            f" and sum by ({label}) ({self.series(metric)}) > 0"
+        )
+
+    def quantile(
+        self, share: float, metric: Histogram, keep: str, **labels: str | tuple[str, ...]
+    ) -> str:
+        """Return a quantile; ``keep`` says which labels stay and names ``le``: ``by (le)``."""
+        buckets = self.rate(metric, "bucket", **labels)
+        return f"histogram_quantile({share}, sum {keep} ({buckets}))"
+
+    def mean(self, metric: Histogram, keep: str, **labels: str | tuple[str, ...]) -> str:
+        """Return the mean; ``keep`` says which labels stay, as ``by (route)``."""
+        values, events = (self.rate(metric, part, **labels) for part in ("sum", "count"))
+        return ratio(f"sum {keep} ({values})", f"sum {keep} ({events})")
+
+
+def ratio(above: str, below: str) -> str:
+    """Return a quotient; where nothing happened it is not a number, and nothing is drawn."""
+    return f"{above}\n/\n{below}"
+
+
+BOARD = Scope("$__rate_interval", ('job=~"$job"', 'instance=~"$instance"'))
+"""Of dashboards: Grafana fills in what its user has chosen."""
+
+RULE = Scope("5m")
+"""Of recording rules and alerts: every target, over the field's usual time."""

@@ -1,0 +1,42 @@
+"""A connection to an HTTP server, and how many there may be.
+
+Theory
+------
+Who connects and asks nothing costs a descriptor for as long as he likes, and the tiers and engines
+of the process live on the same descriptors. So beyond a bound the newest connection is let in, for
+it may be a probe, and the oldest one goes on which nothing is being answered.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["Connection"]
+
+_CONNECTIONS_MAX = 512
+"""Half of the 1024 descriptors that a shell gives, and twice the prompts that may be inside."""
+
+
+class Connection(H11Protocol):
+    """One of at most so many."""
+
+    _made_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Come in; another one may have to leave for it."""
+        super().connection_made(transport)
+        self._made_s = self.loop.time()
+        if len(self.connections) > _CONNECTIONS_MAX:
+            one = min(filter(_is_idle, self.connections), key=_patience)
+            self.connections.discard(one)  # it would be chosen again before the loop has ended it
+            one.transport.abort()
+
+
+def _is_idle(connection: Any) -> bool:
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def _patience(connection: Any) -> tuple[bool, float]:
+    """Put those first that never asked anything, the oldest before the others."""
+    return connection.cycle is not None, connection._made_s

@@ -1,0 +1,218 @@
+"""The status page: what the daemon says of itself, for a browser; read only.
+
+Theory
+------
+The HTTP server has a thread of its own and the document is made on the node's loop, so the loop is
+asked, by one at a time: whoever comes meanwhile, or within half a second, gets the same document. A
+hundred open pages cost the loop what one does, and a loop that hangs is asked once.
+
+Rules
+-----
+* Nothing on the page comes from anywhere else, and no other page can read it: see ``_HEADERS``.
+* A request that came over loopback has to name this machine. A page of elsewhere whose own name was
+  pointed to 127.0.0.1 names itself, and is refused.
+* What the port tells to the network is less than what ``kvtier stat`` tells to operators:
+  ``_SECTIONS``, and ids of requests cut short.
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvtier.api.http.error import ApiError
+from kvtier.observe.log import Log, Repeated
+
+__all__ = ["SharedDocument", "status_routes"]
+
+_log = Log("kvtier.http")
+
+_SHARED_S = 0.5
+"""A page asks once a second: it is never shown what another one asked for long ago."""
+
+_DEADLINE_S = 1.0
+"""Making it takes milliseconds; a loop that is later than this has more urgent things to do."""
+
+_ID_CHARACTERS_MAX = 16
+"""Of a request's id: enough to know it again by. Clients choose ids, and may put names in them."""
+
+_SECTIONS: Sequence[str] = (
+    "version",
+    "boot",
+    "pid",
+    "time_s",
+    "uptime_s",
+    "ready",
+    "worth",
+    "tiers",
+    "tokens",
+    "miss_reasons",
+    "transfers",
+    "background_faults",
+    "engines",
+    "requests",
+    "leases",
+    "pins",
+)
+"""What is told. Kept back are the names of key spaces, and classes of traffic by tenant."""
+
+_PAGE = Path(__file__).with_name("status_page")
+_FILES: Mapping[str, tuple[str, str]] = {
+    "/": ("page.html", "text/html"),
+    "/status/page.css": ("page.css", "text/css"),
+    "/status/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/status/life.js": ("life.js", "text/javascript"),
+    "/status/picture.js": ("picture.js", "text/javascript"),
+    "/status/element.js": ("element.js", "text/javascript"),
+    "/status/flow.js": ("flow.js", "text/javascript"),
+    "/status/history.js": ("history.js", "text/javascript"),
+    "/status/number.js": ("number.js", "text/javascript"),
+}
+
+_HEADERS: Mapping[str, str] = {
+    "cache-control": "no-store",  # after an upgrade the page is that of the daemon it shows
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+_Document = Mapping[str, Any]
+"""The status document, or part of it."""
+
+
+class SharedDocument:
+    """The document of ``make``, which runs on ``loop``, for any number of askers on another one."""
+
+    def __init__(self, make: Callable[[], _Document], loop: asyncio.AbstractEventLoop) -> None:
+        self._make = make
+        self._loop = loop
+        self._asked: asyncio.Future[bytes] | None = None
+        self._asked_s = 0.0
+        self._warnings = Repeated(_log)
+        self._made = b""
+        self._made_s = float("-inf")
+
+    async def read(self) -> bytes:
+        """Return the document as JSON, made half a second ago at the most.
+
+        Raises ApiError where the loop does not answer in time.
+        """
+        if time.monotonic() - self._made_s <= _SHARED_S:
+            return self._made
+        asked = self._asked or self._ask()
+        await asyncio.wait({asked}, timeout=_DEADLINE_S)
+        if not asked.done():
+            silent_s = time.monotonic() - self._asked_s
+            raise _unavailable(f"the daemon's loop has not answered for {silent_s:.0f} s")
+        if asked.exception() is not None:
+            raise _unavailable("the status could not be made; the daemon's log says why")
+        return asked.result()
+
+    def _ask(self) -> asyncio.Future[bytes]:
+        told: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+
+        def tell() -> None:
+            try:
+                told.set_result(_public(self._make()))
+            except Exception as error:
+                told.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError as error:  # it is closed
+            raise _unavailable("the daemon has stopped") from error
+        self._asked, self._asked_s = asyncio.wrap_future(told), time.monotonic()
+        self._asked.add_done_callback(self._keep)
+        return self._asked
+
+    def _keep(self, asked: asyncio.Future[bytes]) -> None:
+        self._asked = None
+        if fault := asked.exception():
+            self._warnings.warning("the status could not be made", error=repr(fault))
+        else:
+            self._made, self._made_s = asked.result(), time.monotonic()
+
+
+def status_routes(document: SharedDocument) -> list[Route]:
+    """Return the routes of the page, of what it is made of, and of ``/status.json``."""
+
+    async def status(request: Request) -> Response:
+        _check_name(request)
+        return Response(await document.read(), media_type="application/json", headers=_HEADERS)
+
+    files = [
+        Route(path, _file((_PAGE / name).read_bytes(), kind))
+        for path, (name, kind) in _FILES.items()
+    ]
+    return [*files, Route("/status.json", status)]
+
+
+def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        _check_name(request)
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return answer
+
+
+def _check_name(request: Request) -> None:
+    """Refuse a request over loopback whose host name may be anybody's, as DNS rebinding has it."""
+    local, _ = request.scope.get("server") or ("", 0)
+    host = re.sub(r":\d*$", "", request.headers.get("host", ""))
+    name = host.removeprefix("[").removesuffix("]")
+    # No site outside has a name without a dot, and none under .localhost.
+    if not _is_loopback(local) or _is_address(name) or "." not in name:
+        return
+    if name.endswith(".localhost"):
+        return
+    raise ApiError(
+        "this page is not served on loopback under a name that another site could have; "
+        "ask for it as localhost, or by address",
+        status=421,
+        code="wrong_host",
+    )
+
+
+def _is_loopback(text: str) -> bool:
+    address = ip_address(text) if _is_address(text) else None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address is not None and (mapped or address).is_loopback
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _public(document: _Document) -> bytes:
+    """Return what the network is told of a document, as JSON."""
+    told = {name: document[name] for name in _SECTIONS if name in document}
+    told["requests"] = [_shortened(each) for each in document.get("requests", ())]
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+def _shortened(request: _Document) -> _Document:
+    name = request["request_id"]
+    short = name if len(name) <= _ID_CHARACTERS_MAX else f"{name[:_ID_CHARACTERS_MAX]}…"
+    return {**request, "request_id": short}
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(message, status=503, kind="server_error", code="status_unavailable")

@@ -1,0 +1,225 @@
+// What the page shows of one document and of the history; knows nothing of where they come from.
+
+import { bar, html, show, svg, table } from "./element.js";
+import { flow, named, stated, word } from "./flow.js";
+import { perSecond } from "./history.js";
+import { bytes, count, seconds, share, span } from "./number.js";
+
+const REQUESTS_MAX = 16;
+const KINDS = ["gpu", "cpu", "ssd", "remote"];
+
+// The sentences of `kvtier explain`.
+const REASONS = {
+  all: "restoring whatever is there ends first",
+  part: "restoring so much ends first; the rest is computed sooner than it comes",
+  split: "the back is restored while the front is computed, until they meet",
+  cost: "computing it ends first",
+  risk: "computing ends later on average, but restoring might take far longer",
+  guard: "the tier is left alone for a while, because it did not pay lately",
+  limit: "the request wants no more",
+  nothing: "no block that it lacks is there",
+  always: "cost.restore is always",
+  never: "cost.restore is never",
+};
+
+const element = (id) => document.getElementById(id);
+
+export function draw(told, history) {
+  const minute = history.lastMinute();
+  const rates = Object.fromEntries(
+    Object.keys(told.transfers).map((route) => [route, perSecond(route)(minute)]));
+  show(element("who"), `${told.version} · pid ${told.pid} · up ${span(told.uptime_s)}`);
+  show(element("worth"), worth(told.worth), dials(history, minute));
+  show(element("flow"), ...flow(told.tiers, rates));
+  show(element("tiers"), tiers(told), ...complaints(told));
+  show(element("decisions"), ...decisions(told.worth));
+  show(element("engines"), engines(told.engines));
+  show(element("requests"), requests(told.requests));
+  show(element("ends"), ends(told));
+}
+
+function worth({ saved_s: saved, lost_s: lost, regret_s: regret }) {
+  const net = saved - lost;
+  return html("p", { class: "worth" },
+    html("strong", { class: net < 0 ? "bad" : "" }, signed(net)),
+    html("span", {}, " of waiting for first tokens ", net < 0 ? "lost" : "saved",
+      " since the start"),
+    html("small", {}, `saved ${seconds(saved)} · lost ${seconds(lost)}`
+      + (regret ? ` · the other road would have saved ${seconds(regret)}` : "")));
+}
+
+function dials(history, minute) {
+  const dial = (name, value, measure, unit) => {
+    const values = history.series(measure);
+    const most = Math.max(...values.filter((each) => each !== null), 0);
+    return html("figure", {},
+      html("figcaption", {}, name), html("b", {}, value),
+      spark(values, most, `${name} over five minutes, at most ${unit(most)}`),
+      html("small", {}, `5 min, at most ${unit(most)}`));
+  };
+  const foundShare = ({ found, asked }) => (asked ? found / asked : null);
+  const firstToken = ({ firstTokens, firstTokenS }) => (
+    firstTokens ? firstTokenS / firstTokens : null);
+  const net = ({ saved, lost, seconds: time }) => (time ? (saved - lost) / time : 0);
+  const shown = (value, unit) => (value === null ? "–" : unit(value));
+  return html("div", { class: "dials" },
+    dial("saved a minute", signed(60 * net(minute)), net, (most) => seconds(60 * most)),
+    dial("tokens found", shown(foundShare(minute), share), foundShare, share),
+    dial("restored", `${bytes(perSecond("cpu_to_gpu")(minute))}/s`, perSecond("cpu_to_gpu"),
+      (most) => `${bytes(most)}/s`),
+    dial("first token", shown(firstToken(minute), seconds), firstToken, seconds));
+}
+
+// A line over five minutes; it breaks where nothing is known.
+function spark(values, most, label) {
+  const [width, height] = [240, 40];
+  const step = width / (values.length - 1);
+  let isDrawing = false;
+  const path = values.map((value, place) => {
+    if (value === null) {
+      isDrawing = false;
+      return "";
+    }
+    const y = height - 1 - (most ? (Math.max(0, value) / most) * (height - 3) : 0);
+    const start = isDrawing ? "L" : "M";
+    isDrawing = true;
+    // A value between two that are not known is a dot.
+    const x = (place * step).toFixed(1);
+    return `${start}${x} ${y.toFixed(1)}${start === "M" ? "h0.01" : ""}`;
+  }).join("");
+  return svg("svg", {
+    class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": label,
+  }, svg("title", {}, label), svg("path", { d: path || "M0 0" }));
+}
+
+function tiers({ tiers: all, tokens }) {
+  const rows = Object.entries(all).map(([name, tier]) => {
+    const full = tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : 0;
+    const size = sized(tier.used_bytes, tier.capacity_bytes);
+    return [
+      html("b", { class: `key ${name}` }, named(name)),
+      html("span", { class: `state is-${word(tier.state)}` }, stated(tier.state)),
+      html("span", { class: "gauge" }, bar(size, [[full, name]]), html("span", {}, size)),
+      count(tier.blocks), count(tier.tokens),
+      // What the GPU tier had is its engine's own account.
+      count(tokens.found[name] ?? tier.hit_tokens), optional(tokens.loaded[name], count),
+    ];
+  });
+  return table("Tiers", [
+    ["tier"], ["state"], ["held"], ["blocks", "number"], ["tokens held", "number"],
+    ["tokens found", "number"], ["tokens loaded", "number"],
+  ], rows);
+}
+
+// Whatever is not as it should be, in the daemon's own words.
+function complaints({ tiers: all, miss_reasons: missed, background_faults: faults }) {
+  const counted = (counts) => (
+    Object.entries(counts).map(([name, number]) => `${name} ${count(number)}`).join(", "));
+  const lines = [];
+  for (const [name, { state, reason, hung_calls: hung }] of Object.entries(all)) {
+    if (reason) lines.push(`${named(name)} is ${state}: ${reason}`);
+    if (hung) lines.push(`${named(name)}: calls that hang: ${hung}`);
+  }
+  for (const [name, reasons] of Object.entries(missed)) {
+    const counts = counted(reasons);
+    if (counts) lines.push(`not served by ${named(name)}: ${counts}`);
+  }
+  if (counted(faults)) lines.push(`faults in the background: ${counted(faults)}`);
+  return lines.map((line) => html("p", { class: "complaint" }, line));
+}
+
+function decisions(told) {
+  const found = Object.entries(told.decisions).sort(([, one], [, other]) => other - one);
+  if (!found.length) return [html("p", { class: "none" }, "none yet: no request found a block")];
+  const all = found.reduce((sum, [, number]) => sum + number, 0);
+  return [
+    table("Decisions by reason",
+      [["reason"], ["because", "minor"], ["share"], ["requests", "number"]],
+      found.map(([reason, number]) => [
+        html("b", {}, reason), REASONS[reason] ?? "",
+        html("span", { class: "gauge" }, bar(share(number / all), [[number / all, "all"]]),
+          html("span", {}, share(number / all))),
+        count(number),
+      ])),
+    forecast(told),
+  ];
+}
+
+function forecast({ predicted_s: predicted, actual_s: actual }) {
+  const rows = [["first_token", "first tokens"], ["restore", "restores"]]
+    .filter(([of]) => actual[of])
+    .map(([of, name]) => [
+      html("b", {}, name), seconds(predicted[of]), seconds(actual[of]),
+      share(predicted[of] / actual[of]),
+    ]);
+  if (!rows.length) return html("p", { class: "none" }, "no engine has told what came of them");
+  return table("Predicted and actual seconds", [
+    ["of"], ["predicted", "number"], ["actual", "number"], ["predicted / actual", "number"],
+  ], rows);
+}
+
+function engines(all) {
+  if (!all.length) return html("p", { class: "none" }, "none is attached");
+  const rows = all.map((engine) => {
+    const { gpu_used_bytes: used, gpu_capacity_bytes: capacity, first_tokens: number } = engine;
+    const size = sized(used, capacity);
+    const asked = engine.prompt_tokens;
+    return [
+      html("b", {}, engine.engine), `${engine.pid}`, engine.transport,
+      html("span", { class: "gauge" }, bar(size, [[capacity ? used / capacity : 0, "gpu"]]),
+        html("span", {}, size)),
+      count(engine.requests),
+      asked ? share(engine.restored_tokens / asked) : null,
+      number ? seconds(engine.first_token_s / number) : null,
+      signed(engine.saved_s - engine.lost_s),
+      `${engine.loads} / ${engine.stores}`,
+    ];
+  });
+  return table("Engines", [
+    ["engine", "long"], ["pid", "number minor"], ["transport", "minor"], ["GPU pool"],
+    ["requests", "number"], ["restored", "number"], ["first token", "number"],
+    ["saved", "number"], ["loads / stores", "number minor"],
+  ], rows);
+}
+
+function requests(all) {
+  if (!all.length) return html("p", { class: "none" }, "none yet");
+  return table("Recent requests", [
+    ["ago", "short"], ["request", "short"], ["engine", "long minor"], ["prompt", "number minor"],
+    ["comes from"], ["decided"], ["first token", "number"], ["predicted", "number minor"],
+    ["saved", "number"],
+  ], all.slice(0, REQUESTS_MAX).map(request));
+}
+
+function request(told) {
+  const { prompt_tokens: asked, saved_s: saved } = told;
+  const restored = told.restored_tokens ?? {};
+  const from = { gpu: told.gpu_tokens, ...restored };
+  const known = KINDS.filter((kind) => from[kind]);
+  const computed = Math.max(0, asked - known.reduce((sum, kind) => sum + from[kind], 0));
+  const label = [...known.map((kind) => `${named(kind)} ${count(from[kind])}`),
+    computed ? `computed ${count(computed)}` : ""].filter(Boolean).join(" · ");
+  return [
+    span(told.age_s), html("code", {}, told.request_id || "–"), told.engine, count(asked),
+    html("span", { class: "gauge" },
+      bar(label, known.map((kind) => [asked ? from[kind] / asked : 0, kind])),
+      html("span", {}, told.restored_tokens ? label : "not told yet")),
+    html("span", { title: REASONS[told.reason] ?? "" }, told.reason),
+    optional(told.first_token_s), optional(told.predicted_s),
+    typeof saved === "number" ? html("span", { class: better(saved) }, signed(saved)) : null,
+  ];
+}
+
+const signed = (value) => `${value < 0 ? "−" : ""}${seconds(Math.abs(value))}`;
+
+const better = (saved) => (saved < 0 ? "bad" : saved > 0 ? "good" : "");
+
+const sized = (used, capacity) => (
+  capacity ? `${bytes(used)} of ${bytes(capacity)}` : bytes(used));
+
+const optional = (value, shown = seconds) => (typeof value === "number" ? shown(value) : null);
+
+function ends({ leases, pins, boot }) {
+  return `leases ${count(leases)} · pins ${count(pins)} · boot ${boot}`;
+}

@@ -1,0 +1,142 @@
+"""``kvtier doctor``: its options, its checks in the order of a report, and the report."""
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvtier.cli.doctor import daemon, machine, memory, storage
+from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, Check, Finding, Verdict, examine, fail, ok
+from kvtier.cli.doctor.subject import Running, Subject
+from kvtier.cli.options import add_config_options, config_of
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.observe.log import start_log
+
+__all__ = ["add_options", "run"]
+
+_MEASURE_S = 60.0
+_DAEMON_HUNG = "look at its log, and restart it"
+_DISK_HUNG = "look at the mount (dmesg, findmnt), or name another ssd.directory"
+_REMOTE_HUNG = "look at the network and the server, or correct remote.url"
+_WIDTH_MAX = 100
+
+_Named = tuple[str, Finding]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="write and read 256 MiB in ssd.directory, and remove them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make every check and print what was found; 1 where one failed."""
+    start_log("error")  # what else is to be said of a server is a finding here
+    config, first = _configuration(options)
+    running: list[Running] = []
+    look = partial(daemon.look_at_daemon, config, running.append)
+    found = [first, *examine([Check("daemon", look, if_hung=_DAEMON_HUNG)])]
+    subject = Subject(config, running[0] if running else None)
+    found += examine(_checks(subject))
+    if options.measure and config.ssd.enabled:  # alone, for others would be late beside it
+        look = partial(storage.look_at_speed, subject)
+        found += examine([Check("speed", look, _MEASURE_S, _DISK_HUNG)])
+    print(_document(found) if options.json else _text(found))
+    return int(any(finding.verdict is Verdict.FAIL for _, finding in found))
+
+
+def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
+    """Return what is configured, or the defaults where that cannot be used."""
+    try:
+        config = config_of(options)
+    except ConfigError as error:
+        found = f"{error.field}: {error.problem}; what follows is about the defaults"
+        return Config(), ("config", fail(found, error.remedy))
+    return config, ("config", ok(str(options.config or "no file; defaults and environment")))
+
+
+def _checks(subject: Subject) -> list[Check]:
+    def check(name: str, look: Callable[[Subject], Finding], **more: Any) -> Check:
+        return Check(name, partial(look, subject), **more)
+
+    config = subject.config
+    checks = [
+        check("versions", machine.look_at_versions),
+        check("kernel", machine.look_at_kernel),
+        check("service", machine.look_at_service),
+        check("cpu", machine.look_at_nodes),
+        check("clock", machine.look_at_clock),
+        check("gpu", machine.look_at_gpu),
+        check("nofile", machine.look_at_descriptors),
+        check("memlock", machine.look_at_locking),
+        check("memory", memory.look_at_memory),
+        check("arena", memory.look_at_arena),
+        check("overcommit", memory.look_at_overcommit),
+        check("swap", memory.look_at_swap),
+        check("shm", memory.look_at_shm),
+    ]
+    if config.ssd.enabled:
+        disk = partial(check, if_hung=_DISK_HUNG)
+        checks += [
+            disk("ssd", storage.look_at_directory),
+            disk("space", storage.look_at_space),
+            disk("inodes", storage.look_at_inodes),
+            disk("mount", storage.look_at_file_system),
+            disk("drive", storage.look_at_drive),
+            disk("direct-io", storage.look_at_direct_io),
+        ]
+    if config.remote.url:
+        remote = partial(check, deadline_s=REMOTE_DEADLINE_S, if_hung=_REMOTE_HUNG)
+        checks.append(remote("remote", _look_at_remote))
+    return [
+        *checks,
+        check("files", daemon.look_at_files),
+        check("socket", daemon.look_at_socket),
+        check("ports", daemon.look_at_ports),
+    ]
+
+
+def _look_at_remote(subject: Subject) -> Finding:
+    from kvtier.cli.doctor.remote import look_at_remote  # it needs the extra redis
+
+    return look_at_remote(subject)
+
+
+def _text(found: list[_Named]) -> str:
+    """Return a line a check, a second one for what to change, and the sum."""
+    width = min(_WIDTH_MAX, shutil.get_terminal_size().columns)
+    lines = []
+    for name, finding in found:
+        head = f"{finding.verdict:<5} {name:<11} "
+        text = [finding.found, *([f"-> {finding.remedy}"] if finding.remedy else [])]
+        for place, part in enumerate(text):
+            begin = head if place == 0 else " " * len(head)
+            indent = " " * (len(head) + 3 * place)
+            lines += textwrap.wrap(part, width, initial_indent=begin, subsequent_indent=indent)
+    counts = {
+        verdict: sum(finding.verdict is verdict for _, finding in found) for verdict in Verdict
+    }
+    return "\n".join([*lines, "", ", ".join(f"{count} {name}" for name, count in counts.items())])
+
+
+def _document(found: list[_Named]) -> str:
+    checks = [
+        {
+            "check": name,
+            "verdict": finding.verdict,
+            "found": finding.found,
+            "remedy": finding.remedy,
+        }
+        for name, finding in found
+    ]
+    return json.dumps({"checks": checks}, indent=2)

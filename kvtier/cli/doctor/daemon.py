@@ -1,0 +1,151 @@
+"""The daemon: whether one runs, and whether one could."""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from kvtier import __version__
+from kvtier.api.http.tenant import read_api_keys
+from kvtier.api.rpc.credentials import read_credentials
+from kvtier.cli.call import ask
+from kvtier.cli.doctor.check import Finding, fail, ok, warn
+from kvtier.cli.doctor.subject import Running, Subject
+from kvtier.cli.preflight import check_free, check_socket
+from kvtier.config import Address, Config
+from kvtier.daemon.tiers import load_keys
+from kvtier.engine.support import check_model
+from kvtier.errors import StartError
+from kvtier.transfer.door import peer_of
+from kvtier.v1 import operator_pb2 as pb
+
+__all__ = [
+    "look_at_daemon",
+    "look_at_files",
+    "look_at_ports",
+    "look_at_socket",
+]
+
+_ANSWER_S = 2.0
+
+
+def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Finding:
+    """Ask the daemon at the configuration's socket how it does; that none runs is no fault."""
+    path = config.daemon.socket
+    pid = _served_by(path)
+    if pid is None:
+        return ok(f"none runs at {path}")
+    reply = ask(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
+    document = json.loads(reply.json)
+    on_found(Running(pid))
+    found = f"kvtier {document['version']} runs as pid {document['pid']}"
+    ailing = [
+        f"{name} is {tier['state']} ({tier['reason']})"
+        for name, tier in document["tiers"].items()
+        if tier.get("state") in {"degraded", "out"}
+    ]
+    if ailing:
+        return warn(f"{found}; {', '.join(ailing)}", "look that up in docs/operations/health.md")
+    if document["version"] != __version__:
+        return warn(f"{found}, and {__version__} is installed", "restart it")
+    return ok(f"{found}, all tiers are up")
+
+
+def _served_by(path: Path) -> int | None:
+    """Return who listens, by the number it has here, which is 0 for another container's.
+
+    None for nobody, as where a socket is left over.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        except OSError:
+            return 0  # the question that comes next tells why
+        return peer_of(probe)[0]
+
+
+def look_at_socket(subject: Subject) -> Finding:
+    """Look whether the socket can be made, and reached by those who may."""
+    daemon = subject.config.daemon
+    if subject.running:
+        return ok(f"{daemon.socket}, the running daemon's")
+    folder = next(path for path in daemon.socket.parents if path.exists())
+    if folder == daemon.socket.parent:
+        owner = folder.stat().st_uid
+        # Root looks on behalf of the user that the daemon has, whose directory it then is.
+        uid = owner if os.geteuid() == 0 else os.geteuid()
+        check_socket(daemon.socket, uid, is_shared=bool(daemon.allowed_uids))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return fail(
+            f"user {os.geteuid()} may not write {folder}",
+            f"mkdir -p {daemon.socket.parent}, and give it to the daemon's user",
+        )
+    others = (
+        f"users {', '.join(map(str, daemon.allowed_uids))}"
+        if daemon.allowed_uids
+        else "its own user and root"
+    )
+    return ok(f"{daemon.socket}, for {others}")
+
+
+def look_at_ports(subject: Subject) -> Finding:
+    """Look whether each port is free, or held by the running daemon itself."""
+    config = subject.config
+    wanted: dict[str, Address | None] = {
+        "http.listen": config.http.listen,
+        "rpc.listen": config.rpc.listen,
+        "engine.listen": config.engine.listen if config.engine.model else None,
+    }
+    ours = _held(subject.running)
+    found = []
+    for field, address in wanted.items():
+        if address is None:
+            continue
+        if address.port in ours:
+            found.append(f"{address} is the running daemon's")
+            continue
+        try:
+            check_free(field, address)
+        except StartError as error:
+            return fail(
+                f"{field}: {error.problem}", f"ss -ltnp 'sport = :{address.port}' names who"
+            )
+        found.append(f"{address} is free")
+    return ok(", ".join(found) or "none wanted")
+
+
+def _held(running: Running | None) -> set[int]:
+    """Return the TCP ports that the daemon and its children listen on, as far as we may see."""
+    ports: set[int] = set()
+    with contextlib.suppress(psutil.Error):
+        main = psutil.Process(running.pid) if running else None
+        for one in [main, *main.children(recursive=True)] if main else []:
+            listening = one.net_connections(kind="tcp")
+            ports |= {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
+    return ports
+
+
+def look_at_files(subject: Subject) -> Finding:
+    """Read the keys, tokens and the model that the configuration names, as a start would."""
+    config = subject.config
+    named = []
+    if config.seal.key_file is not None:
+        load_keys(config)
+        named.append("seal.key_file")
+    if config.rpc.listen is not None:
+        read_credentials(config.rpc)
+        named.append("rpc.*")
+    if config.engine.api_keys_file is not None:
+        read_api_keys(config.engine.api_keys_file)
+        named.append("engine.api_keys_file")
+    if config.engine.model is not None:
+        check_model(config.engine.model, config.engine.context_limit)
+        named.append("engine.model")
+    return ok(f"{', '.join(named)} can be read" if named else "none named")

@@ -1,0 +1,98 @@
+"""The remote tier's servers: whether they answer, and how they are set."""
+
+import time
+from collections.abc import Mapping
+
+from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, Finding, Verdict, fail, ok, warn
+from kvtier.cli.doctor.subject import Subject
+from kvtier.cli.shown import shown_bytes, shown_seconds
+from kvtier.config.tiers import RemoteConfig
+from kvtier.errors import TierError
+from kvtier.tiers.remote.address import Address, Form, Place
+from kvtier.tiers.remote.advice import facts_of
+from kvtier.tiers.remote.connect import Connector
+from kvtier.tiers.remote.resp import Command, Refusal
+from kvtier.tiers.remote.server import Server
+from kvtier.tiers.remote.topology import Topology
+
+__all__ = ["look_at_remote"]
+
+_PATIENCE_S = 2.0
+"""For one connection or reply."""
+
+_SECTIONS = (b"server", b"memory", b"replication")
+_OLDEST = 6
+"""Major version; older ones are not tested."""
+
+
+def look_at_remote(subject: Subject) -> Finding:
+    """Ask each primary what it is; the worst finding counts."""
+    remote = subject.config.remote
+    address = Address.parse(remote.url)
+    topology = _topology(address, remote)
+    deadline_ns = time.monotonic_ns() + int(REMOTE_DEADLINE_S * 0.8e9)
+    try:
+        findings = [
+            _judge(server.place, *_ask(server, deadline_ns))
+            for server in topology.primaries(deadline_ns)
+        ]
+    except TierError as error:
+        return fail(str(error).removeprefix("remote: "), "start it, or correct remote.url")
+    finally:
+        topology.close()
+    worst = max(findings, key=lambda finding: list(Verdict).index(finding.verdict))
+    is_open = not address.has_tls and remote.seal == "off"
+    if worst.remedy or not is_open or all(map(_is_here, address.places)):
+        return worst
+    return warn(
+        f"{worst.found}; KV goes over the network in the clear, and anyone could change it",
+        "use rediss://, and remote.seal",
+    )
+
+
+def _topology(address: Address, remote: RemoteConfig) -> Topology:
+    connector = Connector(address, _PATIENCE_S, remote.tls_ca)
+    is_alone = address.form is not Form.CLUSTER
+    return Topology(
+        address,
+        connector,
+        lambda place: Server(place, connector, _PATIENCE_S, 1, is_alone=is_alone),
+    )
+
+
+def _ask(server: Server, deadline_ns: int) -> tuple[dict[str, str], float]:
+    """Return what a server says of itself, and how long it takes to answer."""
+    questions = [Command((b"INFO", section)) for section in _SECTIONS]
+    facts: dict[str, str] = {}
+    for reply in server.ask(questions, deadline_ns):
+        if isinstance(reply, Refusal):
+            raise TierError(f"it refuses INFO (-{reply.code}), {server.place}")
+        facts |= facts_of(reply)
+    asked_s = time.monotonic()
+    server.ask([Command((b"PING",))], deadline_ns)
+    return facts, time.monotonic() - asked_s
+
+
+def _judge(place: Place, facts: Mapping[str, str], took_s: float) -> Finding:
+    kind = "valkey" if "valkey_version" in facts else "redis"
+    version = facts.get(f"{kind}_version", "0")
+    limit, used = int(facts.get("maxmemory", "0")), int(facts.get("used_memory", "0"))
+    policy = facts.get("maxmemory_policy", "unknown")
+    found = f"{kind} {version} at {place}, {shown_seconds(took_s)}"
+    if facts.get("role") == "slave":
+        return fail(f"{found}: a replica, which takes no blocks", "name the primary")
+    if kind == "redis" and int(version.partition(".")[0]) < _OLDEST:
+        return warn(f"{found}: older than what is tested", "use Redis 6 or newer, or Valkey")
+    if not limit:
+        return warn(f"{found}: no maxmemory, it may take its whole machine", "set maxmemory")
+    found += f", {shown_bytes(used)} of {shown_bytes(limit)}, {policy}"
+    if policy == "noeviction":
+        remedy = "set maxmemory-policy volatile-ttl or allkeys-lru"
+        if used >= limit:
+            return fail(f"{found}: it is full", remedy)
+        return warn(f"{found}: once full it takes nothing", remedy)
+    return ok(found)
+
+
+def _is_here(place: Place) -> bool:
+    return not place.port or place.host in {"localhost", "::1"} or place.host.startswith("127.")

@@ -1,0 +1,198 @@
+"""The SSD tier's directory, its volume, and the drive below."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.cli.doctor.check import Finding, fail, ok, warn
+from kvtier.cli.doctor.subject import Subject
+from kvtier.cli.shown import shown_bytes
+from kvtier.config.units import format_size
+from kvtier.core.limits import PAGE_BYTES
+from kvtier.daemon.room import check_space
+
+__all__ = [
+    "look_at_direct_io",
+    "look_at_directory",
+    "look_at_drive",
+    "look_at_file_system",
+    "look_at_inodes",
+    "look_at_space",
+    "look_at_speed",
+]
+
+_REMOTE_KINDS = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gluster", "afs")
+_VIRTUAL = ("vd", "xvd")
+"""Names of drives that say they turn because nobody told them otherwise."""
+
+_MEMORY_KINDS = frozenset({"tmpfs", "ramfs"})
+
+_MEASURED_BYTES = 256 << 20
+_PIECE_BYTES = 4 << 20
+_SLOW_BYTES = 100 << 20
+"""A second: a tier slower than that is beaten by computing on any GPU."""
+
+
+def look_at_directory(subject: Subject) -> Finding:
+    """Look whether the directory is, or could be made, ours alone."""
+    wanted = subject.config.ssd.directory
+    found = _nearest(wanted)
+    remedy = f"mkdir -p {wanted}, and give it to the daemon's user with mode 0700"
+    if not found.is_dir():
+        return fail(f"{found} is no directory", "remove it, or name another ssd.directory")
+    if not os.access(found, os.W_OK | os.X_OK):
+        return fail(f"user {os.geteuid()} may not write {found}", remedy)
+    if found != wanted:
+        return ok(f"{wanted} will be made")
+    mode = found.stat().st_mode & 0o777
+    if mode & 0o077:
+        return warn(f"others may enter {wanted} (mode {mode:04o})", f"chmod 700 {wanted}")
+    return ok(str(wanted))
+
+
+def look_at_space(subject: Subject) -> Finding:
+    """Look whether the tier fits beside what others have there."""
+    ssd, place = subject.config.ssd, _nearest(subject.config.ssd.directory)
+    check_space(subject.config, place)
+    free = os.statvfs(place)
+    left = shown_bytes(free.f_bavail * free.f_frsize)
+    return ok(f"{left} free, ssd.capacity is {format_size(ssd.capacity_bytes)}")
+
+
+def look_at_inodes(subject: Subject) -> Finding:
+    """Look whether there are inodes for all segments; a file system may not count them."""
+    ssd, volume = subject.config.ssd, os.statvfs(_nearest(subject.config.ssd.directory))
+    if not volume.f_files:
+        return ok("made as they are needed")
+    wanted = ssd.capacity_bytes // ssd.segment_bytes + ssd.free_inodes_floor
+    found = f"{volume.f_favail:,} free, {wanted:,} wanted with ssd.free_inodes_floor"
+    if volume.f_favail < wanted:
+        return fail(found, "remove small files there, lower the floor, or use larger segments")
+    return ok(found)
+
+
+def look_at_file_system(subject: Subject) -> Finding:
+    """Look what kind of file system it is."""
+    kind, mounted = _mount(subject, _nearest(subject.config.ssd.directory).resolve())
+    found = f"{kind} at {mounted}"
+    if kind in _MEMORY_KINDS:
+        return fail(f"{found} is memory, not a disk", "name an ssd.directory on a drive")
+    if kind == "overlay":
+        return warn(f"{found} goes with its container", "mount a volume for ssd.directory")
+    if kind.startswith(_REMOTE_KINDS):
+        return warn(f"{found} is slow, or may hang", "use a drive of this node")
+    return ok(found)
+
+
+def look_at_direct_io(subject: Subject) -> Finding:
+    """Write a page past the page cache and read it back, in a file without a name."""
+    mode = subject.config.ssd.direct_io
+    with _scratch(_nearest(subject.config.ssd.directory)) as fd:
+        is_direct = _go_direct(fd) and _keeps_a_page(fd)
+    if mode == "off":
+        return ok("would work, and is off" if is_direct else "is off")
+    if is_direct:
+        return ok("works")
+    if mode == "on":
+        return fail("the file system refuses it", 'set ssd.direct_io = "auto", or use ext4 or XFS')
+    return warn(
+        "the file system refuses it: blocks are kept in the page cache as well",
+        "use ext4 or XFS on a drive of this node",
+    )
+
+
+def look_at_drive(subject: Subject) -> Finding:
+    """Look whether the drive has no moving parts."""
+    device = os.stat(_nearest(subject.config.ssd.directory)).st_dev
+    folder = subject.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    folder = folder.resolve()
+    for drive in (folder, folder.parent):  # a partition's drive is above it
+        if rotates := subject.read(str((drive / "queue/rotational").relative_to(subject.root))):
+            model = subject.read(str((drive / "device/model").relative_to(subject.root)))
+            found = " ".join(filter(None, (drive.name, model)))
+            if rotates == "1" and drive.name.startswith(_VIRTUAL):
+                return ok(f"{found}, virtual: what is below it is not told")
+            if rotates == "1":
+                return warn(f"{found} is a disk that turns", "use an SSD, or ssd.enabled = false")
+            return ok(f"{found}, solid state")
+    return ok("none that the kernel names")
+
+
+def look_at_speed(subject: Subject) -> Finding:
+    """Write and read what fits into no drive's first cache, and remove it."""
+    place = _nearest(subject.config.ssd.directory)
+    free = os.statvfs(place)
+    if free.f_bavail * free.f_frsize < _MEASURED_BYTES + subject.config.ssd.free_space_floor_bytes:
+        return warn("not measured: the volume is too full", "free some space there")
+    with _scratch(place) as fd:
+        is_direct = _go_direct(fd)
+        write, read = _rates(fd)
+    found = f"writes {shown_bytes(write)}/s, reads {shown_bytes(read)}/s"
+    found += "" if is_direct else " (through the page cache)"
+    if min(write, read) < _SLOW_BYTES:
+        return warn(found, "use a faster drive; kvtier restores only what pays")
+    return ok(found)
+
+
+def _nearest(directory: Path) -> Path:
+    """Return the directory, or what exists on the way to it."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _mount(subject: Subject, path: Path) -> tuple[str, str]:
+    """Return the kind of file system that ``path`` is on, and where it is mounted."""
+    kind, mounted = "unknown", Path("/")
+    for line in subject.read("proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        place = Path(before.split()[4].replace("\\040", " "))
+        if path.is_relative_to(place) and len(place.parts) >= len(mounted.parts):
+            kind, mounted = after.split()[0], place
+    return kind, str(mounted)
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[int]:
+    """Yield a file without a name, which is gone however this ends."""
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        yield file.fileno()
+
+
+def _go_direct(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _keeps_a_page(fd: int) -> bool:
+    with mmap.mmap(-1, PAGE_BYTES) as written, mmap.mmap(-1, PAGE_BYTES) as found:
+        written[:] = os.urandom(PAGE_BYTES)
+        try:
+            os.pwritev(fd, [written], 0)
+            os.preadv(fd, [found], 0)
+        except OSError:
+            return False
+        return found[:] == written[:]
+
+
+def _rates(fd: int) -> tuple[float, float]:
+    """Return the bytes a second that are written and read."""
+    with mmap.mmap(-1, _PIECE_BYTES) as piece:
+        piece[:] = os.urandom(_PIECE_BYTES)
+        places = range(0, _MEASURED_BYTES, _PIECE_BYTES)
+        started_s = time.monotonic()
+        for place in places:
+            os.pwritev(fd, [piece], place)
+        os.fdatasync(fd)
+        written_s = time.monotonic()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for place in places:
+            os.preadv(fd, [piece], place)
+        read_s = time.monotonic()
+    return _MEASURED_BYTES / (written_s - started_s), _MEASURED_BYTES / (read_s - written_s)

@@ -1,0 +1,299 @@
+"""One frame of ``kvtier top``: lines that fit a window, the most important ones on top.
+
+Nothing is said by colour alone, and no line depends on the height: a window of 24 lines has all
+parts, a larger one more engines and requests. Below 80 columns lines end at the last whole word.
+"""
+
+import itertools
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds, shown_while
+from kvtier.cli.stat_worth import plain
+from kvtier.cli.top_poll import Change, View
+from kvtier.core.residency import LOWER_TIERS
+
+__all__ = ["Size", "frame"]
+
+_COLUMNS = 80
+_BAR = 10
+_FLOWS_OF = ("gpu", "ssd", "remote")
+_STATES: Mapping[str, str] = {"up": "green", "degraded": "yellow", "out": "bold red"}
+
+_TIER_COLUMNS = (-8, -10, -16, 10, 11, 12, 13)
+_ENGINE_COLUMNS = (-24, 9, 9, 10, 9, 9, 10)
+_REQUEST_COLUMNS = (-19, 8, 10, 10, -8, -8, 8, 9)
+"""Widths; negative ones are those of columns that begin at their left."""
+
+_NAME_SPARE_MAX = 40
+
+_ENGINES_SHARE = 3
+"""Engines get a third of the room that is left, requests the rest."""
+
+_PROBLEM_LINES_MAX = 3
+
+_ROOMY_LINES = 30
+"""Below, a request more is worth more than an empty line."""
+
+_Lines = list[Text]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the window; ``is_ascii``: it shows nothing else."""
+
+    columns: int
+    lines: int
+    is_ascii: bool = False
+
+
+def frame(view: View, size: Size, hint: str = "") -> _Lines:
+    """Return the lines of a frame; ``hint`` says what keys do."""
+    problem = textwrap.wrap(plain(view.problem), max(20, size.columns))[:_PROBLEM_LINES_MAX]
+    said = [Text(line, style="bold red") for line in problem]
+    if view.minute is None or view.lately is None:
+        lines = [Text("kvtier top", style="bold"), Text(), *(said or [Text("asking")])]
+    else:
+        lines = [_title(view, view.minute.after, size, hint), *_worth(view.minute), *said]
+        lines += _picture(view.lately, size, size.lines - len(lines))
+    return [_cut(line, size) for line in lines[: size.lines]]
+
+
+def _picture(lately: Change, size: Size, most: int) -> _Lines:
+    """Return up to ``most`` lines of everything but the worth."""
+    now = lately.after
+    gap = [Text()] if size.lines >= _ROOMY_LINES else []
+    lines = [*gap, *_tiers(lately, size), *gap, *_flows(lately, size)]
+    lines += [*gap, *_decisions(lately, size), _open(now), Text()]
+    # Two headings, the line between them, and requests at least.
+    num_engines = min(len(now["engines"]), max(2, (most - len(lines) - 3) // _ENGINES_SHARE))
+    lines += [*_engines(lately, num_engines, size), Text()]
+    return [*lines, *_requests(now["requests"], max(0, most - len(lines) - 1), size)]
+
+
+def _title(view: View, now: Mapping[str, Any], size: Size, hint: str) -> Text:
+    line = Text(f"kvtier {now['version']}", style="bold")
+    line.append(f"  pid {now['pid']}  up {shown_while(now['uptime_s'])}", style="not bold")
+    told = time.strftime("%H:%M:%S", time.localtime(now["time_s"]))
+    right = f"{shown_while(view.age_s)} old" if view.is_old else f"{told}  {hint}".rstrip()
+    line.append(" " * max(2, size.columns - len(line) - len(right)))
+    return line.append(right, style="bold reverse" if view.is_old else "not bold dim")
+
+
+def _worth(minute: Change) -> _Lines:
+    """Say what restoring saved of the time that first tokens would have taken."""
+    saved_s, lost_s = minute.of("worth", "saved_s"), minute.of("worth", "lost_s")
+    whole_s = minute.of("worth", "actual_s", "first_token") + saved_s - lost_s
+    line = Text()
+    if not minute.seconds:
+        line.append("rates come with the second look", style="dim")
+    elif saved_s or lost_s:
+        line.append(f"saved {_signed(saved_s - lost_s)}", style="bold green")
+        line.append(f" of {shown_seconds(whole_s)} of time to first token")
+    else:
+        line.append("no restore was reported")
+    if minute.seconds:
+        line.append(f" in the last {shown_while(minute.seconds)}")
+    worth = minute.after["worth"]
+    whole = Text(
+        f"since the start: saved {shown_seconds(worth['saved_s'])}, "
+        f"lost {shown_seconds(worth['lost_s'])}, regret {shown_seconds(worth['regret_s'])}"
+    )
+    return [line, whole]
+
+
+def _tiers(lately: Change, size: Size) -> Iterator[Text]:
+    heads = ("tier", "state", "occupied", "used", "capacity", "blocks", "served")
+    yield _heading(_row(_TIER_COLUMNS, heads))
+    for name, tier in lately.after["tiers"].items():
+        used, capacity, state = tier["used_bytes"], tier["capacity_bytes"], str(tier["state"])
+        cells = (
+            name,
+            state,
+            _bar(used / capacity if capacity else None, size),
+            shown_bytes(used),
+            shown_bytes(capacity) if capacity else "-",
+            shown_count(tier["blocks"]),
+            _served(lately, name),
+        )
+        line = Text(_row(_TIER_COLUMNS, cells))
+        line.stylize(_STATES.get(state, "dim"), 8, 18)
+        yield line
+        if tier["reason"]:
+            yield Text(f"        {plain(tier['reason'])}", style=_STATES.get(state, "dim"))
+
+
+def _served(lately: Change, tier: str) -> str:
+    """Return the tokens a second that a tier spared its engines."""
+    path = ("tiers", "gpu", "hit_tokens") if tier == "gpu" else ("tokens", "loaded", tier)
+    return f"{_short(lately.per_second(*path))} tok/s"
+
+
+def _bar(share: float | None, size: Size) -> str:
+    if share is None:
+        return ""
+    full, empty = ("#", ".") if size.is_ascii else ("█", "░")
+    num_full = round(_BAR * min(share, 1.0))
+    return f"{full * num_full}{empty * (_BAR - num_full)}{100 * share:>4.0f}%"
+
+
+def _flows(lately: Change, size: Size) -> Iterator[Text]:
+    """Show what goes from the CPU tier to each other one, and what comes from there."""
+    away, back = ("->", "<-") if size.is_ascii else ("→", "←")
+    for arrow, route in ((away, "cpu_to_{}"), (back, "{}_to_cpu")):
+        line = Text()
+        for other in _FLOWS_OF:
+            rate = lately.per_second("transfers", route.format(other), "bytes")
+            flow = f"cpu {arrow} {other}"
+            line.append(f"{flow:<15}{shown_bytes(rate) + '/s':>10}  ", "" if rate else "dim")
+        yield line
+
+
+def _decisions(lately: Change, size: Size) -> Iterator[Text]:
+    for what, path in (
+        ("decided", ("worth", "decisions")),
+        ("blocks missed", ("worth", "missed_blocks")),
+    ):
+        yield _rates(what, lately.counts(*path), size)
+
+
+def _rates(what: str, rates: Mapping[str, float], size: Size) -> Text:
+    """Return as many rates as fit, the fastest first."""
+    line = Text(f"{what:<15}")
+    for number, (name, rate) in enumerate(rates.items()):
+        said = f"{', ' if number else ''}{name} {_short(rate)}/s"
+        if len(line) + len(said) > size.columns:
+            break
+        line.append(said)
+    return line if rates else line.append("nothing", style="dim")
+
+
+def _open(now: Mapping[str, Any]) -> Text:
+    parts = [f"leases {shown_count(now['leases'])}", f"pins {shown_count(now['pins'])}"]
+    detail = now["tiers"]["ssd"].get("detail", {})
+    if "write_budget_bytes" in detail:
+        parts.append(f"ssd may write {shown_bytes(detail['write_budget_bytes'])} now")
+    if now["cost"]["guarded"]:
+        parts.append(f"left alone: {', '.join(now['cost']['guarded'])}")
+    return Text(f"{'open':<15}{', '.join(parts)}")
+
+
+def _engines(lately: Change, most: int, size: Size) -> Iterator[Text]:
+    columns = _widened(_ENGINE_COLUMNS, size)
+    heads = ("engine", "requests", "tokens", "restored", "TTFT", "running", "GPU used")
+    yield _heading(_row(columns, heads))
+    engines, before = lately.after["engines"], _numbered(lately.before["engines"])
+    shown = engines[: most - 1 if len(engines) > most else most]
+    for name, engine in _numbered(shown).items():
+        yield Text(_row(columns, _engine(engine, before.get(name, {}), lately.seconds)))
+    if len(engines) > most:
+        yield Text(f"and {len(engines) - most + 1} more", style="dim")
+    if not engines:
+        yield Text("none", style="dim")
+
+
+def _numbered(engines: Sequence[Mapping[str, Any]]) -> dict[object, Mapping[str, Any]]:
+    """Return engines by what tells them apart: one process may have several sessions."""
+    named: dict[object, Mapping[str, Any]] = {}
+    for engine in engines:
+        name = (engine["pid"], engine["engine"])
+        number = next(n for n in itertools.count() if (*name, n) not in named)
+        named[(*name, number)] = engine
+    return named
+
+
+def _engine(engine: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> Sequence[str]:
+    def grew(name: str) -> float:
+        return max(0.0, float(engine[name]) - float(then.get(name, 0)))
+
+    tokens, first_tokens = grew("prompt_tokens"), grew("first_tokens")
+    capacity = engine["gpu_capacity_bytes"]
+    return (
+        plain(engine["engine"]),
+        f"{_short(grew('requests') / seconds)}/s" if seconds else "-",
+        f"{_short(tokens / seconds)}/s" if seconds else "-",
+        f"{100 * grew('restored_tokens') / tokens:.0f} %" if tokens else "-",
+        shown_seconds(grew("first_token_s") / first_tokens) if first_tokens else "-",
+        shown_count(engine["running"]),
+        f"{100 * engine['gpu_used_bytes'] / capacity:.0f} %" if capacity else "-",
+    )
+
+
+def _requests(requests: Sequence[Mapping[str, Any]], most: int, size: Size) -> Iterator[Text]:
+    columns = _widened(_REQUEST_COLUMNS, size)
+    heads = ("request", "age", "prompt", "restored", " from", "decided", "TTFT", "saved")
+    yield _heading(_row(columns, heads))
+    for each in requests[:most]:
+        yield _request(each, columns)
+    if not requests:
+        yield Text("none yet", style="dim")
+
+
+def _request(request: Mapping[str, Any], columns: Sequence[int]) -> Text:
+    restored, saved_s = request["restored_tokens"], request["saved_s"]
+    tiers = [tier.value for tier in LOWER_TIERS if restored and restored[tier.value]]
+    first_s = request["first_token_s"]
+    cells = (
+        plain(request["request_id"]) or "-",
+        shown_while(request["age_s"]),
+        shown_count(request["prompt_tokens"]),
+        shown_count(sum(restored.values())) if restored else "-",
+        f" {tiers[-1]}" if tiers else "",  # the slowest: it is what one waits for
+        request["reason"],
+        shown_seconds(first_s) if first_s is not None else "-",
+        _signed(saved_s) if tiers and saved_s is not None else "-",
+    )
+    line = Text(_row(columns, cells))
+    line.stylize("dim" if not tiers else "red" if (saved_s or 0) < 0 else "green", -columns[-1])
+    return line
+
+
+def _widened(columns: Sequence[int], size: Size) -> Sequence[int]:
+    """Give a name, in the first column, what a wide window has to spare."""
+    spare = max(0, min(size.columns - _COLUMNS, _NAME_SPARE_MAX))
+    return (columns[0] - spare, *columns[1:])
+
+
+def _row(columns: Sequence[int], cells: Sequence[str]) -> str:
+    """Return cells in columns; those whose width is negative begin at their left."""
+    return "".join(
+        f"{_fitted(cell, -width - 1)} " if width < 0 else f" {cell:>{width - 1}}"
+        for width, cell in zip(columns, cells, strict=True)
+    )
+
+
+def _fitted(text: str, width: int) -> str:
+    if cell_len(text) > width:
+        text = f"{set_cell_size(text, width - 2)}.."
+    return set_cell_size(text, width)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold underline")
+
+
+def _short(number: float) -> str:
+    """Return a rate in four letters or so."""
+    for unit in ("", "k", "M"):
+        if abs(number) < 999.5:
+            return f"{number:.2g}{unit}" if number < 9.95 else f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else ''}{shown_seconds(abs(seconds))}"
+
+
+def _cut(line: Text, size: Size) -> Text:
+    """Return a line that fits, to the last whole word."""
+    if line.cell_len <= size.columns:
+        return line
+    shown = line.plain[: size.columns + 1]
+    return line[: max(1, shown.rfind(" "))]

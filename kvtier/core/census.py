@@ -1,0 +1,91 @@
+"""How many blocks of each key space each tier would serve, kept up with every change.
+
+Watching eyes ask for it once a second, of a million blocks: to count them then would hold the node
+up for a tenth of a second each time.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.residency import LOWER_TIERS
+
+__all__ = ["Census", "Held"]
+
+_SCOPES_MIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks, and the bytes of their payloads."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+
+class Census:
+    """Counts by key space and tier; scopes go by the numbers that the index gives them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        """By key space, its place in the counts."""
+        self._free: list[int] = []
+        self._space: npt.NDArray[np.int64] = np.zeros(_SCOPES_MIN, dtype=np.int64)
+        """By scope, the place of its key space."""
+        self._block_bytes: list[int] = []
+        self._ready: npt.NDArray[np.int64] = np.zeros((len(LOWER_TIERS), 1), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def meet(self, scope: int, key_space: bytes) -> None:
+        """Learn of which key space a scope is; the number may have been another one's before."""
+        if scope >= len(self._space):
+            self._space = np.concatenate([self._space, np.zeros_like(self._space)])
+        number = self._numbers.get(key_space)
+        if number is None:
+            number = self._numbers[key_space] = self._place()
+        self._space[scope] = number
+
+    def note_size(self, scope: int, payload_bytes: int) -> None:
+        """Learn how large a scope's blocks are: a key space has blocks of one size."""
+        self._block_bytes[self._space[scope]] = payload_bytes
+
+    def moved(
+        self,
+        scopes: npt.NDArray[np.uint32],
+        tier: int,
+        was_ready: npt.NDArray[np.bool_],
+        *,
+        is_ready: bool,
+    ) -> None:
+        """Count blocks, one or more, whose state in a tier was set, to another or the same."""
+        spaces = self._space[scopes]
+        first = spaces[0]
+        if np.count_nonzero(spaces == first) == len(spaces):  # nearly always, and twice as fast
+            self._ready[tier, first] += len(spaces) * is_ready - np.count_nonzero(was_ready)
+        else:
+            np.add.at(self._ready[tier], spaces, int(is_ready) - was_ready.astype(np.int64))
+
+    def held(self, tier: int) -> Iterator[tuple[bytes, Held]]:
+        """Yield each key space that a tier has blocks of, with how many."""
+        num_ready = self._ready[tier].tolist()
+        for key_space, number in self._numbers.items():
+            if num_ready[number]:
+                count = num_ready[number]
+                yield key_space, Held(count, count * self._block_bytes[number])
+
+    def keep_only(self, key_spaces: Iterable[bytes]) -> None:
+        """Forget all the others, which have no scope any more, and so no block."""
+        for key_space in self._numbers.keys() - set(key_spaces):
+            self._free.append(self._numbers.pop(key_space))
+
+    def _place(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._block_bytes.append(0)
+        if len(self._block_bytes) > self._ready.shape[1]:
+            self._ready = np.concatenate([self._ready, np.zeros_like(self._ready)], axis=1)
+        return len(self._block_bytes) - 1

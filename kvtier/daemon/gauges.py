@@ -1,0 +1,130 @@
+"""The gauges of the daemon: how things are now, brought up to date by the loop once a second.
+
+A scrape reads what was set last and asks nobody, so that it answers when the loop does not.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+from kvtier.core.admission import QuantileGate
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.daemon.account import ROUTES
+from kvtier.daemon.health import NodeHealth
+from kvtier.node.driver import Driver
+from kvtier.observe.table import (
+    GATE_SHARE,
+    GUARDED,
+    LEASES,
+    PINS,
+    PREFILL_TOKENS_PER_SECOND,
+    REMEMBERED_BLOCKS,
+    RESTORE_BYTES_PER_SECOND,
+    RETAINED_BYTES,
+    SESSIONS,
+    SSD_DIRECT_IO,
+    SSD_READ_ONLY,
+    SSD_WRITE_BUDGET_BYTES,
+    SSD_WRITE_BUDGET_LEFT_BYTES,
+    SSD_WRITE_BUDGET_STATE,
+    SSD_WRITTEN_BYTES,
+    TIER_BLOCKS,
+    TIER_CAPACITY_BYTES,
+    TIER_USED_BYTES,
+)
+from kvtier.tiers.base import TierUsage
+
+__all__ = ["Gauges"]
+
+_PROMPT_TOKENS = 4096
+"""The prompt whose speed stands for a model's: of the metric's row."""
+
+_NOTHING = TierUsage(num_blocks=0, used_bytes=0, capacity_bytes=0)
+
+
+class Gauges:
+    """Those of ``driver``'s node and tiers; to be made and refreshed on the loop's thread."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        health: NodeHealth,
+        gates: Mapping[TierName, QuantileGate],
+        retained_bytes: Callable[[], int],
+    ) -> None:
+        """``gates`` stand before tiers, and ``retained_bytes`` tells what is kept for a wish."""
+        self._driver = driver
+        self._health = health
+        self._gates = gates
+        self._retained_bytes = retained_bytes
+        self._metrics = driver.node.metrics
+        self._written_bytes = dict.fromkeys(dict(SSD_WRITTEN_BYTES.labels)["kind"], 0)
+        """What the counters have taken over from the SSD tier."""
+
+    async def refresh(self) -> None:
+        """Set every gauge, from counts that are kept anyway; no block of the index is looked at."""
+        self._health.refresh()
+        self._refresh_node()
+        self._refresh_tiers()
+        self._refresh_model(time.monotonic_ns())
+
+    def _refresh_node(self) -> None:
+        node, metrics = self._driver.node, self._metrics
+        metrics.set(LEASES, node.num_leases)
+        metrics.set(PINS, node.num_pins)
+        transports = [session.transport for session in node.sessions.values()]
+        for transport in dict(SESSIONS.labels)["transport"]:
+            metrics.set(SESSIONS, transports.count(transport), transport=transport)
+        metrics.set(REMEMBERED_BLOCKS, node.history.num_remembered if node.history else 0)
+        metrics.set(RETAINED_BYTES, self._retained_bytes())
+        ssd = self._gates.get(TierName.SSD)
+        metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
+
+    def _refresh_tiers(self) -> None:
+        node, tiers = self._driver.node, self._driver.tiers
+        slots, sessions = node.cache.slots, node.sessions.values()
+        usages = {name: tiers[name].usage() if name in tiers else _NOTHING for name in LOWER_TIERS}
+        usages[TierName.CPU] = TierUsage(0, slots.used_bytes(), slots.capacity_bytes)
+        for name, usage in usages.items():
+            blocks = node.cache.index.num_in(name, Residency.READY)
+            self._set_tier(name, blocks, usage.used_bytes, usage.capacity_bytes)
+        self._set_tier(
+            TierName.GPU,
+            sum(each.report.used_tokens // each.layout.block_tokens for each in sessions),
+            sum(each.report.used_bytes for each in sessions),
+            sum(each.report.capacity_bytes for each in sessions),
+        )
+        self._refresh_ssd(usages[TierName.SSD].detail)
+
+    def _set_tier(self, name: TierName, blocks: int, used_bytes: int, capacity_bytes: int) -> None:
+        self._metrics.set(TIER_BLOCKS, blocks, tier=name)
+        self._metrics.set(TIER_USED_BYTES, used_bytes, tier=name)
+        self._metrics.set(TIER_CAPACITY_BYTES, capacity_bytes, tier=name)
+
+    def _refresh_ssd(self, detail: Mapping[str, str | float]) -> None:
+        metrics = self._metrics
+        metrics.set(SSD_READ_ONLY, bool(detail.get("read_only", False)))
+        metrics.set(SSD_DIRECT_IO, bool(detail.get("direct_io", False)))
+        metrics.set(SSD_WRITE_BUDGET_BYTES, float(detail.get("write_budget_day_bytes", 0)))
+        metrics.set(SSD_WRITE_BUDGET_LEFT_BYTES, float(detail.get("write_budget_bytes", 0)))
+        state = str(detail.get("write_budget", "unlimited"))
+        gate = self._gates.get(TierName.SSD)
+        if state == "left" and gate is not None and gate.share < gate.most_share:
+            state = "short"
+        metrics.set_one(SSD_WRITE_BUDGET_STATE, "state", state)
+        for kind, before in self._written_bytes.items():
+            now = int(detail.get(f"written_{kind}_bytes", 0))
+            # Less than before: the tier has begun anew.
+            metrics.add(SSD_WRITTEN_BYTES, now - before if now >= before else now, kind=kind)
+            self._written_bytes[kind] = now
+
+    def _refresh_model(self, now_ns: int) -> None:
+        planner, metrics = self._driver.node.planner, self._metrics
+        if planner is None:
+            return
+        guarded = planner.guarded(now_ns)
+        for tier in LOWER_TIERS:
+            metrics.set(GUARDED, tier in guarded, tier=tier)
+        for name, route in planner.document()["restore"].items():
+            metrics.set(RESTORE_BYTES_PER_SECOND, route["bytes_per_s"], route=ROUTES[name])
+        seconds = planner.saved_s(_PROMPT_TOKENS, _PROMPT_TOKENS)
+        metrics.set(PREFILL_TOKENS_PER_SECOND, _PROMPT_TOKENS / seconds if seconds > 0 else 0.0)

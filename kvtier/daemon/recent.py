@@ -1,0 +1,67 @@
+"""The last requests that were decided about, with what each was worth, for whoever watches.
+
+A request goes by the id that its client gave it; nothing here says what was asked.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from kvtier.core.plan import PlanReason
+from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.node.ledger import Decision, Ledger
+
+__all__ = ["recent_requests"]
+
+_SHOWN_MAX = 32
+"""More than a terminal shows; each costs ten microseconds, at each look."""
+
+_Document = dict[str, Any]
+"""Everything in it can be written as JSON."""
+
+
+def recent_requests(ledger: Ledger, now_ns: int) -> list[_Document]:
+    """Return them, the last one first."""
+    return [_request(each, now_ns) for each in ledger.latest(_SHOWN_MAX)]
+
+
+def _request(decision: Decision, now_ns: int) -> _Document:
+    """Tell of one; what is not known, or not known yet, is None."""
+    ask, plan, outcome, judgement = (
+        decision.ask,
+        decision.plan,
+        decision.outcome,
+        decision.judgement,
+    )
+    is_compared = plan.reason is not PlanReason.NOTHING and plan.total_s > 0
+    saved_s = None
+    if judgement is not None:
+        saved_s = sum(judgement.saved_s.values(), 0.0) - sum(judgement.lost_s.values())
+    return {
+        "decision": decision.number,
+        "request_id": decision.request_id,
+        "engine": decision.engine,
+        "age_s": round((now_ns - decision.at_ns) / 1e9, 1),
+        "prompt_tokens": ask.num_tokens,
+        "gpu_tokens": ask.first_token,
+        "found_tokens": _tokens(decision.found, ask.block_tokens),
+        "planned_tokens": plan.num_blocks * ask.block_tokens,
+        "reason": plan.reason.value,
+        "predicted_s": _seconds(plan.total_s if is_compared else None),
+        "recompute_s": _seconds(plan.recompute_total_s if is_compared else None),
+        "restored_tokens": _tokens(outcome.tiers, ask.block_tokens) if outcome else None,
+        "first_token_s": _seconds(outcome.ttft_s if outcome else None),
+        "saved_s": _seconds(saved_s),
+        "regret_s": _seconds(judgement.regret_s if judgement else None),
+    }
+
+
+def _tokens(runs: Iterable[tuple[TierName, int]], block_tokens: int) -> dict[str, int]:
+    blocks: Counter[TierName] = Counter()
+    for tier, length in runs:
+        blocks[tier] += length
+    return {tier.value: blocks[tier] * block_tokens for tier in LOWER_TIERS}
+
+
+def _seconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,284 @@
+"""The configuration read again while the daemon runs: all of it is applied, or nothing.
+
+Theory
+------
+Everything is read and checked first, on a thread, for a file may hang. What differs must be of the
+kind that running parts can be told, or else nothing is applied, and each key that needs a restart
+is named. Applying is a few assignments on the loop's thread, between two events of the node: no
+request sees one half. Keys of seals are read again whatever becomes of the rest, as what they
+open must not wait for somebody's slip elsewhere.
+
+Rules
+-----
+* One at a time. Who asks while one is under way gets one more, which reads what is written by
+  then, however many ask.
+* A file that is being written is waited for: a moment after its last change it is taken as whole.
+* Told before the daemon serves, it is done then; told while it stops, it is not done.
+"""
+
+import asyncio
+import contextlib
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import Config
+from kvtier.config.effective import changes, document, shown
+from kvtier.core.residency import SLOW_TIERS
+from kvtier.errors import ConfigError, StartError
+from kvtier.node.workers import in_thread
+from kvtier.observe.log import Log
+from kvtier.tiers.seal import KeyRing
+
+__all__ = ["Outcome", "Read", "Reload", "Reloaded"]
+
+_log = Log("kvtier.daemon")
+
+_READ_LIMIT_S = 5.0
+"""For the file, on whatever it is, and for the keys."""
+
+_SETTLED_S = 0.2
+"""Since its last change a file counts as whole: who writes one pauses for less."""
+
+_SETTLE_LIMIT_S = 2.0
+
+_LEARNED_BY = frozenset({"ssd.eviction"})
+"""Keys by which is learned from the start on, whether their tier is in use or not."""
+
+Read = Callable[[], Config | Sequence[ConfigError]]
+"""Reads the configuration anew: the same file, environment and options."""
+
+_Found = tuple[Config | Sequence[ConfigError], list[str]]
+"""What was read, and what is wrong with the file of keys."""
+
+
+class Outcome(StrEnum):
+    """What became of a reload; a closed set."""
+
+    APPLIED = "applied"
+    UNCHANGED = "unchanged"
+    """Nothing differs from what holds."""
+    REFUSED = "refused"
+    """Nothing was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """One reload: what has changed by it, or why nothing was applied."""
+
+    outcome: Outcome
+    changed: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    at_s: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return it as part of a document."""
+        return {
+            "outcome": self.outcome.value,
+            "changed": list(self.changed),
+            "reasons": list(self.reasons),
+            "at_s": self.at_s,
+        }
+
+
+class Reload:
+    """Keeps ``config``, what holds; ``read`` tells what should, and ``path`` is its file."""
+
+    def __init__(
+        self,
+        config: Config,
+        read: Read | None = None,
+        *,
+        path: Path | None = None,
+        ring: KeyRing | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``around`` is open while it is done."""
+        self.config = config
+        self.last: Reloaded | None = None
+        self.is_free: Callable[[str], bool] = lambda _key: False
+        """Whether nothing goes by a key just now, so that it may change without a restart."""
+        self._read = read or (lambda: self.config)
+        self._path = path
+        self._ring = ring
+        self._around = around
+        self._num_done = 0
+        self._reading: asyncio.Future[_Found] | None = None
+        """On its thread, perhaps for ever: there is one at a time."""
+        self._adopt: Callable[[Config], None] | None = None
+        self._wake: Callable[[], object] = lambda: None
+        self._is_told = False
+        self._lock = asyncio.Lock()
+        self._next: asyncio.Task[Reloaded] | None = None
+        self._tasks: set[asyncio.Task[Reloaded]] = set()
+
+    def told(self) -> None:
+        """Have it done, now or once the daemon serves. From any thread, and in signal handlers."""
+        self._is_told = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._wake()
+
+    def begin(self, adopt: Callable[[Config], None]) -> None:
+        """Serve from now on: ``adopt`` applies a configuration, on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._adopt = adopt
+        self._wake = lambda: loop.call_soon_threadsafe(self._start)
+        if self._is_told:
+            self._start()
+
+    async def end(self) -> None:
+        """Do no more; one that is under way applies nothing."""
+        self._wake, self._adopt = (lambda: None), None
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def ask(self) -> dict[str, Any]:
+        """Read everything again and apply it; returns what became of that, as a document."""
+        reloaded = await asyncio.shield(self._start())
+        return reloaded.document()
+
+    def document(self) -> dict[str, Any]:
+        """Return the part of the status that tells of reloads."""
+        return {
+            "file": str(self._path or ""),
+            "reloads": self._num_done,
+            "last_reload": self.last.document() if self.last else None,
+        }
+
+    def effective(self) -> dict[str, Any]:
+        """Return what holds, key by key."""
+        return document(self.config)
+
+    def _start(self) -> "asyncio.Task[Reloaded]":
+        """Return the reload that begins next, which has read nothing yet."""
+        self._is_told = False
+        if self._next is None:
+            self._next = asyncio.create_task(self._turn())
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._tasks.discard)
+        return self._next
+
+    async def _turn(self) -> Reloaded:
+        async with self._lock:
+            self._next = None  # who asks from now on wants what is written from now on
+            try:
+                with self._around():
+                    self.last = await self._once()
+            except Exception as error:
+                _log.exception("a reload broke")
+                self.last = _refused([repr(error)])
+            self._num_done += 1
+            return self.last
+
+    async def _once(self) -> Reloaded:
+        found = await self._found()
+        if isinstance(found, str):
+            return _refused([found])
+        read, key_faults = found
+        if not isinstance(read, Config):
+            return _refused(map(str, read), key_faults)
+        if self._adopt is None:
+            return _refused(["the daemon does not serve yet, or no more"], key_faults)
+        changed = dict(changes(self.config, read))
+        stuck = [
+            key for key, is_live in changed.items() if not is_live and not self._may_change(key)
+        ]
+        if stuck or key_faults:
+            reasons = [f"{self._said(key, read)}: needs {_way_of(key)}" for key in stuck]
+            return _refused(reasons, key_faults)
+        said = tuple(self._said(key, read) for key in changed)
+        self._take(read)
+        for line in said:
+            _log.info("configuration changed", change=line)
+        if not said:
+            _log.info("configuration read again, nothing has changed")
+        outcome = Outcome.APPLIED if said else Outcome.UNCHANGED
+        return Reloaded(outcome, said, at_s=_now_s())
+
+    async def _found(self) -> _Found | str:
+        """Read everything, or say why that takes too long."""
+        file = self._path or "the configuration"
+        if self._reading is not None and not self._reading.done():
+            return f"{file} is still being read, since an earlier reload"
+        self._reading = in_thread(self._read_all, "kvtier-reload")
+        await asyncio.wait({self._reading}, timeout=_READ_LIMIT_S)
+        if not self._reading.done():
+            return f"{file} could not be read within {_READ_LIMIT_S:.0f} s"
+        return self._reading.result()
+
+    def _may_change(self, key: str) -> bool:
+        return key not in _LEARNED_BY and self.is_free(key)
+
+    def _take(self, config: Config) -> None:
+        """Have a configuration hold; where a part cannot take it, which is a bug, the old one."""
+        assert self._adopt is not None, "it begins before it is asked"
+        try:
+            self._adopt(config)
+        except BaseException:
+            self._adopt(self.config)
+            raise
+        self.config = config
+
+    def _said(self, key: str, read: Config) -> str:
+        before, after = shown(key, self.config), shown(key, read)
+        return f"{key}: {before} to {after} ({read.source_of(key)})"
+
+    # On a thread
+
+    def _read_all(self) -> _Found:
+        key_faults = [] if self._ring is None else _read_keys(self._ring)
+        fault = None if self._path is None else _await_whole(self._path)
+        return ([fault] if fault else self._read()), key_faults
+
+
+def _read_keys(ring: KeyRing) -> list[str]:
+    """Read the keys again; those of before stay where the file is no good."""
+    try:
+        ring.reload()
+    except StartError as error:
+        _log.error("the keys stay as they were", error=error)
+        return [str(error)]
+    _log.info("keys read again")
+    return []
+
+
+def _await_whole(path: Path) -> ConfigError | None:
+    """Wait until nobody has written to a file for a moment; returns why it is none."""
+    until_s = time.monotonic() + _SETTLE_LIMIT_S
+    while time.monotonic() < until_s:
+        try:
+            found = path.stat()
+        except OSError:
+            return None  # whoever reads it says why
+        if not stat.S_ISREG(found.st_mode):  # a pipe has been read, and would be waited for
+            return ConfigError(str(path), "is no file that can be read again", "restart instead")
+        age_s = time.time() - found.st_mtime
+        if not 0 <= age_s < _SETTLED_S:
+            return None
+        time.sleep(_SETTLED_S - age_s)
+    return ConfigError(str(path), "is being written to without a pause", "replace it at once")
+
+
+def _way_of(key: str) -> str:
+    """Return what makes a key that is not live count."""
+    section = key.partition(".")[0]
+    if section not in SLOW_TIERS or key in _LEARNED_BY:
+        return "a restart"
+    return f"a restart, or `kvtier tier detach {section}` first"
+
+
+def _refused(reasons: Iterable[str], key_faults: Iterable[str] = ()) -> Reloaded:
+    """Say why nothing is applied; faults of keys were said already."""
+    told = tuple(reasons)
+    for reason in told:
+        _log.error("configuration refused, nothing was applied", reason=reason)
+    return Reloaded(Outcome.REFUSED, reasons=(*told, *key_faults), at_s=_now_s())
+
+
+def _now_s() -> float:
+    return round(time.time(), 3)

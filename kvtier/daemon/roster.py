@@ -1,0 +1,309 @@
+"""The roster: which slow tiers serve, and an operator's way to change that while requests run.
+
+Theory
+------
+A tier leaves in order. It is *drained* when nothing new is written to it, and *detached* when
+nothing more is asked of it: what was under way has ended, or is given up, the store is closed, and
+somebody else may have its disk. A disk that hangs holds up neither the daemon nor its operator: the
+tier is off at once, and what hangs is named until it lets the store be closed.
+
+A tier comes wholly or not at all, and nobody notices it before (``arrival``).
+
+Rules
+-----
+* One change of a tier at a time. Who changes what another waits for ends that wait.
+* Whoever waits has a deadline. What was begun goes on without him, but a detachment that waits for
+  rest: then the tier stays drained.
+* Nothing of it is kept: the next start does what the configuration says.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+from kvtier.config import Config
+from kvtier.core.residency import SLOW_TIERS, Residency, TierName
+from kvtier.daemon.arrival import PLACES, OpenTier, opened, place_of, tell_blocks
+from kvtier.daemon.departure import Departure
+from kvtier.daemon.tiers import configured, slow_tier, tune_tier
+from kvtier.errors import StartError, TierError
+from kvtier.node import event as ev
+from kvtier.node.crew import Crew
+from kvtier.node.driver import Driver
+from kvtier.node.transfer import Duty, Lane
+from kvtier.observe.log import Log
+from kvtier.tiers.base import Health, HealthState
+
+__all__ = ["Roster"]
+
+_log = Log("kvtier.daemon")
+
+_LOOK_S = 0.02
+"""Between two looks whether a tier is at rest."""
+
+_SWITCHES: Mapping[TierName, str] = {
+    TierName.SSD: "ssd.enabled",
+    TierName.REMOTE: "remote.url",
+}
+"""The key that says whether there is a tier."""
+
+_FIXED: Mapping[TierName, tuple[str, str]] = {
+    TierName.GPU: ("is an engine's own", "stop the engine, or `kvtier drop --tier gpu`"),
+    TierName.CPU: (
+        "is the way to all others, and engines have mapped it",
+        "`kvtier drop --tier cpu` empties it; cpu.capacity is its size from the next start on",
+    ),
+}
+"""Why a tier stays, and what may have been meant."""
+
+
+class Roster:
+    """Takes tiers of ``driver`` off and puts them on, as ``config`` says by then."""
+
+    def __init__(self, driver: Driver, config: Callable[[], Config], open_tier: OpenTier) -> None:
+        self._driver = driver
+        self._config = config
+        self._open_tier = open_tier
+        self._places = {name: place_of(config(), name) for name in driver.tiers}
+        self._arrivals: dict[TierName, asyncio.Task[None]] = {}
+        self._num_told: dict[TierName, int] = {}
+        """Of a tier that comes, the blocks that the node knows of so far."""
+        self._departures: list[Departure] = []
+        """Tiers that left and were not closed when another one did."""
+        self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
+        """Called before a tier is put on."""
+
+    # What there is
+
+    def is_free(self, key: str) -> bool:
+        """Tell whether a key is one of a tier that is not in use, nor about to be."""
+        name = next((each for each in SLOW_TIERS if key.startswith(f"{each}.")), None)
+        is_off = name is not None and self._duty(name) is Duty.NONE
+        return is_off and name not in self._arrivals
+
+    def health(self, name: TierName) -> Health | None:
+        """Return how a slow tier does, or what its operator made of it; None: it is off.
+
+        On the loop's thread.
+        """
+        lane, crew = self._lane(name), self._driver.crews.get(name)
+        if lane is None and name not in self._arrivals:
+            return None
+        if lane is None or crew is None:
+            return Health(HealthState.DETACHED, f"by an operator{self._absence(name)}")
+        if lane.duty is Duty.FULL:
+            return crew.told
+        if crew.told.state is HealthState.OUT:  # also of a drained tier: it is still read from
+            return Health(HealthState.OUT, f"{crew.told.reason}; drained by an operator")
+        num_left = self._driver.node.cache.index.num_in(name, Residency.WRITING)
+        queued = f"; {num_left} blocks are yet to be written" if num_left else ""
+        trouble = f"; {crew.told.reason}" if crew.told.reason else ""
+        return Health(HealthState.DRAINED, f"by an operator{queued}{trouble}")
+
+    def _absence(self, name: TierName) -> str:
+        if name in self._arrivals:
+            return f"; being attached, {self._num_told[name]} blocks so far"
+        leaving = self._leaving(name)
+        hangs = "".join(f": {each.hangs}" for each in leaving if each.hangs)
+        return f"; not closed yet{hangs}" if leaving else ""
+
+    # Verbs
+
+    async def drain(self, name: TierName, wait_s: float) -> bool:
+        """Write nothing new to a tier; True once nothing is on its way to it. Raises StartError."""
+        lane = self._in_use(name)
+        self._set(lane, Duty.READS)
+
+        def is_drained() -> bool:
+            return not lane.writes and all(each.is_read for each in lane.flights.values())
+
+        return await self._until(lane, is_drained, wait_s)
+
+    async def resume(self, name: TierName) -> bool:
+        """Use a drained tier as before. Raises StartError."""
+        self._set(self._in_use(name), Duty.FULL)
+        return True
+
+    async def detach(self, name: TierName, wait_s: float, *, is_now: bool = False) -> bool:
+        """Take a tier off; True once it is closed. Raises StartError where it is not at rest.
+
+        ``is_now``: what is under way is given up, and computed.
+        """
+        until_s = time.monotonic() + wait_s
+        if self._duty(name) is not Duty.NONE:
+            if not is_now:
+                await self._rest(self._in_use(name), wait_s)
+            if self._duty(name) is not Duty.NONE:  # else another operator was faster
+                self._take_off(name)
+        elif name in self._arrivals:
+            self._arrivals[name].cancel()
+            await asyncio.wait({self._arrivals[name]}, timeout=wait_s)
+        elif self._lane(name) is None:
+            self._in_use(name)  # says why not
+        for departure in self._leaving(name):
+            await departure.closed(max(0.0, until_s - time.monotonic()))
+        return not self._leaving(name)
+
+    async def attach(self, name: TierName, wait_s: float) -> bool:
+        """Use a tier as it is configured now; True once it is in use. Raises StartError."""
+        duty = self._duty(name)
+        if duty in {Duty.READS, Duty.LAST}:
+            raise StartError(name, "is not detached", f"`kvtier tier resume {name}` has it written")
+        if duty is Duty.FULL:
+            return True
+        if name not in self._arrivals:
+            self._check_wanted(name)
+            self._num_told[name] = 0
+            self._arrivals[name] = asyncio.create_task(self._arrive(name))
+            self._arrivals[name].add_done_callback(partial(self._arrived, name))
+        arrival = self._arrivals[name]
+        await asyncio.wait({arrival}, timeout=wait_s)
+        if arrival.cancelled():
+            raise StartError(name, "was detached before it was attached", "agree on it")
+        if arrival.done():
+            arrival.result()
+        return arrival.done()
+
+    async def stop(self) -> None:
+        """End what is under way: the process is about to end, and every lock with it."""
+        arrivals = list(self._arrivals.values())
+        for arrival in arrivals:
+            arrival.cancel()
+        if arrivals:
+            await asyncio.wait(arrivals)
+        for departure in self._departures:
+            await departure.stop()
+
+    # Off
+
+    def _lane(self, name: TierName) -> Lane | None:
+        return self._driver.node.transfers.lanes.get(name)
+
+    def _duty(self, name: TierName) -> Duty:
+        lane = self._lane(name)
+        return Duty.NONE if lane is None else lane.duty
+
+    def _in_use(self, name: TierName) -> Lane:
+        """Return the lane of a tier that is in use. Raises StartError."""
+        if name in _FIXED:
+            raise StartError(name, *_FIXED[name])
+        lane = self._lane(name)
+        if lane is None or lane.duty is Duty.NONE:
+            state = "detached" if lane else "off: there is no such tier here"
+            raise StartError(name, f"is {state}", f"`kvtier tier attach {name}` puts it on")
+        return lane
+
+    def _set(self, lane: Lane, duty: Duty) -> None:
+        if lane.duty is not duty:
+            self._driver.post(ev.TierDuty(lane.tier.name, duty))
+            _log.info("a tier has another duty", tier=lane.tier.name, duty=duty)
+
+    async def _rest(self, lane: Lane, wait_s: float) -> None:
+        """Let a tier come to rest; where that takes too long, or nobody waits, it is drained."""
+        crew = self._driver.crews[lane.tier.name]
+        self._set(lane, Duty.LAST)
+        try:
+            has_rest = await self._until(lane, lambda: not _open_work(lane, crew), wait_s)
+        except BaseException:
+            if lane.duty is Duty.LAST:
+                self._set(lane, Duty.READS)
+            raise
+        if not has_rest:
+            self._set(lane, Duty.READS)
+            raise StartError(
+                lane.tier.name,
+                f"is not at rest, and stays drained: {_open_work(lane, crew)}",
+                "wait longer, or have that computed instead with --now",
+            )
+
+    async def _until(self, lane: Lane, is_done: Callable[[], bool], wait_s: float) -> bool:
+        """Wait until something is so, at most so long, and while the tier's duty stays."""
+        duty, until_s = lane.duty, time.monotonic() + wait_s
+        while not is_done():
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(_LOOK_S)
+            if lane.duty is Duty.NONE:
+                return True  # another operator took it off
+            if lane.duty is not duty:
+                raise StartError(lane.tier.name, "was given another duty meanwhile", "agree on it")
+        return True
+
+    def _take_off(self, name: TierName) -> None:
+        crew = self._driver.take_off(name)
+        _log.info("a tier was detached", tier=name)
+        self._depart(Departure(self._driver, crew.tier, crew, self._places.pop(name)))
+
+    def _depart(self, departure: Departure) -> None:
+        self._departures = [each for each in self._departures if not each.is_closed]
+        self._departures.append(departure)
+
+    def _leaving(self, name: TierName) -> list[Departure]:
+        """Return the tiers of that name that are not closed yet."""
+        return [each for each in self._departures if each.name is name and not each.is_closed]
+
+    # On
+
+    def _check_wanted(self, name: TierName) -> None:
+        if name not in SLOW_TIERS:
+            raise StartError(name, *_FIXED[name])
+        config = self._config()
+        if name not in configured(config):
+            raise StartError(
+                _SWITCHES[name],
+                "says that there is no such tier",
+                "set it, and have the configuration read again",
+            )
+        place = place_of(config, name)
+        if any(departure.place == place for departure in self._leaving(name)):
+            raise StartError(
+                PLACES[name],
+                f"the tier that was detached has it still{self._absence(name)}",
+                "mend what hangs, or name another one",
+            )
+
+    async def _arrive(self, name: TierName) -> None:
+        for departure in self._departures:
+            await departure.forgotten()
+        config = self._config()
+        tier = await opened(config, name, self._open_tier)
+        try:
+            self._driver.post(ev.TierSettings(slow_tier(config, tier)))
+            await tell_blocks(self._driver, tier, partial(self._count_told, name))
+            if self.on_attach is not None:
+                await self.on_attach(name, config)
+        except BaseException as error:
+            self._depart(Departure(self._driver, tier, None, place_of(config, name)))
+            if isinstance(error, TierError):
+                raise StartError(PLACES[name], str(error), "repair or name another one") from error
+            raise
+        self._places[name] = place_of(config, name)
+        now = self._config()  # a reload may have changed what it may
+        tune_tier(now, tier)
+        self._driver.post(ev.TierSettings(slow_tier(now, tier)))
+        self._driver.put_on(tier)
+        _log.info("a tier was attached", tier=name, blocks=self._num_told[name])
+
+    def _count_told(self, name: TierName, num_blocks: int) -> None:
+        self._num_told[name] += num_blocks
+
+    def _arrived(self, name: TierName, arrival: asyncio.Task[None]) -> None:
+        del self._arrivals[name]
+        if not arrival.cancelled() and (error := arrival.exception()) is not None:
+            _log.error("a tier could not be attached", tier=name, error=error)
+
+
+def _open_work(lane: Lane, crew: Crew) -> str:
+    """Say what is still to be done by a tier, and what of it hangs; nothing where it is at rest."""
+    num_read = sum(len(each.rows) for each in lane.flights.values() if each.is_read)
+    num_written = sum(len(each.rows) for each in lane.flights.values() if not each.is_read)
+    late = crew.late_calls()
+    found = {
+        f"{len(lane.reads) + num_read} blocks to read": lane.reads or num_read,
+        f"{len(lane.writes) + num_written} blocks to write": lane.writes or num_written,
+        "blocks to drop": lane.purging is not None,
+        "a call in the background": lane.is_idle and not crew.is_at_rest,
+        f"no answer to a {late[0].name} for {late[0].seconds:.0f} s" if late else "": late,
+    }
+    return ", ".join(what for what, is_so in found.items() if is_so)

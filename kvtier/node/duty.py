@@ -1,0 +1,92 @@
+"""Duties: an operator takes a slow tier off, as a whole or for writes, and puts one on again.
+
+Theory
+------
+A tier leaves in steps, so that nothing is lost that need not be: first nothing new is written to
+it, or read from it, and what is under way ends (``LAST``); then it is let go (``NONE``), and what
+the index has of it is forgotten, some rows at a time, since there may be millions. What still hangs
+then is orphaned: it keeps its slots, which it may yet touch, and whatever comes of it is told to
+nobody, for it is about a store that is no longer ours.
+
+A tier that comes is empty for the node until it has been told all that the store holds now; only
+then is it asked for any of it. So what another daemon did to the store meanwhile cannot matter.
+"""
+
+import numpy as np
+
+from kvtier.core.fate import Fate
+from kvtier.core.index import WAS_DEMOTED
+from kvtier.core.residency import Residency
+from kvtier.core.table import as_keys
+from kvtier.node.action import Action
+from kvtier.node.cache import Cache
+from kvtier.node.event import Forget, Recovered, TierDuty, TierSettings
+from kvtier.node.load import Loads
+from kvtier.node.transfer import Duty, Lane, Transfers
+from kvtier.observe.table import MISS_BLOCKS
+
+__all__ = ["Duties"]
+
+
+class Duties:
+    """Changes what lanes are used for, and keeps the index true to it."""
+
+    def __init__(self, cache: Cache, transfers: Transfers, loads: Loads) -> None:
+        self._cache = cache
+        self._transfers = transfers
+        self._loads = loads
+
+    def change(self, event: TierDuty, now_ns: int) -> list[Action]:
+        """Use a tier for that from now on. Off duty, loads that wait for it go on without it."""
+        lane = self._transfers.lanes[event.tier]
+        if event.duty is Duty.FULL and lane.duty is not Duty.FULL:
+            self._offer_again(lane)
+        lane.duty = event.duty
+        return self._let_go(lane, now_ns) if event.duty is Duty.NONE else []
+
+    def expect(self, event: TierSettings) -> None:
+        """Take the settings of a tier that is off duty, or new; what it holds is told next."""
+        name = event.settings.name
+        lane = self._transfers.lanes.setdefault(name, Lane(event.settings, Duty.NONE))
+        assert lane.duty is Duty.NONE, "a tier is taken off before it is put on"
+        lane.tier, lane.is_up = event.settings, True
+
+    def forget(self, event: Forget) -> None:
+        """Forget which of some rows a tier that is off duty held."""
+        assert self._transfers.lanes[event.tier].duty is Duty.NONE
+        index = self._cache.index
+        rows = np.arange(event.first_row, min(event.end_row, index.extent))
+        rows = rows[index.residency(rows, event.tier) == Residency.READY]
+        with self._cache.whereabouts.leaving(Fate.DETACHED):
+            index.move(rows, event.tier, Residency.ABSENT)
+        index.forget_absent(rows)
+
+    def recovered(self, event: Recovered) -> None:
+        """Learn what a tier holds; what is known already is in one tier more."""
+        index = self._cache.index
+        rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
+        is_new = rows < 0
+        index.restore(event.headers[is_new], event.tier)
+        if is_new.all():
+            return
+        known = rows[~is_new]
+        known = known[index.is_alike(known, event.headers[~is_new])]
+        known = known[index.residency(known, event.tier) == Residency.ABSENT]
+        index.move(known, event.tier, Residency.READY)
+
+    def _offer_again(self, lane: Lane) -> None:
+        """Let the tier be offered what others were offered while it was not written to."""
+        index = self._cache.index
+        rows = np.arange(index.extent)
+        rows = rows[index.residency(rows, lane.tier.name) == Residency.ABSENT]
+        index.past[rows] &= ~np.uint8(WAS_DEMOTED)
+
+    def _let_go(self, lane: Lane, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        for row in self._transfers.orphan(lane):
+            actions += self._loads.block_stuck(row, Fate.DETACHED)
+        for row in self._transfers.shed(lane):
+            self._cache.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
+            actions += self._loads.block_missed(row, Fate.DETACHED, now_ns)
+        lane.purging = None  # nobody will tell of its end
+        return actions

@@ -1,0 +1,132 @@
+"""The way out of the log: lines wait in a bounded queue for a thread that writes them.
+
+Whoever logs never waits for whoever reads: a full pipe, a full disk and a closed descriptor cost
+lines, which are counted. The number is told as soon as a line gets through again.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvtier.observe.line import FIELDS
+
+__all__ = ["Outlet", "hold_standard_descriptors", "write_to_stderr"]
+
+_LINES_MAX = 4096
+"""A minute of the log at debug level under load, and a few MB of memory."""
+
+_LAST_S = 0.5
+"""What a process that ends gives its last lines: nobody waits for whoever does not read them."""
+
+_LOST = "lines of this log were left out, because they could not be written"
+
+_STDERR = 2
+
+
+def write_to_stderr(line: str) -> None:
+    """Write a line whole, past every buffer; raises OSError."""
+    # Not by sys.stderr: what is left in its buffer would hold up the end of the process.
+    rest = memoryview(line.encode())
+    while rest:
+        rest = rest[os.write(_STDERR, rest) :]
+
+
+def hold_standard_descriptors() -> None:
+    """Have something behind descriptors 0 to 2, so that no file of ours is opened as one of them.
+
+    A process that was started without standard error would write its log into the first such file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+class Outlet(logging.Handler):
+    """Writes records by ``write``, in the form that ``form`` gives them, on a thread of its own."""
+
+    def __init__(
+        self, form: Callable[[logging.LogRecord], str], write: Callable[[str], object]
+    ) -> None:
+        super().__init__()
+        self._form = form
+        self._write = write
+        self._lines: deque[str] = deque()
+        self._num_lost = 0
+        self._is_cut = False
+        """The last line may be there in part."""
+        self._is_closing = False
+        self._is_writing = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="kvtier-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record in; returns at once."""
+        try:
+            line = self._form(record)
+        except Exception as error:  # an argument of another library's that makes no sense
+            line = self._form(_unformed(record, error))
+        with self._changed:
+            if len(self._lines) >= _LINES_MAX:
+                self._num_lost += 1
+                return
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    @property
+    def is_pending(self) -> bool:
+        """Tell whether a line waits or is being written."""
+        return bool(self._lines) or self._is_writing
+
+    def flush(self) -> None:
+        """Wait a moment until everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_pending, _LAST_S)
+
+    def close(self) -> None:
+        """Write nothing more, and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._lines.clear()
+            self._changed.notify_all()
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines or self._is_closing)
+                if not self._lines:
+                    return
+                line, num_lost = self._lines.popleft(), self._num_lost
+                self._is_writing = True
+            self._put(line, num_lost)
+
+    def _put(self, line: str, num_lost: int) -> None:
+        """Write a line, and before it how many are missing there; none of it may fail."""
+        start = "\n" if self._is_cut else ""
+        if num_lost:
+            start += self._form(_event(_LOST, left_out=num_lost)) + "\n"
+        try:
+            self._write(f"{start}{line}\n")
+        except (OSError, ValueError):  # ValueError: a stream that was closed
+            self._is_cut = True
+            with self._changed:
+                self._num_lost += 1
+        else:
+            self._is_cut = False
+            with self._changed:
+                self._num_lost -= num_lost
+
+
+def _event(event: str, **fields: object) -> logging.LogRecord:
+    record = logging.LogRecord("kvtier.log", logging.WARNING, __file__, 0, event, None, None)
+    record.__dict__[FIELDS] = fields
+    return record
+
+
+def _unformed(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
+    where = f"{record.pathname}:{record.lineno}"
+    return _event("a line could not be made", of=record.name, where=where, error=repr(error))

@@ -1,0 +1,203 @@
+"""The status page in a browser: it shows what ``stat`` says, and says when nobody answers."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+
+from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.core.traits import Traits
+from kvtier.testing.child import await_true, work_directory
+from kvtier.testing.served import Served
+from tests.integration.asking import Users
+from tests.integration.pattern import PatternEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>" + "n" * 40
+SHOWN_MS = 15_000
+"""Within a few seconds, also on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    names = ("chromium-headless-shell", "chromium", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Served]:
+    with work_directory() as directory:
+        node = Served(directory, {"cpu.capacity": "1MiB"})
+        with node.daemon():
+            yield node
+
+
+@dataclass
+class Watched:
+    """A page with what it said on its console and asked the network for."""
+
+    page: Page
+    errors: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def note_request(self, request: Request) -> None:
+        self.asked.append(request.url)
+
+    def polls(self) -> int:
+        return sum(url.endswith("/status.json") for url in self.asked)
+
+    def await_life(self, pattern: str) -> None:
+        expect(self.page.locator("#said")).to_have_text(re.compile(pattern), timeout=SHOWN_MS)
+
+
+@contextmanager
+def opened(browser: Browser, node: Served, width: int = 1280, **options: Any) -> Iterator[Watched]:
+    with browser.new_context(viewport={"width": width, "height": 900}, **options) as context:
+        watched = Watched(context.new_page())
+        watched.page.on("console", lambda said: watched.errors.append(said.text))
+        watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
+        watched.page.on("request", watched.note_request)
+        watched.page.goto(f"http://127.0.0.1:{node.http_port}/")
+        yield watched
+
+
+def cells(page: Page, table: str) -> list[list[str]]:
+    """Return the text of a table's cells, row by row."""
+    rows = page.get_by_role("table", name=table).locator("tbody tr")
+    return [row.get_by_role("cell").all_inner_texts() for row in rows.all()]
+
+
+def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
+    with opened(browser, node) as watched, Users(node.socket, name=HOSTILE) as users:
+        page = watched.page
+        await_true(lambda: users.num_asked > 30, "requests were made")
+        moving = page.locator("svg.flow.wide .moves.from-cpu")
+        expect(moving.first).to_be_visible(timeout=SHOWN_MS)
+        expect(page.locator("#worth strong")).not_to_have_text("0 ms", timeout=SHOWN_MS)
+        before = page.locator("#worth strong").inner_text()
+        expect(page.locator("#worth strong")).not_to_have_text(before, timeout=SHOWN_MS)
+    with opened(browser, node) as watched, PatternEngine(node.socket, name=HOSTILE) as engine:
+        page = watched.page
+        engine.ask(1, 4, Traits(request_id="cmpl-0123456789abcdef-0"))
+        expect(page.locator("#requests")).to_contain_text("cmpl-0123456789a…", timeout=SHOWN_MS)
+        told = node.await_idle()
+        expect(page.locator("#ends")).to_contain_text("pins 0", timeout=SHOWN_MS)
+
+        def is_same() -> bool:
+            rows = cells(page, "Tiers")
+            expected = [
+                [
+                    shown_count(told["tiers"][tier]["blocks"]),
+                    shown_count(told["tiers"][tier]["tokens"]),
+                    shown_count(told["tokens"]["found"][tier]),
+                    shown_count(told["tokens"]["loaded"][tier]),
+                ]
+                for tier in ("cpu", "ssd")
+            ]
+            assert [row[1] for row in rows] == ["● up", "● up", "● up", "○ off"]
+            held = f"{shown_bytes(told['tiers']['cpu']['used_bytes'])} of 1 MiB"
+            return [row[3:] for row in rows[1:3]] == expected and rows[1][2] == held
+
+        await_true(is_same, "the tiers are those of stat")
+        decided = {row[0]: row[3] for row in cells(page, "Decisions by reason")}
+        decisions = told["worth"]["decisions"]
+        assert decided == {name: shown_count(number) for name, number in decisions.items()}
+        assert cells(page, "Engines")[0][0] == HOSTILE
+        assert page.locator("#picture img").count() == 0
+        assert "saved" in page.title()
+        assert not watched.errors
+        home = f"http://127.0.0.1:{node.http_port}/"
+        assert all(url.startswith(home) for url in watched.asked), watched.asked
+
+
+def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: Served) -> None:
+    with opened(browser, node) as watched:
+        page = watched.page
+        watched.await_life("live")
+        page.get_by_role("button", name="Pause").focus()
+        page.keyboard.press("Enter")
+        watched.await_life("paused: as of [0-9:]{8}")
+        asked = watched.polls()
+        page.wait_for_timeout(1500)
+        assert watched.polls() == asked
+        page.keyboard.press("Enter")
+        watched.await_life("live")
+        page.evaluate("""() => {
+            Object.defineProperty(document, "hidden", { configurable: true, get: () => true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""")
+        asked = watched.polls()
+        page.wait_for_timeout(1500)
+        assert watched.polls() == asked
+        page.evaluate("""() => {
+            delete document.hidden;
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""")
+        await_true(lambda: page.title() and watched.polls() > asked, "it asks again")
+        assert not watched.errors
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: Served, scheme: Any) -> None:
+    with (
+        PatternEngine(node.socket, name=HOSTILE.replace(" ", "")[:120]) as engine,
+        opened(browser, node, color_scheme=scheme) as watched,
+    ):
+        engine.ask(2, 4, Traits(request_id="x" * 120))
+        page = watched.page
+        expect(page.locator("#requests")).to_contain_text("x" * 16 + "…", timeout=SHOWN_MS)
+        for width in (1280, 1040, 1000, 720, 360):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            plan = "wide" if width > 700 else "narrow"
+            expect(page.locator("svg.flow:visible")).to_have_class(f"flow {plan}")
+            fits = "node => node.scrollWidth <= node.parentNode.clientWidth"
+            for table in page.get_by_role("table").all():
+                assert table.evaluate(fits), (width, table.inner_text())
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 21, 27)"
+        assert dark == (scheme == "dark")
+
+
+def test_it_says_since_when_nobody_answers_and_goes_on(browser: Browser) -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        with node.daemon() as daemon, opened(browser, node) as watched:
+            page = watched.page
+            watched.await_life("live")
+            boot = page.locator("#ends").inner_text()
+            with daemon.stopped():
+                watched.await_life("nothing new since [0-9:]{8}: it takes too long to answer")
+                expect(page.locator("#since")).to_have_text(
+                    re.compile(r"what is shown is \d+ s old"), timeout=SHOWN_MS
+                )
+                expect(page.locator("#picture")).to_have_class("stale")
+                assert "nothing new" in page.title()
+            watched.await_life("live")
+            expect(page.locator("#since")).to_have_text("")
+            daemon.kill()
+            daemon.wait()
+            watched.await_life("no answer since [0-9:]{8}$")
+            expect(page.locator("#ends")).to_have_text(boot)
+            with node.daemon():
+                watched.await_life("live")
+                expect(page.locator("#ends")).not_to_have_text(boot)
+            watched.await_life("no answer")
+            with node.daemon(http__status_page="false"):
+                watched.await_life("nothing new since [0-9:]{8}: there is no /status.json")
+                connection = HTTPConnection("127.0.0.1", node.http_port, timeout=10)
+                connection.request("GET", "/")
+                assert connection.getresponse().status == 404
+                connection.close()

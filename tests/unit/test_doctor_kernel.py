@@ -1,0 +1,190 @@
+"""What the doctor makes of kernels, limits and memory that this machine has not."""
+
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.cli.doctor import machine, memory, storage
+from kvtier.cli.doctor.check import Check, Finding, Verdict, examine, ok
+from kvtier.cli.doctor.subject import Running, Subject
+from kvtier.config import load_config
+from kvtier.errors import StartError, TierError
+
+GIB = 1 << 30
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max locked memory         8388608              8388608              bytes
+Max open files            {}                 524288               files
+"""
+
+
+def subject(
+    root: Path, files: Mapping[str, str], running: Running | None = None, **settings: str
+) -> Subject:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    return Subject(load_config(None, overrides, {}), running, root)
+
+
+def told(finding: Finding) -> Verdict:
+    assert bool(finding.remedy) == (finding.verdict is not Verdict.OK)
+    return finding.verdict
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [
+        ("6.1.0-13-amd64", "ok"),
+        ("5.14.0-427.el9.x86_64", "ok"),
+        ("5.10.0-28-amd64", "warn"),
+        ("4.18.0-553.el8", "fail"),
+        ("", "fail"),
+    ],
+)
+def test_kernels(tmp_path: Path, release: str, verdict: str) -> None:
+    files = {"proc/sys/kernel/osrelease": f"{release}\n"}
+    assert told(machine.look_at_kernel(subject(tmp_path, files))) == verdict
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict"), [("unlimited", "ok"), ("65536", "ok"), ("1024", "warn"), ("64", "fail")]
+)
+def test_open_files(tmp_path: Path, limit: str, verdict: str) -> None:
+    files = {"proc/self/limits": LIMITS.format(limit)}
+    assert told(machine.look_at_descriptors(subject(tmp_path, files))) == verdict
+
+
+def test_limits_are_the_running_daemons_where_there_is_one(tmp_path: Path) -> None:
+    files = {"proc/self/limits": LIMITS.format(64), "proc/77/limits": LIMITS.format(65536)}
+    found = machine.look_at_descriptors(subject(tmp_path, files, Running(77)))
+    assert told(found) == "ok"
+    assert "the running daemon's" in found.found
+
+
+def test_locked_memory_matters_with_a_gpu(tmp_path: Path) -> None:
+    files = {"proc/self/limits": LIMITS.format(1024)}
+    assert told(machine.look_at_locking(subject(tmp_path, files))) == "ok"
+    files["dev/nvidiactl"] = ""
+    assert told(machine.look_at_locking(subject(tmp_path, files))) == "warn"
+
+
+def test_gpus(tmp_path: Path) -> None:
+    on_gpu = {"engine__model": "/models/m", "engine__device": "cuda"}
+    assert told(machine.look_at_gpu(subject(tmp_path, {}))) == "ok"
+    assert told(machine.look_at_gpu(subject(tmp_path, {}, **on_gpu))) == "fail"
+    driver = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12\n"
+    found = machine.look_at_gpu(subject(tmp_path, {"proc/driver/nvidia/version": driver}, **on_gpu))
+    assert told(found) == "ok"
+    assert "570.86.15" in found.found
+
+
+def test_a_slow_clock_is_named(tmp_path: Path) -> None:
+    name = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+    assert told(machine.look_at_clock(subject(tmp_path, {name: "hpet\n"}))) == "warn"
+
+
+def test_several_nodes_are_told(tmp_path: Path) -> None:
+    found = machine.look_at_nodes(subject(tmp_path, {"sys/devices/system/node/online": "0-1\n"}))
+    assert "NUMA nodes 0-1" in found.found
+
+
+def test_memory_counts_the_smallest_control_group(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": f"MemAvailable: {64 * GIB >> 10} kB\n",
+        "proc/self/cgroup": "0::/pod\n",
+        "sys/fs/cgroup/pod/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/pod/memory.current": "0\n",
+    }
+    small = subject(tmp_path, files, cpu__capacity="2GiB")
+    with pytest.raises(StartError, match="at most 768MiB"):
+        memory.look_at_memory(small)
+    assert told(memory.look_at_memory(subject(tmp_path, files, cpu__capacity="512MiB"))) == "ok"
+    assert told(memory.look_at_memory(subject(tmp_path, files, Running(1)))) == "ok"
+
+
+def test_memory_that_is_promised_once_only(tmp_path: Path) -> None:
+    left = f"CommitLimit: {3 * GIB >> 10} kB\nCommitted_AS: {2 * GIB >> 10} kB\n"
+    files = {"proc/sys/vm/overcommit_memory": "2\n", "proc/meminfo": left}
+    strict = subject(tmp_path, files, cpu__capacity="2GiB")
+    assert told(memory.look_at_overcommit(strict)) == "fail"
+    assert told(memory.look_at_overcommit(subject(tmp_path, files, cpu__capacity="1GiB"))) == "ok"
+    usual = subject(tmp_path, files | {"proc/sys/vm/overcommit_memory": "0\n"})
+    assert told(memory.look_at_overcommit(usual)) == "ok"
+
+
+def test_swap_is_a_fault_unless_the_daemon_gets_none(tmp_path: Path) -> None:
+    head = "Filename Type Size Used Priority\n"
+    assert told(memory.look_at_swap(subject(tmp_path, {"proc/swaps": head}))) == "ok"
+    files = {"proc/swaps": f"{head}/swap.img file 8388604 0 -2\n", "proc/self/cgroup": "0::/a\n"}
+    assert told(memory.look_at_swap(subject(tmp_path, files))) == "warn"
+    files |= {"proc/77/cgroup": "0::/kv\n", "sys/fs/cgroup/kv/memory.swap.max": "0\n"}
+    assert told(memory.look_at_swap(subject(tmp_path, files, Running(77)))) == "ok"
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    assert told(memory.look_at_shm(subject(tmp_path, {}))) == "warn"
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [("ext4", "ok"), ("xfs", "ok"), ("tmpfs", "fail"), ("overlay", "warn"), ("nfs4", "warn")],
+)
+def test_file_systems(tmp_path: Path, kind: str, verdict: str) -> None:
+    folder = tmp_path / "a drive"
+    folder.mkdir()
+    place = str(folder).replace(" ", "\\040")
+    mounts = f"22 1 0:21 / / rw - ext4 /dev/sda1 rw\n40 22 0:31 / {place} rw - {kind} x rw\n"
+    here = subject(tmp_path, {"proc/self/mountinfo": mounts}, ssd__directory=str(folder / "ssd"))
+    found = storage.look_at_file_system(here)
+    assert told(found) == verdict
+    assert f"{kind} at {folder}" in found.found
+
+
+@pytest.mark.parametrize("look", [lambda: 1 / 0, lambda: Path("/nowhere").stat()])
+def test_a_check_that_raises_is_a_finding(look: object) -> None:
+    ((_, found),) = examine([Check("it", look)])  # type: ignore[arg-type] # it never returns
+    assert told(found) == "fail"
+
+
+def test_a_check_that_hangs_keeps_no_other() -> None:
+    never = threading.Event()
+
+    def hang() -> Finding:
+        never.wait(60)
+        return ok("late")
+
+    def refuse() -> Finding:
+        raise TierError("no such thing")
+
+    checks = [
+        Check("hangs", hang, deadline_s=0.2, if_hung="look there"),
+        Check("refuses", refuse),
+        Check("is well", lambda: ok("well")),
+    ]
+    found = dict(examine(checks))
+    never.set()
+    assert found["hangs"].remedy == "look there"
+    assert found["refuses"].found == "no such thing"
+    assert found["is well"] == ok("well")
+
+
+def test_what_others_have_above_is_not_room_for_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests take and free space meanwhile.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8 << 20))
+    (tmp_path / f"{1:016x}.segment").write_bytes(bytes(8 << 20))
+
+    def space(directory: Path) -> Finding:
+        sizes = {"ssd__capacity": "16MiB", "ssd__segment": "1MiB", "ssd__free_space_floor": "0"}
+        return storage.look_at_space(subject(tmp_path, {}, ssd__directory=str(directory), **sizes))
+
+    assert told(space(tmp_path)) == "ok", "the tier's own files are part of its capacity"
+    with pytest.raises(StartError, match="do not fit"):
+        space(tmp_path / "ssd")
