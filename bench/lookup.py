@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import psutil
 
+from kvtier.api.rpc.operator import open_operator
 from kvtier.client import Client
-from kvtier.client.operator import open_operator
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace, chain_root, hash_blocks
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import Child, work_directory

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import transformers
 
+from kvtier.api.rpc.operator import open_operator
 from kvtier.client import Client, ClientDeadlines
-from kvtier.client.operator import open_operator
 from kvtier.client.wire import tier_to_wire
 from kvtier.config import Config, load_config
 from kvtier.connectors.integrated import DaemonPort

@@ -87,7 +87,6 @@ class Bench:
         """Run a daemon that the server with the connector has joined."""
         with self.served.daemon(**changes) as daemon:
             await_true(lambda: len(self.served.stat()["engines"]) == 2, "both halves joined", 30)
-            daemon.await_log("arena reserved")
             yield
             daemon.stop()
 

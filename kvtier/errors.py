@@ -26,6 +26,7 @@ __all__ = [
     "TierError",
     "TierFull",
     "TierTimeout",
+    "reason_of",
 ]
 
 
@@ -73,3 +74,8 @@ class DaemonSlow(DaemonUnavailable):
 
 class CallRefused(DaemonUnavailable):
     """The daemon does not take a call, and says which part of it is wrong; others go on."""
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the system says of a fault, in words that fit into a sentence."""
+    return (error.strerror or str(error) or type(error).__name__).lower()

@@ -4,12 +4,14 @@ import os
 import stat
 from pathlib import Path
 
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 
-__all__ = ["read_secret", "secret_lines"]
+__all__ = ["read_secret", "read_token", "secret_lines"]
 
 _MAX_BYTES = 1 << 20
 """Thousands of keys; a file given by mistake is mostly larger."""
+
+_TOKEN_CHARACTERS_MIN = 16
 
 
 def read_secret(path: Path, field: str) -> str:
@@ -22,9 +24,10 @@ def read_secret(path: Path, field: str) -> str:
         # A FIFO must not keep us waiting for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise StartError(
-            field, f"{path} cannot be read: {reason}", "give a file that this user may read"
+            field,
+            f"{path} cannot be read: {reason_of(error)}",
+            "give a file that this user may read",
         ) from error
     try:
         _check_rights(os.fstat(descriptor), path, field)
@@ -45,6 +48,22 @@ def secret_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines of a secret file with their numbers, without blank ones and comments."""
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in lines if line and not line.startswith("#")]
+
+
+def read_token(path: Path, field: str) -> str:
+    """Return the token in a file that only this user reads; raises StartError."""
+    lines = secret_lines(read_secret(path, field))
+    remedy = f"write one line there: openssl rand -hex 32 > {path}"
+    if len(lines) != 1:
+        raise StartError(field, f"{path} has {len(lines)} lines and not one", remedy)
+    ((_, token),) = lines
+    if len(token) < _TOKEN_CHARACTERS_MIN:
+        problem = f"{path} has a token of fewer than {_TOKEN_CHARACTERS_MIN} characters"
+        raise StartError(field, problem, remedy)
+    if not token.isascii() or not token.isprintable() or " " in token:
+        problem = f"{path} has a token with blanks or characters beyond ASCII"
+        raise StartError(field, problem, remedy)
+    return token
 
 
 def _check_rights(found: os.stat_result, path: Path, field: str) -> None:

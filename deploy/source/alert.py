@@ -3,8 +3,12 @@
 Rules
 -----
 * Every expression is false for a node that is idle, and for one that was just started.
-* Two conditions where one would cry wolf: an effect, and that it comes from here.
-* ``critical`` is for now, ``warning`` for today, ``info`` for whoever mends kvtier.
+* Two conditions where one would cry wolf: an effect, and that it comes from here; or a share, and
+  that it is one of more than a few.
+* ``critical`` is for now, and wakes; ``warning`` for today; ``info`` for the next look at kvtier:
+  nobody waits longer for it than without.
+* What looks back over hours asks that the process has run for as long. Where Prometheus was away
+  when one began anew, a counter may seem to have stood still.
 * Each has a section in the runbook, a case in which it fires and one, as near as may be, in which
   it does not.
 """
@@ -12,17 +16,21 @@ Rules
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deploy.source import vllm
 from deploy.source.query import RULE
 from deploy.source.recording import FIRST_TOKEN_OF_ALL, FOUND_SHARE
-from kvtier.observe.metric import Metric
+from kvtier.observe.metric import Counter, Metric
 from kvtier.observe.table import (
     ATTACHED,
     BACKGROUND_FAULTS,
     BUILD,
+    DECISIONS,
     GUARDED,
     LOOKUP_BLOCKS,
     LOOKUP_SECONDS,
+    LOOP_SILENT_SECONDS,
     LOST_SECONDS,
+    MISS_BLOCKS,
     MISSED_BLOCKS,
     ORDERED_TOKENS,
     PINS,
@@ -30,7 +38,9 @@ from kvtier.observe.table import (
     READY,
     REFUSED_SAMPLES,
     REGRET_SECONDS,
+    REQUESTS_LOADING,
     REQUESTS_RUNNING,
+    REQUESTS_WAITING,
     RESTORE_STALL_SECONDS,
     SAVED_SECONDS,
     SSD_WRITE_BUDGET_STATE,
@@ -38,6 +48,7 @@ from kvtier.observe.table import (
     TIER_CAPACITY_BYTES,
     TIER_STATE,
     TRANSFER_BYTES,
+    TRANSFER_QUEUE_SECONDS,
     UNLOADED_TOKENS,
 )
 
@@ -56,13 +67,39 @@ class Alert:
     expr: str
 
 
-_SHORT, _LONG, _DAY = RULE.over("15m"), RULE.over("6h"), RULE.over("1d")
+_SHORT, _HOUR = RULE.over("15m"), RULE.over("1h")
+_LONG, _DAY = RULE.over("6h"), RULE.over("1d")
 
 _WORTH_A_LOOK = 0.01
 """Seconds a second: 36 s an hour. Less is noise of two predictions."""
 
 _STARTS_MAX = 2
 """In an hour, beside the first: an operator who tries settings needs no more."""
+
+_DOWN_SHARE = 0.2
+"""Of all daemons: the others' engines have room to spare for the work of fewer."""
+
+_FAULTS_LEAST = 3
+"""In an hour: a task that fails again and again, not a disk that was full for a moment."""
+
+_LOADS_LEAST = 20
+"""In a quarter of an hour; of fewer, a share says little. So it is of lookups."""
+
+_READS_LEAST = 100
+"""Blocks in a quarter of an hour."""
+
+_WAIT_MAX_S = 1.0
+"""Of a block for its turn. The last one of a load waits for about twice as long, and a load is
+given up after five."""
+
+_EVICTED_LEAST = 0.1
+"""Blocks a second that had been evicted: 90 in a quarter of an hour."""
+
+_WEAR_LEAST_BYTES = 1e11
+"""In a day. A small drive for servers (480 GB, to be written 0.3 times a day) is made for more."""
+
+_DAMAGE = ("checksum", "header", "length")
+"""Why a block was not served, where something was there and is not what was written."""
 
 
 def _down(marker: Metric) -> str:
@@ -71,6 +108,25 @@ def _down(marker: Metric) -> str:
     So no job has to have a certain name, and a pod that was moved is not missed where it was.
     """
     return f"up == 0\nand on (job, instance)\nlast_over_time({RULE.series(marker)}[1d])"
+
+
+def _happened(metric: Counter, least: int, over: str = "", **labels: tuple[str, ...]) -> str:
+    """Return what was counted within an hour, as a sum ``over`` a label, if it is so much.
+
+    To Prometheus a count that was there at a process's first scrape is no increase.
+    """
+    grown, counted = _HOUR.increase(metric, "", **labels), RULE.series(metric, "", **labels)
+    if over:
+        grown, counted = _sum(over, grown), _sum(over, counted)
+    return (
+        f"{grown} >= {least}\n"
+        f"or {counted} >= {least}\n"
+        "and on (job, instance) process_start_time_seconds > time() - 3600"
+    )
+
+
+def _has_run(seconds: int) -> str:
+    return f"and on (job, instance) process_start_time_seconds < time() - {seconds}"
 
 
 def _sum(label: str, expr: str) -> str:
@@ -87,27 +143,67 @@ _WRITTEN = _sum("kind", _DAY.increase(SSD_WRITTEN_BYTES))
 _CAPACITY = _sum("tier", f"max_over_time({RULE.series(TIER_CAPACITY_BYTES, tier='ssd')}[1d])")
 _READ_BACK = _sum("route, outcome", _DAY.increase(TRANSFER_BYTES, route="ssd_to_cpu"))
 _UNLOADED = _sum("reason", _SHORT.rate(UNLOADED_TOKENS, reason=("late", "failed")))
+_LOADS = _sum(
+    "reason", _SHORT.increase(DECISIONS, reason=("all", "part", "split", "limit", "always"))
+)
+_READ = ("ssd_to_cpu", "remote_to_cpu")
+_WAITED = _SHORT.mean(TRANSFER_QUEUE_SECONDS, "without ()", route=_READ)
+_READS = _SHORT.increase(TRANSFER_QUEUE_SECONDS, "count", route=_READ)
+_ASKED, _NOT_ANSWERED = (
+    _sum("outcome, engine", _SHORT.increase(vllm.LOOKUPS, outcome=outcome))
+    for outcome in (("hit", "miss", "failed"), "failed")
+)
+_NOT_COME = _sum("engine", _SHORT.increase(vllm.MISSING_BLOCKS))
+_COPIES = _sum("engine", _SHORT.increase(vllm.LOAD_SECONDS, "count"))
 _STALL = _sum("waits_for", _SHORT.rate(RESTORE_STALL_SECONDS))
+_AT_ONCE = " + ".join(
+    f"avg_over_time({RULE.series(metric)}[15m])"
+    for metric in (REQUESTS_WAITING, REQUESTS_LOADING, REQUESTS_RUNNING)
+)
+
+# Of one that never answered only the job says what it is; it has ten minutes to start.
+_UP = 'up{job="kvtier"}'
+_DOWN = f"{_down(PINS)}\nor max_over_time({_UP}[10m]) == 0 and {_UP} offset 10m == 0"
+_DAEMONS = f"up and on (job, instance) last_over_time({RULE.series(PINS)}[1d]) or {_UP}"
 
 _NODE = "{{ $labels.instance }}"
 _TIER = "{{ $labels.tier }}"
 
 ALERTS: Sequence[Alert] = (
     Alert(
-        "KvtierDaemonDown",
+        "KvtierDaemonsDown",
         "critical",
-        "2m",
+        "5m",
+        "Many of kvtier's daemons do not answer",
+        "{{ $value | humanizePercentage }} of them: their engines compute every prompt in full, and"
+        " may be too few for that.",
+        f"count({_DOWN}) / count({_DAEMONS}) > {_DOWN_SHARE}\nand count({_DOWN}) > 1",
+    ),
+    Alert(
+        "KvtierDaemonDown",
+        "warning",
+        "5m",
         f"kvtier's daemon at {_NODE} does not answer",
         "Its engines go on and compute every prompt in full.",
-        _down(PINS),
+        _DOWN,
     ),
     Alert(
         "KvtierEngineDown",
         "critical",
-        "2m",
+        "5m",
         f"The engine at {_NODE} does not answer",
         "Its requests fail. The daemon keeps its blocks.",
         _down(REQUESTS_RUNNING),
+    ),
+    Alert(
+        "KvtierLoopStuck",
+        "warning",
+        "2m",
+        f"The loop of kvtier's daemon at {_NODE} stands still",
+        "For {{ $value | humanizeDuration }}, and nobody has restarted it. Its engines get no"
+        " answer, and compute every prompt in full.",
+        # From here on /healthz says so too, and what watches it has two minutes to act.
+        f"{RULE.series(LOOP_SILENT_SECONDS)} > 10",
     ),
     Alert(
         "KvtierRestarts",
@@ -136,6 +232,34 @@ ALERTS: Sequence[Alert] = (
         f"{RULE.series(ATTACHED)} == 0",
     ),
     Alert(
+        "KvtierVllmDetached",
+        "warning",
+        "10m",
+        f"vLLM at {_NODE} answers requests, and has no daemon",
+        "It computes every prompt in full.",
+        # What it says is of its last step: without one it may have a daemon by now.
+        f"{RULE.series(vllm.ATTACHED)} == 0\nand {RULE.increase(vllm.GENERATED_TOKENS)} > 0",
+    ),
+    Alert(
+        "KvtierVllmLookupsFail",
+        "warning",
+        "15m",
+        f"vLLM at {_NODE} asks what is kept, and gets no answer in time",
+        "{{ $value | humanizePercentage }} of its lookups: those requests wait, and are computed in"
+        " full.",
+        f"{_NOT_ANSWERED} / {_ASKED} > 0.2\nand {_ASKED} >= {_LOADS_LEAST}",
+    ),
+    Alert(
+        "KvtierVllmBlocksMissing",
+        "warning",
+        "15m",
+        f"vLLM at {_NODE} is promised blocks that do not come",
+        "{{ $value | humanize }} within a quarter of an hour, more than one for each load: their"
+        " requests waited, and were computed nevertheless.",
+        # Both count for each worker, so it is the same for one and for eight of them.
+        f"{_NOT_COME} > {_COPIES}\nand {_NOT_COME} >= {_LOADS_LEAST}",
+    ),
+    Alert(
         "KvtierTierOut",
         "warning",
         "5m",
@@ -153,8 +277,8 @@ ALERTS: Sequence[Alert] = (
     ),
     Alert(
         "KvtierTierGuarded",
-        "warning",
-        "15m",
+        "info",
+        "1h",
         f"The {_TIER} tier at {_NODE} is left alone: restoring from it does not pay",
         "For {{ $value | humanizePercentage }} of the last hour.",
         f"avg_over_time({RULE.series(GUARDED)}[1h]) > 0.5",
@@ -167,6 +291,7 @@ ALERTS: Sequence[Alert] = (
         "{{ $value | humanizePercentage }} of the blocks asked for had been evicted; the hit rate"
         " has fallen by a fifth and the time to first token risen by a fifth within an hour.",
         f"{_EVICTED} / {_sum('outcome, tier', _SHORT.rate(LOOKUP_BLOCKS))} > 0.1\n"
+        f"and {_EVICTED} > {_EVICTED_LEAST}\n"
         f"and {FOUND_SHARE.record} < 0.8 * ({FOUND_SHARE.record} offset 1h)\n"
         f"and on () {FIRST_TOKEN_OF_ALL.record}"
         f" > 1.2 * ({FIRST_TOKEN_OF_ALL.record} offset 1h)",
@@ -181,7 +306,7 @@ ALERTS: Sequence[Alert] = (
     ),
     Alert(
         "KvtierWrongDecisions",
-        "warning",
+        "info",
         "30m",
         f"Decisions at {_NODE} are often wrong",
         "The better road would have saved {{ $value | humanizeDuration }} more in each second, over"
@@ -195,7 +320,16 @@ ALERTS: Sequence[Alert] = (
         f"Loads at {_NODE} come late or not at all",
         "{{ $value | humanizePercentage }} of the tokens that engines wait for: they waited, and"
         " computed them nevertheless.",
-        f"{_UNLOADED} / {_SHORT.rate(ORDERED_TOKENS)} > 0.2",
+        f"{_UNLOADED} / {_SHORT.rate(ORDERED_TOKENS)} > 0.2\nand {_LOADS} >= {_LOADS_LEAST}",
+    ),
+    Alert(
+        "KvtierReadsWait",
+        "warning",
+        "15m",
+        f"Blocks at {_NODE} wait for their turn on {{{{ $labels.route }}}}",
+        "{{ $value | humanizeDuration }} on average, before they are read at all: the tier has more"
+        " to do than it can, and loads will be too late.",
+        f"{_WAITED} > {_WAIT_MAX_S:g}\nand {_READS} >= {_READS_LEAST}",
     ),
     Alert(
         "KvtierRestoreStall",
@@ -203,20 +337,21 @@ ALERTS: Sequence[Alert] = (
         "15m",
         f"The engine at {_NODE} stands still while it waits for its cache",
         "{{ $value | humanizePercentage }} of the time it had requests and computed nothing.",
-        f"{_STALL} > 0.1",
+        # One request alone has nobody to be computed meanwhile; that is no harm if it pays.
+        f"{_STALL} > 0.1\nand {_AT_ONCE} > 2",
     ),
     Alert(
         "KvtierStoresWithoutLoads",
-        "warning",
+        "info",
         "1h",
         f"Engines store at {_NODE} and nothing comes back",
         "{{ $value | humanize1024 }}B stored in six hours, and not a thousandth of it loaded.",
         f"{_STORED} > 1e9\nand {_RESTORED} < 0.001 * {_STORED}\n"
-        f"and {RULE.series(READY)} offset 6h == 1",
+        f"and {RULE.series(READY)} offset 6h == 1\n{_has_run(6 * 3600)}",
     ),
     Alert(
         "KvtierWriteBudgetUsedUp",
-        "warning",
+        "info",
         "30m",
         f"The SSD tier at {_NODE} may write nothing more",
         "Blocks that the CPU tier lets go are lost until the budget has grown again.",
@@ -229,7 +364,8 @@ ALERTS: Sequence[Alert] = (
         f"The drive at {_NODE} is worn for little",
         "{{ $value | humanize1024 }}B written in a day: more than the tier holds, and ten times"
         " what was read back.",
-        f"{_WRITTEN} > {_CAPACITY}\nand {_WRITTEN} > 10 * {_READ_BACK}",
+        f"{_WRITTEN} > {_CAPACITY}\nand {_WRITTEN} > 10 * {_READ_BACK}\n"
+        f"and {_WRITTEN} > {_WEAR_LEAST_BYTES:g}\n{_has_run(24 * 3600)}",
     ),
     Alert(
         "KvtierCorruptionFound",
@@ -237,7 +373,8 @@ ALERTS: Sequence[Alert] = (
         "0m",
         f"Damaged blocks in the {_TIER} tier at {_NODE}",
         "{{ $value | humanize }} within an hour. None was served; something below damages bytes.",
-        f"{RULE.over('1h').increase(QUARANTINED_BLOCKS)} > 0",
+        f"{_happened(QUARANTINED_BLOCKS, 1)}\n"
+        f"or {_happened(MISS_BLOCKS, 1, over='reason', reason=_DAMAGE)}",
     ),
     Alert(
         "KvtierPinsAtIdle",
@@ -254,7 +391,7 @@ ALERTS: Sequence[Alert] = (
         "0m",
         f"Exceptions in the daemon's {{{{ $labels.task }}}} task at {_NODE}",
         "{{ $value | humanize }} within an hour. The task goes on; its work may not be done.",
-        f"{RULE.over('1h').increase(BACKGROUND_FAULTS)} > 0",
+        _happened(BACKGROUND_FAULTS, _FAULTS_LEAST),
     ),
     Alert(
         "KvtierSamplesRefused",
@@ -262,7 +399,7 @@ ALERTS: Sequence[Alert] = (
         "0m",
         f"Metrics of {_NODE} are not complete",
         "{{ $value | humanize }} samples fit no series and were left out: a bug of kvtier.",
-        f"{RULE.over('1h').increase(REFUSED_SAMPLES)} > 0",
+        _happened(REFUSED_SAMPLES, 1),
     ),
 )
 """Those that users feel first."""

@@ -11,6 +11,7 @@ from kvtier.observe.table import (
     LEFT_TOKENS,
     LOOKUP_BLOCKS,
     LOOKUP_SECONDS,
+    LOOP_SILENT_SECONDS,
     LOST_SECONDS,
     MISSED_BLOCKS,
     ORDERED_TOKENS,
@@ -192,6 +193,7 @@ _PRICE = Section(
                 Query(BOARD.quantile(0.99, LOOKUP_SECONDS, "by (le)"), "P99"),
             ),
             unit="s",
+            span=6,
         ),
         Panel(
             title="Time of a decision",
@@ -201,6 +203,7 @@ _PRICE = Section(
                 Query(BOARD.quantile(0.99, POLICY_SECONDS, "by (le)"), "P99"),
             ),
             unit="s",
+            span=6,
         ),
         Panel(
             title="Remote tier asked, or not",
@@ -209,6 +212,17 @@ _PRICE = Section(
             queries=(Query(f"sum by (outcome) ({BOARD.rate(PROBED_LOOKUPS)})", "{{outcome}}"),),
             unit="reqps",
             kind=Kind.STACK,
+            span=6,
+        ),
+        Panel(
+            title="Silence of the loop",
+            description="Time since a daemon's loop last moved, the longest of all. It moves once "
+            "a second; while it stands still, engines get no answer.",
+            queries=(Query(f"max({BOARD.series(LOOP_SILENT_SECONDS)})", "longest"),),
+            unit="s",
+            span=6,
+            thresholds=((10, "red"),),
+            alert="KvtierLoopStuck",
         ),
     ),
 )

@@ -15,23 +15,26 @@ _HEAD = """\
 
 Everything here is in `deploy/prometheus` and `deploy/grafana`, made from the same table as
 [metrics.md](metrics.md), so that no query names what is not exposed. Continuous integration runs
-each one in a real Prometheus that scrapes a node under load.
+each one in a real Prometheus that scrapes a node under load, and what a real vLLM told.
 
 ## Setting it up
 
-1. Have Prometheus scrape the daemon at `http.listen`, and kvtier's own engines at `engine.listen`;
-   both are on loopback unless you say otherwise. vLLM has its own metrics at its own port.
+1. Have Prometheus scrape the daemon at `http.listen`, and the engines: vLLM at its own port,
+   kvtier's own at `engine.listen`. Both of kvtier's are on loopback unless you say otherwise.
 
    ```yaml
    rule_files: [/etc/prometheus/kvtier/*.yml]
    scrape_configs:
-     - job_name: kvtier
+     - job_name: kvtier  # daemons alone: so one that never answered is missed, too
        static_configs:
-         - targets: ["localhost:9464", "localhost:8000"]
+         - targets: ["localhost:9464"]
+     - job_name: engines
+       static_configs:
+         - targets: ["localhost:8000"]
    ```
 
 2. Copy `deploy/prometheus/*.yml` to where `rule_files` looks, and reload. Alerts use two of the
-   recording rules, so take both files. No job has to have a certain name.
+   recording rules, so take both files.
 3. In Grafana (11 or newer) import each file of `deploy/grafana`, or put them where it is
    provisioned from. The dashboards need no recording rule. They ask for the data source, and can be
    narrowed to some jobs and instances.
@@ -44,8 +47,12 @@ _RULES_HEAD = """\
 
 ## Recording rules
 
-The names that operators know from the field. `instance` stands for all labels of a target; to
-average over nodes divide sums, not ratios.
+The names that operators know from the field, of kvtier's own engines and of each vLLM that is
+scraped, without kvtier too. `instance` stands for all labels of a target; to average over nodes
+divide sums, not ratios. Two things are not the same for both: offload latency between GPU and CPU
+is that of a block, and of vLLM that of one request's blocks; and stall is told by kvtier's own
+engines alone, for vLLM does not count it (the dashboards show a share of the moments at which one
+looked).
 
 | known as | rule |
 |---|---|
@@ -55,8 +62,9 @@ _ALERTS_HEAD = """\
 
 ## Alerts
 
-On harm, not on fullness. `critical` is for now, `warning` for today, `info` for whoever mends
-kvtier. Each leads to its section of the [runbook](runbook.md).
+On harm, not on fullness. `critical` is for now, `warning` for today, `info` for the next look
+at kvtier: nobody waits longer for it than without. Each leads to its section of the
+[runbook](runbook.md). Nothing fires for a few requests, nor because Prometheus was away for hours.
 
 | alert | severity | after | what it says |
 |---|---|---|---|

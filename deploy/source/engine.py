@@ -1,5 +1,6 @@
-"""kvtier's own engines. vLLM has its own metrics, among them ``vllm:kvtier_*``."""
+"""kvtier's own engines, and vLLM."""
 
+from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
 from kvtier.observe.metric import Histogram
@@ -210,10 +211,109 @@ _LOAD = Section(
     ),
 )
 
+_WITHOUT = (
+    f"(1 - {BOARD.series(vllm.ATTACHED)})"
+    f" and on (job, instance, engine) {BOARD.rate(vllm.GENERATED_TOKENS)} > 0"
+)
+_COMPUTED, _EXTERNAL = (
+    f"sum({BOARD.rate(vllm.PROMPT_TOKENS, source=source)})"
+    for source in ("local_compute", "external_kv_transfer")
+)
+
+_VLLM = Section(
+    "vLLM",
+    (
+        Panel(
+            title="vLLM: time to first token",
+            description="From the arrival of a request to its first token. vLLM does not tell it by"
+            " source.",
+            queries=_percentiles(vllm.TIME_TO_FIRST_TOKEN_SECONDS),
+            unit="s",
+            alert="KvtierRestoresSlowerThanRecompute",
+        ),
+        Panel(
+            title="vLLM: prompt tokens by source",
+            description="gpu: its own cache; what kvtier promised, by tier; what was computed.",
+            queries=(Query(f"sum by (source) ({vllm.prompt_tokens(BOARD)})", "{{source}}"),),
+            unit="si:tok/s",
+            kind=Kind.STACK,
+        ),
+        Panel(
+            title="vLLM: hit rate",
+            description="all: share of prompt tokens that were not computed; kvtier: the same of "
+            "those that vLLM's own cache lacked.",
+            queries=(
+                Query(f"1 - {ratio(_COMPUTED, f'sum({BOARD.rate(vllm.PROMPT_TOKENS)})')}", "all"),
+                Query(ratio(_EXTERNAL, f"({_EXTERNAL} + {_COMPUTED})"), "kvtier"),
+            ),
+            unit="percentunit",
+            max=1,
+            alert="KvtierEvictionStorm",
+        ),
+        Panel(
+            title="vLLM: lookups",
+            description="hit; miss, nothing is there or it would not pay; failed, no answer came "
+            "in time; empty, the daemon has nothing of this model and was not asked.",
+            queries=(Query(f"sum by (outcome) ({BOARD.rate(vllm.LOOKUPS)})", "{{outcome}}"),),
+            unit="reqps",
+            kind=Kind.STACK,
+            alert="KvtierVllmLookupsFail",
+        ),
+        Panel(
+            title="vLLM: time of a lookup",
+            description="With bringing blocks up to the CPU tier; other requests are computed "
+            "meanwhile.",
+            queries=_percentiles(vllm.LOOKUP_SECONDS),
+            unit="s",
+            alert="KvtierVllmLookupsFail",
+        ),
+        Panel(
+            title="vLLM: blocks offered, and missing",
+            description="Offered: kept; refused, it would not pay or there was no room; failed, no "
+            "answer came in time. Missing: promised, and did not come. Each worker counts its own.",
+            queries=(
+                Query(f"sum by (outcome) ({BOARD.rate(vllm.STORE_BLOCKS)})", "{{outcome}}"),
+                Query(f"sum({BOARD.rate(vllm.MISSING_BLOCKS)})", "missing"),
+            ),
+            unit="short",
+            alert="KvtierVllmBlocksMissing",
+        ),
+        Panel(
+            title="vLLM: copying a request's blocks",
+            description="P95 of what a worker takes, between vLLM's KV cache and the CPU tier.",
+            queries=(
+                Query(BOARD.quantile(0.95, vllm.LOAD_SECONDS, "by (le)"), "load"),
+                Query(BOARD.quantile(0.95, vllm.STORE_SECONDS, "by (le)"), "store"),
+            ),
+            unit="s",
+        ),
+        Panel(
+            title="vLLM: bytes loaded, and staged",
+            description="From the CPU tier into vLLM's KV cache; staged: copied once more, since "
+            "the device does not know the memory. What it stores: see *Tiers*.",
+            queries=(
+                Query(f"sum({BOARD.rate(vllm.LOAD_BYTES)})", "loaded"),
+                Query(f"sum({BOARD.rate(vllm.STAGED_BYTES)})", "staged"),
+            ),
+            unit="Bps",
+        ),
+        Panel(
+            title="vLLM: with a daemon, and without",
+            description="Attached, as of its last step; and those that answer and are not.",
+            queries=(
+                Query(f"sum({BOARD.series(vllm.ATTACHED)})", "attached"),
+                Query(f"sum({_WITHOUT})", "without a daemon"),
+            ),
+            unit="short",
+            alert="KvtierVllmDetached",
+        ),
+    ),
+)
+
 ENGINE = Board(
     "engine",
     "kvtier / Engine",
-    "kvtier's own engines: what users feel, and what the cache does for it.",
-    (_USERS, _TOKENS, _CACHE, _LOAD),
+    "kvtier's own engines, and vLLM: what users feel, and what the cache does for it.",
+    (_USERS, _TOKENS, _CACHE, _LOAD, _VLLM),
 )
 """For whoever runs the engines."""

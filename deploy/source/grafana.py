@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as model
 
+from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Section
+from kvtier.observe.table import BUILD
 
 __all__ = ["COLOURS", "render"]
 
@@ -20,8 +23,10 @@ COLOURS: Mapping[str, str] = {
     "computed": "#9a9a9a",
     "absent": "#9a9a9a",
     "lost": "red",
+    "vLLM": "#f2cc0c",
+    "without": "red",
 }
-"""A tier has one colour on every page."""
+"""Whatever it is of has one colour on every page."""
 
 _STATE_COLOURS: Mapping[str, str] = {
     "/(out|open)$/": "red",
@@ -29,6 +34,9 @@ _STATE_COLOURS: Mapping[str, str] = {
     "/off$/": "#9a9a9a",
 }
 """By the end of a series' name; of two that fit, the later one counts."""
+
+_PRESENT = f"{BUILD.name}|{vllm.ATTACHED.name}"
+"""Every daemon and engine has one of them."""
 
 _SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -60,8 +68,15 @@ def render(board: Board, runbook: str) -> str:
     built = page.build()
     for number, panel in enumerate(built.panels or (), 1):
         panel.id_val = number  # Grafana would number them anew at each import
-    text = json.dumps(built, cls=JSONEncoder, indent=1, sort_keys=True)
-    return text + "\n"
+    return _written(json.loads(json.dumps(built, cls=JSONEncoder, sort_keys=True)))
+
+
+def _written(page: Mapping[str, Any]) -> str:
+    """Write a panel a line, so that what changes with a panel is that line."""
+    panels = ",\n".join(f"  {json.dumps(panel)}" for panel in page["panels"])
+    lines = [f' "{key}": {json.dumps(value)}' for key, value in page.items() if key != "panels"]
+    lines.append(f' "panels": [\n{panels}\n ]')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _link(title: str, url: str) -> dashboard.DashboardLink:
@@ -88,8 +103,8 @@ def _variables() -> tuple[dashboard.DatasourceVariable, *tuple[dashboard.QueryVa
         .all_value(".*")
         .current(every)
         for name, source in (
-            ("job", "kvtier_build_info"),
-            ("instance", 'kvtier_build_info{job=~"$job"}'),
+            ("job", f'{{__name__=~"{_PRESENT}"}}'),
+            ("instance", f'{{__name__=~"{_PRESENT}", job=~"$job"}}'),
         )
     ]
     where = dashboard.DatasourceVariable("datasource").label("data source").type("prometheus")

@@ -1,5 +1,6 @@
 """The first page answers whether it is worth it."""
 
+from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
 from kvtier.observe.table import (
@@ -27,6 +28,12 @@ _SAVED = f"sum({_ALL.increase(SAVED_SECONDS)})"
 _LOST = f"sum({_ALL.increase(LOST_SECONDS)})"
 _ACTUAL = f"sum({_ALL.increase(ACTUAL_SECONDS, of='first_token')})"
 _REGRET = f"sum({_ALL.increase(REGRET_SECONDS)})"
+_WAITED, _FIRST_TOKENS = (
+    f"sum({BOARD.rate(TIME_TO_FIRST_TOKEN_SECONDS, part)}"
+    f" or {BOARD.rate(vllm.TIME_TO_FIRST_TOKEN_SECONDS, part)})"
+    for part in ("sum", "count")
+)
+_SPARED = f"sum({BOARD.rate(SAVED_SECONDS)}) - sum({BOARD.rate(LOST_SECONDS)})"
 
 _GLANCE = Section(
     "Is it worth it?",
@@ -107,9 +114,14 @@ _FIRST_TOKEN = Section(
     (
         Panel(
             title="With and without",
-            description="Mean time to first token by where the prompt's KV came from. `computed` "
-            "had no help; the others are what the tiers make of it.",
-            queries=(Query(BOARD.mean(TIME_TO_FIRST_TOKEN_SECONDS, "by (source)"), "{{source}}"),),
+            description="Mean time to first token. kvtier's own engines by where the prompt's KV "
+            "came from: `computed` had no help. vLLM tells one for all. `without`: of all engines "
+            "together, had nothing been restored, by what the daemons say was saved and lost.",
+            queries=(
+                Query(BOARD.mean(TIME_TO_FIRST_TOKEN_SECONDS, "by (source)"), "{{source}}"),
+                Query(BOARD.mean(vllm.TIME_TO_FIRST_TOKEN_SECONDS, "by ()"), "vLLM"),
+                Query(ratio(f"({_WAITED} + {_SPARED})", _FIRST_TOKENS), "without"),
+            ),
             unit="s",
             span=12,
             alert="KvtierRestoresSlowerThanRecompute",
@@ -129,14 +141,16 @@ _FIRST_TOKEN = Section(
     ),
 )
 
+_OWN_TOKENS, _VLLM_TOKENS = BOARD.rate(PROMPT_TOKENS), vllm.prompt_tokens(BOARD)
+
 _TOKENS = Section(
     "Where prompts come from",
     (
         Panel(
             title="Prompt tokens by source",
-            description="kvtier's own engines: what each tier supplied first, and what had to be "
-            "computed.",
-            queries=(Query(f"sum by (source) ({BOARD.rate(PROMPT_TOKENS)})", "{{source}}"),),
+            description="Engines of every kind: what each tier supplied first, and what had to be "
+            "computed. Of vLLM, what was promised of a tier, also where it did not come.",
+            queries=(Query(f"sum by (source) ({_OWN_TOKENS}\nor {_VLLM_TOKENS})", "{{source}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
             span=12,
@@ -163,9 +177,11 @@ _COST = Section(
         Panel(
             title="Engines that stand still",
             description="Share of time in which an engine had requests and computed nothing, since "
-            "all waited for their blocks, or to hear whether there are any.",
+            "all waited for their blocks, or to hear whether there are any. vLLM does not count it:"
+            " its share is of the moments at which one looked.",
             queries=(
                 Query(f"sum by (waits_for) ({BOARD.rate(RESTORE_STALL_SECONDS)})", "{{waits_for}}"),
+                Query(f"sum({vllm.stands_still(BOARD)})", "vLLM"),
             ),
             unit="percentunit",
             kind=Kind.STACK,

@@ -9,7 +9,7 @@ from typing import Self
 
 from kvtier.observe.metric import Counter, Histogram, Metric
 
-__all__ = ["BOARD", "RULE", "Scope", "ratio"]
+__all__ = ["BOARD", "RULE", "Scope", "labelled", "ratio"]
 
 _HISTOGRAM_PARTS = frozenset({"bucket", "sum", "count"})
 
@@ -77,6 +77,12 @@ class Scope:
 def ratio(above: str, below: str) -> str:
     """Return a quotient; where nothing happened it is not a number, and nothing is drawn."""
     return f"{above}\n/\n{below}"
+
+
+def labelled(expr: str, label: str, value: str, source: str = "") -> str:
+    """Return the same series with one label more; ``$1`` is what is in the label ``source``."""
+    pattern = "(.*)" if source else ""
+    return f'label_replace({expr}, "{label}", "{value}", "{source}", "{pattern}")'
 
 
 BOARD = Scope("$__rate_interval", ('job=~"$job"', 'instance=~"$instance"'))

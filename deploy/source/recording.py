@@ -1,4 +1,9 @@
-"""The recording rules: the names that operators know from the field, made from kvtier's rows.
+"""The recording rules: the names that operators know from the field, made from what engines tell.
+
+Theory
+------
+kvtier's own engines and vLLM have rows of their own for the same thing. No target has both, so
+``or`` between the two has one series for each target; of several engines in one vLLM it is the sum.
 
 Rules
 -----
@@ -9,9 +14,10 @@ Rules
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from deploy.source.query import RULE, ratio
+from deploy.source import vllm
+from deploy.source.query import RULE, labelled, ratio
 from kvtier.observe.metric import Histogram
 from kvtier.observe.table import (
     ASKED_TOKENS,
@@ -39,31 +45,61 @@ class Recording:
     expr: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """A histogram, and of which labels it is told; ``route`` is given to one that has none."""
+
+    metric: Histogram
+    keep: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    route: str = ""
+
+    def mean(self) -> str:
+        return self._labelled(RULE.mean(self.metric, self.keep, **self.labels))
+
+    def quantile(self, share: float) -> str:
+        return self._labelled(RULE.quantile(share, self.metric, self.keep, **self.labels))
+
+    def _labelled(self, expr: str) -> str:
+        return labelled(expr, "route", self.route) if self.route else expr
+
+
+def _either(*exprs: str) -> str:
+    return "\nor\n".join(exprs)
+
+
 def _tokens() -> Iterator[Recording]:
-    hit = RULE.rate(PROMPT_TOKENS, source=("gpu", "cpu", "ssd", "remote"))
-    miss = RULE.rate(PROMPT_TOKENS, source="computed")
-    prefix = "instance:kvtier_prefix_cache"
-    yield Recording(f"{prefix}_hit_tokens:rate5m", "hit tokens", f"sum without (source) ({hit})")
-    yield Recording(f"{prefix}_miss_tokens:rate5m", "miss tokens", f"sum without (source) ({miss})")
-    yield Recording(
-        f"{prefix}_hit:ratio_rate5m",
-        "prefix cache hit rate",
-        ratio(
-            f"sum without (source) ({hit})", f"sum without (source) ({RULE.rate(PROMPT_TOKENS)})"
-        ),
+    """Yield what came from a cache, what did not, and the share of the one in both."""
+    cached, cached_in_vllm = (
+        ("gpu", "cpu", "ssd", "remote"),
+        ("local_cache_hit", "external_kv_transfer"),
     )
+    hits, misses, shares = [], [], []
+    for metric, over, found, computed in (
+        (PROMPT_TOKENS, "source", cached, "computed"),
+        (vllm.PROMPT_TOKENS, "source, engine", cached_in_vllm, "local_compute"),
+    ):
+        hit, miss = (
+            f"sum without ({over}) ({RULE.rate(metric, source=source)})"
+            for source in (found, computed)
+        )
+        hits.append(hit)
+        misses.append(miss)
+        shares.append(ratio(hit, f"sum without ({over}) ({RULE.rate(metric)})"))
+    prefix = "instance:kvtier_prefix_cache"
+    yield Recording(f"{prefix}_hit_tokens:rate5m", "hit tokens", _either(*hits))
+    yield Recording(f"{prefix}_miss_tokens:rate5m", "miss tokens", _either(*misses))
+    yield Recording(f"{prefix}_hit:ratio_rate5m", "prefix cache hit rate", _either(*shares))
 
 
-def _times(
-    record: str, known_as: str, keep: str, *where: tuple[Histogram, Mapping[str, tuple[str, ...]]]
-) -> Iterator[Recording]:
+def _times(record: str, known_as: str, *where: _Time) -> Iterator[Recording]:
     """Yield average, P95 and P99 of histograms that have no series in common."""
-    averages = [RULE.mean(metric, keep, **labels) for metric, labels in where]
-    yield Recording(f"{record}:avg_rate5m", f"{known_as}, average", "\nor\n".join(averages))
+    averages = (each.mean() for each in where)
+    yield Recording(f"{record}:avg_rate5m", f"{known_as}, average", _either(*averages))
     for percent in (95, 99):
-        exprs = [RULE.quantile(percent / 100, metric, keep, **labels) for metric, labels in where]
+        quantiles = (each.quantile(percent / 100) for each in where)
         yield Recording(
-            f"{record}:p{percent}_rate5m", f"{known_as}, P{percent}", "\nor\n".join(exprs)
+            f"{record}:p{percent}_rate5m", f"{known_as}, P{percent}", _either(*quantiles)
         )
 
 
@@ -93,8 +129,8 @@ RECORDINGS: Sequence[Recording] = (
     *_times(
         "instance:kvtier_time_to_first_token_seconds",
         "TTFT",
-        "without (source)",
-        (TIME_TO_FIRST_TOKEN_SECONDS, {}),
+        _Time(TIME_TO_FIRST_TOKEN_SECONDS, "without (source)"),
+        _Time(vllm.TIME_TO_FIRST_TOKEN_SECONDS, "without (engine)"),
     ),
     FIRST_TOKEN_OF_ALL,
     Recording(
@@ -110,16 +146,16 @@ RECORDINGS: Sequence[Recording] = (
     *_times(
         "instance_route:kvtier_offload_read_seconds",
         "offload read latency",
-        "without ()",
-        (COPY_SECONDS, {"route": ("cpu_to_gpu",)}),
-        (TRANSFER_SECONDS, {"route": ("ssd_to_cpu", "remote_to_cpu")}),
+        _Time(COPY_SECONDS, "without ()", {"route": ("cpu_to_gpu",)}),
+        _Time(vllm.LOAD_SECONDS, "without (engine)", route="cpu_to_gpu"),
+        _Time(TRANSFER_SECONDS, "without ()", {"route": ("ssd_to_cpu", "remote_to_cpu")}),
     ),
     *_times(
         "instance_route:kvtier_offload_write_seconds",
         "offload write latency",
-        "without ()",
-        (COPY_SECONDS, {"route": ("gpu_to_cpu",)}),
-        (TRANSFER_SECONDS, {"route": ("cpu_to_ssd", "cpu_to_remote")}),
+        _Time(COPY_SECONDS, "without ()", {"route": ("gpu_to_cpu",)}),
+        _Time(vllm.STORE_SECONDS, "without (engine)", route="gpu_to_cpu"),
+        _Time(TRANSFER_SECONDS, "without ()", {"route": ("cpu_to_ssd", "cpu_to_remote")}),
     ),
     Recording(
         "instance_tier:kvtier_evicted_blocks:increase5m",

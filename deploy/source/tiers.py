@@ -44,8 +44,9 @@ _STATE = Section(
     (
         Panel(
             title="State",
-            description="Nodes in each state. `off` is not configured; `out` is left alone until "
-            "it answers; `degraded` serves, but not all of what it is for.",
+            description="Nodes in each state. `out` is left alone until it answers; `degraded` "
+            "serves, but not all of what it is for; `drained` (read and not written) and "
+            "`detached` (not used) are by an operator, `off` by configuration.",
             queries=(
                 Query(
                     f"sum by (tier, state) ({BOARD.series(TIER_STATE)}) > 0", "{{tier}} {{state}}"
@@ -207,7 +208,7 @@ _WAYS = Section(
                 Query(BOARD.quantile(0.95, TRANSFER_QUEUE_SECONDS, "by (le, route)"), "{{route}}"),
             ),
             unit="s",
-            alert="KvtierLoadsFail",
+            alert="KvtierReadsWait",
         ),
         Panel(
             title="Time to copy a block, P95",
@@ -274,8 +275,12 @@ _DRIVE = Section(
         ),
         Panel(
             title="Damaged blocks, in an hour",
-            description="Found by a read, a scrub or fsck, and taken out of service.",
-            queries=(Query(f"sum by (tier) ({_HOUR.increase(QUARANTINED_BLOCKS)})", "{{tier}}"),),
+            description="Found by a read, a scrub or fsck, or by an engine that copied them, and "
+            "taken out of service.",
+            queries=(
+                Query(f"sum by (tier) ({_HOUR.increase(QUARANTINED_BLOCKS)})", "{{tier}}"),
+                Query(f"sum({_HOUR.increase(MISS_BLOCKS, tier='cpu', reason='checksum')})", "cpu"),
+            ),
             unit="short",
             span=6,
             thresholds=((1, "red"),),

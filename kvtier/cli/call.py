@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,20 +10,25 @@ from typing import TypeVar, cast
 
 import grpc
 
-from kvtier.api.rpc.credentials import read_token
+from kvtier.api.rpc.operator import Remote, dial, open_operator
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.client.operator import Remote, dial, open_operator
-from kvtier.errors import ConfigError, DaemonUnavailable, StartError
+from kvtier.config.model import default_socket
+from kvtier.errors import ConfigError, DaemonUnavailable, StartError, reason_of
+from kvtier.secret import read_token
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["Target", "add_socket_options", "ask", "socket_of"]
+__all__ = ["MACHINE_SOCKET", "Target", "add_socket_options", "ask", "socket_of"]
 
 T = TypeVar("T")
 
 Target = Path | Remote
 """A daemon on this node by its socket, or one elsewhere."""
 
+MACHINE_SOCKET = Path("/run/kvtier/kvtier.sock")
+"""Where the daemon of a machine is: what deploy/ has for systemd and containers puts it there."""
+
 _HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):\d{1,5}")
+_NOBODY_THERE = "name another (--config, --connect), look at its log, or start it: `kvtier serve`"
 _DETAILS_MAX = 300
 _CA_BYTES_MAX = 1 << 20
 
@@ -35,7 +41,8 @@ def add_socket_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
         "--socket",
         dest="connect",
         metavar="SOCKET|HOST:PORT",
-        help="Unix socket of the daemon (daemon.socket), or where it listens (rpc.listen)",
+        help="Unix socket of the daemon (daemon.socket; where no daemon of this user is at the "
+        f"default, {MACHINE_SOCKET}), or where it listens (rpc.listen)",
     )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with HOST:PORT: the token to show"
@@ -48,8 +55,11 @@ def add_socket_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
     )
 
 
-def socket_of(options: argparse.Namespace) -> Target:
-    """Return the daemon that the options name. Raises StartError."""
+def socket_of(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Target:
+    """Return the daemon that the options name: with none, the user's, or else the machine's.
+
+    Raises StartError.
+    """
     given: str | None = options.connect
     if given is not None and _HOST_AND_PORT.fullmatch(given):
         return _remote(given, options)
@@ -60,7 +70,10 @@ def socket_of(options: argparse.Namespace) -> Target:
         raise ConfigError("daemon.socket", "is empty", "give a value, or leave the option out")
     if given is not None:
         setattr(options, "key:daemon.socket", given)
-    return config_of(options).daemon.socket
+    socket = config_of(options).daemon.socket
+    if socket != default_socket() or os.access(socket, os.F_OK) or not os.access(machine, os.F_OK):
+        return socket
+    return machine
 
 
 def _remote(address: str, options: argparse.Namespace) -> Remote:
@@ -75,9 +88,8 @@ def _remote(address: str, options: argparse.Namespace) -> Remote:
         with options.ca.open("rb") as file:
             content = file.read(_CA_BYTES_MAX)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise StartError(
-            "--ca", f"{options.ca} cannot be read: {reason}", "give a readable PEM file"
+            "--ca", f"{options.ca} cannot be read: {reason_of(error)}", "give a readable PEM file"
         ) from error
     if b"-----BEGIN CERTIFICATE-----" not in content:
         raise StartError("--ca", f"{options.ca} has no certificate", "give a PEM file of them")
@@ -90,9 +102,7 @@ def ask(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> 
         with _reach(target) as stub:
             return call(stub)
     except DaemonUnavailable as error:
-        raise StartError(
-            "daemon.socket", str(error), "look at its log, or start one with `kvtier serve`"
-        ) from error
+        raise StartError("daemon.socket", str(error), _NOBODY_THERE) from error
     except grpc.RpcError as error:
         raise _refusal(target, cast("grpc.Call", error)) from error
 
@@ -112,6 +122,7 @@ def _refusal(target: Target, call: grpc.Call) -> StartError:
     match call.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             problem = f"the daemon at {where} gave no answer"
+            return StartError(field, problem, "look at its log, and restart it if it stays so")
         case grpc.StatusCode.UNAVAILABLE if is_remote and "CERTIFICATE_VERIFY_FAILED" in details:
             return StartError(
                 "--ca",
@@ -131,4 +142,4 @@ def _refusal(target: Target, call: grpc.Call) -> StartError:
             )
         case _:
             return StartError(field, f"the daemon at {where} refuses: {details}", "do as it says")
-    return StartError(field, problem, "look at its log, or start one with `kvtier serve`")
+    return StartError(field, problem, _NOBODY_THERE)

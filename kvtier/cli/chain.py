@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvtier.cli.options import config_of
 from kvtier.core.identity import HASH_BYTES
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = ["NamedChain", "add_chain_options", "chain_of", "checked_text", "names_a_chain"]
@@ -136,9 +136,9 @@ def _read(option: str, path: str) -> str:
                 raw = file.read(_PROMPT_BYTES_MAX + 1)
         text = raw.decode()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        named = path or "a file without a name"
         raise StartError(
-            option, f"{path or 'a file without a name'} cannot be read: {reason}", "give a file"
+            option, f"{named} cannot be read: {reason_of(error)}", "give a file"
         ) from error
     except UnicodeDecodeError:
         raise StartError(option, f"{path} is no text in UTF-8", "give a text file") from None

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.api.rpc.operator import open_operator
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.options import add_config_options, config_of, read_again
 from kvtier.cli.preflight import lacks
-from kvtier.client.operator import open_operator
 from kvtier.config import Config
 from kvtier.config.effective import document, render_toml
 from kvtier.config.schema import schema

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.cli.call import Target, add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
 from kvtier.cli.selection import add_selection_options, selections_of
-from kvtier.cli.shown import shown_bytes
+from kvtier.cli.shown import plain, shown_bytes
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import Selection
 from kvtier.core.residency import TierName
@@ -42,7 +42,7 @@ class _Result:
         line = f"{self.tier:<7} removed {self.blocks} blocks, {shown_bytes(self.bytes)}"
         if self.kept_blocks:
             line += f"; kept {self.kept_blocks} in use"
-        return line + (f"; {self.error}" if self.error else "")
+        return line + (f"; {plain(self.error)}" if self.error else "")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

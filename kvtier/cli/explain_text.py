@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds
+from kvtier.cli.shown import COLUMNS, plain, shown_bytes, shown_count, shown_seconds
 
 __all__ = ["explain_text"]
 
-_COLUMNS = 80
 _MARGIN = 14
 """Where what is said begins; before it, of what."""
 
@@ -29,9 +28,7 @@ def explain_text(document: _Document) -> str:
         [*_decision(document["decision"])],
     ]
     if document["request_id"] and not document["decision"]:
-        parts.append(
-            _said("decision", f"none about {_plain(document['request_id'])} is remembered")
-        )
+        parts.append(_said("decision", f"none about {document['request_id']} is remembered"))
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -92,10 +89,8 @@ def _decision(decision: _Document | None) -> Iterator[str]:
     if decision is None:
         return
     inputs, plan = decision["inputs"], decision["plan"]
-    engine = _plain(decision["engine"])
-    yield from _said(
-        "decision", f"number {decision['number']}, {_time(decision['age_s'])} ago, for {engine}"
-    )
+    when = f"{_time(decision['age_s'])} ago"
+    yield from _said("decision", f"number {decision['number']}, {when}, for {decision['engine']}")
     yield from _inputs(inputs)
     yield from _said("decided", f"{_plan(plan)}: {decision['sentence']} ({decision['reason']})")
     yield from _predicted(plan)
@@ -184,16 +179,11 @@ def _time(seconds: float | None) -> str:
     return "an unknown time" if seconds is None else shown_seconds(seconds)
 
 
-def _plain(name: str) -> str:
-    """Return a name that a client gave itself, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
 def _said(what: str, line: str) -> list[str]:
     """Return a line of the two columns, in as many lines as it takes."""
     return textwrap.wrap(
-        _plain(line),
-        _COLUMNS,
+        plain(line),
+        COLUMNS,
         initial_indent=f"{what:<{_MARGIN}}",
         subsequent_indent=" " * _MARGIN,
         break_on_hyphens=False,

@@ -37,6 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="put right what can be; otherwise nothing is changed"
     )
+    parser.add_argument(
+        "--remove-set-aside",
+        action="store_true",
+        help="remove what another version of kvtier wrote, which a repair leaves for it",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--timeout",
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         return fsck_running(socket_of(options), options.timeout, is_json=options.json)
     config = config_of(options)
     purpose = Purpose.REPAIR if options.repair else Purpose.CHECK
-    report = _checked(config, purpose)
+    report = _checked(config, purpose, keeps_others=not options.remove_set_aside)
     if options.json:
         document = _document(report) | {
             "capacity_bytes": config.ssd.capacity_bytes,
@@ -70,12 +75,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_for_running(options: argparse.Namespace) -> None:
     """Refuse what a daemon does anyway, or has already."""
-    if options.repair:
-        remedy = "leave it out: a daemon quarantines what it finds damaged"
-        raise StartError("--repair", "is for a store that no daemon has open", remedy)
-    for option, key in (("--key-file", "key:seal.key_file"), ("--directory", "key:ssd.directory")):
-        if getattr(options, key) is not None:
-            raise StartError(option, "is for a store that no daemon has open", "leave it out")
+    remedies = {
+        ("--repair", "repair"): "leave it out: a daemon quarantines what it finds damaged",
+        ("--remove-set-aside", "remove_set_aside"): "leave it out, or stop the daemon first",
+        ("--key-file", "key:seal.key_file"): "leave it out",
+        ("--directory", "key:ssd.directory"): "leave it out",
+    }
+    for (option, name), remedy in remedies.items():
+        if getattr(options, name) not in (None, False):
+            raise StartError(option, "is for a store that no daemon has open", remedy)
 
 
 def _document(report: Report) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def _document(report: Report) -> dict[str, Any]:
     }
 
 
-def _checked(config: Config, purpose: Purpose) -> Report:
+def _checked(config: Config, purpose: Purpose, *, keeps_others: bool) -> Report:
     """Hold the directory and look at it. Raises StartError where it is no store, or is in use."""
     directory = config.ssd.directory
     _require_store(directory)
@@ -93,7 +101,8 @@ def _checked(config: Config, purpose: Purpose) -> Report:
     lock = DirectoryLock(directory)
     try:
         disk = Disk(directory, DirectIO.OFF)
-        return Fsck(disk, Seal(SealMode.OFF, ring, "ssd"), purpose).run(_note_progress)
+        seal = Seal(SealMode.OFF, ring, "ssd")
+        return Fsck(disk, seal, purpose, keeps_others=keeps_others).run(_note_progress)
     except OSError as error:
         raise StartError(
             "ssd.directory", f"{directory}: {error.strerror}", "make it readable for this user"
@@ -142,10 +151,14 @@ def _lines(report: Report, capacity_bytes: int, purpose: Purpose) -> Iterator[st
         "unreachable bytes": report.unreachable_bytes,
         "files cut short": report.files_cut_short,
         "files that are no segments": report.unreadable_files,
-        "files of another version": report.other_version_files,
         "records that cannot be read": report.unreadable_records,
     }
     yield from (f"{name}: {shown_count(count)}" for name, count in notes.items() if count)
+    if report.set_aside_files:
+        size = shown_bytes(report.set_aside_bytes)
+        yield f"files of another version, set aside: {shown_count(report.set_aside_files)}, {size}"
+        if "files of another version removed" not in report.repaired:
+            yield "  that version finds them again; --remove-set-aside removes them"
     yield from (f"FAULT {name}: {shown_count(count)}" for name, count in faults.items() if count)
     yield from (f"FAILED {line}" for line in report.failed)
     yield from (f"repaired: {name}: {count}" for name, count in report.repaired.items())

@@ -1,15 +1,19 @@
 """Options that several commands share, and the configuration that comes out of them."""
 
 import argparse
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.config import Config, load_config, read_config
+from kvtier.config.units import parse_duration
 from kvtier.core.limits import GAP_MAX_S
 from kvtier.errors import ConfigError
 
 __all__ = ["add_config_options", "config_of", "read_again", "seconds", "whole_seconds"]
+
+_NO_TIME = "no number of seconds, nor a time such as 5min,"
 
 _SECONDS_MAX = 86_400.0
 """A day: more is a mistake in the unit."""
@@ -17,21 +21,26 @@ _SECONDS_MAX = 86_400.0
 
 def seconds(text: str) -> float:
     """Read an option that is a time to wait; argparse refuses what raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _seconds_of(text)
     if not 0 < value <= _SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to a day")
+        raise argparse.ArgumentTypeError(f"{text!r} is {_NO_TIME} up to a day")
     return value
 
 
 def whole_seconds(text: str) -> int:
     """Read an option that is a time to live, 0 being none; argparse refuses what raises."""
-    if not text.isascii() or not text.isdecimal() or int(text) > GAP_MAX_S:
-        days = GAP_MAX_S // 86_400
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to {days} days")
-    return int(text)
+    value = _seconds_of(text) if text.isascii() and text.isalnum() else math.nan
+    if not 0 <= value <= GAP_MAX_S or value % 1 or "e" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is {_NO_TIME} up to {GAP_MAX_S // 86_400} days")
+    return int(value)
+
+
+def _seconds_of(text: str) -> float:
+    """Return what ``10`` and ``10s`` are, in seconds; not a number for what is no time."""
+    for read in (float, lambda each: parse_duration(each) / 1e9):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return math.nan
 
 
 def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:

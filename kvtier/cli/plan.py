@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import math
 import os
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from kvtier.cli.plan_shown import POLICY, Plan
 from kvtier.cli.replay import (
     add_machine_options,
     add_trace_options,
@@ -16,32 +14,20 @@ from kvtier.cli.replay import (
     override,
     trace_of,
 )
-from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.cli.shown import shown_bytes
 from kvtier.cli.written import check_file, write_file
-from kvtier.config import load_config
-from kvtier.config.units import format_size, parse_size
+from kvtier.config.units import parse_size
 from kvtier.core.slots import slot_bytes
 from kvtier.errors import StartError
 from kvtier.sim.replay.dimensions import DTYPE_BYTES, Dimensions, read_dimensions
-from kvtier.sim.replay.machine import Link, Machine
+from kvtier.sim.replay.machine import Machine
 from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
-from kvtier.sim.replay.sizing import (
-    Point,
-    Sizes,
-    Target,
-    bend,
-    break_even_bytes_per_s,
-    curve_of,
-    sizes_for,
-)
+from kvtier.sim.replay.sizing import Point, Target, curve_of, sizes_for
 from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.trace import Trace
 from kvtier.sim.replay.traffic import Traffic
 
 __all__ = ["add_options", "run"]
-
-_MIB, _GIB = 2**20, 2**30
-_POLICY = "rd-sec"
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "sessions": (1, 1_000_000),
@@ -117,9 +103,11 @@ def run(options: argparse.Namespace) -> int:
     )
     trace = _traffic(options)
     layout = dimensions.layout(trace.block_tokens)
-    plan = _Plan(dimensions, machine, trace, slot_bytes(layout.block_bytes))
-    plan.speed = _speed(options, dimensions)
-    plan.replay(options)
+    block_bytes = slot_bytes(layout.block_bytes)
+    curve = _replayed(options, machine, trace, block_bytes)
+    sizes = sizes_for(curve, options.target, block_bytes)
+    speed = _speed(options, dimensions)
+    plan = Plan(dimensions, machine, trace, block_bytes, speed, curve, sizes)
     text = plan.config()
     if options.write is not None:
         write_file("--write", options.write, text)
@@ -128,195 +116,28 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(plan.lines()))
         print(f"\nwritten to {options.write}" if options.write else f"\n{text}", end="")
-    return int(not plan.sizes.is_reached)
+    return int(not sizes.is_reached)
 
 
-class _Plan:
-    """A plan, and how it is shown."""
-
-    def __init__(
-        self, dimensions: Dimensions, machine: Machine, trace: Trace, block_bytes: int
-    ) -> None:
-        self.dimensions = dimensions
-        self.machine = machine
-        self.trace = trace
-        self.block_bytes = block_bytes
-        self.speed = ""
-        self.target = Target()
-        self.curve: list[Point] = []
-        self.sizes: Sizes
-
-    def replay(self, options: argparse.Namespace) -> None:
-        """Replay the traffic over a sweep of sizes, and choose among them."""
-        self.target = options.target
-        sizes = set(ladder(self.trace))
-        if self.target.memory_bytes is not None:
-            sizes.add(max(CPU_BLOCKS_MIN, self.target.memory_bytes // self.block_bytes))
-        setups = [
-            Setup(
-                policy=_POLICY,
-                cpu_blocks=size,
-                is_instant=True,
-                machine=self.machine,
-                config=options.config,
-                overrides=dict(map(override, options.set)),
-            )
-            for size in sorted(sizes)
-        ]
-        self.curve = curve_of(run_study(self.trace, setups, options.jobs or os.cpu_count() or 1))
-        self.sizes = sizes_for(self.curve, self.target, self.block_bytes)
-
-    def lines(self) -> Iterator[str]:
-        """Yield the plan as text of 80 columns."""
-        model, layout = self.dimensions, self.dimensions.layout(self.trace.block_tokens)
-        yield (
-            f"model    {model.name}: {model.num_layers} layers, {model.num_kv_heads} KV heads of "
-            f"{model.head_dim}, {model.dtype}"
+def _replayed(
+    options: argparse.Namespace, machine: Machine, trace: Trace, block_bytes: int
+) -> list[Point]:
+    """Replay the traffic over a sweep of sizes."""
+    sizes = set(ladder(trace))
+    if options.target.memory_bytes is not None:
+        sizes.add(max(CPU_BLOCKS_MIN, options.target.memory_bytes // block_bytes))
+    setups = [
+        Setup(
+            policy=POLICY,
+            cpu_blocks=size,
+            is_instant=True,
+            machine=machine,
+            config=options.config,
+            overrides=dict(map(override, options.set)),
         )
-        yield (
-            f"         {shown_bytes(model.token_bytes)} a token, {shown_bytes(layout.block_bytes)} "
-            f"a block of {layout.block_tokens} tokens"
-        )
-        if model.dtype in {"bfloat16", "float16"}:
-            yield "         (an engine on a CPU keeps float32: --dtype float32)"
-        yield f"speed    {self.speed}"
-        yield (
-            f"traffic  {self.trace.name}: {shown_count(len(self.trace.requests))} requests, "
-            f"{shown_count(self._session_tokens())} tokens each"
-        )
-        for note in self.trace.notes:
-            yield from textwrap.wrap(f"note: {note}", 80, subsequent_indent="  ")
-        yield ""
-        yield from self._break_even()
-        yield ""
-        yield from self._curve()
-        yield ""
-        yield from self._tiers()
-
-    def _break_even(self) -> Iterator[str]:
-        needed = break_even_bytes_per_s(self.machine)
-        rate = 1 / self.machine.prefill.token_s
-        yield (
-            f"break-even: computing {shown_count(rate)} tokens/s is as fast as restoring them at "
-            f"{shown_bytes(needed)}/s"
-        )
-        for name, link in self._links():
-            ratio = link.read_bytes_per_s / needed
-            verdict = "restoring pays" if ratio > 1 else "recomputing is faster"
-            yield f"  {name}  {shown_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
-
-    def _curve(self) -> Iterator[str]:
-        bent = bend(self.curve)
-        yield "      size     blocks    tokens   hits  seconds  best in hindsight"
-        for point in self.curve:
-            size = shown_bytes(point.num_blocks * self.block_bytes)
-            mark = "  <- the curve bends" if point is bent else ""
-            yield (
-                f"{size:>10}{point.num_blocks:>11,}"
-                f"{self._tokens(point.num_blocks):>10}{point.hit_ratio:>7.3f}"
-                f"{point.saved_share:>9.3f}{point.best_ratio:>8.3f}{mark}"
-            )
-
-    def _tiers(self) -> Iterator[str]:
-        expected, session = self.sizes.expected, max(1.0, self._session_tokens())
-        yield "tier       capacity    tokens   sessions"
-        for name, blocks in (("cpu", self.sizes.cpu_blocks), ("ssd", self.sizes.ssd_blocks)):
-            tokens = blocks * self.trace.block_tokens
-            yield (
-                f"{name:<8}{shown_bytes(blocks * self.block_bytes):>11}{self._tokens(blocks):>10}"
-                f"{shown_count(tokens / session):>11}"
-            )
-        yield (
-            f"expected: {expected.hit_ratio:.1%} of the prompts' tokens from tiers, "
-            f"{expected.saved_share:.1%} of the seconds saved"
-        )
-        if not self.sizes.is_reached:
-            best = self.curve[-1]
-            yield (
-                f"the target is out of reach: the largest size has {best.hit_ratio:.1%}, and "
-                f"perfect foresight would have {best.best_ratio:.1%}"
-            )
-
-    def document(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
-        return {
-            "model": {
-                "name": self.dimensions.name,
-                "token_bytes": self.dimensions.token_bytes,
-                "block_bytes": self.block_bytes,
-                "block_tokens": self.trace.block_tokens,
-            },
-            "traffic": {
-                "name": self.trace.name,
-                "requests": len(self.trace.requests),
-                "tokens_per_request": round(self._session_tokens(), 1),
-                "notes": list(self.trace.notes),
-            },
-            "break_even_bytes_per_s": round(break_even_bytes_per_s(self.machine)),
-            "links_bytes_per_s": {name: link.read_bytes_per_s for name, link in self._links()},
-            "curve": [
-                {
-                    "blocks": point.num_blocks,
-                    "bytes": point.num_blocks * self.block_bytes,
-                    "hit_ratio": round(point.hit_ratio, 5),
-                    "saved_share": round(point.saved_share, 5),
-                    "best_ratio": round(point.best_ratio, 5),
-                }
-                for point in self.curve
-            ],
-            "bend_blocks": bend(self.curve).num_blocks,
-            "cpu_blocks": self.sizes.cpu_blocks,
-            "ssd_blocks": self.sizes.ssd_blocks,
-            "reached": self.sizes.is_reached,
-        }
-
-    def config(self) -> str:
-        """Return the configuration to begin with, which ``kvtier serve`` takes."""
-        slab_bytes = max(64 * _MIB, self.block_bytes)
-        # Stores that are under way hold a part of the arena: below this not even one block fits.
-        cpu_bytes = max(self.sizes.cpu_blocks, 8) * self.block_bytes
-        cpu_bytes = math.ceil(cpu_bytes / slab_bytes) * slab_bytes
-        ssd_bytes = self.sizes.ssd_blocks * (self.block_bytes + 4096)
-        segment_bytes = max(256 * _MIB, -(-4 * self.block_bytes // _MIB) * _MIB)
-        pays = self.machine.ssd.read_bytes_per_s > break_even_bytes_per_s(self.machine)
-        values = {
-            "cpu.capacity": format_size(cpu_bytes),
-            "cpu.slab": format_size(slab_bytes),
-            "ssd.enabled": "false" if not ssd_bytes or not pays else "true",
-            "policy.eviction": _POLICY,
-            "engine.block_tokens": str(self.trace.block_tokens),
-        }
-        if values["ssd.enabled"] == "true":
-            rounded = math.ceil(max(ssd_bytes, 2 * segment_bytes) / _GIB) * _GIB
-            values["ssd.capacity"] = format_size(rounded)
-            values["ssd.segment"] = format_size(segment_bytes)
-        load_config(None, values, {})  # whatever is said here must be accepted there
-        return _toml(values)
-
-    def _links(self) -> Iterator[tuple[str, Link]]:
-        yield "cpu", self.machine.cpu
-        yield "ssd", self.machine.ssd
-
-    def _session_tokens(self) -> float:
-        return self.trace.num_tokens / max(1, len(self.trace.requests))
-
-    def _tokens(self, num_blocks: int) -> str:
-        tokens = num_blocks * self.trace.block_tokens
-        return f"{tokens / 1e6:.1f} M" if tokens >= 1e6 else f"{tokens:,}"
-
-
-def _toml(values: dict[str, str]) -> str:
-    lines: list[str] = []
-    section = ""
-    for key in sorted(values):
-        here, name = key.split(".")
-        if here != section:
-            lines += ["", f"[{here}]"] if lines else [f"[{here}]"]
-            section = here
-        value = values[key]
-        is_bare = value in {"true", "false"} or value.isdecimal()
-        lines.append(f"{name} = {value}" if is_bare else f'{name} = "{value}"')
-    return "\n".join(lines) + "\n"
+        for size in sorted(sizes)
+    ]
+    return curve_of(run_study(trace, setups, options.jobs or os.cpu_count() or 1))
 
 
 def _check_ranges(options: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvtier.api.http.tenant import read_api_keys
 from kvtier.api.rpc.credentials import read_credentials
 from kvtier.config import Address, Config
+from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
 from kvtier.daemon.room import check_ssd, check_writable
@@ -38,6 +39,8 @@ _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a z
 # to be left over for it.
 _DAEMON_BYTES = 256 << 20
 
+_PAGE_TABLE_SHARE = 512
+"""Of the arena, whose every 4096 bytes have an entry of 8 in the page tables of who maps them."""
 
 _ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "jinja2")
 """What the extra brings that an engine is made of."""
@@ -71,6 +74,7 @@ def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]
         yield partial(check_free, "http.listen", config.http.listen)
     if config.ssd.enabled:
         yield partial(check_ssd, config)
+    yield partial(with_url, config)
     if config.engine.model is not None:
         yield check_packages
         yield partial(check_model, config.engine.model, config.engine.context_limit)
@@ -115,7 +119,9 @@ def check_memory(config: Config, files: MemoryFiles) -> None:
     is_started = config.engine.model is not None and not engine_is_running(config.daemon.socket)
     if is_started and config.engine.device == "cpu":  # one that outlived a daemon has its pool
         pool_bytes = config.engine.pool_bytes
-    _check_room("cpu.capacity", config.cpu.capacity_bytes, _DAEMON_BYTES + pool_bytes, files)
+    arena_bytes = config.cpu.capacity_bytes
+    other_bytes = _DAEMON_BYTES + arena_bytes // _PAGE_TABLE_SHARE + pool_bytes
+    _check_room("cpu.capacity", arena_bytes, other_bytes, files)
 
 
 def _check_room(field: str, wanted_bytes: int, other_bytes: int, files: MemoryFiles) -> None:

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.shown import shown_bytes, shown_seconds
+from kvtier.cli.shown import shown_bytes, shown_seconds, wrapped
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
@@ -17,8 +16,6 @@ __all__ = ["add_options", "probe_text", "run"]
 
 _TIMEOUT_S = 180.0
 """Reads of requests go first, and each of a handful of sizes may wait for them for a while."""
-
-_COLUMNS = 80
 
 _Document = Mapping[str, Any]
 
@@ -59,7 +56,7 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
     if tier["measured_s"]:
         day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tier["measured_s"]))
         head += f", measured {day}"
-    yield from textwrap.wrap(head, _COLUMNS, subsequent_indent="  ")
+    yield from wrapped(head)
     if tier["rounds"]:
         yield "     block  at once      wrote       each       read       each   by model"
     sizes = sorted({each["block_bytes"] for each in tier["rounds"]})
@@ -72,7 +69,7 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
         said = f"not measured: {tier['reason']}"
         if tier["rounds"]:
             said = f"no further: {tier['reason']}"
-        yield from textwrap.wrap(said, _COLUMNS, subsequent_indent="  ")
+        yield from wrapped(said)
 
 
 def _row(size: int, read: _Document, written: _Document | None) -> str:

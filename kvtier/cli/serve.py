@@ -3,18 +3,21 @@
 import argparse
 import asyncio
 import signal
+from collections.abc import Sequence
 from functools import partial
 
 from kvtier.cli.options import add_config_options, config_of, read_again
 from kvtier.cli.preflight import check_start
 from kvtier.config import Config
 from kvtier.config.effective import document
+from kvtier.config.secret import with_url
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.notify import Systemd
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.daemon.tiers import load_keys
+from kvtier.errors import ConfigError
 from kvtier.observe.log import hear_faults, start_log
 from kvtier.observe.trace import start_traces
 
@@ -39,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; SIGHUP has the configuration read again."""
     early: list[int] = []  # a SIGHUP by then would end the process, and must not be lost either
     signal.signal(signal.SIGHUP, lambda number, _frame: early.append(number))
-    config = config_of(options)
+    config = with_url(config_of(options))
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     systemd = Systemd.from_environment()
     reload = Reload(
         config,
-        partial(read_again, options),
+        partial(_read_again, options),
         path=options.config,
         ring=ring,
         around=systemd.reloading,
@@ -65,6 +68,15 @@ def run(options: argparse.Namespace) -> int:
         if early:
             reload.told()
         return asyncio.run(_serve(daemon, stop))
+
+
+def _read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
+    """Return what is configured by now, the URL of the remote tier among it."""
+    read = read_again(options)
+    try:
+        return with_url(read) if isinstance(read, Config) else read
+    except ConfigError as error:
+        return (error,)
 
 
 async def _serve(daemon: Daemon, stop: Stop) -> int:

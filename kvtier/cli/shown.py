@@ -1,17 +1,32 @@
-"""Numbers for people."""
+"""Numbers and lines for people; the status page has the same forms of numbers (number.js)."""
 
-__all__ = ["NO_FULL_BLOCK", "shown_bytes", "shown_count", "shown_seconds", "shown_while"]
+import textwrap
+
+__all__ = [
+    "COLUMNS",
+    "NO_FULL_BLOCK",
+    "plain",
+    "shown_bytes",
+    "shown_count",
+    "shown_seconds",
+    "shown_while",
+    "wrapped",
+]
+
+COLUMNS = 80
+"""Of a terminal that nobody has made wider."""
 
 NO_FULL_BLOCK = "the prompt fills no block, and only full blocks are kept"
 
 
 def shown_bytes(num_bytes: float) -> str:
     """Return a size with three digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(num_bytes) < 1024:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 999.5 else f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.3g} TiB"
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.3g} {unit}" if abs(num_bytes) < 999.5 else f"{num_bytes:.0f} {unit}"
 
 
 def shown_count(count: float) -> str:
@@ -35,3 +50,14 @@ def shown_while(seconds: float) -> str:
         return f"{minutes} min"
     hours = minutes // 60
     return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def plain(text: str) -> str:
+    """Return what somebody else has named or said, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def wrapped(line: str, indent: str = "") -> list[str]:
+    """Return a line in pieces that fit, and that are plain."""
+    pieces = textwrap.wrap(line, COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ")
+    return [plain(each) for each in pieces]

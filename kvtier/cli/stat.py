@@ -9,8 +9,8 @@ from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
+from kvtier.cli.shown import plain
 from kvtier.cli.stat_text import stat_text
-from kvtier.cli.stat_worth import plain
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_options", "run"]

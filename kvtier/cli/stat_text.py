@@ -4,15 +4,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds
-from kvtier.cli.stat_worth import (
-    cost_lines,
-    counted,
-    plain,
-    policy_lines,
-    worth_lines,
-    wrapped,
-)
+from kvtier.cli.shown import plain, shown_bytes, shown_count, shown_seconds, wrapped
+from kvtier.cli.stat_worth import cost_lines, counted, policy_lines, worth_lines
 
 __all__ = ["stat_text"]
 
@@ -80,6 +73,13 @@ def _ssd(tier: _Document) -> Iterator[str]:
     if detail.get("quarantined_blocks"):
         count = shown_count(detail["quarantined_blocks"])
         yield f"ssd found {count} damaged blocks since its start"
+    if detail.get("files_set_aside"):
+        count, size = shown_count(detail["files_set_aside"]), shown_bytes(detail["set_aside_bytes"])
+        yield from wrapped(
+            f"ssd files of another version, set aside: {count}, {size}. That version finds them "
+            "again, and they go first when room is needed; with the daemon stopped, "
+            "`kvtier fsck --remove-set-aside` removes them"
+        )
     lost = [
         f"{shown_count(detail[f'files_{what}_at_start'])} {what}"
         for what in ("dropped", "unreadable")
@@ -148,4 +148,4 @@ def _reload(last: _Document | None) -> Iterator[str]:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["at_s"]))
     yield f"configuration: reload {last['outcome']} at {at}"
     for line in (*last["changed"], *last["reasons"]):
-        yield from wrapped(plain(line), "  ")
+        yield from wrapped(line, "  ")

@@ -1,14 +1,12 @@
 """The parts of the status text that say what kvtier decides, and what that is worth."""
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds
+from kvtier.cli.shown import plain, shown_bytes, shown_count, shown_seconds, wrapped
 
-__all__ = ["cost_lines", "counted", "plain", "policy_lines", "worth_lines", "wrapped"]
+__all__ = ["cost_lines", "counted", "policy_lines", "worth_lines"]
 
-_COLUMNS = 80
 _CLASSES_MAX = 8
 _ENGINES_MAX = 8
 
@@ -116,16 +114,6 @@ def _reuse(each: _Document) -> str:
     return " ".join(shares) or "-"
 
 
-def plain(name: str) -> str:
-    """Return a name that a client gave itself, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
 def counted(counts: _Document) -> str:
     """Return counts by name, in words."""
     return ", ".join(f"{name} {shown_count(count)}" for name, count in counts.items())
-
-
-def wrapped(line: str, indent: str = "") -> list[str]:
-    """Return a line in pieces that fit."""
-    return textwrap.wrap(line, _COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ")

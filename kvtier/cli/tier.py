@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
-from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.cli.shown import plain, shown_bytes, shown_count, wrapped
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
@@ -18,8 +17,6 @@ __all__ = ["add_options", "list_tiers", "run"]
 
 _MARGIN_S = 5.0
 """Beyond what the daemon is told to wait."""
-
-_COLUMNS = 80
 
 _VERBS: Mapping[str, tuple["pb.TierVerb.ValueType", float, str]] = {
     "drain": (pb.TIER_VERB_DRAIN, 0.0, "write nothing new to a tier; it is still read"),
@@ -92,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document | {"done": reply.done}))
     else:
         why = f": {reply.reason}" if reply.reason else ""
-        print(f"{options.tier} is {reply.state}{why}")
+        print(plain(f"{options.tier} is {reply.state}{why}"))
     return int(not reply.done)
 
 
@@ -108,6 +105,4 @@ def _lines(tiers: _Document) -> Iterator[str]:
         )
     for name, tier in tiers.items():
         if tier["reason"]:
-            yield from textwrap.wrap(
-                f"{name} is {tier['state']}: {tier['reason']}", _COLUMNS, subsequent_indent="  "
-            )
+            yield from wrapped(f"{name} is {tier['state']}: {tier['reason']}")

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once",
         action="store_true",
-        help="look twice, an interval apart, print one frame, and end; 2 without an answer",
+        help="print one frame and end; exit code 2 without an answer",
     )
     parser.add_argument("--no-color", action="store_true", help="as with NO_COLOR set")
     parser.set_defaults(run=run)

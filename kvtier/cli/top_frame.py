@@ -4,7 +4,6 @@ Nothing is said by colour alone, and no line depends on the height: a window of 
 parts, a larger one more engines and requests. Below 80 columns lines end at the last whole word.
 """
 
-import itertools
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +13,19 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds, shown_while
-from kvtier.cli.stat_worth import plain
-from kvtier.cli.top_poll import Change, View
+from kvtier.cli.shown import (
+    COLUMNS,
+    plain,
+    shown_bytes,
+    shown_count,
+    shown_seconds,
+    shown_while,
+)
+from kvtier.cli.top_poll import View
 from kvtier.core.residency import LOWER_TIERS
 
 __all__ = ["Size", "frame"]
 
-_COLUMNS = 80
 _BAR = 10
 _FLOWS_OF = ("gpu", "ssd", "remote")
 _STATES: Mapping[str, str] = {"up": "green", "degraded": "yellow", "out": "bold red"}
@@ -43,6 +47,9 @@ _ROOMY_LINES = 30
 
 _Lines = list[Text]
 
+_Document = Mapping[str, Any]
+"""The status document, or a part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -57,27 +64,27 @@ def frame(view: View, size: Size, hint: str = "") -> _Lines:
     """Return the lines of a frame; ``hint`` says what keys do."""
     problem = textwrap.wrap(plain(view.problem), max(20, size.columns))[:_PROBLEM_LINES_MAX]
     said = [Text(line, style="bold red") for line in problem]
-    if view.minute is None or view.lately is None:
+    if view.document is None:
         lines = [Text("kvtier top", style="bold"), Text(), *(said or [Text("asking")])]
     else:
-        lines = [_title(view, view.minute.after, size, hint), *_worth(view.minute), *said]
-        lines += _picture(view.lately, size, size.lines - len(lines))
+        lines = [_title(view, view.document, size, hint), *_worth(view.document), *said]
+        lines += _picture(view.document, size, size.lines - len(lines))
     return [_cut(line, size) for line in lines[: size.lines]]
 
 
-def _picture(lately: Change, size: Size, most: int) -> _Lines:
+def _picture(now: _Document, size: Size, most: int) -> _Lines:
     """Return up to ``most`` lines of everything but the worth."""
-    now = lately.after
+    lately = now["grown"]["lately"]
     gap = [Text()] if size.lines >= _ROOMY_LINES else []
-    lines = [*gap, *_tiers(lately, size), *gap, *_flows(lately, size)]
+    lines = [*gap, *_tiers(now, size), *gap, *_flows(lately, size)]
     lines += [*gap, *_decisions(lately, size), _open(now), Text()]
     # Two headings, the line between them, and requests at least.
     num_engines = min(len(now["engines"]), max(2, (most - len(lines) - 3) // _ENGINES_SHARE))
-    lines += [*_engines(lately, num_engines, size), Text()]
+    lines += [*_engines(now, num_engines, size), Text()]
     return [*lines, *_requests(now["requests"], max(0, most - len(lines) - 1), size)]
 
 
-def _title(view: View, now: Mapping[str, Any], size: Size, hint: str) -> Text:
+def _title(view: View, now: _Document, size: Size, hint: str) -> Text:
     line = Text(f"kvtier {now['version']}", style="bold")
     line.append(f"  pid {now['pid']}  up {shown_while(now['uptime_s'])}", style="not bold")
     told = time.strftime("%H:%M:%S", time.localtime(now["time_s"]))
@@ -86,21 +93,18 @@ def _title(view: View, now: Mapping[str, Any], size: Size, hint: str) -> Text:
     return line.append(right, style="bold reverse" if view.is_old else "not bold dim")
 
 
-def _worth(minute: Change) -> _Lines:
+def _worth(now: _Document) -> _Lines:
     """Say what restoring saved of the time that first tokens would have taken."""
-    saved_s, lost_s = minute.of("worth", "saved_s"), minute.of("worth", "lost_s")
-    whole_s = minute.of("worth", "actual_s", "first_token") + saved_s - lost_s
+    minute, worth = now["grown"]["minute"], now["worth"]
+    saved_s, lost_s = minute["saved_s"], minute["lost_s"]
     line = Text()
-    if not minute.seconds:
-        line.append("rates come with the second look", style="dim")
-    elif saved_s or lost_s:
+    if saved_s or lost_s:
+        whole_s = minute["actual_s"] + saved_s - lost_s
         line.append(f"saved {_signed(saved_s - lost_s)}", style="bold green")
         line.append(f" of {shown_seconds(whole_s)} of time to first token")
     else:
         line.append("no restore was reported")
-    if minute.seconds:
-        line.append(f" in the last {shown_while(minute.seconds)}")
-    worth = minute.after["worth"]
+    line.append(f" in the last {shown_while(minute['seconds'])}")
     whole = Text(
         f"since the start: saved {shown_seconds(worth['saved_s'])}, "
         f"lost {shown_seconds(worth['lost_s'])}, regret {shown_seconds(worth['regret_s'])}"
@@ -108,10 +112,11 @@ def _worth(minute: Change) -> _Lines:
     return [line, whole]
 
 
-def _tiers(lately: Change, size: Size) -> Iterator[Text]:
+def _tiers(now: _Document, size: Size) -> Iterator[Text]:
     heads = ("tier", "state", "occupied", "used", "capacity", "blocks", "served")
     yield _heading(_row(_TIER_COLUMNS, heads))
-    for name, tier in lately.after["tiers"].items():
+    lately = now["grown"]["lately"]
+    for name, tier in now["tiers"].items():
         used, capacity, state = tier["used_bytes"], tier["capacity_bytes"], str(tier["state"])
         cells = (
             name,
@@ -120,19 +125,13 @@ def _tiers(lately: Change, size: Size) -> Iterator[Text]:
             shown_bytes(used),
             shown_bytes(capacity) if capacity else "-",
             shown_count(tier["blocks"]),
-            _served(lately, name),
+            f"{_short(_rate(lately['served_tokens'][name], lately))} tok/s",
         )
         line = Text(_row(_TIER_COLUMNS, cells))
         line.stylize(_STATES.get(state, "dim"), 8, 18)
         yield line
         if tier["reason"]:
             yield Text(f"        {plain(tier['reason'])}", style=_STATES.get(state, "dim"))
-
-
-def _served(lately: Change, tier: str) -> str:
-    """Return the tokens a second that a tier spared its engines."""
-    path = ("tiers", "gpu", "hit_tokens") if tier == "gpu" else ("tokens", "loaded", tier)
-    return f"{_short(lately.per_second(*path))} tok/s"
 
 
 def _bar(share: float | None, size: Size) -> str:
@@ -143,30 +142,28 @@ def _bar(share: float | None, size: Size) -> str:
     return f"{full * num_full}{empty * (_BAR - num_full)}{100 * share:>4.0f}%"
 
 
-def _flows(lately: Change, size: Size) -> Iterator[Text]:
+def _flows(lately: _Document, size: Size) -> Iterator[Text]:
     """Show what goes from the CPU tier to each other one, and what comes from there."""
     away, back = ("->", "<-") if size.is_ascii else ("→", "←")
     for arrow, route in ((away, "cpu_to_{}"), (back, "{}_to_cpu")):
         line = Text()
         for other in _FLOWS_OF:
-            rate = lately.per_second("transfers", route.format(other), "bytes")
+            rate = _rate(lately["moved_bytes"][route.format(other)], lately)
             flow = f"cpu {arrow} {other}"
             line.append(f"{flow:<15}{shown_bytes(rate) + '/s':>10}  ", "" if rate else "dim")
         yield line
 
 
-def _decisions(lately: Change, size: Size) -> Iterator[Text]:
-    for what, path in (
-        ("decided", ("worth", "decisions")),
-        ("blocks missed", ("worth", "missed_blocks")),
-    ):
-        yield _rates(what, lately.counts(*path), size)
+def _decisions(lately: _Document, size: Size) -> Iterator[Text]:
+    for what, name in (("decided", "decisions"), ("blocks missed", "missed_blocks")):
+        rates = {each: _rate(number, lately) for each, number in lately[name].items() if number}
+        yield _rates(what, sorted(rates.items(), key=lambda each: -each[1]), size)
 
 
-def _rates(what: str, rates: Mapping[str, float], size: Size) -> Text:
-    """Return as many rates as fit, the fastest first."""
+def _rates(what: str, rates: Sequence[tuple[str, float]], size: Size) -> Text:
+    """Return as many rates as fit."""
     line = Text(f"{what:<15}")
-    for number, (name, rate) in enumerate(rates.items()):
+    for number, (name, rate) in enumerate(rates):
         said = f"{', ' if number else ''}{name} {_short(rate)}/s"
         if len(line) + len(said) > size.columns:
             break
@@ -174,7 +171,7 @@ def _rates(what: str, rates: Mapping[str, float], size: Size) -> Text:
     return line if rates else line.append("nothing", style="dim")
 
 
-def _open(now: Mapping[str, Any]) -> Text:
+def _open(now: _Document) -> Text:
     parts = [f"leases {shown_count(now['leases'])}", f"pins {shown_count(now['pins'])}"]
     detail = now["tiers"]["ssd"].get("detail", {})
     if "write_budget_bytes" in detail:
@@ -184,48 +181,34 @@ def _open(now: Mapping[str, Any]) -> Text:
     return Text(f"{'open':<15}{', '.join(parts)}")
 
 
-def _engines(lately: Change, most: int, size: Size) -> Iterator[Text]:
+def _engines(now: _Document, most: int, size: Size) -> Iterator[Text]:
     columns = _widened(_ENGINE_COLUMNS, size)
     heads = ("engine", "requests", "tokens", "restored", "TTFT", "running", "GPU used")
     yield _heading(_row(columns, heads))
-    engines, before = lately.after["engines"], _numbered(lately.before["engines"])
-    shown = engines[: most - 1 if len(engines) > most else most]
-    for name, engine in _numbered(shown).items():
-        yield Text(_row(columns, _engine(engine, before.get(name, {}), lately.seconds)))
+    engines = now["engines"]
+    for each in engines[: most - 1 if len(engines) > most else most]:
+        yield Text(_row(columns, _engine(each, now["grown"]["lately"])))
     if len(engines) > most:
         yield Text(f"and {len(engines) - most + 1} more", style="dim")
     if not engines:
         yield Text("none", style="dim")
 
 
-def _numbered(engines: Sequence[Mapping[str, Any]]) -> dict[object, Mapping[str, Any]]:
-    """Return engines by what tells them apart: one process may have several sessions."""
-    named: dict[object, Mapping[str, Any]] = {}
-    for engine in engines:
-        name = (engine["pid"], engine["engine"])
-        number = next(n for n in itertools.count() if (*name, n) not in named)
-        named[(*name, number)] = engine
-    return named
-
-
-def _engine(engine: Mapping[str, Any], then: Mapping[str, Any], seconds: float) -> Sequence[str]:
-    def grew(name: str) -> float:
-        return max(0.0, float(engine[name]) - float(then.get(name, 0)))
-
-    tokens, first_tokens = grew("prompt_tokens"), grew("first_tokens")
-    capacity = engine["gpu_capacity_bytes"]
+def _engine(engine: _Document, over: _Document) -> Sequence[str]:
+    lately, capacity = engine["lately"], engine["gpu_capacity_bytes"]
+    tokens, first_tokens = lately["prompt_tokens"], lately["first_tokens"]
     return (
         plain(engine["engine"]),
-        f"{_short(grew('requests') / seconds)}/s" if seconds else "-",
-        f"{_short(tokens / seconds)}/s" if seconds else "-",
-        f"{100 * grew('restored_tokens') / tokens:.0f} %" if tokens else "-",
-        shown_seconds(grew("first_token_s") / first_tokens) if first_tokens else "-",
+        f"{_short(_rate(lately['requests'], over))}/s",
+        f"{_short(_rate(tokens, over))}/s",
+        f"{100 * lately['restored_tokens'] / tokens:.0f} %" if tokens else "-",
+        shown_seconds(lately["first_token_s"] / first_tokens) if first_tokens else "-",
         shown_count(engine["running"]),
         f"{100 * engine['gpu_used_bytes'] / capacity:.0f} %" if capacity else "-",
     )
 
 
-def _requests(requests: Sequence[Mapping[str, Any]], most: int, size: Size) -> Iterator[Text]:
+def _requests(requests: Sequence[_Document], most: int, size: Size) -> Iterator[Text]:
     columns = _widened(_REQUEST_COLUMNS, size)
     heads = ("request", "age", "prompt", "restored", " from", "decided", "TTFT", "saved")
     yield _heading(_row(columns, heads))
@@ -235,7 +218,7 @@ def _requests(requests: Sequence[Mapping[str, Any]], most: int, size: Size) -> I
         yield Text("none yet", style="dim")
 
 
-def _request(request: Mapping[str, Any], columns: Sequence[int]) -> Text:
+def _request(request: _Document, columns: Sequence[int]) -> Text:
     restored, saved_s = request["restored_tokens"], request["saved_s"]
     tiers = [tier.value for tier in LOWER_TIERS if restored and restored[tier.value]]
     first_s = request["first_token_s"]
@@ -256,7 +239,7 @@ def _request(request: Mapping[str, Any], columns: Sequence[int]) -> Text:
 
 def _widened(columns: Sequence[int], size: Size) -> Sequence[int]:
     """Give a name, in the first column, what a wide window has to spare."""
-    spare = max(0, min(size.columns - _COLUMNS, _NAME_SPARE_MAX))
+    spare = max(0, min(size.columns - COLUMNS, _NAME_SPARE_MAX))
     return (columns[0] - spare, *columns[1:])
 
 
@@ -276,6 +259,11 @@ def _fitted(text: str, width: int) -> str:
 
 def _heading(text: str) -> Text:
     return Text(text, style="bold underline")
+
+
+def _rate(number: float, over: _Document) -> float:
+    """Return how much it is a second, where it grew by so much in a window."""
+    return number / over["seconds"] if over["seconds"] else 0.0
 
 
 def _short(number: float) -> str:

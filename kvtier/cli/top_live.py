@@ -6,6 +6,7 @@ import time
 
 from rich.console import Console, Group
 
+from kvtier.cli.shown import COLUMNS
 from kvtier.cli.top_frame import Size, frame
 from kvtier.cli.top_poll import Poller
 from kvtier.cli.top_screen import Screen
@@ -18,7 +19,7 @@ _REDRAW_S = 1.0
 _LEAVE = frozenset("qQ\x03\x04")
 """Also Ctrl-D, and Ctrl-C where the terminal makes no signal of it."""
 
-_COLUMNS, _LINES = 80, 60
+_LINES = 60
 """Of a frame that no window bounds: all that is told fits."""
 
 
@@ -39,11 +40,9 @@ def show(poller: Poller, *, is_once: bool, with_color: bool) -> int:
 
 
 def _print_frames(poller: Poller, console: Console, *, is_once: bool) -> int:
-    """Print frames as text, each after two looks at least: before, there are no rates to tell."""
-    size = Size(_COLUMNS, _LINES, is_ascii=console.options.ascii_only)
-    poller.step()
+    """Print frames as text."""
+    size = Size(COLUMNS, _LINES, is_ascii=console.options.ascii_only)
     while True:
-        time.sleep(poller.interval_s)
         poller.step()
         view = poller.view()
         for line in frame(view, size):
@@ -51,3 +50,4 @@ def _print_frames(poller: Poller, console: Console, *, is_once: bool) -> int:
         if is_once:
             return 2 if view.problem else 0
         console.print()
+        time.sleep(poller.interval_s)

@@ -31,7 +31,7 @@ announced never waits and never raises.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ class Client:
         own_tier: Callable[[], OwnTier] | None = None,
         flops: ModelFlops | None = None,
         can_split: bool = False,
+        rank: int = 0,
         watch: Hear | None = None,
         pin: Pin | None = None,
     ) -> None:
@@ -103,14 +104,23 @@ class Client:
         ``drop`` may raise TimeoutError where the engine is too busy; the operator is then told
         that there was no answer. ``flops`` is what the model takes, for as long as no step was
         noted, and ``can_split`` tells that it can compute the front of a prompt while the back is
-        being loaded. ``watch`` is told, on a thread of the client's, what the daemon's tiers have
-        of the key space and what comes and leaves; without a daemon they have nothing. ``pin`` is
-        shown each arena that is mapped, for a device that is to copy from and to it.
+        being loaded. Of several ``rank``s that serve a request together, each with a client, the
+        request counts with that of rank 0. ``watch`` is told, on a thread of the client's, what the
+        daemon's tiers have of the key space and what comes and leaves; without a daemon they have
+        nothing. ``pin`` is shown each arena that is mapped, for a device that is to copy from and
+        to it.
         """
         self.deadlines = deadlines or ClientDeadlines()
         self._socket_path = socket_path
         self._open_link = partial(
-            open_link, socket_path, space, engine, flops=flops, can_split=can_split, pin=pin
+            open_link,
+            socket_path,
+            space,
+            engine,
+            flops=flops,
+            can_split=can_split,
+            rank=rank,
+            pin=pin,
         )
         self._drop = drop
         self._own_tier = own_tier
@@ -131,10 +141,16 @@ class Client:
         self._announcer = threading.Thread(target=self._announce, name="kvtier-said", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for the daemon; returns at once."""
-        self._keeper.start()
-        self._reporter.start()
-        self._announcer.start()
+        """Begin to look for the daemon; returns at once.
+
+        Raises RuntimeError where no thread is to be had, and is closed then.
+        """
+        try:
+            for thread in (self._reporter, self._announcer, self._keeper):
+                thread.start()
+        except RuntimeError:
+            self.close()
+            raise
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait until there is a session; False if there is none in time."""
@@ -195,19 +211,27 @@ class Client:
         *,
         decision: int = 0,
         from_back: bool = False,
+        is_held: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[LoadedBlock | str]:
         """Yield verified blocks as they come, then why no more.
 
-        In chain order, or ``from_back`` from the last one down. ``decision`` is the plan's number
-        where there was a plan, and ``timeout_s`` how long to wait, by default the client's own
+        In chain order, or ``from_back`` from the last one down; ``is_held``: another client holds
+        them, and that they were loaded has been counted. ``decision`` is the plan's number where
+        there was a plan, and ``timeout_s`` how long to wait, by default the client's own
         deadline. End the iteration early and what has not come yet is given up. See ``Link.load``
         for when a block may be used.
         """
         most_s = self.deadlines.load_s if timeout_s is None else timeout_s
         with self._use(decision=decision) as link:
             yield from link.load(
-                tenant, hashes, first, most_s, decision=decision, from_back=from_back
+                tenant,
+                hashes,
+                first,
+                most_s,
+                decision=decision,
+                from_back=from_back,
+                is_held=is_held,
             )
 
     def hold(
@@ -344,7 +368,7 @@ class Client:
                 self._absences.warning("the daemon refused this engine", error=error)
                 pause_s = _REFUSED_PAUSE_S
             except Exception:  # whatever it is, the daemon is looked for again
-                _log.exception("the session failed", socket=self._socket_path)
+                self._warnings.exception("the session failed", socket=self._socket_path)
                 with self._changed:
                     self._link = None
             self._is_closing.wait(pause_s)
@@ -368,29 +392,35 @@ class Client:
         if not self._is_closing.is_set():
             self._broken.wait()
         if self._watching:
-            self._watching.end()
+            with self._going_on("watching"):
+                self._watching.end()
         with self._changed:
             self._link = None
             is_idle = self._changed.wait_for(lambda: self._num_users == 0, _CLOSE_TIMEOUT_S)
-        populator.join()
+        populator.join(_CLOSE_TIMEOUT_S)
+        if populator.is_alive():
+            _log.warning("a device does not let go of the arena", socket=self._socket_path)
+            is_idle = False
         _log.info("detached", socket=self._socket_path)
         if is_idle:
             link.close()
-        else:  # a copy still uses the arena; a device may know it, so it stays mapped where it is
+        else:  # it is in use still; a device may know the arena, so it stays mapped where it is
             self._left_open.append(link)
 
     def _attend(self, link: Link) -> None:
-        try:
+        """Follow the daemon's orders; where they are heard no more, the link is over."""
+        with self._going_on("orders"):
             for order in link.orders():
                 try:
-                    removed = self._drop()
+                    removed, own = self._drop(), self._own()
                 except TimeoutError:
                     self._warnings.warning("the engine was too busy to empty its tier")
-                    continue
-                link.answer(order, removed, self._own(), self.deadlines.store_s)
-        except DaemonUnavailable:
-            if self._link is link:
-                self._break()
+                except Exception:  # the operator is told that there was no answer
+                    self._warnings.exception("the engine could not empty its tier")
+                else:
+                    link.answer(order, removed, own, self.deadlines.store_s)
+        if self._link is link:
+            self._break()
 
     def _follow(self, link: Link) -> None:
         assert self._watching is not None
@@ -399,23 +429,40 @@ class Client:
         except DaemonUnavailable:
             if self._link is link:
                 self._break()
+        except Exception:  # blocks are stored and loaded all the same
+            self._warnings.exception("what the tiers have is not told any more")
+            with self._going_on("watching"):
+                self._watching.end()
 
     def _report(self) -> None:
         period_s = min(_REPORT_PERIOD_S, self.deadlines.reconnect_s)
         while not self._is_closing.wait(period_s):
             if not self.is_attached:
                 continue  # what steps take is the same for the next daemon
-            measured = self._outbox.take_measured()
-            if measured or self._own_tier:
-                with suppress(DaemonUnavailable), self._use() as link:
-                    link.report(self._own(), measured, self.deadlines.store_s)
+            with self._going_on("reports"):
+                measured = self._outbox.take_measured()
+                if measured or self._own_tier:
+                    own = self._own()
+                    with self._use() as link:
+                        link.report(own, measured, self.deadlines.store_s)
 
     def _announce(self) -> None:
         while self._outbox.wait():
             self._is_closing.wait(_GATHER_S)
-            said = self._outbox.take_said()
-            with suppress(DaemonUnavailable), self._use() as link:
-                link.announce(said, self.deadlines.store_s)
+            with self._going_on("announcements"):
+                said = self._outbox.take_said()
+                with self._use() as link:
+                    link.announce(said, self.deadlines.store_s)
+
+    @contextmanager
+    def _going_on(self, part: str) -> Iterator[None]:
+        """Have a thread go on, whatever the daemon does; what is a bug is logged."""
+        try:
+            yield
+        except DaemonUnavailable:
+            pass  # that was said
+        except Exception:
+            self._warnings.exception("a part of the client failed", part=part)
 
     def _own(self) -> OwnTier:
         return self._own_tier() if self._own_tier else OwnTier(0, 0, 0, 0)

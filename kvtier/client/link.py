@@ -25,6 +25,7 @@ from kvtier.client.wire import (
     load_to_wire,
     outcome_to_wire,
     plan_from_wire,
+    purpose_to_wire,
     step_to_wire,
     tiers_from_wire,
     traits_to_wire,
@@ -40,6 +41,7 @@ from kvtier.core.identity import (
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.core.plan import Plan
+from kvtier.core.purpose import Purpose
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
@@ -91,6 +93,8 @@ class Found:
     """How many of them should be loaded, and how; without one, all of them."""
     max_offload_tokens: int | None = None
     """How many leading tokens of this request it pays to offer; None: all of them."""
+    empty_s: float = 0.0
+    """So long there is nothing else of the key space to be found than what the asker stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ class Link:
                 reply.reason,
                 plan_from_wire(reply.plan) if reply.HasField("plan") else None,
                 reply.max_offload_tokens if reply.HasField("max_offload_tokens") else None,
+                reply.empty_ms / 1000,
             )
 
     def load(
@@ -183,14 +188,18 @@ class Link:
         *,
         decision: int,
         from_back: bool,
+        is_held: bool,
     ) -> Iterator[LoadedBlock | str]:
         """Yield verified blocks from ``first`` on, each as soon as it is there, then why no more.
 
-        ``from_back``: the last of them comes first. A block is only good once the next item was
-        asked for and came, or the end did: what was copied after its lease had run out must not be
-        used, and raises here instead.
+        ``from_back``: the last of them comes first; ``is_held``: ``hold`` brought them up. A block
+        is only good once the next item was asked for and came, or the end did: what was copied
+        after its lease had run out must not be used, and raises here instead.
         """
-        call = self._begin(tenant, hashes, first, timeout_s, decision, from_back=from_back)
+        purpose = Purpose.COPY_HELD if is_held else Purpose.COPY
+        call = self._begin(
+            tenant, hashes, first, timeout_s, decision, from_back=from_back, purpose=purpose
+        )
         with _faults():
             try:
                 for place, slot in enumerate(call.announced()):
@@ -217,7 +226,7 @@ class Link:
         decision: int,
     ) -> Held:
         """Have blocks from ``first`` on brought up, verify them, and keep their lease."""
-        call = self._begin(tenant, hashes, first, timeout_s, decision)
+        call = self._begin(tenant, hashes, first, timeout_s, decision, purpose=Purpose.HOLD)
         tiers: list[TierName] = []
         with _faults():
             try:
@@ -362,6 +371,7 @@ class Link:
         timeout_s: float,
         decision: int,
         *,
+        purpose: Purpose,
         from_back: bool = False,
     ) -> OpenLoad:
         """Ask for a load."""
@@ -373,6 +383,7 @@ class Link:
             deadline_ms=int(timeout_s * _DAEMON_SHARE * 1000),
             decision=decision,
             from_back=from_back,
+            purpose=purpose_to_wire(purpose),
         )
         now_s = time.monotonic()
         with _faults():
@@ -444,6 +455,7 @@ def open_link(
     *,
     flops: ModelFlops | None = None,
     can_split: bool = False,
+    rank: int = 0,
     pin: Pin | None = None,
 ) -> Link:
     """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
@@ -467,6 +479,7 @@ def open_link(
         engine=engine,
         flops=flops_to_wire(flops or ModelFlops()),
         can_split=can_split,
+        rank=rank,
     )
     try:
         with _faults():

@@ -16,6 +16,7 @@ from kvtier.core.limits import (
     REQUEST_ID_CHARACTERS_MAX,
 )
 from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.purpose import Purpose
 from kvtier.core.residency import TierName
 from kvtier.core.table import as_keys
 from kvtier.core.traits import Traits
@@ -32,6 +33,8 @@ __all__ = [
     "outcome_to_wire",
     "plan_from_wire",
     "plan_to_wire",
+    "purpose_from_wire",
+    "purpose_to_wire",
     "step_to_wire",
     "tier_from_wire",
     "tier_to_wire",
@@ -63,6 +66,11 @@ _TO_WIRE: Mapping[TierName, "pb.Tier.ValueType"] = {
 _FROM_WIRE: Mapping["pb.Tier.ValueType", TierName] = {
     number: name for name, number in _TO_WIRE.items()
 }
+_PURPOSES: Mapping[Purpose, "pb.LoadRequest.Purpose.ValueType"] = {
+    Purpose.COPY: pb.LoadRequest.COPY,
+    Purpose.HOLD: pb.LoadRequest.HOLD,
+    Purpose.COPY_HELD: pb.LoadRequest.COPY_HELD,
+}
 
 
 def agreed_protocol(newest: int, oldest: int) -> int:
@@ -90,6 +98,16 @@ def tier_to_wire(tier: TierName) -> "pb.Tier.ValueType":
 def tier_from_wire(number: "pb.Tier.ValueType") -> TierName:
     """Return the tier for a number; raises KeyError for one that is none."""
     return _FROM_WIRE[number]
+
+
+def purpose_to_wire(purpose: Purpose) -> "pb.LoadRequest.Purpose.ValueType":
+    """Return the wire's number for what a load is for."""
+    return _PURPOSES[purpose]
+
+
+def purpose_from_wire(number: "pb.LoadRequest.Purpose.ValueType") -> Purpose:
+    """Return what a load is for; one that we do not know brings and copies, as all did once."""
+    return next((each for each, own in _PURPOSES.items() if own == number), Purpose.COPY)
 
 
 def tiers_from_wire(

@@ -19,7 +19,7 @@ _REFERENCE_HEAD = """\
 
 One TOML file, given with `--config FILE`. Without one the defaults hold. Later ones win, key by
 key: defaults, the file, environment variables `KVTIER_SECTION_KEY` (`KVTIER_CPU_CAPACITY=8GiB`),
-options `--set section.key=value`. An unknown key is an error, and so is a value without its unit.
+options `--set section.key=value`. An unknown key is an error.
 
 Sizes are whole bytes or carry a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB
 (powers of 1024). Durations always carry one: ns, us, ms, s, min, h, d. A list is `[1000, 65532]`

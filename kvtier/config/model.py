@@ -87,7 +87,7 @@ class DaemonConfig(Section):
         default="info",
         json_schema_extra=live("At info an idle daemon writes some lines a day."),
         description="The least serious lines that are written to standard error. An engine takes "
-        "it when it starts.",
+        "it when it starts; one that the daemon starts takes what the daemon was started with.",
     )
     log_format: Literal["text", "json"] = Field(
         default="text",
@@ -267,6 +267,12 @@ class Config(Section):
         """Put checked sections together; ``sources`` maps ``section.key`` to where it was set."""
         config = cls.model_validate(dict(sections))
         config._sources = dict(sources)
+        return config
+
+    def with_url(self, url: str, source: str) -> Self:
+        """Return the same with another ``remote.url``, and where that was found."""
+        config = self.model_copy(update={"remote": self.remote.model_copy(update={"url": url})})
+        config._sources = {**self._sources, "remote.url": source}
         return config
 
     def source_of(self, key: str) -> str:

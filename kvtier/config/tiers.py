@@ -204,6 +204,17 @@ class RemoteConfig(Section):
         "redis+sentinel://host:port,host:port/service for Sentinel (rediss+… with TLS); empty: no "
         "remote tier. It is never logged.",
     )
+    url_file: Path | None = Field(
+        default=None,
+        json_schema_extra=why(
+            "A URL without a password may stand in the open.",
+            shown="none",
+            example="/etc/kvtier/redis-url",
+        ),
+        description="File with the URL on one line, instead of url: then a password is neither in "
+        "this file nor in the environment. Read at the start and with each reload. Must not be "
+        "readable for others.",
+    )
     key_prefix: str = Field(
         default="kvtier:",
         min_length=1,
@@ -294,6 +305,11 @@ class RemoteConfig(Section):
         json_schema_extra=live("A slow server must not fill the node's memory."),
         description="Bytes that may wait to be written; beyond it offers are throttled.",
     )
+
+    def conflicts(self) -> Iterable[ConfigError]:
+        """Check that there is one URL."""
+        if self.url and self.url_file is not None:
+            yield ConfigError("remote.url_file", "is set, and so is remote.url", "set one of them")
 
 
 class SealConfig(Section):

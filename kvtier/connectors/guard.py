@@ -31,7 +31,11 @@ def guarded(log: Log, otherwise: Callable[[], object]) -> Callable[[_Hook], _Hoo
     return decorate
 
 
-def note_fault(log: Log, done: Future[Any]) -> None:
+def note_fault(faults: Repeated, done: Future[Any]) -> None:
     """Log what a thread's work ended with, which nobody else would ever see."""
-    if not done.cancelled() and (error := done.exception()) is not None:
-        log.error("a thread of the connector failed", error=f"{type(error).__name__}: {error}")
+    if done.cancelled():
+        return
+    try:
+        done.result()
+    except Exception:
+        faults.exception("a thread of the connector failed")

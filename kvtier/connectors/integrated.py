@@ -15,10 +15,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Protocol
 
 from kvtier.client import Announcement, Client, LoadedBlock
+from kvtier.connectors.guard import note_fault
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.plan import Outcome
 from kvtier.core.residency import TierName
@@ -34,10 +36,13 @@ from kvtier.engine.port import (
     StoreOffer,
 )
 from kvtier.errors import DaemonSlow, DaemonUnavailable
+from kvtier.observe.log import Log, Repeated
 from kvtier.observe.table import Route
 from kvtier.observe.trace import TRACES
 
 __all__ = ["DaemonPort", "PoolBytes"]
+
+_log = Log("kvtier.engine")
 
 _NUM_ASKERS = 2
 """Lookups have threads of their own: they take a millisecond, and loads may take seconds."""
@@ -112,6 +117,7 @@ class DaemonPort:
         self._flights: dict[str, _Flight] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
+        self._faults = Repeated(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
@@ -142,7 +148,7 @@ class DaemonPort:
         if not self._client.is_attached:
             self._emit(Found(traits.request_id, (), "daemon_away"))
             return
-        self._askers.submit(self._lookup, chain, first, traits, load)
+        self._begin(self._askers, self._lookup, chain, first, traits, load)
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Queue a load; the time it may take begins now."""
@@ -152,7 +158,7 @@ class DaemonPort:
         flight = _Flight(order, into, time.monotonic() + most_s)
         with self._lock:
             self._flights[order.request_id] = flight
-        self._readers.submit(self._load, flight)
+        self._begin(self._readers, self._load, flight)
 
     def meet(self, request_id: str, num_computed: int) -> int:
         """Leave to the engine what is not being copied yet."""
@@ -170,7 +176,7 @@ class DaemonPort:
         """Queue a store."""
         number = next(self._numbers)
         if self._client.is_attached:
-            self._writer.submit(self._store, number, chain, first, blocks, offer)
+            self._begin(self._writer, self._store, number, chain, first, blocks, offer)
         else:
             self._emit(Stored(number, 0))
         return number
@@ -195,6 +201,10 @@ class DaemonPort:
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._client.close()
+
+    def _begin(self, threads: ThreadPoolExecutor, work: Callable[..., None], *of: object) -> None:
+        """Have a thread do something; what it raises, nobody else would hear of."""
+        threads.submit(work, *of).add_done_callback(partial(note_fault, self._faults))
 
     def _emit(self, event: PortEvent) -> None:
         self._events.append(event)

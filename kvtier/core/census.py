@@ -69,6 +69,11 @@ class Census:
         else:
             np.add.at(self._ready[tier], spaces, int(is_ready) - was_ready.astype(np.int64))
 
+    def has(self, key_space: bytes) -> bool:
+        """Tell whether any tier would serve a block of a key space."""
+        number = self._numbers.get(key_space)
+        return number is not None and bool(self._ready[:, number].any())
+
     def held(self, tier: int) -> Iterator[tuple[bytes, Held]]:
         """Yield each key space that a tier has blocks of, with how many."""
         num_ready = self._ready[tier].tolist()

@@ -24,6 +24,7 @@ __all__ = [
     "DEMOTION_WINDOW_SHARE_MAX",
     "DRAINS_MAX",
     "DROP_GRACE_NS",
+    "EMPTY_MS",
     "ENGINE_SHARE",
     "EXPLAINED_RUNS_MAX",
     "FEED_BLOCKS_MAX",
@@ -196,6 +197,10 @@ PROBE_GRACE_NS = 20_000_000
 
 DROP_GRACE_NS = 250_000_000
 """Kept back from a drop's deadline to report what could not be removed."""
+
+EMPTY_MS = 1000
+"""So long an engine need not ask for what no tier has any of: the first blocks that another engine
+of its kind stores are found that much later."""
 
 VICTIMS_SCANNED_AT_ONCE = 16_384
 """Eviction candidates sorted out in one pass over the blocks of a size: 30 ms a pass at a million

@@ -1,10 +1,10 @@
 """What kvtier keeps, what it expects, and what that was worth: three sections of the status."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvtier.core.admission import QuantileGate
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency import LOWER_TIERS
+from kvtier.daemon.policies import Policies
 from kvtier.daemon.samples import Samples
 from kvtier.node.node import Node
 from kvtier.observe.metric import Metric
@@ -37,28 +37,18 @@ _Document = dict[str, Any]
 
 
 class Account:
-    """Reads them from ``node``, on the loop's thread."""
+    """Reads them from ``node`` and what decides for it, on the loop's thread."""
 
-    def __init__(
-        self,
-        node: Node,
-        eviction: str,
-        gates: Mapping[TierName, QuantileGate],
-        retained_bytes: Callable[[], int],
-    ) -> None:
-        """``eviction`` is the policy's name, and ``gates`` stand before tiers."""
+    def __init__(self, node: Node, policies: Policies) -> None:
         self._node = node
-        self._retained_bytes = retained_bytes
-        self._eviction = eviction
-        self._gates = gates
+        self._policies = policies
 
     def policy(self) -> _Document:
         """Return what is kept, and how deep into prompts."""
-        history, depth = self._node.history, self._node.depth
         return {
-            "eviction": self._eviction,
-            "remembered_blocks": history.num_remembered if history else 0,
-            "retained_bytes": self._retained_bytes(),
+            "eviction": self._policies.rule,
+            "remembered_blocks": self._policies.history.num_remembered,
+            "retained_bytes": self._node.lookahead.retention.retained_bytes(),
             "gates": {
                 tier.value: {
                     "share": round(gate.share, 4),
@@ -66,16 +56,14 @@ class Account:
                     "offered_blocks": gate.num_offered,
                     "taken_blocks": gate.num_taken,
                 }
-                for tier, gate in self._gates.items()
+                for tier, gate in self._policies.admission.gates.items()
             },
-            "classes": depth.classes() if depth else [],
+            "classes": self._policies.depth.classes(),
         }
 
     def cost(self, now_ns: int) -> _Document:
         """Return what the model expects of each route and engine, as far as it was measured."""
-        planner = self._node.planner
-        if planner is None:
-            return {"routes": {}, "engines": {}, "guarded": []}
+        planner = self._policies.planner
         learned = planner.document()
         routes = {ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
         return {

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import os
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,26 +17,17 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from kvtier.api.rpc.reports import Reports
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, TierName
-from kvtier.daemon.account import Account
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import Closing
-from kvtier.daemon.device import devices_of
-from kvtier.daemon.explain import Explainer
-from kvtier.daemon.gauges import Gauges
-from kvtier.daemon.health import NodeHealth
-from kvtier.daemon.key_spaces import SavedKeySpaces
-from kvtier.daemon.learned import Learned, Learner
-from kvtier.daemon.memory import Reservation
 from kvtier.daemon.notify import Systemd
+from kvtier.daemon.parts import Parts
+from kvtier.daemon.past import NOTED_EVERY_S
 from kvtier.daemon.policies import policies
 from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
-from kvtier.daemon.roster import Roster
 from kvtier.daemon.sockets import Sockets
-from kvtier.daemon.stat import Status
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.tiers import allowance, open_tier, open_tiers, slow_tier, tune_tier
 from kvtier.daemon.yardstick import without_probes
@@ -128,47 +118,23 @@ class Daemon:
             lock = hold_lock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
             closing.add("letting go of the lock", partial(let_go, lock))
             driver, arena = self._open_node(closing)
-            background = Background(self.metrics)
-            reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
-            roster = self.roster = Roster(driver, lambda: self.config, self._open_tier)
-            health = NodeHealth(driver, reservation.health, roster.health)
-            spaces = self._key_spaces(driver)
-            gates = self._policies.admission.gates
-            retained_bytes = driver.node.lookahead.retention.retained_bytes
-            gauges = Gauges(driver, health, gates, retained_bytes)
-            eviction = self.config.policy.eviction
-            account = Account(driver.node, eviction, gates, retained_bytes)
-            block_tokens = self.config.engine.block_tokens
-            told = self._reload.document
-            status = Status(driver, health, spaces, account, block_tokens, config=told)
-            explainer = Explainer(driver.node, spaces, block_tokens)
-            prober = self._prober(driver)
-            learned = self._learned(driver, prober)
-            roster.on_attach = partial(self._moved, spaces, learned, prober)
-            self._reload.is_free = roster.is_free
-            scrubber = Scrubber(driver, TierName.SSD)
+            parts = Parts(
+                driver,
+                arena,
+                self._policies,
+                lambda: self.config,
+                open_tier=self._open_tier,
+                reload=self._reload,
+            )
             sockets = Sockets(self.config, closing, driver)
-            sockets.open_http(
-                health, lambda: self._is_ready and not self._stop.has_begun, status.document
-            )
-            closing.add("stopping the background tasks", background.stop)
-            self._supervise(background, driver, gauges, scrubber)
-            background.every(_RESERVE_PERIOD_S, "reserve", reservation.step)
-            report = partial(self._systemd.report, health)
-            background.every(self._systemd.period_s, "systemd", report)
-            self._learn(closing, background, driver, prober, learned)
+            sockets.open_http(parts.health, self._is_serving, parts.status.page)
+            self._begin(closing, parts)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
-            closing.add("ending changes of tiers", roster.stop, most_s=_ROSTER_END_S)
+            closing.add("ending changes of tiers", parts.roster.stop, most_s=_ROSTER_END_S)
             await sockets.open_arena(arena, self.boot)
-            reports = Reports(
-                status.document,
-                explainer.document,
-                prober.probe,
-                prober.hold,
-                self._reload.ask,
-                self._reload.effective,
+            await sockets.open_rpc(
+                parts.reports(), parts.scrubber, parts.spaces.forget_unused, parts.roster
             )
-            await sockets.open_rpc(reports, scrubber, spaces.forget_unused, roster)
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
             gc.freeze()
@@ -180,6 +146,9 @@ class Daemon:
             self._is_ready = False
             self.metrics.set(READY, 0)
 
+    def _is_serving(self) -> bool:
+        return self._is_ready and not self._stop.has_begun
+
     def _own_tiers(self, config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
         return open_tiers(config, ring, self._policies.history.scores)
 
@@ -188,21 +157,6 @@ class Daemon:
         if self._open_tiers != self._own_tiers:
             return self._open_tiers(config, self._ring)[name]
         return open_tier(config, name, self._ring, self._policies.history.scores)
-
-    async def _moved(
-        self,
-        spaces: SavedKeySpaces,
-        learned: Learned,
-        prober: Prober,
-        name: TierName,
-        config: Config,
-    ) -> None:
-        """Have what is kept beside a tier's blocks, or known of its medium, go with it."""
-        devices = await in_thread(partial(devices_of, config), "kvtier-devices")
-        prober.renew(name, devices.get(name, ""))
-        if name is TierName.SSD:
-            await spaces.move_to(config.ssd.directory)
-            learned.move_to(config.ssd.directory)
 
     def _open_node(self, closing: Closing) -> tuple[Driver, HostArena]:
         """Open tiers and arena, and a node that knows what they hold."""
@@ -243,57 +197,23 @@ class Daemon:
         cpu = self.config.cpu
         return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
 
-    def _key_spaces(self, driver: Driver) -> SavedKeySpaces:
-        ssd = self.config.ssd
-        spaces = SavedKeySpaces(driver, ssd.directory if ssd.enabled else None)
-        driver.on_register = spaces.registered
-        return spaces
-
-    def _prober(self, driver: Driver) -> Prober:
-        # Two daemons of one host may share a remote tier.
-        node_name = f"{socket.gethostname()} {self.config.daemon.socket}"
-        return Prober(driver, self._policies.planner, node_name, devices_of(self.config))
-
-    def _learned(self, driver: Driver, prober: Prober) -> Learned:
-        """Return what is kept of the models, which have been told what an earlier run kept."""
-        learners: dict[str, Learner] = {
-            "probe": prober,
-            "cost": self._policies.planner,
-            "gate": self._policies.admission,
-            "reuse": self._policies.history,
-            "depth": self._policies.depth,
-        }
-        ssd = self.config.ssd
-        learned = Learned(driver, learners, ssd.directory if ssd.enabled else None)
-        learned.recall()
-        return learned
-
-    def _learn(
-        self,
-        closing: Closing,
-        background: Background,
-        driver: Driver,
-        prober: Prober,
-        learned: Learned,
-    ) -> None:
-        """Measure tiers and keep what is learned, now and then and at the end."""
-        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, prober))
-        background.every(_LEARNED_PERIOD_S, "learned", learned.save)
-        closing.add("keeping what was learned", learned.save, most_s=_LEARNED_SAVE_S)
-
-    def _supervise(
-        self,
-        background: Background,
-        driver: Driver,
-        gauges: Gauges,
-        scrubber: Scrubber,
-    ) -> None:
+    def _begin(self, closing: Closing, parts: Parts) -> None:
+        """Begin what is done again and again."""
+        driver, background = parts.driver, Background(self.metrics)
+        closing.add("stopping the background tasks", background.stop)
         for name in SLOW_TIERS:
-            check = partial(driver.check_health, name)
-            background.every(_HEALTH_PERIOD_S, "health", check)
-        background.every(_GAUGES_PERIOD_S, "gauges", gauges.refresh)
+            background.every(_HEALTH_PERIOD_S, "health", partial(driver.check_health, name))
+        background.every(_GAUGES_PERIOD_S, "gauges", parts.gauges.refresh)
+        background.every(NOTED_EVERY_S, "gauges", parts.status.note)
         background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
-        background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, scrubber))
+        background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, parts.scrubber))
+        background.every(_RESERVE_PERIOD_S, "reserve", parts.reservation.step)
+        report = partial(self._systemd.report, parts.health)
+        background.every(self._systemd.period_s, "systemd", report)
+        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, parts.prober))
+        for kept in (parts.learned, parts.spaces):
+            background.every(_LEARNED_PERIOD_S, "learned", kept.save)
+            closing.add("keeping what was learned", kept.save, most_s=_LEARNED_SAVE_S)
 
     def _note_ready(self, sockets: Sockets) -> None:
         self._is_ready = True

@@ -19,8 +19,8 @@ def devices_of(config: Config) -> dict[TierName, str]:
     if config.ssd.enabled:
         devices[TierName.SSD] = _volume(os.path.realpath(config.ssd.directory))
     if config.remote.url:
-        # Not as it is: there may be a password in it.
-        devices[TierName.REMOTE] = hashlib.sha256(config.remote.url.encode()).hexdigest()[:_DIGITS]
+        place = config.remote.url.rpartition("@")[2]  # another login is no other server
+        devices[TierName.REMOTE] = hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]
     return devices
 
 

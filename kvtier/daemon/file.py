@@ -12,11 +12,19 @@ _NAME_CHARACTERS_MAX = 64
 """Of a file's name in that of its successor: a name may have 255 bytes, and this one has more."""
 
 
-def replace_file(path: Path, content: bytes, *, mode: int = 0o600, successor: str = ".new") -> None:
+def replace_file(
+    path: Path,
+    content: bytes,
+    *,
+    mode: int = 0o600,
+    successor: str = ".new",
+    keep: Path | None = None,
+) -> None:
     """Replace a file, all or nothing; raises OSError, and then it is as it was.
 
     ``successor`` ends the name of the file that takes its place. What has that name is removed, be
     it what a crash left, a link or a pipe: so no two may write with the same one at once.
+    What is replaced has the name ``keep`` from then on, if there is one.
     """
     fresh = path.with_name(path.name[:_NAME_CHARACTERS_MAX] + successor)
     fresh.unlink(missing_ok=True)
@@ -24,6 +32,8 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o600, successor: st
     try:
         with open(fd, "wb") as file:
             file.write(content)
+        if keep is not None:
+            path.replace(keep)
         fresh.replace(path)
     except BaseException:  # also where somebody has had enough
         with contextlib.suppress(OSError):

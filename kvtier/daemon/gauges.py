@@ -4,12 +4,12 @@ A scrape reads what was set last and asks nobody, so that it answers when the lo
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from kvtier.core.admission import QuantileGate
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.daemon.account import ROUTES
 from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.policies import Policies
 from kvtier.node.driver import Driver
 from kvtier.observe.table import (
     GATE_SHARE,
@@ -44,18 +44,11 @@ _NOTHING = TierUsage(num_blocks=0, used_bytes=0, capacity_bytes=0)
 class Gauges:
     """Those of ``driver``'s node and tiers; to be made and refreshed on the loop's thread."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        health: NodeHealth,
-        gates: Mapping[TierName, QuantileGate],
-        retained_bytes: Callable[[], int],
-    ) -> None:
-        """``gates`` stand before tiers, and ``retained_bytes`` tells what is kept for a wish."""
+    def __init__(self, driver: Driver, health: NodeHealth, policies: Policies) -> None:
         self._driver = driver
         self._health = health
-        self._gates = gates
-        self._retained_bytes = retained_bytes
+        self._policies = policies
+        self._gates = policies.admission.gates
         self._metrics = driver.node.metrics
         self._written_bytes = dict.fromkeys(dict(SSD_WRITTEN_BYTES.labels)["kind"], 0)
         """What the counters have taken over from the SSD tier."""
@@ -74,8 +67,8 @@ class Gauges:
         transports = [session.transport for session in node.sessions.values()]
         for transport in dict(SESSIONS.labels)["transport"]:
             metrics.set(SESSIONS, transports.count(transport), transport=transport)
-        metrics.set(REMEMBERED_BLOCKS, node.history.num_remembered if node.history else 0)
-        metrics.set(RETAINED_BYTES, self._retained_bytes())
+        metrics.set(REMEMBERED_BLOCKS, self._policies.history.num_remembered)
+        metrics.set(RETAINED_BYTES, node.lookahead.retention.retained_bytes())
         ssd = self._gates.get(TierName.SSD)
         metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
 
@@ -118,9 +111,7 @@ class Gauges:
             self._written_bytes[kind] = now
 
     def _refresh_model(self, now_ns: int) -> None:
-        planner, metrics = self._driver.node.planner, self._metrics
-        if planner is None:
-            return
+        planner, metrics = self._policies.planner, self._metrics
         guarded = planner.guarded(now_ns)
         for tier in LOWER_TIERS:
             metrics.set(GUARDED, tier in guarded, tier=tier)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.node.driver import Driver
-from kvtier.observe.table import BREAKER_STATE, TIER_STATE, TIER_UP
+from kvtier.observe.table import BREAKER_STATE, LOOP_SILENT_SECONDS, TIER_STATE, TIER_UP
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["NodeHealth", "told"]
@@ -42,6 +42,7 @@ class NodeHealth:
         self._beat_s = clock_s()
         self._stalled: tuple[TierName, ...] = ()
         self._tiers: Mapping[TierName, Health] = {}
+        driver.node.metrics.follow(LOOP_SILENT_SECONDS, self._silent_s)
 
     def of(self, name: TierName) -> Health | None:
         """Return how a tier does, as the node was told; None where there is no such tier.
@@ -72,8 +73,7 @@ class NodeHealth:
 
     def complaint(self) -> str:
         """Return why the process is not alive, or nothing where it is. From any thread."""
-        silent_s = self._clock_s() - self._beat_s
-        if silent_s > _BEAT_MAX_S:
+        if (silent_s := self._silent_s()) > _BEAT_MAX_S:
             return f"the loop has not moved for {silent_s:.0f} s"
         if self._stalled:
             names = ", ".join(self._stalled)
@@ -83,6 +83,9 @@ class NodeHealth:
     def document(self) -> dict[str, Any]:
         """Return state and reason of each tier there is, as noted last. From any thread."""
         return {name: told(health) for name, health in self._tiers.items()}
+
+    def _silent_s(self) -> float:
+        return self._clock_s() - self._beat_s
 
 
 def told(health: Health) -> dict[str, str]:

@@ -117,10 +117,12 @@ def _cgroup_rooms(files: MemoryFiles) -> Iterator[int | None]:
     for line in _read(files.cgroup).splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers:  # version 2 has one line, "0::/path"
-            root, names = files.cgroup_root, ("memory.max", "memory.current")
+            root, used_name = files.cgroup_root, "memory.current"
+            # Beyond the second one the kernel does not end a process, it makes it stand still.
+            limit_names = ["memory.max", "memory.high"]
         elif "memory" in controllers.split(","):
-            root = files.cgroup_root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, used_name = files.cgroup_root / "memory", "memory.usage_in_bytes"
+            limit_names = ["memory.limit_in_bytes"]
         else:
             continue
         group = root / name.lstrip("/")
@@ -128,7 +130,7 @@ def _cgroup_rooms(files: MemoryFiles) -> Iterator[int | None]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            yield _room(folder, *names)
+            yield from (_room(folder, name, used_name) for name in limit_names)
 
 
 def _room(folder: Path, limit_name: str, used_name: str) -> int | None:

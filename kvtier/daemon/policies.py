@@ -21,6 +21,8 @@ two steps, or beside them; this is a guess on the safe side."""
 class Policies:
     """The parts of a node that decide."""
 
+    rule: str
+    """What evicts, by the name it is configured by."""
     eviction: Eviction
     admission: AdmitByWorth
     history: History
@@ -49,6 +51,7 @@ def policies(config: Config) -> Policies:
     )
     is_ranked = policy.eviction in {"rd", "rd-sec"}
     return Policies(
+        rule=policy.eviction,
         eviction=_eviction(policy.eviction, history),
         admission=AdmitByWorth(history, planner, _gates(config), is_ranked=is_ranked),
         history=history,

@@ -30,6 +30,7 @@ from typing import Any
 from kvtier.config import Config
 from kvtier.config.effective import changes, document, shown
 from kvtier.core.residency import SLOW_TIERS
+from kvtier.daemon.tiers import is_login_alone
 from kvtier.errors import ConfigError, StartError
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
@@ -186,7 +187,9 @@ class Reload:
             return _refused(["the daemon does not serve yet, or no more"], key_faults)
         changed = dict(changes(self.config, read))
         stuck = [
-            key for key, is_live in changed.items() if not is_live and not self._may_change(key)
+            key
+            for key, is_live in changed.items()
+            if not is_live and not self._may_change(key, read)
         ]
         if stuck or key_faults:
             reasons = [f"{self._said(key, read)}: needs {_way_of(key)}" for key in stuck]
@@ -211,7 +214,9 @@ class Reload:
             return f"{file} could not be read within {_READ_LIMIT_S:.0f} s"
         return self._reading.result()
 
-    def _may_change(self, key: str) -> bool:
+    def _may_change(self, key: str, read: Config) -> bool:
+        if key == "remote.url" and is_login_alone(self.config, read):
+            return True
         return key not in _LEARNED_BY and self.is_free(key)
 
     def _take(self, config: Config) -> None:
@@ -226,7 +231,8 @@ class Reload:
 
     def _said(self, key: str, read: Config) -> str:
         before, after = shown(key, self.config), shown(key, read)
-        return f"{key}: {before} to {after} ({read.source_of(key)})"
+        change = f"{before} to {after}" if before != after else f"{after}, another login"
+        return f"{key}: {change} ({read.source_of(key)})"
 
     # On a thread
 

@@ -5,16 +5,24 @@ directories that are missing are created, because that is how writing is proved.
 """
 
 import contextlib
+import math
 import shutil
 import tempfile
 from pathlib import Path
 
 from kvtier.config import Config
+from kvtier.config.section import GIB
 from kvtier.config.units import format_size
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 from kvtier.tiers.ssd.segment import segment_number
 
-__all__ = ["check_space", "check_ssd", "check_writable"]
+__all__ = ["check_space", "check_ssd", "check_writable", "floor_beside_system"]
+
+_SYSTEM_SHARE = 0.15
+"""Of the system's own drive: with less free a kubelet evicts pods, at last for their images."""
+
+_SMALL_SHARE = 0.01
+"""Of that drive: where it is full, a tier of less is not why."""
 
 
 def check_ssd(config: Config) -> None:
@@ -33,9 +41,8 @@ def check_space(config: Config, directory: Path) -> None:
         own_bytes = _segments_bytes(directory) if directory == config.ssd.directory else 0
         free = shutil.disk_usage(directory).free + own_bytes
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise StartError(
-            "ssd.directory", f"{directory}: {reason}", "repair or name another one"
+            "ssd.directory", f"{directory}: {reason_of(error)}", "repair or name another one"
         ) from error
     wanted = config.ssd.capacity_bytes + config.ssd.free_space_floor_bytes
     if wanted > free:
@@ -50,6 +57,25 @@ def check_space(config: Config, directory: Path) -> None:
         )
 
 
+def floor_beside_system(config: Config, directory: Path, root: Path = Path("/")) -> int:
+    """Return the ssd.free_space_floor that the system's own drive needs, or 0: it is safe.
+
+    That drive has the root, or in a container the kubelet's folders, where /etc/hosts is from.
+    ``directory`` as for check_space.
+    """
+    device = directory.stat().st_dev
+    if all(device != path.stat().st_dev for path in (root, root / "etc/hosts") if path.exists()):
+        return 0
+    disk = shutil.disk_usage(directory)
+    wanted_bytes = math.ceil(disk.total * _SYSTEM_SHARE / GIB) * GIB
+    is_small = config.ssd.capacity_bytes < disk.total * _SMALL_SHARE
+    if is_small or config.ssd.free_space_floor_bytes >= wanted_bytes:
+        return 0
+    own_bytes = _segments_bytes(directory) if directory == config.ssd.directory else 0
+    left_bytes = disk.free + own_bytes - config.ssd.capacity_bytes
+    return wanted_bytes if left_bytes < wanted_bytes else 0
+
+
 def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
     """Make the directory, by default private to this user, and write a file into it."""
     try:
@@ -60,10 +86,9 @@ def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise StartError(
             field,
-            f"{directory} cannot be written: {reason}",
+            f"{directory} cannot be written: {reason_of(error)}",
             "give a directory that this user may write",
         ) from error
 

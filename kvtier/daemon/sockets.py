@@ -10,10 +10,10 @@ from kvtier.api.http.server import serve
 from kvtier.api.http.status import SharedDocument
 from kvtier.api.rpc.credentials import read_credentials
 from kvtier.api.rpc.engine_service import EngineService
+from kvtier.api.rpc.operator import operator_door
 from kvtier.api.rpc.operator_service import OperatorService
 from kvtier.api.rpc.reports import Reports
 from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
-from kvtier.client.operator import operator_door
 from kvtier.config import Config
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.health import NodeHealth

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from kvtier import __version__
@@ -12,6 +11,8 @@ from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.daemon.account import Account
 from kvtier.daemon.health import NodeHealth, told
 from kvtier.daemon.key_spaces import KeySpaces
+from kvtier.daemon.past import Noted, Past, grown
+from kvtier.daemon.policies import Policies
 from kvtier.daemon.recent import recent_requests
 from kvtier.daemon.samples import Samples
 from kvtier.node.driver import Driver
@@ -40,6 +41,12 @@ __all__ = ["Status"]
 _KEY_SPACES_SHOWN_MAX = 256
 """As many as are known by name."""
 
+_LATELY_S = 10.0
+"""What rates are taken over, so that they can be read before they jump."""
+
+_MINUTE_S = 60.0
+"""Long enough to say what restoring is worth, and short enough to be now."""
+
 
 class Status:
     """Makes the document."""
@@ -49,7 +56,7 @@ class Status:
         driver: Driver,
         health: NodeHealth,
         spaces: KeySpaces,
-        account: Account,
+        policies: Policies,
         block_tokens: int,
         *,
         config: Callable[[], dict[str, Any]] = dict,
@@ -57,16 +64,27 @@ class Status:
         """``config`` tells of the configuration."""
         self._config = config
         self._driver = driver
-        self._account = account
+        self._account = Account(driver.node, policies)
         self._health = health
         self._spaces = spaces
         self._block_tokens = block_tokens
         self._start_s = time.monotonic()
+        self._past = Past()
+
+    async def note(self) -> None:
+        """Note counters, to tell later how they grew; to be called every ``NOTED_EVERY_S``."""
+        self._past.note(self._noted(Samples(self._driver.node.metrics.registry)))
+
+    def page(self) -> dict[str, Any]:
+        """Return the document with what the status page draws curves of."""
+        return self.document() | {"history": self._past.steps()}
 
     def document(self) -> dict[str, Any]:
         """Return the document; everything in it can be written as JSON."""
         node = self._driver.node
         samples = Samples(node.metrics.registry)
+        now = self._noted(samples)
+        lately, minute = (self._past.before(now, seconds) for seconds in (_LATELY_S, _MINUTE_S))
         now_ns = time.monotonic_ns()
         held = {tier: node.cache.index.held_in(tier) for tier in LOWER_TIERS}
         return {
@@ -74,9 +92,13 @@ class Status:
             "boot": node.boot,
             "pid": os.getpid(),
             "time_s": round(time.time(), 3),
-            "uptime_s": round(time.monotonic() - self._start_s, 3),
+            "uptime_s": round(now.counters["seconds"], 3),
             "config": self._config(),
             "worth": self._account.worth(samples),
+            "grown": {
+                "lately": grown(lately.counters, now.counters),
+                "minute": grown(minute.counters, now.counters),
+            },
             "tiers": self._tiers(held),
             "key_spaces": self._key_spaces(held),
             "tokens": _tokens(samples),
@@ -87,11 +109,15 @@ class Status:
             "policy": self._account.policy(),
             "cost": self._account.cost(now_ns),
             "background_faults": samples.counts(BACKGROUND_FAULTS),
-            "engines": [_engine(session) for session in node.sessions.values()],
+            "engines": [_engine(each, lately, now) for each in node.sessions.values()],
             "requests": recent_requests(node.ledger, now_ns),
             "leases": node.num_leases,
             "pins": node.num_pins,
         }
+
+    def _noted(self, samples: Samples) -> Noted:
+        uptime_s = time.monotonic() - self._start_s
+        return Noted.of(uptime_s, samples, self._driver.node.sessions.values())
 
     def _tiers(self, held: Mapping[TierName, Mapping[bytes, Held]]) -> dict[str, dict[str, Any]]:
         sessions = list(self._driver.node.sessions.values())
@@ -181,7 +207,8 @@ def _gpu(sessions: list[Session]) -> dict[str, Any]:
     }
 
 
-def _engine(session: Session) -> dict[str, Any]:
+def _engine(session: Session, before: Noted, now: Noted) -> dict[str, Any]:
+    tally = now.engines[session.token]
     return {
         "engine": session.engine,
         "pid": session.pid,
@@ -196,7 +223,8 @@ def _engine(session: Session) -> dict[str, Any]:
         "waiting_tokens": session.load.waiting_tokens,
         "loads": len(session.loads),
         "stores": len(session.stores),
-        **{name: round(count, 6) for name, count in asdict(session.tally).items()},
+        **{name: round(count, 6) for name, count in tally.items()},
+        "lately": grown(before.engines.get(session.token, {}), tally),
     }
 
 

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from kvtier.observe.log import Log, flush_log
 
@@ -39,7 +40,8 @@ Reaction = Callable[[signal.Signals], None]
 def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
     """Have signals answered by ``reactions`` on a thread of their own; on the main thread only.
 
-    Afterwards they are ignored: the process is ending already, with a code of its own.
+    One that goes wrong is logged, and the next is heard all the same. Afterwards they are ignored:
+    the process is ending already, with a code of its own.
     """
     hearing, telling = socket.socketpair()
     telling.setblocking(False)
@@ -50,9 +52,7 @@ def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None
     def hear() -> None:
         with hearing:
             while told := hearing.recv(1):
-                react = reactions.get(signal.Signals(told[0]))
-                if react is not None:
-                    react(signal.Signals(told[0]))
+                _answer(told[0], reactions)
 
     listener = threading.Thread(target=hear, name="kvtier-signals", daemon=True)
     listener.start()
@@ -63,6 +63,15 @@ def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(fd_before)
         telling.close()
+
+
+def _answer(number: int, reactions: Mapping[signal.Signals, Reaction]) -> None:
+    try:
+        told = signal.Signals(number)
+        if told in reactions:
+            reactions[told](told)
+    except Exception:
+        _log.exception("a signal was not answered", signal=number)
 
 
 class Stop:
@@ -129,17 +138,17 @@ class Stop:
             self._began_s = time.monotonic()
         late = threading.Timer(self.grace_s, self._end, ["the grace is over"])
         late.daemon = True
-        late.start()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: a second signal ends it
+            late.start()
         self.on_begin()
         return True
 
     def _end(self, why: str) -> None:
         """End the process now."""
         words = threading.Thread(target=self._say_last_words, args=(why,), daemon=True)
-        words.start()
-        with contextlib.suppress(Exception):  # nothing may keep the process from its end
-            self.abandon()
-        words.join(_LAST_WORDS_S)
+        for part in (words.start, self.abandon, partial(words.join, _LAST_WORDS_S)):
+            with contextlib.suppress(Exception):  # nothing may keep the process from its end
+                part()
         self._end_process(0)
 
     def _say_last_words(self, why: str) -> None:

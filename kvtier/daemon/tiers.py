@@ -1,13 +1,17 @@
 """The tiers of a configuration, opened."""
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtier.config import Config
+from kvtier.config.units import format_size
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import ssd_eviction
+from kvtier.daemon.room import floor_beside_system
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.observe.log import Log
 from kvtier.tiers.base import Tier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd.budget import DAY_S
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "allowance",
     "configured",
+    "is_login_alone",
     "load_keys",
     "open_tier",
     "open_tiers",
@@ -38,6 +43,9 @@ _SPENT_WITHIN_S = 3600.0
 
 _AMPLIFICATION = 4 / 3
 """Bytes that the SSD tier writes for each byte of a new block at most: it moves others."""
+
+
+_log = Log("kvtier.daemon")
 
 
 def load_keys(config: Config) -> KeyRing | None:
@@ -115,6 +123,18 @@ def tune_tier(config: Config, tier: Tier) -> None:
 
         if isinstance(tier, RemoteTier):
             tier.tune(config.remote.ttl_ns / 1e9, config.remote.max_age_ns / 1e9)
+            tier.log_in_by(config.remote.url)
+
+
+def is_login_alone(before: Config, after: Config) -> bool:
+    """Tell whether two configurations' URLs name the same servers, for another login."""
+    try:
+        from kvtier.tiers.remote.address import Address
+
+        address = Address.parse(before.remote.url)
+        return address.is_same_but_login(Address.parse(after.remote.url))
+    except StartError:
+        return False
 
 
 def allowance(config: Config, tier: Tier) -> float | None:
@@ -137,7 +157,16 @@ def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
         seal=seal,
         worth=worth if ssd_eviction(config) != "lru" else None,
     )
-    return SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
+    tier = SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
+    with contextlib.suppress(OSError):  # a volume that fails is told of by the tier
+        if floor_bytes := floor_beside_system(config, ssd.directory):
+            _log.warning(
+                "the SSD tier may fill the system's own drive",
+                directory=ssd.directory,
+                remedy="use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
+                f"{format_size(floor_bytes)}",
+            )
+    return tier
 
 
 def _ssd_options(config: Config) -> SsdOptions:
@@ -172,4 +201,10 @@ def _remote(config: Config, seal: Seal) -> "RemoteTier":
         tls_ca=remote.tls_ca,
         seal=seal,
     )
-    return RemoteTier(remote.url, options)
+    try:
+        return RemoteTier(remote.url, options)
+    except StartError as error:
+        if error.field != "remote.url" or remote.url_file is None:
+            raise
+        problem = f"in {remote.url_file}: {error.problem}"
+        raise StartError("remote.url_file", problem, error.remedy) from None

@@ -64,7 +64,6 @@ class EngineSnapshot:
     num_running: int
     pool_blocks: PoolCounts
     block_bytes: int
-    last_step_seconds: float
 
 
 def block_layout(loaded: LoadedModel, settings: EngineSettings) -> KVLayout:
@@ -129,7 +128,6 @@ class Engine:
         self._by_tier = dict.fromkeys(TierName, 0)
         self._computed = self._num_generated = self._num_steps = 0
         self._num_prefill = self._num_decode = 0
-        self._last_step_seconds = 0.0
         self._stalls = Stalls()
         self._faults = Repeated(_log)
         self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
@@ -358,7 +356,6 @@ class Engine:
         self._num_steps += 1
         self._num_prefill += num_tokens - num_decode
         self._num_decode += num_decode
-        self._last_step_seconds = seconds
         sample = StepSample(num_tokens - num_decode, num_decode, attended, decode_past, seconds)
         self._reports.append(sample)
         return sample
@@ -395,5 +392,4 @@ class Engine:
             num_running=scheduler.count(Phase.RUNNING),
             pool_blocks=self.pool.counts(),
             block_bytes=self.pool.shape.block_bytes,
-            last_step_seconds=self._last_step_seconds,
         )

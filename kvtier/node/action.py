@@ -119,6 +119,8 @@ class Found:
     """What to do with them; without one all of them are restored."""
     max_offload_tokens: int | None = None
     """What it pays to offer of this request; None: all of it."""
+    is_empty: bool = False
+    """No tier has any block of the key space."""
 
     @property
     def num_blocks(self) -> int:

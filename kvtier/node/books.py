@@ -14,7 +14,9 @@ way. What engines used of what was loaded, and what they computed, they count th
 
     prompt  = used (by tier, GPU included) + computed
 
-A block may be found in one tier and loaded from another, where it was brought up in between.
+A block may be found in one tier and loaded from another, where it was brought up in between. Of a
+request that several ranks serve together, each with blocks of its own, the tokens count once. What
+one call holds and another copies was loaded by the first.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from collections import Counter
 from kvtier.core.residency import TierName
 from kvtier.node.action import Found
 from kvtier.node.run import Run
-from kvtier.node.session import LoadLease
+from kvtier.node.session import LoadLease, Session
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
     ABSENT_TOKENS,
@@ -39,10 +41,11 @@ __all__ = ["count_load", "count_lookup"]
 
 
 def count_lookup(
-    metrics: Metrics, num_asked: int, run: Run, found: Found, block_tokens: int
+    metrics: Metrics, num_asked: int, run: Run, found: Found, session: Session
 ) -> None:
     """Count a lookup that asked for ``num_asked`` blocks, found a run, and was answered so."""
     pending = int(run.is_writing.sum())
+    block_tokens = session.layout.block_tokens if session.is_of_first_rank else 0
     by_tier = Counter[TierName]()
     for tier, length in run.by_tier():
         by_tier[tier] += length
@@ -62,6 +65,8 @@ def count_lookup(
 
 def count_load(metrics: Metrics, lease: LoadLease) -> None:
     """Count a load that has ended, with what was handed out until then."""
+    if not lease.purpose.brings or not lease.is_of_first_rank:
+        return
     metrics.add(ORDERED_TOKENS, lease.num_ordered * lease.block_tokens)
     for tier, num_blocks in Counter(lease.tiers[: lease.num_sent]).items():
         metrics.add(LOADED_TOKENS, num_blocks * lease.block_tokens, tier=tier)

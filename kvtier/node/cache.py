@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.core.eviction import Eviction
 from kvtier.core.fate import Fate
-from kvtier.core.identity import BlockHeader, Selection, split_hashes
+from kvtier.core.identity import Selection, split_hashes
 from kvtier.core.index import IS_KEPT, NO_SLOT, WAS_DEMOTED, WAS_REFUSED, WAS_USED, Index, Scope
 from kvtier.core.limits import (
     DRAINS_MAX,
@@ -242,10 +242,6 @@ class Cache:
     def checksum(self, row: int) -> bytes:
         """Return the checksum of a row that is ready in the CPU tier."""
         return bytes(self.index.checksum[row].tobytes())
-
-    def header(self, row: int) -> BlockHeader:
-        """Return the complete header of a row that is ready in the CPU tier."""
-        return self.index.header_of(row)
 
     def offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the arena offsets of rows that have slots."""

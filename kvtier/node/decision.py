@@ -16,7 +16,7 @@ from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import OUTCOME_LATE_NS, SAMPLE_MAX_S
-from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.plan import Judgement, Outcome, Plan, PlanReason
 from kvtier.core.planner import Ask, Planner, Source
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
@@ -80,7 +80,7 @@ class Decisions:
         if len(run):
             plan = self._planner.plan(ask, number, now_ns)
             assert 0 <= plan.num_blocks <= len(run), "no more can be restored than was found"
-            self._metrics.add(DECISIONS, reason=plan.reason)
+            self._metrics.add(DECISIONS, int(session.is_of_first_rank), reason=plan.reason)
         _log.debug(
             "a request was decided on",
             request=event.traits.request_id,
@@ -131,12 +131,15 @@ class Decisions:
             restore_s=outcome.restore_s,
             ttft_s=outcome.ttft_s,
         )
+        if session.is_of_first_rank:
+            self._count(decision.plan, outcome, judgement)
+
+    def _count(self, plan: Plan, outcome: Outcome, judgement: Judgement) -> None:
         for tier, seconds in judgement.saved_s.items():
             self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
         for tier, seconds in judgement.lost_s.items():
             self._metrics.add(LOST_SECONDS, seconds, tier=tier)
         self._metrics.add(REGRET_SECONDS, judgement.regret_s, taken=judgement.taken)
-        plan = decision.plan
         if not plan.total_s:  # nothing was predicted
             return
         predicted_s = min(plan.total_s, SAMPLE_MAX_S)

@@ -131,10 +131,7 @@ class Drops:
         """Note an engine's answer."""
         for drop in self._pending:
             if drop.orders.pop(order, None) is not None:
-                drop.gpu = Removed(
-                    drop.gpu.num_blocks + removed.num_blocks,
-                    drop.gpu.num_bytes + removed.num_bytes,
-                )
+                drop.gpu += removed
 
     def session_ended(self, token: str) -> None:
         """Expect no more answers from a session."""
@@ -201,10 +198,7 @@ class Drops:
         if num_kept and not is_overdue:
             return
         gone = drop.was_ready & ~is_held
-        removed = Removed(
-            drop.cpu.num_blocks + int(gone.sum()),
-            drop.cpu.num_bytes + int(drop.held_bytes[gone].sum()),
-        )
+        removed = drop.cpu + Removed(int(gone.sum()), int(drop.held_bytes[gone].sum()))
         self._cache.metrics.add(DROPPED_BLOCKS, removed.num_blocks, tier=TierName.CPU)
         drop.report(TierName.CPU, removed, kept=num_kept)
 

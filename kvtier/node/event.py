@@ -10,6 +10,7 @@ from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import EVERYTHING, Headers, Selection
 from kvtier.core.layout import KVLayout
 from kvtier.core.plan import Outcome
+from kvtier.core.purpose import Purpose
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.node.transfer import Duty, SlowTier
@@ -62,6 +63,8 @@ class Register:
     flops: ModelFlops = field(default_factory=ModelFlops)
     can_split: bool = False
     """It can compute the front of a prompt while the back is loaded."""
+    rank: int = 0
+    """Of the workers that serve a request together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Load:
     decision: int = 0
     """Of the plan that led to this load, or 0."""
     from_back: bool = False
+    purpose: Purpose = Purpose.COPY
 
 
 @dataclass(frozen=True, slots=True)

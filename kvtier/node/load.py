@@ -82,6 +82,8 @@ class Loads:
             deadline_ns=deadline_ns,
             expires_ns=event.deadline_ns + session.lease_ns,
             end=run.reason,
+            purpose=event.purpose,
+            is_of_first_rank=session.is_of_first_rank,
         )
         session.loads[lease.number] = lease
         places = range(len(run))
@@ -293,6 +295,8 @@ class Loads:
 
     def _count_copied(self, lease: LoadLease, outcome: str) -> None:
         """Count what the engine was handed, to copy it."""
+        if not lease.purpose.copies:
+            return
         num_bytes = self._cache.payload_bytes(lease.rows[: lease.num_sent])
         self._metrics.add(TRANSFER_BYTES, num_bytes, route=Route.CPU_TO_GPU, outcome=outcome)
 

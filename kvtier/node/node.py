@@ -17,7 +17,7 @@ Rules
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.core.admission import Admission
 from kvtier.core.eviction import Eviction
@@ -59,6 +59,9 @@ from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import ANNOUNCED_REQUESTS, MISS_BLOCKS
 
 __all__ = ["Node", "NodeSettings"]
+
+_Call = ev.Announce | ev.Lookup | ev.Load | ev.PrepareStore | ev.CompleteStore | ev.Report
+"""What only a registered engine may ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +189,13 @@ class Node:
         """Return what is done about each kind of event."""
         return {
             ev.Register: self._register,
-            ev.Announce: self._announce,
-            ev.Lookup: self._lookup,
-            ev.Load: self._load,
+            ev.Announce: self._in_session(self._announce),
+            ev.Lookup: self._in_session(self._lookup),
+            ev.Load: self._in_session(self._load),
             ev.Release: self._release,
-            ev.PrepareStore: self._prepare_store,
-            ev.CompleteStore: self._complete_store,
-            ev.Report: self._report,
+            ev.PrepareStore: self._in_session(self._prepare_store),
+            ev.CompleteStore: self._in_session(self._complete_store),
+            ev.Report: self._in_session(self._report),
             ev.SessionEnded: self._session_ended,
             ev.Drop: self._drop,
             ev.Pin: self._pin,
@@ -216,6 +219,17 @@ class Node:
 
     # Sessions
 
+    def _in_session(self, react: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
+        """Return what is done about a call of a session, of whom we must know."""
+
+        def reaction(event: _Call, now_ns: int) -> list[Action]:
+            session = self.sessions.get(event.session)
+            if session is None:
+                return [_unknown_session(event.call)]
+            return react(event, session, now_ns)
+
+        return reaction
+
     def _register(self, event: ev.Register, _now_ns: int) -> list[Action]:
         refusal = _refusal(event, self.cache.slots)
         if refusal:
@@ -237,16 +251,14 @@ class Node:
             pid=event.pid,
             lease_ns=self._lease_ns,
             can_split=event.can_split,
+            rank=event.rank,
         )
         if self.planner is not None:
             self.planner.note_flops(event.key_space, event.flops, token)
         self.writes.note_layout(event.key_space, event.layout)
         return [Reply(event.call, Registered(token, self.boot, self._lease_ns))]
 
-    def _report(self, event: ev.Report, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _report(self, event: ev.Report, session: Session, now_ns: int) -> list[Action]:
         session.report = EngineReport(
             event.capacity_bytes, event.used_bytes, event.used_tokens, event.hit_tokens
         )
@@ -272,10 +284,7 @@ class Node:
 
     # Lookups and loads
 
-    def _announce(self, event: ev.Announce, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _announce(self, event: ev.Announce, session: Session, now_ns: int) -> list[Action]:
         for each in event.requests:
             if fault := chain_fault(each.hashes, each.tenant, each.first):
                 return [Reply(event.call, Refused("chain", fault))]
@@ -294,10 +303,7 @@ class Node:
         self.metrics.add(ANNOUNCED_REQUESTS, len(event.requests))
         return [Reply(event.call, None)]
 
-    def _lookup(self, event: ev.Lookup, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _lookup(self, event: ev.Lookup, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
@@ -334,10 +340,7 @@ class Node:
             lookup.event, session, lookup.chain, run, is_late=lookup.is_late, now_ns=now_ns
         )
 
-    def _load(self, event: ev.Load, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _load(self, event: ev.Load, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
@@ -389,15 +392,18 @@ class Node:
         found = self.decisions.decide(event, session, run, missed, depth_tokens, now_ns=now_ns)
         self.misses.count(missed)
         num_asked = len(chain.keys) - event.first
-        count_lookup(self.metrics, num_asked, run, found, session.layout.block_tokens)
-        return Reply(event.call, found)
+        count_lookup(self.metrics, num_asked, run, found, session)
+        return Reply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
+
+    def _is_empty(self, key_space: bytes) -> bool:
+        """Tell whether no tier has a block of a key space, nor might have one unknown to us."""
+        remote = self.transfers.lanes.get(TierName.REMOTE)
+        is_known = remote is None or remote.duty in {Duty.LAST, Duty.NONE}
+        return is_known and not self.cache.index.census.has(key_space)
 
     # Stores
 
-    def _prepare_store(self, event: ev.PrepareStore, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _prepare_store(self, event: ev.PrepareStore, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [Reply(event.call, Refused("chain", fault))]
         if has_repeats(event.hashes):
@@ -410,10 +416,9 @@ class Node:
             Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
         ]
 
-    def _complete_store(self, event: ev.CompleteStore, now_ns: int) -> list[Action]:
-        session = self.sessions.get(event.session)
-        if session is None:
-            return [_unknown_session(event.call)]
+    def _complete_store(
+        self, event: ev.CompleteStore, session: Session, now_ns: int
+    ) -> list[Action]:
         stored, actions = self.stores.complete(session, event, now_ns)
         session.tally.stored_tokens += stored.num_blocks * session.layout.block_tokens
         return [Reply(event.call, stored), *actions]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.layout import KVLayout
+from kvtier.core.purpose import Purpose
 from kvtier.core.residency import TierName
 from kvtier.node.tally import Tally
 
@@ -71,6 +72,8 @@ class LoadLease:
     expires_ns: int
     end: str
     """Why the run ends where it ends; said in the last message."""
+    purpose: Purpose
+    is_of_first_rank: bool
     num_ready: int = 0
     num_sent: int = 0
     is_ended: bool = False
@@ -103,6 +106,8 @@ class Session:
     """As it was told when it came: it counts on that."""
     can_split: bool = False
     """It computes the front of a prompt while the back is loaded."""
+    rank: int = 0
+    """Of the workers that serve a request together, each with a session of its own."""
     report: EngineReport = EngineReport()
     load: EngineLoad = field(default_factory=EngineLoad)
     """What it had to do when it last reported."""
@@ -110,6 +115,11 @@ class Session:
     stores: dict[int, StoreLease] = field(default_factory=dict)
     leased: Leased = field(default_factory=Leased)
     tally: Tally = field(default_factory=Tally)
+
+    @property
+    def is_of_first_rank(self) -> bool:
+        """Tell whether a request counts with this one: its tokens and seconds are all ranks'."""
+        return self.rank == 0
 
     @property
     def store_bytes(self) -> int:

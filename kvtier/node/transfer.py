@@ -200,10 +200,10 @@ class Transfers:
             if not lane.is_working(now_ns):
                 continue
             while lane.reads and len(lane.flights) < lane.tier.num_workers:
-                actions.append(self._start_read(lane, now_ns))
+                actions.append(self._start(lane, now_ns, Read))
             write_workers = max(1, lane.tier.num_workers - 1)
             while lane.writes and len(lane.flights) < write_workers:
-                actions.append(self._start_write(lane, now_ns))
+                actions.append(self._start(lane, now_ns, Write))
         return actions
 
     def end(self, transfer: int) -> tuple[Lane, Flight]:
@@ -302,22 +302,12 @@ class Transfers:
         share_bytes = int(self._cache.slots.reserved_bytes * WRITE_ARENA_SHARE)
         return min(share_bytes, lane.tier.queue_bytes_max) - lane.queued_bytes
 
-    def _start_read(self, lane: Lane, now_ns: int) -> Read:
-        rows = self._next(lane, now_ns, is_read=True)
-        blocks = tuple(
-            TransferBlock(self._cache.index.header_of(row), int(self._cache.index.slot[row]))
-            for row in rows
-        )
-        number = self._fly(lane, rows, now_ns, is_read=True)
-        return Read(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
-
-    def _start_write(self, lane: Lane, now_ns: int) -> Write:
-        rows = self._next(lane, now_ns, is_read=False)
-        blocks = tuple(
-            TransferBlock(self._cache.header(row), int(self._cache.index.slot[row])) for row in rows
-        )
-        number = self._fly(lane, rows, now_ns, is_read=False)
-        return Write(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
+    def _start(self, lane: Lane, now_ns: int, kind: type[Read | Write]) -> Read | Write:
+        index, is_read = self._cache.index, kind is Read
+        rows = self._next(lane, now_ns, is_read=is_read)
+        blocks = tuple(TransferBlock(index.header_of(row), int(index.slot[row])) for row in rows)
+        number = self._fly(lane, rows, now_ns, is_read=is_read)
+        return kind(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
     def _next(self, lane: Lane, now_ns: int, *, is_read: bool) -> tuple[int, ...]:
         queue = lane.reads if is_read else lane.writes

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from kvtier.observe.log import Log
+
 __all__ = ["LateCall", "Workers", "in_thread"]
+
+_log = Log("kvtier.node")
 
 T = TypeVar("T")
 
@@ -67,11 +71,15 @@ class Workers:
                 self._queue.put_nowait(_Work(run, name, limit_ns))
             except queue.Full:
                 return False
-            self.num_calls += 1
             is_short = self._queue.qsize() > self._num_idle
             if is_short and self._num_started < self._num_threads:
-                self._num_started += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # none is to be had: the others do it
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                    self._num_started += 1
+            if not self._num_started:
+                self._queue.get_nowait()  # nobody would come for it
+                return False
+            self.num_calls += 1
         return True
 
     def late(self, now_ns: int) -> list[LateCall]:
@@ -114,6 +122,8 @@ class Workers:
                 self._running[me] = (work, time.monotonic_ns())
             try:
                 work.run()
+            except Exception:  # a bug; the thread is not to be lost by it
+                _log.exception("a call broke", call=work.name, thread=self._name)
             finally:
                 with self._lock:
                     del self._running[me]

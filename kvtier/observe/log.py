@@ -59,7 +59,7 @@ class Log:
 
 
 class Repeated:
-    """Warnings that may come in thousands: each event is written once a period.
+    """What may come in thousands, mostly warnings: each event is written once a period.
 
     The first one is written at once. Of those that follow within a period the last is written at
     its end, with the number of those left out in between: lines and ``left_out`` add up to all.
@@ -79,8 +79,13 @@ class Repeated:
         self._held: dict[str, tuple[int, _Tell]] = {}
         """By event within its period: how many were not written, and how to write the last."""
 
-    def warning(self, event: str, **fields: object) -> None:
+    def info(self, event: str, **fields: object) -> None:
         """Write the event, or keep it for the end of its period if there was one in it."""
+        tell = partial(self._log.info, event, **fields)
+        self._tell(event, tell, tell)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Write a warning likewise."""
         tell = partial(self._log.warning, event, **fields)
         self._tell(event, tell, tell)
 
@@ -106,9 +111,9 @@ class Repeated:
             is_counted = len(self._held) < _REPEATED_MAX
             if is_counted:
                 self._held[event] = (0, later)
-        now()
         if is_counted:
             self._later(self._period_s, partial(self._end_period, event))
+        now()
 
     def _end_period(self, event: str) -> None:
         with self._lock:
@@ -116,8 +121,8 @@ class Repeated:
             if num_held:
                 self._held[event] = (0, tell)
         if num_held:
-            tell(**({"left_out": num_held - 1} if num_held > 1 else {}))
             self._later(self._period_s, partial(self._end_period, event))
+            tell(**({"left_out": num_held - 1} if num_held > 1 else {}))
 
 
 class Folded(logging.Filter):
@@ -138,7 +143,10 @@ class Folded(logging.Filter):
 def _later(seconds: float, call: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, call)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError:  # no thread is to be had: better more lines than none ever again
+        call()
 
 
 def start_log(

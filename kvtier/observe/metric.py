@@ -16,8 +16,11 @@ class Metric:
     @property
     def unit(self) -> str:
         """Return the base unit: the last word of the name that is no ``total``."""
-        word = self.name.removesuffix("_total").rpartition("_")[2]
-        return word if word in {"seconds", "bytes", "blocks", "tokens"} else "count"
+        name = self.name.removesuffix("_total")
+        word = name.removesuffix("_per_second").rpartition("_")[2]
+        if word not in {"seconds", "bytes", "blocks", "tokens"}:
+            return "count"
+        return f"{word}/s" if name.endswith("_per_second") else word
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Metrics:
         without_created()
         self.registry = registry
         self._series: dict[tuple[str, ...], _Record] = {}
+        self._families: dict[str, _Family] = {}
         for metric in table:
             self._open(metric)
         self._refuse = self._series.get((REFUSED_SAMPLES.name,), _leave_out)
@@ -60,6 +61,12 @@ class Metrics:
         if value is not None and value not in values:
             self._refuse(1)
 
+    def follow(self, metric: Gauge, now: Callable[[], float]) -> None:
+        """Have ``now`` say how it is, at each scrape and on whichever thread answers it."""
+        family = self._families[metric.name]
+        assert isinstance(family, prometheus_client.Gauge), f"{metric.name} is no gauge"
+        family.set_function(now)
+
     def observe(self, metric: Histogram, amount: float, **labels: str) -> None:
         """Note one value."""
         self._record(metric, amount, labels)
@@ -75,7 +82,7 @@ class Metrics:
 
     def _open(self, metric: Metric) -> None:
         names = [name for name, _ in metric.labels]
-        family = _family(metric, names, self.registry)
+        family = self._families[metric.name] = _family(metric, names, self.registry)
         for values in product(*(closed for _, closed in metric.labels)):
             child = family.labels(*values) if values else family
             self._series[(metric.name, *values)] = _recorder(child)

@@ -107,11 +107,11 @@ class Outlet(logging.Handler):
     def _put(self, line: str, num_lost: int) -> None:
         """Write a line, and before it how many are missing there; none of it may fail."""
         start = "\n" if self._is_cut else ""
-        if num_lost:
-            start += self._form(_event(_LOST, left_out=num_lost)) + "\n"
         try:
+            if num_lost:
+                start += self._form(_event(_LOST, left_out=num_lost)) + "\n"
             self._write(f"{start}{line}\n")
-        except (OSError, ValueError):  # ValueError: a stream that was closed
+        except Exception:  # whatever it is, there is nowhere to say it, and the next line may go
             self._is_cut = True
             with self._changed:
                 self._num_lost += 1

@@ -15,7 +15,8 @@ in the Prometheus text format. Units are base units. Each label has a closed set
 which exist from the start, so the number of series is fixed. Both also tell what Prometheus'
 clients tell of any process, under `process_`: CPU time, memory, open descriptors, start. A scrape
 waits for nothing: counters are up to the moment and gauges to the second, and where the daemon's
-loop is held up it is answered with what was there before.
+loop is held up it is answered with what was there before; `kvtier_loop_silent_seconds` says for how
+long.
 
 ## Tokens that add up
 

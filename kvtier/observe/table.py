@@ -44,6 +44,7 @@ __all__ = [
     "LOADED_TOKENS",
     "LOOKUP_BLOCKS",
     "LOOKUP_SECONDS",
+    "LOOP_SILENT_SECONDS",
     "LOST_SECONDS",
     "MISSED_BLOCKS",
     "MISS_BLOCKS",
@@ -133,7 +134,9 @@ _SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
 
 ASKED_TOKENS = Counter(
     "kvtier_asked_tokens_total",
-    "Tokens of the full blocks that engines asked for: those found and those absent, together.",
+    "Tokens of the full blocks that engines asked for: those found and those absent, together. Of "
+    "a request that several ranks serve, what is told in tokens and seconds counts once; blocks "
+    "and bytes are each rank's own.",
 )
 FOUND_TOKENS = Counter(
     "kvtier_found_tokens_total",
@@ -390,9 +393,14 @@ PINS = Gauge("kvtier_pins", "Blocks protected from eviction; 0 when the node is 
 SESSIONS = Gauge(
     "kvtier_sessions",
     "Clients attached, by transport.",
-    (("transport", ("shm", "cuda_ipc", "grpc")),),
+    (("transport", ("shm",)),),
 )
 BUILD = Gauge("kvtier_build_info", "1; the label says what runs.", (("version", (__version__,)),))
+LOOP_SILENT_SECONDS = Gauge(
+    "kvtier_loop_silent_seconds",
+    "Time from the last move of the daemon's loop to the scrape: up to a second where it is well. "
+    "While it stands still it goes on growing, for it is not the loop that tells.",
+)
 READY = Gauge("kvtier_ready", "1 while the process serves, 0 while it starts or stops.")
 REFUSED_SAMPLES = Counter(
     "kvtier_refused_samples_total",
@@ -515,6 +523,7 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     SESSIONS,
     BUILD,
     READY,
+    LOOP_SILENT_SECONDS,
     REFUSED_SAMPLES,
 )
 """What the daemon exposes."""

@@ -7,6 +7,9 @@ requests are kept by id, and a step of one finds its parent there. To the daemon
 W3C ``traceparent`` in the call's metadata. A read of a tier serves whichever load waits for its
 blocks: it is found by their hashes, and hangs under the load that asked first.
 
+vLLM traces its requests itself. There only the context of a request's client is passed on, and the
+daemon's spans hang under that.
+
 Rules
 -----
 * Off unless configured: then nothing is imported, and a step costs a look at ``is_on``.
@@ -15,10 +18,11 @@ Rules
 """
 
 import atexit
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,12 +33,13 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["TRACES", "Mark", "Metadata", "Traces", "start_traces"]
+__all__ = ["TRACES", "Mark", "Metadata", "Traces", "start_traces", "traceparent_of"]
 
 _REQUESTS_MAX = 4096
 """As many as are remembered for ``explain``: a store may come long after its request's answer."""
 
 _TRACEPARENT = "traceparent"
+_FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Metadata = tuple[tuple[str, str], ...]
 """What a call takes along beside its message."""
@@ -62,6 +67,10 @@ class Mark:
 _NOTHING = Mark()
 
 
+class _Passed(threading.local):
+    traceparent = ""
+
+
 class Traces:
     """What a process traces; one for all of it, as there is one log. From any thread."""
 
@@ -72,6 +81,7 @@ class Traces:
         self._requests: OrderedDict[str, Mark] = OrderedDict()
         self._loads: dict[BlockHash, list[Mark]] = {}
         """By block, the loads that wait for it, the first one first."""
+        self._passed = _Passed()
 
     def start(self, tracer: "Tracer") -> None:
         """Trace from now on."""
@@ -121,10 +131,20 @@ class Traces:
         with use_span(mark.span, end_on_exit=True, record_exception=False):
             yield mark
 
+    @contextmanager
+    def passing_on(self, traceparent: str) -> Iterator[None]:
+        """Have this thread's calls within carry what ``traceparent_of`` a request told."""
+        self._passed.traceparent = traceparent
+        try:
+            yield
+        finally:
+            self._passed.traceparent = ""
+
     def metadata(self) -> Metadata | None:
         """Return what a call takes along from the step that this thread does."""
         if not self.is_on:
-            return None
+            passed = self._passed.traceparent
+            return ((_TRACEPARENT, passed),) if passed else None
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier: dict[str, str] = {}
@@ -189,6 +209,15 @@ class Traces:
         with self._lock:
             found = (self._loads.get(each) for each in hashes)
             return next((marks[0] for marks in found if marks), None)
+
+
+def traceparent_of(headers: Mapping[str, str] | None) -> str:
+    """Return the context that a request's headers give, empty where there is none.
+
+    Also where it has another form: not every text can go along with a call.
+    """
+    found = (headers or {}).get(_TRACEPARENT, "")
+    return found if _FORM.fullmatch(found) else ""
 
 
 def _extracted(metadata: "Iterable[tuple[str, str | bytes]]") -> "Context":

@@ -177,7 +177,7 @@ class Simulation:
         stage = self._world.stage
         cache = stage.node.cache
         for row in cache.index.in_state(TierName.CPU, Residency.READY).tolist():
-            header = cache.header(row)
+            header = cache.index.header_of(row)
             payload = stage.view(int(cache.index.slot[row]), header.payload_bytes)
             assert payload == payload_of(header), f"a wrong block in the arena: {header}"
             assert header.matches(payload), f"a wrong checksum: {header}"

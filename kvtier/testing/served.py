@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.client.operator import open_operator
+from kvtier.api.rpc.operator import open_operator
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
@@ -113,9 +113,13 @@ class Served:
         return Child(words, log_path, self.environment)
 
     def daemon(self, **changes: str | int) -> Child:
-        """Start a daemon and wait until it is ready."""
+        """Start a daemon and wait until it is ready, and has all the memory it will get.
+
+        It serves before that, but bounds what it takes by what it has so far.
+        """
         child = self.start("serve", **changes)
         child.await_log("event=ready")
+        child.await_log('event="(arena reserved|the arena stays smaller)')
         return child
 
     def engine(self, model: Path, *more: str, **changes: str | int) -> tuple[Child, str]:

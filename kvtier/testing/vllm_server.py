@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -89,6 +90,7 @@ class VllmServer:
     def await_ready(self) -> Self:
         """Wait until it answers."""
         self.child.await_log("Application startup complete", _START_TIMEOUT_S)
+        await_true(self._listens, "it listens, which it begins to after it has said so")
         return self
 
     def ask(self, prompt: Sequence[int], num_tokens: int = 16, **more: Any) -> list[int]:
@@ -184,6 +186,11 @@ class VllmServer:
                 if is_alive and os.getsid(each.pid) == self.child.pid:
                     found.append(each)
         return found
+
+    def _listens(self) -> bool:
+        host, _, port = self.url.partition(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
 
     @contextlib.contextmanager
     def _send(

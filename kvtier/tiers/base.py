@@ -117,6 +117,9 @@ class Removed:
     num_blocks: int = 0
     num_bytes: int = 0
 
+    def __add__(self, other: "Removed") -> "Removed":
+        return Removed(self.num_blocks + other.num_blocks, self.num_bytes + other.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:

@@ -10,7 +10,7 @@ import mmap
 import os
 
 from kvtier.core.limits import PAGE_BYTES
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 
 __all__ = ["HostArena"]
 
@@ -34,10 +34,9 @@ class HostArena:
             os.ftruncate(self.fd, self.size_bytes)
         except OSError as error:
             os.close(self.fd)
-            reason = (error.strerror or str(error)).lower()
             raise StartError(
                 "cpu.capacity",
-                f"no arena of {self.size_bytes} bytes may be made: {reason}",
+                f"no arena of {self.size_bytes} bytes may be made: {reason_of(error)}",
                 "raise the limit of a file's size (ulimit -f, LimitFSIZE=), or lower it",
             ) from error
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

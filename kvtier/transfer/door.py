@@ -133,28 +133,36 @@ class Door:
                 self._warnings.warning("no client can be let in", error=error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            connection.setblocking(False)
-            pid, uid = self._peer(connection)
-            if uid not in self._uids:
-                self._warnings.warning("a user was turned away", uid=uid, pid=pid)
-                remedy = "add it to daemon.allowed_uids, or run as the daemon's own user"
-                _turn_away(connection, f"user {uid} may not attach or operate; {remedy}")
-            elif not self._places:
-                _turn_away(connection, "there is no room for another client")
-            else:
-                self._let_in(connection, pid, uid)
+            try:
+                self._admit(connection)
+            except Exception:  # of one client: those who come next are let in all the same
+                self._warnings.exception("a client could not be let in")
+                connection.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        pid, uid = self._peer(connection)
+        if uid not in self._uids:
+            self._warnings.warning("a user was turned away", uid=uid, pid=pid)
+            remedy = "add it to daemon.allowed_uids, or run as the daemon's own user"
+            _turn_away(connection, f"user {uid} may not attach or operate; {remedy}")
+        elif not self._places:
+            _turn_away(connection, "there is no room for another client")
+        else:
+            self._let_in(connection, pid, uid)
 
     def _let_in(self, connection: socket.socket, pid: int, uid: int) -> None:
         visitor = Visitor(secrets.token_hex(16), self._places.pop(), pid, uid)
         self._inside[visitor.ticket] = (visitor, connection)
-        greeting = self._greet(visitor)
-        message = json.dumps({"ticket": visitor.ticket, **greeting.fields}).encode()
         try:
+            greeting = self._greet(visitor)
+            message = json.dumps({"ticket": visitor.ticket, **greeting.fields}).encode()
             socket.send_fds(connection, [message], list(greeting.fds))
-        except OSError:
+            asyncio.get_running_loop().add_reader(connection, self._listen, visitor.ticket)
+        except BaseException as error:
             self._end(visitor.ticket)
-            return
-        asyncio.get_running_loop().add_reader(connection, self._listen, visitor.ticket)
+            if not isinstance(error, ConnectionError):  # else he is gone again
+                raise
 
     def _listen(self, ticket: str) -> None:
         """Notice the end of a visitor. One that says something breaks the protocol."""

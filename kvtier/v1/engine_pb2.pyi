@@ -87,6 +87,7 @@ class RegisterRequest(_message.Message):
     FLOPS_FIELD_NUMBER: _builtins.int
     CAN_SPLIT_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """the newest one that the client speaks"""
     ticket: _builtins.bytes
@@ -100,6 +101,8 @@ class RegisterRequest(_message.Message):
     """it can compute the front of a prompt while the back is loaded"""
     oldest_protocol: _builtins.int
     """that the client speaks too; 0: it speaks one alone"""
+    rank: _builtins.int
+    """of the engine's workers; each request counts once, with that of rank 0"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -116,10 +119,11 @@ class RegisterRequest(_message.Message):
         flops: Global___ModelFlops | None = ...,
         can_split: _builtins.bool = ...,
         oldest_protocol: _builtins.int = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flops", b"flops", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_split", b"can_split", "engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "oldest_protocol", b"oldest_protocol", "proof", b"proof", "protocol", b"protocol", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_split", b"can_split", "engine", b"engine", "flops", b"flops", "key_space", b"key_space", "layout", b"layout", "oldest_protocol", b"oldest_protocol", "proof", b"proof", "protocol", b"protocol", "rank", b"rank", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -622,10 +626,15 @@ class LookupReply(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     MAX_OFFLOAD_TOKENS_FIELD_NUMBER: _builtins.int
+    EMPTY_MS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """why it ends where it ends"""
     max_offload_tokens: _builtins.int
     """what it pays to offer of this request"""
+    empty_ms: _builtins.int
+    """So long nothing of the key space will be found that the asker has not stored meanwhile: no tier
+    has any of it. 0: ask again.
+    """
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
         """Blocks from the first one asked for on, as runs of one tier each."""
@@ -642,10 +651,11 @@ class LookupReply(_message.Message):
         reason: _builtins.str = ...,
         plan: Global___Plan | None = ...,
         max_offload_tokens: _builtins.int | None = ...,
+        empty_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens", "max_offload_tokens", b"max_offload_tokens", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens", "lengths", b"lengths", "max_offload_tokens", b"max_offload_tokens", "plan", b"plan", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens", "empty_ms", b"empty_ms", "lengths", b"lengths", "max_offload_tokens", b"max_offload_tokens", "plan", b"plan", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_offload_tokens: _TypeAlias = _typing.Literal["max_offload_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_offload_tokens: _TypeAlias = _typing.Literal["_max_offload_tokens", b"_max_offload_tokens"]  # noqa: Y015
@@ -709,12 +719,34 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 class LoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Purpose:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[LoadRequest._Purpose.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        COPY: LoadRequest._Purpose.ValueType  # 0
+        """bring blocks up and copy them"""
+        HOLD: LoadRequest._Purpose.ValueType  # 1
+        """bring them up, for somebody who copies them later"""
+        COPY_HELD: LoadRequest._Purpose.ValueType  # 2
+        """copy what was brought up so"""
+
+    class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper): ...
+    COPY: LoadRequest.Purpose.ValueType  # 0
+    """bring blocks up and copy them"""
+    HOLD: LoadRequest.Purpose.ValueType  # 1
+    """bring them up, for somebody who copies them later"""
+    COPY_HELD: LoadRequest.Purpose.ValueType  # 2
+    """copy what was brought up so"""
+
     SESSION_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     FROM_BACK_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     first: _builtins.int
     deadline_ms: _builtins.int
@@ -722,6 +754,7 @@ class LoadRequest(_message.Message):
     """of the plan that led to it, or 0"""
     from_back: _builtins.bool
     """announce blocks from the last one on"""
+    purpose: Global___LoadRequest.Purpose.ValueType
     @_builtins.property
     def chain(self) -> Global___Chain: ...
     def __init__(
@@ -733,10 +766,11 @@ class LoadRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         decision: _builtins.int = ...,
         from_back: _builtins.bool = ...,
+        purpose: Global___LoadRequest.Purpose.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "decision", b"decision", "first", b"first", "from_back", b"from_back", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "deadline_ms", b"deadline_ms", "decision", b"decision", "first", b"first", "from_back", b"from_back", "purpose", b"purpose", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

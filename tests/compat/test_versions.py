@@ -53,6 +53,12 @@ def from_ssd(node: Served, engine: PatternEngine, prompt: int) -> bool:
     return bool(tiers)
 
 
+def documents(node: Served, end: str = "") -> dict[str, bytes]:
+    """Return what is kept beside the blocks: what was learned, and the names of key spaces."""
+    store = node.directory / "ssd"
+    return {path.name.removesuffix(end): path.read_bytes() for path in store.glob(f"*.json{end}")}
+
+
 def segments(node: Served) -> set[str]:
     return {path.name for path in (node.directory / "ssd").glob("*.segment")}
 
@@ -106,20 +112,33 @@ def test_a_store_of_another_format_is_set_aside_and_found_again(
             assert engine.client.wait_attached(10)
             assert engine.store(OLD) == 4
             assert daemon.stop() == 0
+        old = documents(node)
+        assert old.keys() == {"learned.json", "key_spaces.json"}
         with started(node, keeps) as daemon:
             assert not from_ssd(node, engine, OLD), "it does not read what it does not know"
             assert engine.store(NEW) == 4
             assert daemon.stop() == 0
-        both = segments(node)
+        new, both = documents(node), segments(node)
+        assert documents(node, ".aside") == old
         with node.daemon() as daemon:
             assert node.stat()["tiers"]["ssd"]["detail"]["files_set_aside_at_start"] == 1
+            assert "cannot be read" not in daemon.log
+            (space,) = node.stat()["key_spaces"]
+            assert space["names"] == ["pattern"]
             assert from_ssd(node, engine, OLD), "the rollback finds what it had"
             assert not from_ssd(node, engine, NEW)
             assert engine.store(LATER) == 4
             assert both <= segments(node)
             assert daemon.stop() == 0
-        with started(node, keeps):
+        assert documents(node, ".aside") == new
+        assert documents(node)["learned.json"].startswith(b'{"version":1,')
+        code, report = node.fsck()
+        assert (code, report["faults"], report["foreign_files"]) == (0, 0, 0)
+        assert report["set_aside_files"] == 1
+        with started(node, keeps) as daemon:
             assert from_ssd(node, engine, NEW), "and nothing of the newer one was lost"
+            assert daemon.stop() == 0
+        assert documents(node)["learned.json"].startswith(b'{"version":2,')
 
 
 def test_a_drop_takes_what_is_set_aside_as_well(node: Served, keeps: dict[str, str]) -> None:

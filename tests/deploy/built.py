@@ -63,6 +63,13 @@ class Pod:
         """What holds for a container: its own settings over those of the pod."""
         return self.spec.get("securityContext", {}) | container.get("securityContext", {})
 
+    def secret(self, path: Path) -> str:
+        """What might be in a file that the daemon has of a Secret, closed to others."""
+        assert self.daemon is not None
+        secret = self.volumes[mount_of(self.daemon, path)["name"]]["secret"]
+        assert secret["defaultMode"] == 0o440
+        return SECRETS[secret["secretName"], path.name]
+
     def config(self, folder: Path) -> Config:
         """The daemon's configuration, read as it would read it."""
         assert self.daemon is not None
@@ -139,14 +146,8 @@ def mount_of(container: Json, path: Path) -> Json:
 
 
 def environment_of(container: Json) -> dict[str, str]:
-    """The variables of a container, with what might be in Secrets."""
-    found = {}
-    for variable in container.get("env", []):
-        secret = variable.get("valueFrom", {}).get("secretKeyRef")
-        found[variable["name"]] = (
-            SECRETS[secret["name"], secret["key"]] if secret else variable["value"]
-        )
-    return found
+    """The variables of a container; nothing in them is secret."""
+    return {variable["name"]: variable["value"] for variable in container.get("env", [])}
 
 
 def quantity_bytes(text: str) -> int:

@@ -15,6 +15,7 @@ import yaml
 
 from kvtier.testing.child import Child, free_port
 from kvtier.testing.served import Served, complete, url_of
+from tests.deploy.replayed import VLLM_PAGE, Replayed
 from tests.engine.models import VOCAB, save_tiny
 from tests.integration.redis_child import RedisServer
 
@@ -114,7 +115,7 @@ class Observed:
 
 @contextlib.contextmanager
 def observed(directory: Path, seed: int = 7) -> Iterator[Observed]:
-    """Run them, with requests going on within the context."""
+    """Run them, with requests going on within the context; of vLLM there is what one has told."""
     print(f"load seed {seed}")
     model = save_model(directory / "model")
     server = RedisServer(directory)
@@ -126,7 +127,9 @@ def observed(directory: Path, seed: int = 7) -> Iterator[Observed]:
         engine = stack.enter_context(node.start("engine", "--model", str(model)))
         url = url_of(engine)
         address = url.removeprefix("http://")
-        targets = {"kvtier": f"127.0.0.1:{node.http_port}", "kvtier-engine": address}
+        vllm = stack.enter_context(Replayed(VLLM_PAGE)).address
+        own = f"127.0.0.1:{node.http_port}"
+        targets = {"kvtier": own, "kvtier-engine": address, "vllm": vllm}
         prometheus = Prometheus(directory, targets)
         stack.enter_context(prometheus.child).await_log("Server is ready")
         stack.enter_context(requests(url, seed))

@@ -8,6 +8,7 @@ directory. This is what two containers are, without the images.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from kvtier.testing.child import Child, kvtier_command, work_directory
 from kvtier.testing.served import Served, fetch
@@ -114,7 +116,8 @@ def test_a_daemon_in_a_container_serves_an_engine_in_another(redis_server: str) 
 
             with engine_beside(node) as engine:
                 assert say(engine) == "stored"
-                node.await_blocks("ssd", 160)
+                ssd = node.await_blocks("ssd", 160)["tiers"]["ssd"]
+                assert ssd["detail"]["direct_io"]
                 node.drop("cpu")
                 assert tell(engine) == "ssd 160"
             assert json.loads(fetch(f"http://127.0.0.1:{node.http_port}/readyz"))["ready"]
@@ -122,6 +125,28 @@ def test_a_daemon_in_a_container_serves_an_engine_in_another(redis_server: str) 
             assert node.stat()["tiers"]["remote"]["state"] == "up"
             process.send_signal(signal.SIGTERM)
             assert container.wait() == 0, container.log
+
+
+def test_a_sidecar_outlives_its_daemon_and_hands_on_the_signal_to_stop() -> None:
+    with work_directory() as directory:
+        node = Served(directory)
+        manifest = ROOT / "deploy" / "kubernetes" / "components" / "sidecar" / "sidecar.yaml"
+        spec = yaml.safe_load(manifest.read_text())["spec"]["template"]["spec"]
+        *shell, script, name = spec["initContainers"][0]["command"]
+        assert (name, "sleep 5" in script) == ("kvtier", True)
+        script = script.replace("sleep 5", "sleep 0.1")
+        file = directory / "kvtier.toml"
+        file.write_text("[cpu]\nsize = 1\n")
+        serve = (*kvtier_command("serve", *node.arguments()), "--config", str(file))
+        profiled = (sys.executable, "-c", UNDER_PROFILE, str(PROFILE), shutil.which(shell[0]))
+        command = [*profiled, *shell[1:], script, *serve]
+        with Child(command, directory / "log") as container:
+            container.await_log("cpu.size")
+            file.write_text("")
+            ready = container.await_log(r"event=ready .*pid=(\d+)")  # the shell is there still
+            container.send(signal.SIGTERM)
+            container.wait()
+            assert not psutil.pid_exists(int(ready[1]))
 
 
 def namespace(pid: int, name: str) -> str:

@@ -55,13 +55,16 @@ def seen() -> Iterator[Observed]:
 
 @pytest.mark.parametrize("panel", PANELS)
 def test_no_panel_is_empty(seen: Observed, panel: Any) -> None:
-    drawn = set()
+    drawn: set[str] = set()
     for target in panel["targets"]:
-        for series in seen.prometheus.lately(target["expr"]):
-            name = named(target["legendFormat"], series["metric"])
-            if any(math.isfinite(float(value)) for _, value in series["values"]):
-                assert name not in drawn, f"{name} is drawn twice"
-                drawn.add(name)
+        found = [
+            named(target["legendFormat"], series["metric"])
+            for series in seen.prometheus.lately(target["expr"])
+            if any(math.isfinite(float(value)) for _, value in series["values"])
+        ]
+        assert found or "vllm:" not in target["expr"], f"nothing of vLLM: {target['expr']}"
+        assert len({*drawn, *found}) == len(drawn) + len(found), f"drawn twice: {found}"
+        drawn.update(found)
     assert drawn, f"nothing is drawn of {[target['expr'] for target in panel['targets']]}"
 
 
@@ -73,7 +76,7 @@ def test_there_is_something_to_choose_from(seen: Observed, file: Path) -> None:
         selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", each["query"]).groups()
         values = {series["metric"][label] for series in seen.prometheus.lately(selector)}
         assert label == each["name"]
-        assert len(values) == 2, f"the daemon and the engine, and not {values}"
+        assert len(values) == 3, f"the daemon, the engine and vLLM, and not {values}"
 
 
 def test_no_rule_fails_and_none_is_empty(seen: Observed) -> None:
@@ -86,13 +89,20 @@ def test_no_rule_fails_and_none_is_empty(seen: Observed) -> None:
         assert rule["health"] == "ok", rule
         if rule["type"] == "recording":
             series = seen.prometheus.lately(rule["name"])
-            values = [float(value) for each in series for _, value in each["values"]]
-            assert any(map(math.isfinite, values)), f"{rule['name']} is empty: {series}"
+            told = {
+                each["metric"].get("job")
+                for each in series
+                if any(math.isfinite(float(value)) for _, value in each["values"])
+            }
+            assert told, f"{rule['name']} is empty: {series}"
+            if rule["name"].startswith("instance"):
+                assert ("vllm" in told) == ("vllm:" in rule["query"]), f"{rule['name']} of {told}"
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_what_an_alert_looks_at_is_there(seen: Observed, alert: Any) -> None:
-    names = set(re.findall(r"\b(?:\w+:)?(?:kvtier|time)_\w+(?::\w+)?(?:\{.*?\})?", alert.expr))
+    series = r"\b(?:vllm:\w+|(?:\w+:)?(?:kvtier|process|time)_\w+(?::\w+)?)(?:\{.*?\})?"
+    names = set(re.findall(series, alert.expr))
     assert names
     for name in names:
         assert seen.prometheus.lately(name), f"{alert.name} looks at {name}, and there is none"

@@ -40,8 +40,27 @@ def test_bases_and_packages_are_pinned() -> None:
     for name in lines_of("ARG"):
         assert re.search(r"=\S+:v?\d+\.\d+\.\d+", name), f"{name} names no version"
     for command in re.findall(r"pip .*?install (.*?)(?:&&|$)", RECIPE, flags=re.MULTILINE):
-        is_pinned = "--constraint constraints.txt" in command or "/wheel/" in command
-        assert is_pinned, command
+        assert re.search(r"--constraint (constraints|/wheel/pins)\.txt ", command), command
+
+
+def test_vllm_keeps_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "there.txt").write_text(
+        "torch==2.9.0+cu129\nTyping.Extensions==4.1.0\nvllm==0.32.0\nnumpy==2.2.6\n"
+    )
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    (make,) = re.findall(r"(awk .*? > /wheel/pins.txt)", RECIPE)
+    command = make.replace("/wheel", str(tmp_path))
+    subprocess.run(["sh", "-ec", command], check=True, timeout=60)
+    ours, pins = (
+        [line for line in (tmp_path / name).read_text().splitlines() if not line.startswith("#")]
+        for name in ("constraints.txt", "pins.txt")
+    )
+    assert len(pins) == len(ours), "each package has one version"
+    assert set(pins) - set(ours) == {
+        "torch==2.9.0+cu129",
+        "Typing.Extensions==4.1.0",
+        "numpy==2.2.6",
+    }
 
 
 def test_what_is_copied_is_not_ignored() -> None:
@@ -85,8 +104,9 @@ def test_it_writes_where_it_may_unless_a_file_says_otherwise(
     assert (str(config.daemon.socket), str(config.ssd.directory)) == ("/mine/k.sock", "/mine/ssd")
 
 
-def test_its_health_check_asks_what_is_answered() -> None:
-    (url,) = re.findall(r"urlopen\('(\S+?)'", RECIPE)
+def test_the_health_check_of_the_page_asks_what_is_answered() -> None:
+    page = (ROOT / "docs" / "operations" / "kubernetes.md").read_text()
+    (url,) = re.findall(r"urlopen\('(\S+?)'", page)
     listen = load_config(None, {}, {}).http.listen
     assert listen is not None
     assert url.startswith(f"http://{listen}/")

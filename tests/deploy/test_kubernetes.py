@@ -1,9 +1,10 @@
 """deploy/kubernetes: each overlay builds, is what the API servers take, and fits together."""
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,7 @@ def test_volumes_and_what_is_in_them_are_there(overlay: Overlay) -> None:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 overlay.one("PersistentVolumeClaim", claim)
             if "secret" in volume:
-                secret = volume["secret"]
-                keys = [item["key"] for item in secret.get("items", [])] or ["keys"]
-                assert {(secret["secretName"], key) for key in keys} <= set(SECRETS)
+                assert volume["secret"]["secretName"] in {name for name, _ in SECRETS}
 
 
 def test_what_a_pod_names_is_there(overlay: Overlay) -> None:
@@ -141,10 +140,8 @@ def is_sidecar(pod: Pod) -> bool:
 def test_the_daemon_takes_its_configuration(overlay: Overlay, tmp_path: Path) -> None:
     for pod, daemon in overlay.daemons:
         config = pod.config(tmp_path)
-        paths = [config.daemon.socket, config.ssd.directory]
-        paths += [path for path in (config.seal.key_file, config.remote.tls_ca) if path]
-        for path in paths:
-            mount_of(daemon, path)
+        for path in (config.seal.key_file, config.remote.tls_ca, config.remote.url_file):
+            assert path is None or pod.secret(path)
         for written in (config.daemon.socket, config.ssd.directory):
             assert not mount_of(daemon, written).get("readOnly")
         assert config.http.listen is not None
@@ -176,6 +173,21 @@ def test_the_store_fits_into_its_volume(overlay: Overlay, tmp_path: Path) -> Non
             assert daemon["resources"]["requests"]["ephemeral-storage"] == limit
 
 
+def test_there_is_as_much_time_to_start_as_anywhere_else(overlay: Overlay) -> None:
+    unit = (ROOT / "deploy" / "systemd" / "kvtier.service").read_text()
+    page = (ROOT / "docs" / "operations" / "kubernetes.md").read_text()
+    ((minutes,), (elsewhere,)) = (
+        re.findall(pattern, text, re.MULTILINE)
+        for pattern, text in ((r"^TimeoutStartSec=(\d+)min$", unit), (r"-period (\d+)m\b", page))
+    )
+    assert minutes == elsewhere
+    for _, daemon in overlay.daemons:
+        startup = daemon.get("startupProbe", {"periodSeconds": 0, "failureThreshold": 0})
+        given_s = daemon["livenessProbe"].get("initialDelaySeconds", 0)
+        given_s += startup["periodSeconds"] * startup["failureThreshold"]
+        assert given_s == int(minutes) * 60
+
+
 def test_there_is_time_to_stop(overlay: Overlay, tmp_path: Path) -> None:
     for pod, _ in overlay.daemons:
         # A sidecar is told to stop once the others have ended, within the same time.
@@ -197,9 +209,49 @@ def test_probes_ask_what_is_answered(overlay: Overlay) -> None:
         assert all(daemon[name]["httpGet"]["port"] in ports(pod) for name in asked)
         # A restart is for one that is stuck, not for one that stops or has a tier out.
         assert asked["livenessProbe"] == "/healthz"
-        assert asked["startupProbe"] == "/readyz"
+        assert asked.get("startupProbe", "/readyz") == "/readyz"
         # Where vLLM is in the pod it serves without us, and must stay in its Service.
         assert ("readinessProbe" in asked) != is_sidecar(pod)
+
+
+def test_vllm_waits_for_nothing_of_ours_unless_told_to(overlay: Overlay) -> None:
+    for pod, daemon in overlay.daemons:
+        if is_sidecar(pod):
+            assert ("startupProbe" in daemon) == (overlay.name == "sidecar-full"), "it has the gate"
+            secrets = [each["secret"] for each in pod.volumes.values() if "secret" in each]
+            assert all(each["optional"] for each in secrets)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories to others")
+def test_the_nodes_own_drive_is_refused_unless_allowed(tmp_path: Path) -> None:
+    overlay = build(KUBERNETES / "overlays" / "node")
+    ((pod, _),) = overlay.daemons
+    (first,) = [each for each in pod.containers if each["name"] == "directories"]
+    (tmp_path / "cache").mkdir()
+
+    def run(allowed: str, hosts: str) -> "subprocess.CompletedProcess[str]":
+        places = {"/run/kvtier": "run", "/var/cache/kvtier": "cache"}
+        script = first["command"][-1].replace("/etc/hosts", hosts)
+        for place, mine in places.items():
+            script = script.replace(place, str(tmp_path / mine))
+        return subprocess.run(
+            [*first["command"][:-1], script],
+            env=environment_of(first) | {"SHARED_DRIVE": allowed, "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+
+    refused = run(environment_of(first)["SHARED_DRIVE"], hosts=str(tmp_path))
+    assert refused.returncode == 1
+    assert "SHARED_DRIVE=allow" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    for allowed, hosts in (("refuse", "/proc/self"), ("allow", str(tmp_path))):
+        done = run(allowed, hosts)
+        assert (done.returncode, done.stderr) == (0, "")
+        status = (tmp_path / "cache").stat()
+        assert (status.st_uid, status.st_mode & 0o777) == (65532, 0o711)
 
 
 # Engines
@@ -299,28 +351,32 @@ def test_a_narrow_profile_is_the_one_that_is_here(overlay: Overlay) -> None:
 # Monitoring and the network
 
 
-def test_every_daemon_is_scraped_and_may_be(overlay: Overlay) -> None:
-    (monitor,) = overlay.of("PodMonitor")
+@pytest.mark.parametrize("name", ["kvtier", "vllm"])
+def test_every_daemon_and_every_vllm_is_scraped_and_may_be(overlay: Overlay, name: str) -> None:
+    monitor = overlay.one("PodMonitor", name)
     scraped = overlay.selected(monitor["spec"]["selector"])
-    assert [pod.name for pod in scraped] == [pod.name for pod, _ in overlay.daemons]
+    assert [pod.name for pod in scraped] == [
+        pod.name for pod in overlay.pods if any(each["name"] == name for each in pod.containers)
+    ]
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert endpoint["path"] == "/metrics"
         for pod in scraped:
-            assert endpoint["port"] in ports(pod)
-            assert ports(pod)[endpoint["port"]] in set(allowed_ports(overlay, pod))
+            assert ports(pod)[endpoint["port"]] in allowed_ports(overlay, pod)
 
 
-def allowed_ports(overlay: Overlay, pod: Pod) -> Iterator[int]:
-    policies = [
-        policy
+def allowed_ports(overlay: Overlay, pod: Pod) -> set[int]:
+    """Which ports Prometheus gets to; all of a vLLM without a daemon, which no policy is about."""
+    rules = [
+        rule
         for policy in overlay.of("NetworkPolicy")
         if is_selected(pod.labels, policy["spec"]["podSelector"])
+        for rule in policy["spec"]["ingress"]
     ]
-    assert policies, f"{pod.name} is open to everybody"
-    for policy in policies:
-        for rule in policy["spec"]["ingress"]:
-            assert rule["from"], "open to everybody"
-            yield from (port["port"] for port in rule["ports"])
+    assert all(rule["from"] for rule in rules), "open to everybody"
+    if pod.daemon is None and not rules:
+        return set(ports(pod).values())
+    home = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    return {port["port"] for rule in rules if home in rule["from"] for port in rule["ports"]}
 
 
 def test_policies_are_about_pods_and_ports_that_there_are(overlay: Overlay) -> None:
@@ -332,8 +388,9 @@ def test_policies_are_about_pods_and_ports_that_there_are(overlay: Overlay) -> N
 
 
 def test_the_way_to_redis_is_open_where_there_is_one(overlay: Overlay, tmp_path: Path) -> None:
-    for pod, daemon in overlay.daemons:
-        url = environment_of(daemon).get("KVTIER_REMOTE_URL", "")
+    for pod, _ in overlay.daemons:
+        file = pod.config(tmp_path).remote.url_file
+        url = pod.secret(file) if file else ""
         port = int(match[1]) if (match := re.search(r":(\d+)/", url)) else None
         for policy in overlay.of("NetworkPolicy"):
             if "Egress" in policy["spec"]["policyTypes"] and is_selected(
@@ -341,6 +398,15 @@ def test_the_way_to_redis_is_open_where_there_is_one(overlay: Overlay, tmp_path:
             ):
                 opened = {p["port"] for rule in policy["spec"]["egress"] for p in rule["ports"]}
                 assert opened == ({port, 53} if port else set())
+
+
+def test_a_name_may_be_asked_of_the_nodes_own_cache(overlay: Overlay) -> None:
+    rules = [
+        rule for each in overlay.of("NetworkPolicy") for rule in each["spec"].get("egress", [])
+    ]
+    for rule in rules:
+        if any(port["port"] == 53 for port in rule["ports"]):
+            assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in rule["to"]
 
 
 def test_secrets_and_overlays_are_told_of() -> None:

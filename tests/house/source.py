@@ -52,4 +52,5 @@ def modules(folder: str) -> list[Module]:
 
 
 SOURCE = modules("kvtier")
+DEPLOY = modules("deploy")
 TESTS = modules("tests")

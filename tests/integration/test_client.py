@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.client.link import open_link
+from kvtier.client.link import OwnTier, open_link
 from kvtier.client.wire import PROTOCOL
 from kvtier.core.identity import NO_TENANT, KeySpace, hash_blocks, tenant_digest
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
@@ -488,12 +488,15 @@ def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) 
         assert node.await_idle()["pins"] == 0
 
 
-def test_an_engine_too_busy_to_empty_its_tier_is_asked_again(shared: Served) -> None:
+@pytest.mark.parametrize("fault", [TimeoutError(), RuntimeError("a bug")])
+def test_an_engine_that_did_not_empty_its_tier_is_asked_again(
+    shared: Served, fault: Exception
+) -> None:
     is_busy = True
 
     def drop() -> Removed:
         if is_busy:
-            raise TimeoutError
+            raise fault
         return Removed(3, 300)
 
     client = Client(shared.socket, key_space(), "busy", drop=drop)
@@ -505,6 +508,28 @@ def test_an_engine_too_busy_to_empty_its_tier_is_asked_again(shared: Served) -> 
         is_busy = False
         (done,) = shared.drop_now("gpu", deadline_ms=8000)
         assert (done.blocks, done.bytes, done.error) == (3, 300, "")
+    finally:
+        client.close()
+
+
+def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Served) -> None:
+    faults = [RuntimeError("a bug"), KeyError("another")]
+
+    def own_tier() -> OwnTier:
+        if faults:
+            raise faults.pop()
+        return OwnTier(1000, 777, 7, 0)
+
+    deadlines = ClientDeadlines(reconnect_s=0.01)
+    client = Client(shared.socket, key_space(), "late", deadlines=deadlines, own_tier=own_tier)
+    client.start()
+    try:
+        assert client.wait_attached(10)
+
+        def told() -> bool:
+            return 777 in (each["gpu_used_bytes"] for each in shared.stat()["engines"])
+
+        await_true(told, "its reports go on")
     finally:
         client.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.api.rpc.operator import open_operator
 from kvtier.cli.main import main
-from kvtier.client.operator import open_operator
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.served import Served

@@ -47,7 +47,11 @@ def test_it_is_ready_in_about_a_second_and_loads_no_torch(node: Served) -> None:
 
 
 def test_files_and_sockets_are_this_users_alone(node: Served) -> None:
-    with node.daemon(), PatternEngine(node.socket) as engine:
+    with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+        # 4 tokens of 2048 bytes a block; 16 MiB and 64 MiB of them.
+        daemon.await_log(
+            "shortest_prefix_tokens=4 token_bytes=2048 cpu_tokens=8192 ssd_tokens=32768"
+        )
         engine.store(1)
         for path in (node.socket, node.socket.with_name("k.sock.arena")):
             assert path.stat().st_mode & 0o077 == 0, path
@@ -202,4 +206,7 @@ def test_stat_tells_the_same_on_the_command_line(node: Served) -> None:
         asked = node.stat()
         for key in ("uptime_s", "time_s"):
             assert told.pop(key) <= asked.pop(key)
+        rates = [(each.pop("grown"), each["engines"][0].pop("lately")) for each in (told, asked)]
+        for one, other in zip(*rates, strict=True):  # they are of the moment
+            assert one.keys() == other.keys()
         assert told == asked

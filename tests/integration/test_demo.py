@@ -12,6 +12,7 @@ import psutil
 import pytest
 import redis
 
+import kvtier
 from kvtier.cli.demo.product import Product
 from kvtier.cli.demo.report import Progress
 from kvtier.cli.demo.tour import QUESTIONS, Tour
@@ -154,8 +155,11 @@ def test_bad_input_gets_one_line(arguments, field, words, tiny_model, document, 
 
 @pytest.mark.long
 @pytest.mark.model
-def test_the_real_model_and_document(work, demo_model):
-    done = demo(work, "--model", demo_model, "--json")
+def test_the_real_model_and_document(work, document, demo_model):
+    """The first part of its document: all of it takes a core ten minutes beside other tests."""
+    whole = (Path(kvtier.__file__).parents[1] / "docs" / "architecture.md").read_text()
+    document.write_text(whole[:10_000])
+    done = demo(work, "--model", demo_model, "--document", document, "--json")
     print(done.stderr, done.stdout, file=sys.stderr)
     assert done.returncode == 0
     check_passes(done.stdout, ["cold", "gpu", "cpu", "ssd"])

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,45 @@ def test_a_disk_that_hangs_keeps_nobody(directory: Path) -> None:
         assert code == 1
         assert found["direct-io"]["found"] == "no answer within 3 s"
         assert found["memory"]["verdict"] == "ok"
+
+
+AS_ANOTHER = """
+import os, sys
+import kvtier.cli.doctor.command
+from kvtier.cli.main import main
+os.setgroups([])
+os.setresgid(2000, 2000, 2000)
+os.setresuid(2000, 2000, 2000)
+sys.exit(main(sys.argv[4:]))
+"""
+"""Imports first: this interpreter may lie where the other user cannot read."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_another_user_sees_whose_the_ports_are(directory: Path, may_ask: bool) -> None:
+    node = Served(directory, {"daemon.allowed_uids": "2000" if may_ask else "[]"})
+    directory.chmod(0o711)
+    another = (sys.executable, "-c", AS_ANOTHER)
+    with node.daemon():
+        if not may_ask:
+            directory.chmod(0o700)
+        code, found = findings(*settings(node), "--measure", before=another)
+        assert code == 0, "what is closed to it is no fault"
+        assert found["ssd"]["remedy"] == "run this as user 0, or as root"
+        assert found["daemon"]["verdict"] == ("ok" if may_ask else "warn"), found["daemon"]
+        if not may_ask:
+            assert "run this as that user or as root" in found["daemon"]["remedy"]
+        whose = f"127.0.0.1:{node.http_port} is held by user 0, as whom the daemon runs"
+        assert found["ports"] == {
+            "check": "ports", "verdict": "ok", "found": whose, "remedy": ""
+        }  # fmt: skip
+
+
+def test_a_port_of_the_daemons_user_is_not_the_daemons_for_that(directory: Path) -> None:
+    node = Served(directory)
+    with node.daemon(), socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        code, found = findings(*settings(node, http__listen=f"127.0.0.1:{port}"))
+    assert code == 1
+    assert f", user {os.geteuid()} has it" in found["ports"]["found"]

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier.api.rpc.operator import open_operator
 from kvtier.cli.main import main
 from kvtier.client.link import open_link
-from kvtier.client.operator import open_operator
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.fate import Fate
 from kvtier.core.identity import NO_TENANT, tenant_digest

@@ -65,11 +65,6 @@ def garbage(path: Path) -> None:
     path.write_bytes(bytes(range(256)) * 8)
 
 
-def another_version(path: Path) -> None:
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"version": 99}))
-
-
 def absurd_numbers(path: Path) -> None:
     path.write_text(path.read_text().replace("e-0", "e+300").replace("0.0", "NaN"))
 
@@ -112,7 +107,6 @@ def cut(path: Path) -> None:
     "damage",
     [
         garbage,
-        another_version,
         absurd_numbers,
         other_shapes,
         too_deep,

@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.api.rpc.credentials import read_credentials, read_token
+from kvtier.api.rpc.credentials import read_credentials
+from kvtier.api.rpc.operator import Remote, dial, open_operator, operator_door
 from kvtier.api.rpc.server import open_tcp, open_unix
-from kvtier.client.operator import Remote, dial, open_operator, operator_door
 from kvtier.config import Address, RpcConfig
 from kvtier.errors import DaemonUnavailable, StartError
+from kvtier.secret import read_token
 from kvtier.testing.child import await_true, work_directory
 from kvtier.transfer.door import Door, knock
 from kvtier.v1 import engine_pb2, engine_pb2_grpc, operator_pb2_grpc

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier.client.operator import operator_door
+from kvtier.api.rpc.operator import operator_door
 from kvtier.testing.child import await_true, kvtier_command, work_directory
 from kvtier.testing.served import Served
 from kvtier.transfer.shm import arena_socket

@@ -17,6 +17,7 @@ from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.integration.asking import Users
 from tests.integration.pattern import PatternEngine
+from tests.unit.test_shown import SHOWN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -58,6 +59,15 @@ class Watched:
 
     def polls(self) -> int:
         return sum(url.endswith("/status.json") for url in self.asked)
+
+    def assert_silent(self) -> int:
+        """Fail where it asks within a minute by its own clock; returns how often it has so far."""
+        asked = self.polls()
+        self.page.clock.run_for(60_000)
+        with self.page.expect_request("**/icon.svg"):  # what was asked before is seen before
+            self.page.evaluate("fetch('/status/icon.svg', {cache: 'no-store'}).then(() => null)")
+        assert self.polls() == asked
+        return asked
 
     def await_life(self, pattern: str) -> None:
         expect(self.page.locator("#said")).to_have_text(re.compile(pattern), timeout=SHOWN_MS)
@@ -123,25 +133,36 @@ def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
         assert all(url.startswith(home) for url in watched.asked), watched.asked
 
 
+def test_numbers_are_those_of_the_command_line(browser: Browser, node: Served) -> None:
+    with opened(browser, node) as watched:
+        told = watched.page.evaluate(
+            """async (shown) => {
+                const forms = await import("/status/number.js");
+                return Object.fromEntries(Object.entries(shown).map(([name, cases]) => (
+                    [name, cases.map(([number]) => forms[name](number))])));
+            }""",
+            SHOWN,
+        )
+    assert told == {name: [text for _, text in cases] for name, cases in SHOWN.items()}
+
+
 def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: Served) -> None:
     with opened(browser, node) as watched:
         page = watched.page
+        page.clock.install()
+        page.reload()
         watched.await_life("live")
         page.get_by_role("button", name="Pause").focus()
         page.keyboard.press("Enter")
         watched.await_life("paused: as of [0-9:]{8}")
-        asked = watched.polls()
-        page.wait_for_timeout(1500)
-        assert watched.polls() == asked
+        watched.assert_silent()
         page.keyboard.press("Enter")
         watched.await_life("live")
         page.evaluate("""() => {
             Object.defineProperty(document, "hidden", { configurable: true, get: () => true });
             document.dispatchEvent(new Event("visibilitychange"));
         }""")
-        asked = watched.polls()
-        page.wait_for_timeout(1500)
-        assert watched.polls() == asked
+        asked = watched.assert_silent()
         page.evaluate("""() => {
             delete document.hidden;
             document.dispatchEvent(new Event("visibilitychange"));

@@ -69,6 +69,7 @@ def test_it_serves_within_its_sandbox_and_stops(machine: Machine, node: Served) 
         node.drop("cpu")
         assert engine.load(1, 4) == (["ssd"] * 4, "complete")
     await_true(lambda: machine.show("StatusText") == "serving: cpu up, ssd up", "it says so")
+    assert not machine.run("/opt/kvtier/bin/kvtier", "stat").returncode, "found without being named"
     status = kernel_tells(machine, "status")
     assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
     assert int(status["CapBnd"], 16) == 0

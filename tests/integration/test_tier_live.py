@@ -155,6 +155,9 @@ def test_a_disk_is_taken_away_and_brought_back(node: Node) -> None:
         DirectoryLock(directory).release()  # anybody may have it
         code, report = node.fsck()
         assert (code, report["records"]) == (0, 4 * FULL)
+        documents = [directory / name for name in ("learned.json", "key_spaces.json")]
+        for path in documents:
+            path.unlink()
         assert engine.lookup(0, FULL) == ([], "absent")
         (kept,) = node.drop_now("ssd")
         assert kept.error == "it is detached, and keeps what it has"
@@ -171,6 +174,7 @@ def test_a_disk_is_taken_away_and_brought_back(node: Node) -> None:
         missed = node.stat()["worth"]["missed_blocks"]
         assert missed["detached"] == FULL, "and it says why the lookup found nothing"
         assert daemon.stop() == 0
+        assert all(path.exists() for path in documents), "they are kept there again"
         assert "Traceback" not in daemon.log
     with node.daemon(), PatternEngine(node.socket) as engine:
         assert engine.lookup(10, FULL) == (["ssd"] * FULL, "complete")

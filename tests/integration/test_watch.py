@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.client.wire import change_from_wire
+from kvtier.core.change import Change
 from kvtier.core.identity import KeySpace, tenant_digest
 from kvtier.core.residency import TierName
 from kvtier.errors import DaemonSlow, DaemonUnavailable
@@ -35,9 +36,10 @@ class Watcher(PatternEngine):
         space: KeySpace | None = None,
         tenant: bytes = bytes(16),
         deadlines: ClientDeadlines | None = None,
+        hear: Heard | None = None,
     ) -> None:
         super().__init__(socket_path, space, tenant, deadlines)
-        self.heard = Heard()
+        self.heard = hear or Heard()
         self.client = Client(
             socket_path, self.space, "watcher", deadlines=self.deadlines, watch=self.heard
         )
@@ -119,6 +121,23 @@ def test_a_daemon_that_hangs_goes_on_where_it_was(node: Served) -> None:
         node.await_idle()
         node.drop("cpu")
         watcher.await_heard(5, SSD)
+
+
+def test_one_whose_ears_break_is_told_that_nothing_is_known_and_is_served(node: Served) -> None:
+    class Deaf(Heard):
+        def __call__(self, changes: Sequence[Change]) -> None:
+            if any(change.tier is SSD for change in changes):
+                raise RuntimeError("a bug")
+            super().__call__(changes)
+
+    with node.daemon() as daemon, Watcher(node.socket, hear=Deaf()) as watcher:
+        watcher.store(7)
+        await_true(lambda: watcher.heard.num_starts > 1, "nothing is known any more")
+        assert not watcher.heard.blocks(CPU)
+        session = watcher.client.session
+        assert watcher.load(7) == (["cpu"] * 4, "complete")
+        assert watcher.client.session == session, "the link is as good as before"
+        assert daemon.stop() == 0
 
 
 def test_a_watcher_does_not_keep_a_daemon_from_stopping(node: Served) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import select
 import socket
 import threading
+from functools import partial
 
 import pytest
 
@@ -61,14 +62,17 @@ def test_a_loop_that_stands_still_feeds_nothing_and_goes_on_afterwards() -> None
             return False
 
         node = Served(directory)
+        silent_s = partial(node.metric, "kvtier_loop_silent_seconds")
         with HeldDaemon(node, address) as daemon:
             while is_fed(0.0):
                 continue
             assert any("READY=1" in each for each in told), told
             assert fetch(f"http://127.0.0.1:{node.http_port}/metrics"), "other threads go on"
             assert not is_fed(WATCHDOG_S)
+            assert silent_s() > WATCHDOG_S, "it is told meanwhile"
             daemon.release.set()
             await_true(lambda: is_fed(WATCHDOG_S), "it is fed again")
+            await_true(lambda: silent_s() < WATCHDOG_S, "it is heard again")
         while is_fed(0.0):
             continue
         assert "STOPPING=1" in told[-1]

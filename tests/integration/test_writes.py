@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvtier.client.operator import open_operator
+from kvtier.api.rpc.operator import open_operator
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served

@@ -77,6 +77,7 @@ class NodeMachine(RuleBasedStateMachine):
         if self.config is not None:
             made = policies(self.config)
             chosen = {each.name: getattr(made, each.name) for each in fields(Policies)}
+            del chosen["rule"]  # a name
             modes = write_modes(self.config)
         self.stage = Stage(
             self.tiers,

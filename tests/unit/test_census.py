@@ -36,9 +36,12 @@ def test_blocks_count_from_ready_until_they_leave():
     rows = rows_of(index, 1, 5)
     index.move(rows, TierName.CPU, Residency.WRITING)
     assert index.held_in(TierName.CPU) == {}
+    assert not index.census.has(key_space(1))
     index.move(rows, TierName.CPU, Residency.READY)
     index.move(rows, TierName.CPU, Residency.READY)
     assert index.held_in(TierName.CPU) == {key_space(1): Held(5, 500)}
+    assert index.census.has(key_space(1))
+    assert not index.census.has(key_space(2))
     index.move(int(rows[0]), TierName.CPU, Residency.EVICTING)
     index.move(rows[:0], TierName.CPU, Residency.READY)
     assert index.held_in(TierName.CPU) == {key_space(1): Held(4, 400)}

@@ -82,7 +82,7 @@ def test_more_memory_than_the_machine_has(tmp_path):
     error = refused(configured(tmp_path, cpu__capacity="8GiB"), machine(tmp_path, free_gib=8))
     assert error.field == "cpu.capacity"
     assert "8192MiB" in error.problem
-    assert "7936MiB" in error.remedy
+    assert "7920MiB" in error.remedy
 
 
 def test_a_larger_pool_than_the_machine_has_room_for(tmp_path):
@@ -105,8 +105,8 @@ def test_what_one_command_starts_has_to_fit_together(tmp_path, tiny):
     together = configured(tmp_path, **sizes, engine__model=tiny)
     error = refused(together, files)
     assert error.field == "cpu.capacity"
-    assert "4352MiB for all else" in error.problem
-    assert "at most 3840MiB" in error.remedy
+    assert "4360MiB for all else" in error.problem, "with the page tables of the arena"
+    assert "at most 3832MiB" in error.remedy
     on_device = configured(tmp_path, **sizes, engine__model=tiny, engine__device="cuda")
     check_start(on_device, files)
     lock = hold_lock(engine_lock(together.daemon.socket), "daemon.socket", "the engine")
@@ -120,6 +120,13 @@ def test_the_smallest_limit_of_the_cgroups_counts(tmp_path, version, line):
     root = files.cgroup_root if version == 2 else files.cgroup_root / "memory"
     limited(root / "a" / "b", "max" if version == 2 else str(1 << 62), 0, version=version)
     limited(root / "a", str(4 * GIB), 3 * GIB, cached=GIB, version=version)
+    assert available_memory_bytes(files) == 2 * GIB
+
+
+def test_a_limit_beyond_which_the_kernel_slows_counts_as_well(tmp_path):
+    files = machine(tmp_path, free_gib=64, cgroup="0::/a\n")
+    limited(files.cgroup_root / "a", "max", GIB)
+    (files.cgroup_root / "a" / "memory.high").write_text(f"{3 * GIB}\n")
     assert available_memory_bytes(files) == 2 * GIB
 
 

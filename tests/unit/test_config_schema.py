@@ -23,7 +23,9 @@ BAD: tuple[Any, ...] = (-1, 1.5, "", "x y", "5 parsecs", "12Gb", True, [], ["a"]
 """Most of them are wrong for most keys; both sides must think the same of each."""
 
 
-CONFLICT = re.compile(r"is not set, but|is (more than (half of )?|no multiple of )[a-z]+\.")
+CONFLICT = re.compile(
+    r"is not set, but|is set, and so is|is (more than (half of )?|no multiple of )[a-z]+\."
+)
 """What the loader says of two keys; a schema knows of one only."""
 
 

@@ -1,6 +1,7 @@
 """What the doctor makes of kernels, limits and memory that this machine has not."""
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvtier.cli.doctor import machine, memory, storage
 from kvtier.cli.doctor.check import Check, Finding, Verdict, examine, ok
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.config import load_config
+from kvtier.daemon.room import floor_beside_system
 from kvtier.errors import StartError, TierError
 
 GIB = 1 << 30
@@ -102,7 +104,7 @@ def test_memory_counts_the_smallest_control_group(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/memory.current": "0\n",
     }
     small = subject(tmp_path, files, cpu__capacity="2GiB")
-    with pytest.raises(StartError, match="at most 768MiB"):
+    with pytest.raises(StartError, match="at most 764MiB"):
         memory.look_at_memory(small)
     assert told(memory.look_at_memory(subject(tmp_path, files, cpu__capacity="512MiB"))) == "ok"
     assert told(memory.look_at_memory(subject(tmp_path, files, Running(1)))) == "ok"
@@ -183,8 +185,48 @@ def test_what_others_have_above_is_not_room_for_the_tier(
 
     def space(directory: Path) -> Finding:
         sizes = {"ssd__capacity": "16MiB", "ssd__segment": "1MiB", "ssd__free_space_floor": "0"}
-        return storage.look_at_space(subject(tmp_path, {}, ssd__directory=str(directory), **sizes))
+        elsewhere = Path("/proc")  # as the root, so that this is not the system's own drive
+        return storage.look_at_space(subject(elsewhere, {}, ssd__directory=str(directory), **sizes))
 
     assert told(space(tmp_path)) == "ok", "the tier's own files are part of its capacity"
     with pytest.raises(StartError, match="do not fit"):
         space(tmp_path / "ssd")
+
+
+@pytest.mark.parametrize(
+    ("free", "capacity", "floor", "verdict"),
+    [
+        (185, "160GiB", "1GiB", "warn"),  # 25 of 200 GiB would be left
+        (185, "155GiB", "30GiB", "ok"),
+        (185, "100GiB", "1GiB", "ok"),
+        (30, "1GiB", "1GiB", "ok"),  # not what fills it
+    ],
+)
+def test_the_systems_own_drive_keeps_what_a_kubelet_wants(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    capacity: str,
+    floor: str,
+    verdict: str,
+) -> None:
+    disk = SimpleNamespace(total=200 * GIB, free=free * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    sizes = {"ssd__capacity": capacity, "ssd__free_space_floor": floor}
+    found = storage.look_at_space(subject(tmp_path, {}, ssd__directory=str(tmp_path), **sizes))
+    assert told(found) == verdict
+    assert ("ssd.free_space_floor = 30GiB" in found.remedy) == (verdict == "warn")
+
+
+def test_the_kubelets_drive_is_known_in_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(total=9 * GIB, free=9 * GIB)
+    )
+    config = load_config(None, {"ssd.capacity": "8GiB", "ssd.free_space_floor": "1MiB"}, {})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        assert floor_beside_system(config, tmp_path, Path(root)) == 0
+        (Path(root) / "etc").mkdir()
+        (Path(root) / "etc" / "hosts").symlink_to(tmp_path)  # the runtime mounts it there
+        assert floor_beside_system(config, tmp_path, Path(root)) == 2 * GIB

@@ -227,3 +227,40 @@ def test_the_kernel_says_who_is_there() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         assert peer_of(ours) == SELF
+
+
+def test_one_who_cannot_be_let_in_keeps_out_nobody_else() -> None:
+    bugs = [RuntimeError("a bug")]
+
+    def greet(_visitor: Visitor) -> Greeting:
+        if bugs:
+            raise bugs.pop()
+        return Greeting({})
+
+    async def test(door: Door, path: Path) -> None:
+        with pytest.raises(DaemonUnavailable):
+            await enter(path)
+        lifelines = [(await enter(path))[0] for _ in range(2)]
+        assert len(lifelines) == 2, "his place is free again"
+        for lifeline in lifelines:
+            lifeline.close()
+
+    at_the_door(test, partial(Door, (), 2, greet=greet))
+
+
+def test_one_whom_the_kernel_does_not_know_keeps_out_nobody_else() -> None:
+    peers = iter([OSError("gone"), SELF])
+
+    def peer(_connection: socket.socket) -> tuple[int, int]:
+        found = next(peers)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    async def test(_door: Door, path: Path) -> None:
+        with pytest.raises(DaemonUnavailable):
+            await enter(path)
+        lifeline, _ = await enter(path)
+        lifeline.close()
+
+    at_the_door(test, partial(Door, (), 2, peer=peer))

@@ -300,3 +300,36 @@ def test_what_nobody_caught_is_a_line_of_the_log(written: Written) -> None:
     assert 'event="a thread ended" thread=kvtier-odd trace="Traceback' in thread_line
     assert "log=py.warnings" in warning_line
     assert "an old\\nway" in warning_line
+
+
+@pytest.mark.parametrize("fault", [OSError("full"), ValueError("closed"), RuntimeError("a bug")])
+def test_whatever_writing_raises_the_next_line_is_written(
+    written: Written, fault: Exception
+) -> None:
+    faults = [fault]
+
+    def write(line: str) -> None:
+        if faults:
+            raise faults.pop()
+        written.text.append(line)
+
+    start_log("info", "text", write)
+    LOG.info("lost")
+    await_true(lambda: not faults, "the first line was tried")
+    LOG.info("written")
+    lines = written.lines()
+    assert "left_out=1" in lines[-2]
+    assert lines[-1].endswith("event=written")
+
+
+def test_without_a_thread_for_its_period_an_event_is_heard_again(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", start)
+    log = Repeated(LOG)
+    for number in range(3):
+        log.warning("write failed", number=number)
+    assert len(written.lines()) == 3, "rather all than none ever again"

@@ -166,7 +166,7 @@ def test_a_lookup_that_asks_a_tier_that_leaves_is_answered():
     call = engine.lookup(blocks)
     (probe,) = stage.waiting
     leave(stage, REMOTE)
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.Found((), "absent", is_empty=True)
     stage.carry_out(probe)
     assert len(stage.node.cache.index) == 0
     assert engine.found(blocks) == (), "and nobody asks it any more"

@@ -240,7 +240,7 @@ def test_a_hash_under_another_identity_is_neither_stored_nor_served():
     found = stage.ask(
         lambda call: ev.Lookup(call, liar.session, bytes(16), more, 0, stage.clock() + 1)
     )
-    assert found == ac.Found((), "identity")
+    assert found == ac.Found((), "identity", is_empty=True)
     assert engine.found(blocks) == (CPU,) * 3
 
 

@@ -167,6 +167,28 @@ def test_a_probe_that_fails_is_a_miss():
     assert engine.answer(call) == ac.Found((), "absent")
 
 
+def test_a_lookup_tells_where_there_is_nothing_of_the_model_at_all():
+    stage = open_stage(SSD)
+    engine, other = engine_on(stage), engine_on(stage, "other", payload_bytes=4000)
+    blocks = engine.chain(range(4))
+    nothing = engine.chain(range(10, 14))
+
+    def is_empty(asking: FakeEngine) -> bool:
+        answer = asking.answer(asking.lookup(nothing, within_ns=10 * MS))
+        assert isinstance(answer, ac.Found)
+        return answer.is_empty
+
+    assert is_empty(engine)
+    engine.store(blocks)
+    assert not is_empty(engine)
+    assert is_empty(other), "another model"
+    stage.settle()
+    empty_cpu(stage)
+    assert not is_empty(engine), "the SSD has it"
+    remote = open_stage(REMOTE)
+    assert not is_empty(engine_on(remote)), "nobody knows what a shared tier has"
+
+
 # Drops
 
 

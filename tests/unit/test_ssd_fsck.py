@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvtier.cli import fsck as command
 from kvtier.core.identity import unpack_headers
@@ -20,6 +21,7 @@ from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk, no_hook
 from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
 from kvtier.tiers.ssd.pool import METADATA_BYTES
+from kvtier.tiers.ssd.segment import _CHECK, _HEADER
 
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 6 * SEGMENT_BYTES + METADATA_BYTES
@@ -63,6 +65,16 @@ class Store:
 
     def drop_footer(self, segment: int) -> None:
         self.damage(segment, SEGMENT_BYTES - 4096, bytes(4096))
+
+    def of_other_version(self, segment: int, number: int) -> Path:
+        """Have a file be of another version, which differs from this one behind the first page."""
+        path = self.directory / f"{number:016x}.segment"
+        packed = self.path(segment).read_bytes()[: _HEADER.size]
+        magic, version, zero, instance, _, size_bytes = _HEADER.unpack(packed)
+        packed = _HEADER.pack(magic, version + 1, zero, instance, number, size_bytes)
+        check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
+        self.damage(segment, 0, packed + check + b"\xaa" * 10_000)
+        return self.path(segment).rename(path)
 
     def harm_footerless(self, segment: int, record: int) -> None:
         self.drop_footer(segment)
@@ -181,14 +193,14 @@ FAULTS: dict[str, tuple[Callable[[Store], None], dict[str, object], set[int]]] =
         {"unreadable_files": 1},
         set(range(10, 20)),
     ),
-    "another version": (
+    "no version that was written": (
         lambda kept: kept.damage(1, 8, b"\x63\0"),
-        {"other_version_files": 1},
+        {"unreadable_files": 1},
         set(range(10, 20)),
     ),
     "another's name": (
         lambda kept: kept.rename(3, 77),
-        {"other_version_files": 1},
+        {"unreadable_files": 1},
         set(range(30, 35)),
     ),
     "all zeros": (
@@ -208,7 +220,6 @@ def faults_of(report: Report) -> dict[str, object]:
         "unreachable_bytes",
         "files_cut_short",
         "unreadable_files",
-        "other_version_files",
         "unreadable_records",
         "failed",
     )
@@ -329,6 +340,56 @@ def test_strangers_are_counted_and_left_alone(kept: Store) -> None:
     assert (report.foreign_files, report.num_faults) == (3, 0)
     assert report.foreign_names == [link.name, "folder", "notes.txt"]
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize("number", [2, 99], ids=["in between", "behind the open one"])
+def test_what_another_version_wrote_is_no_fault_and_is_left_for_it(
+    kept: Store, number: int
+) -> None:
+    others = kept.of_other_version(1, number)
+    before = kept.content()
+    for purpose in Purpose:
+        report = kept.fsck(purpose)
+        assert faults_of(report) | report.repaired == {}
+        assert (report.set_aside_files, report.set_aside_bytes) == (1, SEGMENT_BYTES)
+        assert report.segments == 3
+        assert kept.content() == before
+    tier = kept.open()
+    detail = tier.usage().detail
+    assert (detail["files_set_aside"], detail["set_aside_bytes"]) == (1, SEGMENT_BYTES)
+    tier.close()
+    assert others.exists()
+    report = Fsck(
+        Disk(kept.directory, DirectIO.OFF), PLAIN, Purpose.CHECK, keeps_others=False
+    ).run()
+    assert report.repaired == {"files of another version removed": 1}
+    assert not others.exists()
+    assert kept.fsck().set_aside_files == 0
+
+
+def test_the_command_says_what_was_set_aside_and_removes_it_only_when_told(
+    kept: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = kept.of_other_version(1, 2)
+    directory = str(kept.directory)
+    for more in ([], ["--repair"]):
+        code, out = run(capsys, "--directory", directory, *more)
+        assert code == 0
+        assert "FAULT" not in out
+        assert "files of another version, set aside: 1, 256 KiB" in out
+        assert "clean" in out
+        assert "--remove-set-aside removes them" in out
+        assert others.exists()
+    code, out = run(capsys, "--directory", directory, "--remove-set-aside")
+    assert code == 0
+    assert "repaired: files of another version removed: 1" in out
+    assert not others.exists()
+
+
+def test_of_a_running_daemons_store_nothing_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StartError) as raised:
+        run(capsys, "--connect", "/run/k.sock", "--remove-set-aside")
+    assert raised.value.field == "--remove-set-aside"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -25,6 +25,18 @@ def tier(blocks: int = 0) -> dict[str, Any]:
     }
 
 
+def grown() -> dict[str, Any]:
+    """Return by how much its counters have grown."""
+    return {
+        **dict.fromkeys(("seconds", "saved_s", "lost_s", "actual_s", "first_token_s"), 0.0),
+        **dict.fromkeys(("asked_tokens", "found_tokens", "first_tokens", "restored_bytes"), 0),
+        "served_tokens": dict.fromkeys(("gpu", "cpu", "ssd", "remote"), 0),
+        "moved_bytes": {route.value: 0 for route in Route},
+        "decisions": {},
+        "missed_blocks": {},
+    }
+
+
 def document() -> dict[str, Any]:
     """Return the status of a daemon that has just started."""
     return {
@@ -46,6 +58,7 @@ def document() -> dict[str, Any]:
             "missed_blocks": {},
             "refused_blocks": {"cpu": {}, "ssd": {}, "remote": {}},
         },
+        "grown": {"lately": grown(), "minute": grown()},
         "tiers": {name: tier() for name in ("gpu", "cpu", "ssd", "remote")},
         "key_spaces": [],
         "tokens": {
@@ -179,3 +192,18 @@ def test_names_of_clients_cannot_steer_a_terminal() -> None:
 
 def test_a_tier_that_is_left_alone_is_named() -> None:
     assert "did not pay: remote, ssd" in stat_text(busy())
+
+
+def test_files_of_another_version_are_counted_and_it_is_said_what_to_do() -> None:
+    after = document()
+    after["tiers"]["ssd"]["detail"] = {
+        "segments": 3,
+        "files_set_aside": 2,
+        "set_aside_bytes": 1 << 29,
+    }
+    text = stat_text(after)
+    assert max(map(len, text.splitlines())) <= 80
+    told = " ".join(text.split())
+    assert "ssd files of another version, set aside: 2, 512 MiB." in told
+    assert "`kvtier fsck --remove-set-aside` removes them" in told
+    assert "another version" not in stat_text(document())

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvtier.core.identity import BlockHash
 from kvtier.observe.span_outlet import SpanOutlet
-from kvtier.observe.trace import Traces
+from kvtier.observe.trace import Metadata, Traces, traceparent_of
 from kvtier.testing.child import await_true
 
 WAIT_S = 10.0
@@ -120,6 +120,30 @@ def test_a_read_hangs_under_the_load_that_asked_first(traced: Traced) -> None:
     assert spans["tier read"].attributes == {"kvtier.tier": "ssd", "kvtier.blocks": 2}
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "x", "00-0-0-01", "\x00", CLIENT * 1000, CLIENT.upper(), f"{CLIENT}\n", f" {CLIENT}"],
+)
+def test_only_what_has_the_form_is_passed_on(wrong: str) -> None:
+    assert traceparent_of({"traceparent": wrong}) == ""
+    assert traceparent_of({"traceparent": CLIENT, "tracestate": "x=1"}) == CLIENT
+    assert traceparent_of(None) == traceparent_of({"tracestate": "x=1"}) == ""
+
+
+def test_what_others_trace_is_passed_on_by_the_thread_that_does_it() -> None:
+    traces = Traces()
+    seen: list[Metadata | None] = []
+    with traces.passing_on(CLIENT):
+        other = threading.Thread(target=lambda: seen.append(traces.metadata()))
+        other.start()
+        other.join(WAIT_S)
+        assert traces.metadata() == (("traceparent", CLIENT),)
+    assert traces.metadata() is None
+    with traces.passing_on(""):
+        assert traces.metadata() is None
+    assert seen == [None]
+
+
 def test_where_nothing_is_traced_nothing_is_imported_or_kept() -> None:
     program = """
 import sys
@@ -133,6 +157,8 @@ with TRACES.serve("decision", ()) as mark, TRACES.waiting(mark, [b"x"]):
     with TRACES.read("ssd", 1, [b"x"]):
         TRACES.note("first token", "r", 1.0)
 TRACES.end("r")
+with TRACES.passing_on("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+    assert TRACES.metadata()
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 sys.modules["opentelemetry"] = None
 from kvtier.errors import StartError

@@ -247,3 +247,44 @@ def test_an_error_of_the_call_is_the_callers() -> None:
         crew.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_call_that_breaks_costs_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers("unbroken", 1, 4)
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    for _ in range(3):
+        assert workers.submit(fail, "read", 1)
+    done = threading.Event()
+    assert workers.submit(done.set, "read", 1)
+    assert done.wait(30)
+    assert len([r for r in caplog.records if r.getMessage() == "a call broke"]) == 3
+    await_true(lambda: workers.num_calls == 0, "all have ended")
+    workers.stop()
+
+
+def test_where_no_thread_is_to_be_had_nobody_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers("few", 2, 4)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        assert not workers.submit(nothing, "read", 1), "nobody would come for it"
+    assert workers.num_calls == 0
+    began, release, done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        assert release.wait(30)
+
+    assert workers.submit(wait, "read", 1)
+    assert began.wait(30)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        assert workers.submit(done.set, "read", 1), "the one there is does it"
+    release.set()
+    assert done.wait(30)
+    workers.stop()

@@ -31,18 +31,22 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvtier.client import OwnTier
 from kvtier.connectors.vllm import KvtierConnector
 from kvtier.connectors.vllm import release as release_module
 from kvtier.connectors.vllm.identity import description
 from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
 from kvtier.connectors.vllm.identity.facts import BlockFacts
 from kvtier.connectors.vllm.order import RankFacts
+from kvtier.connectors.vllm.pool import own_tier
 from kvtier.connectors.vllm.refusal import refusal
 from kvtier.core.identity import chain_root, hash_blocks, tenant_digest
 from kvtier.core.layout import KVLayout
+from kvtier.testing.child import await_true
 
 BLOCK_TOKENS = 64
 NUM_REQUESTS = 400
@@ -167,6 +171,7 @@ def is_wanted(field: Any) -> bool:
 def config_of(**settings: Any) -> Any:
     """Return as much of vLLM's configuration as decides what is served."""
     model = SimpleNamespace(model="m", is_encoder_decoder=False, enable_sleep_mode=False)
+    settings = {"kv_transfer_config": SimpleNamespace(kv_role="kv_both")} | settings
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="auto"),
@@ -272,7 +277,7 @@ def check_start() -> None:
             )
             assert connector.has_pending_push_work(), "a step, so that the workers hear of it"
             assert len(hooks_of_a_step(connector, request).weights) == 32
-            assert not connector.has_pending_push_work()
+            await_true(lambda: not connector.has_pending_push_work(), "it waits for no daemon")
             connector.shutdown()
 
 
@@ -314,6 +319,18 @@ def check_description() -> None:
             assert description._generation(device) == "rocm 9.4 shuffled"
 
 
+def check_pool() -> None:
+    """Its block pool says how full it is, in the way in which we ask."""
+    pool = BlockPool(9, True, 16)
+    layout = KVLayout("vllm-lbhnc", 1, 64, 4096, "float32", "")
+    assert own_tier(pool, layout, 4, 0) == OwnTier(8 * 1024, 0, 0, 0)
+    taken = pool.get_new_blocks(3)
+    assert own_tier(pool, layout, 4, 7) == OwnTier(8 * 1024, 3 * 1024, 3 * 16, 7)
+    pool.free_blocks(taken)
+    pool.cached_block_hash_to_block.insert(b"some hash", taken[0])
+    assert own_tier(pool, layout, 4, None) == OwnTier(8 * 1024, 1024, 0, 0)
+
+
 def handshake_of(facts: RankFacts) -> Any:
     return SimpleNamespace(facts=facts)
 
@@ -343,5 +360,6 @@ if __name__ == "__main__":
     served = check_groups()
     check_start()
     check_description()
+    check_pool()
     check_release()
     print(json.dumps({"release": vllm.__version__, "served": served}))

@@ -27,6 +27,8 @@ class RecordedDaemon:
     hold_most: int = 1000
     """Blocks that a load brings up, before it ends."""
     advised_tokens: int | None = None
+    empty_s: float = 0.0
+    """For how long who asks is told that there is nothing, where that is so."""
     num_decisions: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     num_leases: int = 0
@@ -65,7 +67,8 @@ class RecordingClient:
         reason = PlanReason.ALL if tiers else PlanReason.NOTHING
         none = Estimate(0.0, 0.0)
         plan = Plan(self.daemon.num_decisions, len(tiers), reason, restore=none, recompute=none)
-        return Found(tuple(tiers), "complete", plan, self.daemon.advised_tokens)
+        empty_s = 0.0 if self.daemon.stored else self.daemon.empty_s
+        return Found(tuple(tiers), "complete", plan, self.daemon.advised_tokens, empty_s)
 
     def hold(
         self,

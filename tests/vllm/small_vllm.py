@@ -59,6 +59,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "cache_salt": None,
         "kv_transfer_params": None,
         "skip_reading_prefix_cache": False,
+        "trace_headers": None,
     }
     return SimpleNamespace(**fields | more)
 
@@ -103,10 +104,17 @@ class SmallVllm:
             )
             deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
             hear = news.hear(rank) if news else None
-            asker = Client(socket, space, "small scheduler", deadlines=deadlines, watch=hear)
+            asker = Client(
+                socket, space, "small scheduler", deadlines=deadlines, rank=rank, watch=hear
+            )
             ranks.append(Rank(asker, space.digest))
             copier = Client(
-                socket, space, "small worker", deadlines=deadlines, pin=own_copies.arena
+                socket,
+                space,
+                "small worker",
+                deadlines=deadlines,
+                rank=rank,
+                pin=own_copies.arena,
             )
             self.workers.append(WorkerHalf(copier, own_copies, rank))
             self.clients += [asker, copier]

@@ -162,6 +162,7 @@ class Accounting(RuleBasedStateMachine):
             cache_salt=None,
             kv_transfer_params={"max_load_tokens": most, "max_offload_tokens": most},
             skip_reading_prefix_cache=False,
+            trace_headers=None,
             block_hashes=[],
         )
         self.runs[name] = Run(request)

@@ -59,6 +59,7 @@ def test_what_vllm_has_is_not_written_to(node: Served) -> None:
             tensor.zero_()
         # 32 tokens are vLLM's own: half a block of ours, which comes whole all the same.
         assert small.prefill(TOKENS, OTHERS, num_local=32) == (224, set())
+        assert small.scheduler.hit_tokens == 32
         assert not small.content(OTHERS[:2])[0].any()
         assert small.content(OTHERS[2:NUM_FULL])[0].all()
         node.await_idle()

@@ -1,6 +1,7 @@
-"""What a release of vLLM asks of a connector, and what of it we serve, by its own classes."""
+"""What a release of vLLM asks of a connector, what of it we serve, and what never comes out."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -18,13 +19,24 @@ pytestmark = [
 ]
 
 
+def run(release: str, script: str) -> str:
+    """Return the last line that a script of ours says in the environment of a release."""
+    words = [str(ROOT / ".vllm" / release / "bin" / "python"), str(ROOT / "tests/vllm" / script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_breaks_behind_a_hook_stays_there(release: str) -> None:
+    assert run(release, "in_vllm_walls.py").endswith(": ok")
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_connector_fits_a_release(release: str) -> None:
-    python = ROOT / ".vllm" / release / "bin" / "python"
-    script = Path(__file__).with_name("in_vllm_hooks.py")
-    words = [str(python), str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json.loads(run(release, "in_vllm_hooks.py"))
     assert told["release"].startswith(release)
     assert told["served"] == ["FullAttentionSpec", "MLAAttentionSpec"]

@@ -487,7 +487,7 @@ def test_a_request_is_not_waited_for_long(tmp_path: Path) -> None:
     now_s = 100.0
     adapters = Adapters(FileDigests(), LATER_NS, lambda: now_s)
     gate = threading.Event()
-    adapters._reader.submit(gate.wait, 10)  # a file system that hangs
+    assert adapters._reader.submit(gate.wait, 10)  # a file system that hangs
     adapters.ask(request("r", [1], lora_request=LoRARequest(save_adapter(tmp_path / "one"))))
     assert adapters.is_open("r")
     now_s += 0.3
@@ -500,7 +500,7 @@ def test_a_request_is_not_waited_for_long(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_is_asked_a_bounded_number_of_times(tmp_path: Path) -> None:
     adapters, gate = Adapters(FileDigests(), LATER_NS), threading.Event()
     adapter = LoRARequest(save_adapter(tmp_path / "one"))
-    adapters._reader.submit(gate.wait, 30)
+    assert adapters._reader.submit(gate.wait, 30)
     for number in range(300):
         adapters.ask(request(f"r{number}", [1], lora_request=adapter))
         if number < 290:

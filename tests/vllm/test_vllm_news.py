@@ -90,6 +90,18 @@ def open_news(num_ranks: int = 1, blocks_max: int = 1000) -> News:
     return News(describe, num_ranks, blocks_max=blocks_max)
 
 
+def test_what_waits_can_be_given_up_and_comes_again_with_the_next_request():
+    news, tracked = open_news(2), asked(1, 2, 3, 4, spaces=SPACES)
+    for rank, hashes in enumerate(tracked.chains.first(2)):
+        news.hear(rank)([START_AGAIN, change(TierName.CPU, hashes)])
+    news.follow(tracked)
+    assert news.is_waiting
+    news.begin_again()
+    assert not news.is_waiting
+    news.follow(asked(1, 2, 3, 4, spaces=SPACES))
+    assert published(news).names(CPU) == names_of(tracked)
+
+
 def test_a_chain_is_one_run_in_each_medium():
     news, tracked = open_news(), asked(1, 2, 3, 4, 5, 6)
     news.follow(tracked)

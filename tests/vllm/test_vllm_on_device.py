@@ -1,5 +1,6 @@
 """The worker half before a device that does nothing until it must, against a real daemon."""
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kvtier.client import ClientDeadlines
+from kvtier.connectors.vllm.stats import LOAD_BYTES, STAGED_BYTES
 from kvtier.connectors.vllm.transfer.copies import DeviceCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.testing.child import await_true, work_directory
@@ -82,6 +84,7 @@ def test_the_arena_is_copied_from_and_to_directly(node: Served) -> None:
         stored = device.num_direct
         assert stored
         assert small.prefill(TOKENS, OTHERS) == (256, set())
+        assert STAGED_BYTES.name not in small.worker.take_counts()
         assert device.num_direct > stored
         assert all(map(torch.equal, before, small.content(OTHERS[:NUM_FULL])))
         daemon.kill()
@@ -89,6 +92,48 @@ def test_the_arena_is_copied_from_and_to_directly(node: Served) -> None:
         with node.daemon():
             await_true(lambda: device.known, "the next one is known")
             assert small.prefill(TOKENS, BLOCKS)[1] == set()
+
+
+def test_what_the_device_does_not_know_is_counted_as_staged(node: Served) -> None:
+    device = LazyDevice()
+    device.num_known_most = 0
+    with node.daemon(), DeviceVllm(node.socket, device) as small:
+        small.prefill(TOKENS, BLOCKS)
+        small.prefill(TOKENS, OTHERS)
+        counts = small.worker.take_counts()
+        (num_bytes,) = counts[LOAD_BYTES.name][""]
+        assert num_bytes
+        assert counts[STAGED_BYTES.name][""] == [2 * num_bytes], "on its way there and back"
+
+
+class HangingDevice(LazyDevice):
+    """Does not come back from being shown memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_shown, self.gate = threading.Event(), threading.Event()
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        self.is_shown.set()
+        self.gate.wait(60)
+        return False
+
+
+def test_a_device_that_hangs_over_an_arena_costs_no_later_session(
+    node: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.5)
+    device, daemon = HangingDevice(), node.daemon()
+    with DeviceVllm(node.socket, device) as small:
+        assert device.is_shown.wait(10)
+        daemon.kill()
+        await_true(lambda: not any(each.is_attached for each in small.clients), "it is gone")
+        with node.daemon():
+            await_true(lambda: all(each.is_attached for each in small.clients), "both are back")
+            small.prefill(TOKENS, BLOCKS)
+            assert small.prefill(TOKENS, OTHERS) == (256, set())
+        device.gate.set()
+    assert "a device does not let go of the arena" in caplog.text
 
 
 def test_host_and_device_share_blocks(node: Served) -> None:

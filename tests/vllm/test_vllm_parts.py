@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvtier.connectors.vllm.order import Loaded, LoadOrder, Orders, Results, Sto
 from kvtier.connectors.vllm.reports import Reports
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.search import Search
+from kvtier.connectors.vllm.stats import LOOKUPS
 from kvtier.connectors.vllm.steps import Chunk, StepClock
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm.worker import WorkerHalf
@@ -232,12 +234,11 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
         else:
             with pytest.raises(RuntimeError, match="the device is gone"):
                 begin(orders)
-    for threads in (worker._readers, worker._writer):
-        threads.shutdown()
-    with pytest.raises(RuntimeError, match=r"shutdown|the device"):
-        worker.load(Orders(loads=[LoadOrder("b", NO_TENANT, (), 0, ((5,),))]))
-    worker.close()
     reports = worker.reports
+    await_true(lambda: reports._received and reports._results.stored, "both are reported")
+    worker.close()
+    with nullcontext() if has_fence else pytest.raises(RuntimeError, match="the device is gone"):
+        worker.load(Orders(loads=[LoadOrder("b", NO_TENANT, (), 0, ((5,),))]))
     assert reports.take_received() == {"a", "b"}
     assert reports.take_missing() == {5, 7, 8, 9}
     results = reports.take_results(0)
@@ -292,6 +293,7 @@ def asked(name: str, num_tokens: int = 40, **more: Any) -> Any:
         "cache_salt": None,
         "kv_transfer_params": None,
         "skip_reading_prefix_cache": False,
+        "trace_headers": None,
         "block_hashes": [],
     }
     return SimpleNamespace(**fields | more)
@@ -334,8 +336,14 @@ def test_no_more_searches_are_open_than_may_be_and_all_have_their_turn() -> None
     made.close()
 
 
-def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that() -> None:
+def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("kvtier.connectors.vllm.scheduler.time", clock)
     made = half(RecordedDaemon())
+    longest_s = 4 * made._deadlines.store_s
     request = asked("a")
     made.add(request)
     made.allocated(request, list(range(20)), 0)
@@ -349,16 +357,45 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that() 
         num_scheduled_tokens={"a": 40},
     )
     made.offer(output)
-    (order,) = made.take_orders().stores
+    orders = made.take_orders()
+    (order,) = orders.stores
     assert made.has_pending_stores
     assert made.frees_blocks_soon, "the store has the last reference"
     made._stores._pool.touch(made._stores._pool.blocks[:10])
     assert not made.frees_blocks_soon, "the request has its blocks still"
+    now_s[0] += 2 * longest_s  # a long prompt on a slow machine
+    made.take(Results(step=orders.step))
     made.finish(request)
-    stores = made._stores
-    assert not stores.has_younger(0.0, 1e12), "no store is waited for without end"
+    assert made.has_pending_stores, "it began when its step had ended"
+    now_s[0] += 1.01 * longest_s
+    made.take(Results())
+    assert not made.has_pending_stores, "no store is waited for without end"
+    now_s[0] -= 0.02 * longest_s
+    assert made.has_pending_stores
     made.take(Results(stored={order.number: 1}))
     assert not made.has_pending_stores
+    made.close()
+
+
+def test_a_daemon_that_has_nothing_is_not_asked_until_something_is_stored() -> None:
+    daemon = RecordedDaemon(empty_s=60.0)
+    made = half(daemon)
+
+    def match(name: str) -> int | None:
+        made.add(asked(name))
+        return made.match(asked(name), 0)
+
+    assert match("a") is None, "it is asked"
+    await_true(lambda: made.match(asked("a"), 0) == 0, "there is nothing")
+    assert match("b") == 0
+    assert made.match(asked("b"), 0) == 0, "it waits for room, and is asked about again"
+    assert daemon.num_decisions == 1
+    assert made.tally.take()[LOOKUPS.name]["empty"] == [1]
+    number = made._stores.open([1, 2], 0.0)
+    assert match("c") is None, "its own store may be done by now"
+    await_true(lambda: made.match(asked("c"), 0) == 0, "there is nothing yet")
+    made.take(Results(stored={number: 1}))
+    assert match("d") is None
     made.close()
 
 

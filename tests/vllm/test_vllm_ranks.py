@@ -38,6 +38,29 @@ def test_each_rank_gets_its_own_blocks_back(node: Served) -> None:
         node.await_idle()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_request_counts_once_however_many_hold_and_copy_for_it(
+    node: Served, num_ranks: int
+) -> None:
+    """Bytes and blocks are each rank's own; tokens and seconds are the request's."""
+    with node.daemon(), SmallVllm(node.socket, num_ranks=num_ranks) as small:
+        small.prefill(TOKENS, BLOCKS)
+        node.await_idle()
+        node.drop("cpu")
+        assert small.prefill(TOKENS, OTHERS)[0] == 256
+        told = "kvtier_actual_seconds_total"
+        await_true(lambda: node.metric(told, of="restore") > 0, "the restore is told")
+        node.await_idle()
+        counted = {
+            name: node.metric(f"kvtier_{name}_tokens_total")
+            for name in ("asked", "absent", "ordered", "loaded")
+        }
+        assert counted == {"asked": 512, "absent": 256, "ordered": 256, "loaded": 256}
+        assert node.metric("kvtier_decisions_total") == 1
+        moved = node.metric("kvtier_transfer_bytes_total", route="cpu_to_gpu", outcome="complete")
+        assert moved == sum(each.nbytes for each in small.content(OTHERS[:NUM_FULL]))
+
+
 def test_a_hit_is_what_all_ranks_have(node: Served) -> None:
     with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
         small.prefill(TOKENS, BLOCKS)
@@ -93,13 +116,14 @@ def test_a_rank_that_cannot_copy_leaves_blocks_missing_for_all(node: Served) -> 
 def test_roles_are_kept(node: Served) -> None:
     with (
         node.daemon(),
-        SmallVllm(node.socket, role=Role.CONSUMER) as reader,
-        SmallVllm(node.socket, role=Role.PRODUCER) as writer,
+        SmallVllm(node.socket, role=Role.LOAD) as reader,
+        SmallVllm(node.socket, role=Role.STORE) as writer,
     ):
         assert reader.prefill(TOKENS, BLOCKS) == (0, set())
         assert node.stat()["tiers"]["cpu"]["blocks"] == 0
         writer.prefill(TOKENS, BLOCKS)
         assert node.stat()["tiers"]["cpu"]["blocks"] == 4
         assert writer.prefill(TOKENS, OTHERS) == (0, set())
-        assert reader.prefill(TOKENS, OTHERS) == (256, set())
+        # It was told that there is nothing, and asks again a second later.
+        await_true(lambda: reader.prefill(TOKENS, OTHERS) == (256, set()), "the reader finds them")
         node.await_idle()

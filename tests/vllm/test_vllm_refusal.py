@@ -59,6 +59,7 @@ def config(**changed: Any) -> Any:
             "quantization": None,
         },
         "cache_config": {"cache_dtype": "auto"},
+        "kv_transfer_config": {"kv_role": "kv_both"},
         "load_config": {"load_format": "auto"},
         "parallel_config": {
             "tensor_parallel_size": 1,
@@ -95,6 +96,8 @@ def test_a_plain_model_is_served() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
+        ({"kv_transfer__kv_role": "kv_producer"}, "kv_role kv_producer splits prefill from decode"),
+        ({"kv_transfer__kv_role": "kv_consumer"}, "kv_role kv_consumer splits prefill from decode"),
         ({"load__load_format": "dummy"}, "weights of load format dummy"),
         ({"load__load_format": "tensorizer"}, "weights of load format tensorizer"),
         ({"load__load_format": "npcache"}, "weights of load format npcache"),

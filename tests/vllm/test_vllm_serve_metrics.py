@@ -1,13 +1,18 @@
 """What a real server shows of kvtier, in its metrics and in its log."""
 
 from collections import Counter
+from collections.abc import Callable
 
+from deploy.source.vllm import ROWS
 from kvtier.testing.child import await_true
-from kvtier.testing.served import Served
+from kvtier.testing.served import Served, fetch
 from kvtier.testing.vllm_server import VllmServer
+from tests.deploy.replayed import assert_tells
 from tests.vllm.servers import (
     BLOCK_TOKENS,
     ON_EACH,
+    ON_FIRST,
+    RELEASES,
     STARTED,
     ask,
     await_stored,
@@ -57,10 +62,26 @@ def test_its_counts_agree_with_those_of_vllm(vllm: VllmServer, served: Served) -
         assert num_blocks * BLOCK_TOKENS == found["tokens"]
         assert found["kept"] >= 4
         assert vllm.metric("vllm:kvtier_attached") == 1
+        assert_tells(fetch(f"http://{vllm.url}/metrics").decode(), ROWS)
+        await_true(lambda: _is_told_of_cache(served), "the daemon knows what vLLM has cached")
     await_true(lambda: _is_told_of_absence(vllm, asked), "it is seen that the daemon went")
     assert "kvtier: vLLM's blocks are offered to the daemon" in vllm.child.log
     assert "kvtier: attached socket=" in vllm.child.log
     await_true(lambda: _has_logged(vllm, asked), "its line of the last ten seconds", 30)
+
+
+def _is_told_of_cache(served: Served) -> bool:
+    gpu = served.stat()["tiers"]["gpu"]
+    return bool(0 < gpu["used_bytes"] < gpu["capacity_bytes"] and gpu["tokens"])
+
+
+@ON_FIRST
+def test_one_that_is_idle_from_its_start_tells_of_its_session(
+    served: Served, start: Callable[..., VllmServer]
+) -> None:
+    with served.daemon(), start(RELEASES[0], "tiny", served.socket.parent) as idle:
+        idle.await_ready()
+        await_true(lambda: idle.metric("vllm:kvtier_attached") == 1, "it is told")
 
 
 def _has_logged(vllm: VllmServer, asked: list[int]) -> bool:

@@ -12,14 +12,15 @@ from kvtier.errors import ConfigError
 def test_all_that_can_be_said() -> None:
     extra: dict[str, object] = {
         "socket": "/run/kvtier/kvtier.sock",
+        "only": "load",
         "lookup_timeout_ms": 100,
         "load_timeout_ms": 2000,
         "store_timeout_ms": 3000,
     }
-    settings = read_settings("kv_consumer", extra, {})
+    settings = read_settings(extra, {})
     assert settings.socket == Path("/run/kvtier/kvtier.sock")
     assert settings.deadlines == ClientDeadlines(0.1, 2.0, 3.0, 1.0)
-    assert settings.role is Role.CONSUMER
+    assert settings.role is Role.LOAD
 
 
 @pytest.mark.parametrize(
@@ -31,15 +32,15 @@ def test_all_that_can_be_said() -> None:
     ],
 )
 def test_a_socket_that_is_not_said_is_the_daemons(environment: dict[str, str], socket: str) -> None:
-    assert read_settings("kv_both", {}, environment).socket == Path(socket)
+    assert read_settings({}, environment).socket == Path(socket)
 
 
 @pytest.mark.parametrize(
-    ("role", "loads", "stores"),
-    [("kv_producer", False, True), ("kv_consumer", True, False), ("kv_both", True, True)],
+    ("said", "loads", "stores"),
+    [({"only": "store"}, False, True), ({"only": "load"}, True, False), ({}, True, True)],
 )
-def test_roles(role: str, loads: bool, stores: bool) -> None:
-    known = read_settings(role, {"socket": "/s"}, {}).role
+def test_roles(said: dict[str, object], loads: bool, stores: bool) -> None:
+    known = read_settings({"socket": "/s"} | said, {}).role
     assert (known.loads, known.stores) == (loads, stores)
 
 
@@ -48,12 +49,15 @@ def test_roles(role: str, loads: bool, stores: bool) -> None:
     [
         ({"sockt": "/s"}, r"kv_connector_extra_config.sockt: .* did you mean socket\?"),
         ({"load_timeout": 5}, r"load_timeout: .* did you mean load_timeout_ms\?"),
-        ({"zzz": 1}, "zzz: there is no such key; there are socket, lookup_timeout_ms"),
+        ({"zzz": 1}, "zzz: there is no such key; there are socket, only, lookup_timeout_ms"),
         ({"socket": ""}, "socket: '' is no path of a socket"),
         ({"socket": None}, "socket: None is no path"),
         ({"socket": "/"}, "socket: '/' is no path"),
         ({"socket": 7}, "socket: 7 is no path"),
-        ({"socket": "/" + "x" * 101}, "socket: it has 102 bytes; 101 is the most"),
+        ({"socket": "/" + "x" * 101}, "socket: /x+ has 102 bytes; 101 is the most"),
+        ({"only": "kv_producer"}, "only: 'kv_producer' is not known; use store or load, or"),
+        ({"only": ["store"]}, r"only: \['store'\] is not known"),
+        ({"only": ""}, "only: '' is not known"),
         ({"lookup_timeout_ms": 0}, "lookup_timeout_ms: 0 is no number of milliseconds"),
         ({"lookup_timeout_ms": 10_001}, "integer from 1 to 10000"),
         ({"load_timeout_ms": "5s"}, "load_timeout_ms: '5s' is no number"),
@@ -64,9 +68,17 @@ def test_roles(role: str, loads: bool, stores: bool) -> None:
 )
 def test_what_makes_no_sense_is_refused_by_name(extra: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_settings("kv_both", extra, {})
+        read_settings(extra, {})
 
 
-def test_a_role_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="kv_role: 'kv_none' is not known; use one of kv_prod"):
-        read_settings("kv_none", {}, {})
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("KVTIER_SOCKET", r"\$KVTIER_SOCKET: /x+ has 102 bytes; 101 is the most"),
+        ("KVTIER_DAEMON_SOCKET", r"\$KVTIER_DAEMON_SOCKET: /x+ has 102 bytes"),
+        ("XDG_RUNTIME_DIR", "kv_connector_extra_config.socket: /x+/kvtier/kvtier.sock has 121"),
+    ],
+)
+def test_a_socket_of_the_environment_is_looked_at_as_well(variable: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings({}, {variable: "/" + "x" * 101})

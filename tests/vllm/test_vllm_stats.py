@@ -122,7 +122,7 @@ def test_the_guide_names_every_metric() -> None:
 def test_the_guide_names_every_key() -> None:
     guide = (ROOT / "docs" / "vllm.md").read_text()
     with pytest.raises(ConfigError) as refused:
-        read_settings("kv_both", {"zzz": 1}, {})
+        read_settings({"zzz": 1}, {})
     keys = refused.value.remedy.removeprefix("there are ").split(", ")
     assert len(keys) >= 4
     assert not [key for key in keys if f"| `{key}` |" not in guide]

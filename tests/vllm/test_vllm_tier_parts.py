@@ -307,7 +307,9 @@ def test_pages_of_workers_are_told_in_their_order() -> None:
 def test_what_a_tier_cannot_tell_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model="m", is_multimodal_model=True),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"),
+        weight_transfer_config=object(),
+        model_config=SimpleNamespace(model="m", is_multimodal_model=True, enable_sleep_mode=True),
         load_config=SimpleNamespace(load_format="dummy"),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="xxhash"),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
@@ -316,7 +318,8 @@ def test_what_a_tier_cannot_tell_apart_is_refused(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(ValueError, match="dummy") as refused:
         model_facts(config, SimpleNamespace(kv_cache_groups=[]), (0, 28), Path, Future())
-    for reason in ("xxhash", "PYTHONHASHSEED", "LoRA", "media", "0 groups"):
+    reasons = ("xxhash", "PYTHONHASHSEED", "LoRA", "media", "0 groups")
+    for reason in (*reasons, "kv_consumer", "weight_transfer_config", "enable_sleep_mode"):
         assert reason in str(refused.value)
 
 

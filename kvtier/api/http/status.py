@@ -53,6 +53,8 @@ _SECTIONS: Sequence[str] = (
     "uptime_s",
     "ready",
     "worth",
+    "grown",
+    "history",
     "tiers",
     "tokens",
     "miss_reasons",
@@ -74,7 +76,6 @@ _FILES: Mapping[str, tuple[str, str]] = {
     "/status/picture.js": ("picture.js", "text/javascript"),
     "/status/element.js": ("element.js", "text/javascript"),
     "/status/flow.js": ("flow.js", "text/javascript"),
-    "/status/history.js": ("history.js", "text/javascript"),
     "/status/number.js": ("number.js", "text/javascript"),
 }
 

@@ -14,12 +14,11 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509 import load_pem_x509_certificates
 
 from kvtier.config import RpcConfig
-from kvtier.errors import StartError
-from kvtier.secret import read_secret, secret_lines
+from kvtier.errors import StartError, reason_of
+from kvtier.secret import read_secret, read_token
 
-__all__ = ["Credentials", "read_credentials", "read_token"]
+__all__ = ["Credentials", "read_credentials"]
 
-_TOKEN_CHARACTERS_MIN = 16
 _CERTIFICATE_BYTES_MAX = 1 << 20
 
 
@@ -51,34 +50,13 @@ def read_credentials(config: RpcConfig) -> Credentials:
     return Credentials(certificate, key, read_token(config.token_file, "rpc.token_file"))
 
 
-def read_token(path: Path, field_name: str) -> str:
-    """Return the token in a file that only this user reads; raises StartError."""
-    lines = secret_lines(read_secret(path, field_name))
-    remedy = f"write one line there: openssl rand -hex 32 > {path}"
-    if len(lines) != 1:
-        raise StartError(field_name, f"{path} has {len(lines)} lines and not one", remedy)
-    ((_, token),) = lines
-    if len(token) < _TOKEN_CHARACTERS_MIN:
-        raise StartError(
-            field_name,
-            f"{path} has a token of fewer than {_TOKEN_CHARACTERS_MIN} characters",
-            remedy,
-        )
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise StartError(
-            field_name, f"{path} has a token with blanks or characters beyond ASCII", remedy
-        )
-    return token
-
-
 def _read_certificate(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(_CERTIFICATE_BYTES_MAX)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise StartError(
-            "rpc.tls_cert", f"{path} cannot be read: {reason}", "give a readable PEM file"
+            "rpc.tls_cert", f"{path} cannot be read: {reason_of(error)}", "give a readable PEM file"
         ) from error
 
 

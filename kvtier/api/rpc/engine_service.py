@@ -16,9 +16,16 @@ from kvtier.api.rpc.incoming import (
     steps_of,
     traits_of,
 )
-from kvtier.client.wire import agreed_protocol, change_to_wire, plan_to_wire, tier_to_wire
+from kvtier.client.wire import (
+    agreed_protocol,
+    change_to_wire,
+    plan_to_wire,
+    purpose_from_wire,
+    tier_to_wire,
+)
 from kvtier.core.identity import HASH_BYTES, Selection, split_hashes
 from kvtier.core.layout import KVLayout
+from kvtier.core.limits import EMPTY_MS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -93,6 +100,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 pid=self._arena.pid_of(ticket),
                 flops=flops,
                 can_split=request.can_split,
+                rank=request.rank,
             ),
         )
         assert isinstance(answer, ac.Registered)
@@ -176,6 +184,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             reason=answer.reason,
             plan=None if answer.plan is None else plan_to_wire(answer.plan),
             max_offload_tokens=answer.max_offload_tokens,
+            empty_ms=EMPTY_MS if answer.is_empty else 0,
         )
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
@@ -201,6 +210,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 deadline_ns=_deadline_ns(request.deadline_ms),
                 decision=request.decision,
                 from_back=request.from_back,
+                purpose=purpose_from_wire(request.purpose),
             )
         )
         lease, is_ended = 0, False

@@ -7,7 +7,7 @@ import grpc
 
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.api.rpc.guard import Guard
-from kvtier.client.operator import operator_door
+from kvtier.api.rpc.operator import operator_door
 from kvtier.config import Address
 from kvtier.errors import StartError
 from kvtier.transfer.door import Door, socket_mode

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import kvtier
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 
 __all__ = ["add_options", "run"]
 
@@ -107,8 +107,7 @@ def _document(given: Path | None) -> str:
         with path.open("rb") as file:
             content = file.read(_DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise StartError("--document", f"{path}: {reason}", "give a text file") from error
+        raise StartError("--document", f"{path}: {reason_of(error)}", "give a text file") from error
     if len(content) > _DOCUMENT_BYTES_MAX:
         raise StartError("--document", f"{path} is larger than 4 MiB", "give a shorter text")
     try:

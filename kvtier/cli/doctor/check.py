@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvtier.errors import KvtierError, StartError
+from kvtier.errors import KvtierError, StartError, reason_of
 
 __all__ = ["REMOTE_DEADLINE_S", "Check", "Finding", "Verdict", "examine", "fail", "ok", "warn"]
 
@@ -97,6 +97,6 @@ def _outcome(check: Check) -> Finding:
         return fail(str(error), "put that right")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return fail(f"{where}{(error.strerror or str(error)).lower()}", "put that right")
+        return fail(f"{where}{reason_of(error)}", "put that right")
     except Exception as error:
         return fail(f"this check itself is broken: {error!r}", "report it to kvtier's authors")

@@ -1,7 +1,9 @@
 """``kvtier doctor``: its options, its checks in the order of a report, and the report."""
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -9,10 +11,20 @@ from functools import partial
 from typing import Any
 
 from kvtier.cli.doctor import daemon, machine, memory, storage
-from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, Check, Finding, Verdict, examine, fail, ok
+from kvtier.cli.doctor.check import (
+    REMOTE_DEADLINE_S,
+    Check,
+    Finding,
+    Verdict,
+    examine,
+    fail,
+    ok,
+    warn,
+)
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.cli.options import add_config_options, config_of
 from kvtier.config import Config
+from kvtier.config.secret import with_url
 from kvtier.errors import ConfigError
 from kvtier.observe.log import start_log
 
@@ -49,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     subject = Subject(config, running[0] if running else None)
     found += examine(_checks(subject))
     if options.measure and config.ssd.enabled:  # alone, for others would be late beside it
-        look = partial(storage.look_at_speed, subject)
+        look = partial(_for_its_user(storage.look_at_speed), subject)
         found += examine([Check("speed", look, _MEASURE_S, _DISK_HUNG)])
     print(_document(found) if options.json else _text(found))
     return int(any(finding.verdict is Verdict.FAIL for _, finding in found))
@@ -62,12 +74,17 @@ def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
     except ConfigError as error:
         found = f"{error.field}: {error.problem}; what follows is about the defaults"
         return Config(), ("config", fail(found, error.remedy))
+    with contextlib.suppress(ConfigError):  # the check of files says so
+        config = with_url(config)
     return config, ("config", ok(str(options.config or "no file; defaults and environment")))
 
 
 def _checks(subject: Subject) -> list[Check]:
     def check(name: str, look: Callable[[Subject], Finding], **more: Any) -> Check:
         return Check(name, partial(look, subject), **more)
+
+    def closed(name: str, look: Callable[[Subject], Finding], **more: Any) -> Check:
+        return check(name, _for_its_user(look), **more)
 
     config = subject.config
     checks = [
@@ -86,7 +103,7 @@ def _checks(subject: Subject) -> list[Check]:
         check("shm", memory.look_at_shm),
     ]
     if config.ssd.enabled:
-        disk = partial(check, if_hung=_DISK_HUNG)
+        disk = partial(closed, if_hung=_DISK_HUNG)
         checks += [
             disk("ssd", storage.look_at_directory),
             disk("space", storage.look_at_space),
@@ -100,10 +117,22 @@ def _checks(subject: Subject) -> list[Check]:
         checks.append(remote("remote", _look_at_remote))
     return [
         *checks,
-        check("files", daemon.look_at_files),
+        closed("files", daemon.look_at_files),
         check("socket", daemon.look_at_socket),
         check("ports", daemon.look_at_ports),
     ]
+
+
+def _for_its_user(look: Callable[[Subject], Finding]) -> Callable[[Subject], Finding]:
+    """Have files that are the running daemon's user's looked at by none to whom they are closed."""
+
+    def looked(subject: Subject) -> Finding:
+        owner = subject.running.uid if subject.running else None
+        if owner is None or os.geteuid() in {0, owner}:
+            return look(subject)
+        return warn(f"closed to user {os.geteuid()}", f"run this as user {owner}, or as root")
+
+    return looked
 
 
 def _look_at_remote(subject: Subject) -> Finding:

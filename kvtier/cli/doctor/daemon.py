@@ -17,6 +17,7 @@ from kvtier.cli.doctor.check import Finding, fail, ok, warn
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Address, Config
+from kvtier.config.secret import with_url
 from kvtier.daemon.tiers import load_keys
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
@@ -32,16 +33,27 @@ __all__ = [
 
 _ANSWER_S = 2.0
 
+_LISTEN = "0A"
+"""The state of a socket that listens, as the kernel writes it."""
+
 
 def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Finding:
-    """Ask the daemon at the configuration's socket how it does; that none runs is no fault."""
-    path = config.daemon.socket
-    pid = _served_by(path)
-    if pid is None:
+    """Ask the daemon at the configuration's socket how it does; that none runs is no fault.
+
+    ``on_found`` is told of one that does not answer, too.
+    """
+    path, user = config.daemon.socket, os.geteuid()
+    running = _served_by(path)
+    if running is None:
         return ok(f"none runs at {path}")
+    on_found(running)
+    if running.uid is not None and user not in {0, running.uid, *config.daemon.allowed_uids}:
+        return warn(
+            f"{path} is user {running.uid}'s, and tells user {user} nothing",
+            "run this as that user or as root, or name yours in daemon.allowed_uids",
+        )
     reply = ask(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
     document = json.loads(reply.json)
-    on_found(Running(pid))
     found = f"kvtier {document['version']} runs as pid {document['pid']}"
     ailing = [
         f"{name} is {tier['state']} ({tier['reason']})"
@@ -55,20 +67,27 @@ def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Findi
     return ok(f"{found}, all tiers are up")
 
 
-def _served_by(path: Path) -> int | None:
-    """Return who listens, by the number it has here, which is 0 for another container's.
-
-    None for nobody, as where a socket is left over.
-    """
+def _served_by(path: Path) -> Running | None:
+    """Return who listens; None for nobody, as where a socket is left over."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_ANSWER_S)
         try:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return None
+        except PermissionError:
+            return Running(0, _owner_of(path))
         except OSError:
-            return 0  # the question that comes next tells why
-        return peer_of(probe)[0]
+            return Running(0)  # the question that comes next tells why
+        return Running(*peer_of(probe))
+
+
+def _owner_of(path: Path) -> int:
+    """Return whose a path is that lets nobody else in, or the folder on the way that does not."""
+    for each in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return each.stat().st_uid
+    return 0
 
 
 def look_at_socket(subject: Subject) -> Finding:
@@ -104,32 +123,49 @@ def look_at_ports(subject: Subject) -> Finding:
         "engine.listen": config.engine.listen if config.engine.model else None,
     }
     ours = _held(subject.running)
+    daemons_user = subject.running.uid if subject.running and ours is None else None
     found = []
     for field, address in wanted.items():
         if address is None:
             continue
-        if address.port in ours:
+        if ours and address.port in ours:
             found.append(f"{address} is the running daemon's")
             continue
         try:
             check_free(field, address)
         except StartError as error:
-            return fail(
-                f"{field}: {error.problem}", f"ss -ltnp 'sport = :{address.port}' names who"
-            )
+            user = _listener(subject, address.port)
+            if user is not None and user == daemons_user:
+                found.append(f"{address} is held by user {user}, as whom the daemon runs")
+                continue
+            whose = "" if user is None else f", user {user} has it"
+            remedy = f"ss -ltnp 'sport = :{address.port}' names who"
+            return fail(f"{field}: {error.problem}{whose}", remedy)
         found.append(f"{address} is free")
     return ok(", ".join(found) or "none wanted")
 
 
-def _held(running: Running | None) -> set[int]:
-    """Return the TCP ports that the daemon and its children listen on, as far as we may see."""
+def _held(running: Running | None) -> set[int] | None:
+    """Return the TCP ports that the daemon and its children have; None where we may not see."""
     ports: set[int] = set()
-    with contextlib.suppress(psutil.Error):
+    try:
         main = psutil.Process(running.pid) if running else None
         for one in [main, *main.children(recursive=True)] if main else []:
             listening = one.net_connections(kind="tcp")
             ports |= {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
+    except psutil.Error:
+        return None
     return ports
+
+
+def _listener(subject: Subject, port: int) -> int | None:
+    """Return the user who listens on a TCP port, which the kernel tells everybody."""
+    for name in ("proc/net/tcp", "proc/net/tcp6"):
+        for line in subject.read(name).splitlines()[1:]:
+            _, local, _, state, _, _, _, user, *_ = line.split()
+            if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
+                return int(user)
+    return None
 
 
 def look_at_files(subject: Subject) -> Finding:
@@ -139,6 +175,9 @@ def look_at_files(subject: Subject) -> Finding:
     if config.seal.key_file is not None:
         load_keys(config)
         named.append("seal.key_file")
+    if config.remote.url_file is not None:
+        with_url(config)
+        named.append("remote.url_file")
     if config.rpc.listen is not None:
         read_credentials(config.rpc)
         named.append("rpc.*")

@@ -98,10 +98,12 @@ def look_at_clock(subject: Subject) -> Finding:
 def look_at_nodes(subject: Subject) -> Finding:
     """Tell how many NUMA nodes there are."""
     nodes = subject.read("sys/devices/system/node/online") or "0"
-    shown = f"{os.cpu_count()} CPUs, NUMA nodes {nodes}"
     if nodes == "0":
         return ok(f"{os.cpu_count()} CPUs, one NUMA node")
-    return ok(f"{shown}; one daemon serves all: numactl binds it to the GPUs' and the drive's")
+    return ok(
+        f"{os.cpu_count()} CPUs, NUMA nodes {nodes}; one daemon serves all: NUMAPolicy=, NUMAMask= "
+        "and CPUAffinity= in its unit bind it to the GPUs' and the drive's"
+    )
 
 
 def look_at_gpu(subject: Subject) -> Finding:

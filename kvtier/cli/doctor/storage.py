@@ -14,7 +14,7 @@ from kvtier.cli.doctor.subject import Subject
 from kvtier.cli.shown import shown_bytes
 from kvtier.config.units import format_size
 from kvtier.core.limits import PAGE_BYTES
-from kvtier.daemon.room import check_space
+from kvtier.daemon.room import check_space, floor_beside_system
 
 __all__ = [
     "look_at_direct_io",
@@ -61,7 +61,14 @@ def look_at_space(subject: Subject) -> Finding:
     check_space(subject.config, place)
     free = os.statvfs(place)
     left = shown_bytes(free.f_bavail * free.f_frsize)
-    return ok(f"{left} free, ssd.capacity is {format_size(ssd.capacity_bytes)}")
+    found = f"{left} free, ssd.capacity is {format_size(ssd.capacity_bytes)}"
+    if floor_bytes := floor_beside_system(subject.config, place, subject.root):
+        return warn(
+            f"{found}: when full it leaves less than 15 % of the system's own drive",
+            "use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
+            f"{format_size(floor_bytes)}",
+        )
+    return ok(found)
 
 
 def look_at_inodes(subject: Subject) -> Finding:

@@ -14,7 +14,9 @@ class Running:
     """A daemon that answers at the configuration's socket."""
 
     pid: int
-    """As it is known here; 0 where it is in another container."""
+    """As it is known here; 0 where it is in another container, or does not let us in."""
+    uid: int | None = None
+    """Its user; None where that cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,27 +36,33 @@ class Clearing:
         self._num_done = 0
         self._is_trying = False
         self._next_s = 0.0
+        self._is_told = False
 
     @property
     def is_due(self) -> bool:
         """Tell whether there may still be something to be forgotten."""
         return self._num_done < self._num_asked
 
+    def promise(self) -> None:
+        """Have it that there is something to be forgotten, whatever comes of it now."""
+        self._num_asked += 1
+
     def begin(self, *, is_quiet: bool) -> None:
-        """Clear now, within a second; what that leaves is promised.
+        """Keep the promise now, if that takes no more than a second.
 
         ``is_quiet``: no store is under way that began before.
         """
-        self._num_asked += 1
         self._try(self._num_asked if is_quiet else 0, _WAIT_S)
-        if self.is_due:
-            _log.warning("nothing is loaded from the daemon, or offered, until it has forgotten")
 
     def step(self, submit: Callable[..., object], *, is_quiet: bool) -> None:
         """Have the next try made on a thread, if one is due and can end it."""
         if self.is_due and is_quiet and not self._is_trying and time.monotonic() >= self._next_s:
             self._is_trying = True
-            submit(self._retry, self._num_asked)
+            try:
+                submit(self._retry, self._num_asked)
+            except BaseException:  # no thread is to be had: the next step tries
+                self._is_trying = False
+                raise
 
     def _retry(self, number: int) -> None:
         try:
@@ -66,16 +72,18 @@ class Clearing:
             self._is_trying = False
 
     def _try(self, number: int, timeout_s: float) -> None:
-        """Clear, and note it as the end of reset ``number`` and all before it."""
+        """Clear, and note it as the end of reset ``number`` and all before it; 0: of none."""
         ends_s = time.monotonic() + timeout_s
-        left = ""
+        left = "" if number else "a store is under way"
         for client in self._clients:
             try:
                 left = client.clear(max(0.0, ends_s - time.monotonic())) or left
             except DaemonUnavailable as error:
                 left = str(error)
-        if left:
-            _log.warning("the daemon has not forgotten all of vLLM's blocks", left=left)
-        elif number:
-            self._num_done = max(self._num_done, number)
+        if not left:
+            self._num_done, self._is_told = max(self._num_done, number), False
             _log.info("the daemon has forgotten all of vLLM's blocks")
+        elif not self._is_told:  # once: a daemon may be away for days
+            self._is_told = True
+            event = "nothing is loaded from the daemon, or offered, until it has forgotten the rest"
+            _log.warning(event, left=left)

@@ -4,7 +4,7 @@ vLLM makes one for its scheduler and one for each worker, and says which. What g
 is logged, and vLLM is told what it would be told if there were nothing in the cache.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.client import Client
+from kvtier.client import Client, OwnTier
 from kvtier.client.watch import Hear
 from kvtier.connectors.guard import guarded
 from kvtier.connectors.vllm.identity.description import describe
@@ -28,6 +28,7 @@ from kvtier.connectors.vllm.log import join_log
 from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sources
 from kvtier.connectors.vllm.order import Orders, RankFacts, Results
 from kvtier.connectors.vllm.plugin import register
+from kvtier.connectors.vllm.pool import own_tier
 from kvtier.connectors.vllm.refusal import refusal
 from kvtier.connectors.vllm.release import check_release, local_model
 from kvtier.connectors.vllm.reports import Reports
@@ -39,6 +40,7 @@ from kvtier.connectors.vllm.transfer.copies import Copies, open_copies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
 from kvtier.transfer.shm import Pin
@@ -78,8 +80,12 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM 
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add up what two workers are done with."""
-        self.results.add(other.results)
+        self._add(other)
         return self
+
+    @_open(_nothing)
+    def _add(self, other: Any) -> None:
+        self.results.add(other.results)
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to be checked
@@ -87,11 +93,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        join_log()
-        self._settings = self._read_settings(role)
-        # A block that does not come is computed. vLLM's default is to fail the request, and its
-        # scheduler reads this right after it has made us.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._settings: Settings | None = None
         self._facts: RankFacts | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -101,8 +103,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._copies: Copies | None = None
         self._start: Start | None = None
         self._are_workers_told = False
-        if role == KVConnectorRole.SCHEDULER and self._settings is not None:
-            self._look_at_model()
+        self._prepare(role)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -128,6 +129,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         except (ValueError, KeyError, OSError, AttributeError) as error:
             self._facts = RankFacts(None, str(error))  # the scheduler half says it
 
+    @_open(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half what this worker's blocks are."""
         return None if self._facts is None else _Handshake(self._facts)
@@ -156,6 +158,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def wait_for_save(self) -> None:
         """Do nothing: with speculative decoding only the last rank of a pipeline calls it."""
 
+    @_open(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Begin the stores of this step, and tell which requests' loads are over."""
         self._store()
@@ -166,6 +169,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._worker is not None:
             self._worker.store(self._get_connector_metadata().orders)
 
+    @_open(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Tell which blocks did not come."""
         return self._reports.take_missing()
@@ -198,13 +202,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._vllm_config, self._kv_cache_config, tokens, ratio, len(spaces)
         )
         ranks = [
-            Rank(self._client(each, "scheduler", self._hear(rank)), each.digest)
-            for rank, each in enumerate(spaces)
+            Rank(self._asking_client(each, number, ratio), each.digest)
+            for number, each in enumerate(spaces)
         ]
         assert self._settings is not None
         self._scheduler = SchedulerHalf(ranks, tokens, ratio, self._settings.role)
         self._scheduler.news = self._events.news if self._events else None
         self._scheduler.bind(self._pool)
+        for rank in ranks:
+            rank.client.start()
         _log.info(
             "vLLM's blocks are offered to the daemon and loaded from it",
             socket=self._settings.socket,
@@ -252,6 +258,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
+    @_open(lambda: _Metadata(Orders(), b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return this step's orders."""
         self._offer(scheduler_output)
@@ -283,17 +290,22 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._scheduler.finish(request)
         return False, None
 
+    @_open(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Have vLLM go on with steps while a store has blocks of its pool, or there is news.
 
-        Also for a first one without any request, by which the workers hear that they may begin.
+        Also without any request at the start: by a first one the workers hear that they may begin,
+        and by those up to the first session vLLM's metrics.
         """
-        if self._scheduler is not None and not self._are_workers_told:
+        if self._scheduler is None:
+            return False
+        if not self._are_workers_told or self._scheduler.is_joining:
             return True
         if self._events is not None and self._events.news.is_waiting:
             return True
-        return self._scheduler is not None and self._scheduler.has_pending_stores
+        return self._scheduler.has_pending_stores
 
+    @_open(lambda: False)
     def has_pending_block_frees(self) -> bool:
         """Have vLLM wait for a store that gives blocks back, rather than preempt a request."""
         return self._scheduler is not None and self._scheduler.frees_blocks_soon
@@ -303,7 +315,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return what routers are to hear of the daemon's tiers."""
         return self._events.take(self._pool) if self._events else ()
 
-    @_open(lambda: False)
+    @_open(lambda: True)
     def reset_cache(self) -> bool | None:
         """Have all that was stored before forgotten, or never loaded again where that takes longer.
 
@@ -328,22 +340,24 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_kv_connector_stats(self) -> KvtierStats | None:
         """Tell what was counted since the last step."""
         half = self._scheduler or self._worker
-        counts = half.tally.take() if half else None
+        counts = half.take_counts() if half else None
         return KvtierStats.of(counts) if counts else None
 
     @classmethod
+    @_open(KvtierStats)
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtierStats:
         """Return what came from another process as stats again."""
         return KvtierStats.of(data)
 
     @classmethod
+    @_open(_nothing)
     def build_prom_metrics(
         cls,
         vllm_config: Any,
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KvtierMetrics:
+    ) -> KvtierMetrics | None:
         """Return our metrics in vLLM's Prometheus."""
         return KvtierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -352,42 +366,70 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """End the sessions."""
         for part in (self._scheduler, self._worker, self._start):
             if part is not None:
-                part.close()
+                _open(_nothing)(part.close)()  # whatever becomes of the others
+
+    @_open(_nothing)
+    def _prepare(self, role: KVConnectorRole) -> None:
+        """Read the settings, and begin to find out what the model is."""
+        join_log()
+        # A block that does not come is computed. vLLM's default is to fail the request, and its
+        # scheduler reads this right after it has made us.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._settings = self._read_settings(role)
+        if role == KVConnectorRole.SCHEDULER and self._settings is not None:
+            config, blocks = self._vllm_config, self._kv_cache_config
+            self._start = Start(lambda: local_model(config), refusal(config, blocks))
 
     def _read_settings(self, role: KVConnectorRole) -> Settings | None:
         """Read what the user says; where that makes no sense, vLLM goes on without us."""
-        told = self._kv_transfer_config
         try:
-            return read_settings(told.kv_role, told.kv_connector_extra_config)
+            return read_settings(self._kv_transfer_config.kv_connector_extra_config)
         except ConfigError as error:
             if role == KVConnectorRole.SCHEDULER:  # once is enough
                 _log.error("vLLM's blocks are not cached", reason=error)
             return None
 
-    @_open(_nothing)
-    def _look_at_model(self) -> None:
-        """Find out what the model is, on a thread."""
-        config = self._vllm_config
-        self._start = Start(lambda: local_model(config), refusal(config, self._kv_cache_config))
-
     def _begin_worker(self, facts: RankFacts, weights: bytes) -> WorkerHalf | None:
         """Return the worker half, now that the scheduler half has begun."""
         if facts.blocks is None or self._copies is None:
             return None
-        self._facts = None  # begun but once, well or badly
         space = facts.blocks.space(weights)
-        client = self._client(space, "worker", pin=self._copies.arena)
-        return WorkerHalf(client, self._copies, facts.blocks.parallel_rank, self._reports)
+        rank = facts.blocks.parallel_rank
+        client = self._client(space, "worker", rank, pin=self._copies.arena)
+        client.start()  # raises where no thread is to be had, and the next step tries again
+        self._facts = None
+        return WorkerHalf(client, self._copies, rank, self._reports)
 
-    def _hear(self, rank: int) -> Hear | None:
-        return self._events.news.hear(rank) if self._events else None
+    def _asking_client(self, space: KeySpace, rank: int, ratio: int) -> Client:
+        hear = self._events.news.hear(rank) if self._events else None
+        own = partial(self._own_tier, space.layout, rank, ratio)
+        return self._client(space, "scheduler", rank, hear=hear, own_tier=own)
+
+    @_open(lambda: OwnTier(0, 0, 0, 0))
+    def _own_tier(self, layout: KVLayout, rank: int, ratio: int) -> OwnTier:
+        half = None if rank else self._scheduler  # a request's tokens are told once
+        return own_tier(self._pool, layout, ratio, half.hit_tokens if half else None)
 
     def _client(
-        self, space: KeySpace, half: str, hear: Hear | None = None, pin: Pin | None = None
+        self,
+        space: KeySpace,
+        half: str,
+        rank: int,
+        *,
+        hear: Hear | None = None,
+        own_tier: Callable[[], OwnTier] | None = None,
+        pin: Pin | None = None,
     ) -> Client:
         name = f"vllm {Path(self._vllm_config.model_config.model).name} {half}"
         assert self._settings is not None
         socket, deadlines = self._settings.socket, self._settings.deadlines
-        client = Client(socket, space, name, deadlines=deadlines, watch=hear, pin=pin)
-        client.start()
-        return client
+        return Client(
+            socket,
+            space,
+            name,
+            deadlines=deadlines,
+            own_tier=own_tier,
+            rank=rank,
+            watch=hear,
+            pin=pin,
+        )

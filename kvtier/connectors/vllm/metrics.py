@@ -10,10 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvtier.connectors.guard import guarded
 from kvtier.connectors.vllm.stats import ROWS, Counts, Kind, Row, add_up, summary
 from kvtier.core.residency import TierName
+from kvtier.observe.log import Log
 
 __all__ = ["KvtierMetrics", "KvtierStats", "hit_sources"]
+
+_log = Log("kvtier.vllm")
 
 
 @dataclass
@@ -31,13 +35,19 @@ class KvtierStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there 
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what was counted later, or by another worker."""
-        add_up(self.data, other.data)
+        self._add(other)
         return self
 
+    @guarded(_log, lambda: None)
+    def _add(self, other: KVConnectorStats) -> None:
+        add_up(self.data, other.data)
+
+    @guarded(_log, dict)
     def reduce(self) -> dict[str, int | float]:
         """Return what vLLM's log says of an interval."""
         return summary(self.data)
 
+    @guarded(_log, lambda: True)
     def is_empty(self) -> bool:
         """Tell whether nothing was counted."""
         return not self.data
@@ -62,6 +72,7 @@ class KvtierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is no
                     own = [value] if row.label else []
                     self._series[row.name, engine, value] = metric.labels(*labels, *own)
 
+    @guarded(_log, lambda: None)
     def observe(self, counts: Counts, engine: int = 0) -> None:
         """Record what one engine counted; what has no series is left out."""
         for name, by_label in counts.items():

@@ -35,6 +35,8 @@ class LoadOrder:
     """Numbers of the plans that led to it, by rank."""
     good_until_s: float = 0.0
     """On the monotonic clock, which all processes of a machine share: the lease lasts till then."""
+    traceparent: str = ""
+    """Of the request, where it is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class StoreOrder:
     blocks: tuple[tuple[int, ...], ...]
     traits: Traits = NO_TRAITS
     num_prompt_blocks: int = -1
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,12 @@ _MULTIPLE_SPEC = "UniformTypeKVCacheSpecs"
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why vLLM's blocks cannot be kept, in one line; empty where they can."""
     groups = kv_cache_config.kv_cache_groups
-    reasons = [*_of_weights(vllm_config), *_of_kv(vllm_config), *_of_groups(groups)]
+    reasons = [
+        *_of_role(vllm_config),
+        *_of_weights(vllm_config),
+        *_of_kv(vllm_config),
+        *_of_groups(groups),
+    ]
     return f"{vllm_config.model_config.model}: {'; '.join(reasons)}" if reasons else ""
 
 
@@ -54,6 +59,15 @@ def layer_specs(spec: Any) -> list[Any]:
     if type(spec).__name__ == _MULTIPLE_SPEC:
         return list(spec.kv_cache_specs.values())
     return [spec]
+
+
+def _of_role(config: Any) -> Iterator[str]:
+    role = config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        yield (
+            f"kv_role {role} splits prefill from decode, and kvtier does not: use kv_both"
+            " (kv_connector_extra_config.only stores or loads alone)"
+        )
 
 
 def _of_weights(config: Any) -> Iterator[str]:

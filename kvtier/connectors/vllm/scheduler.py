@@ -12,8 +12,9 @@ Rules
   uncached.
 """
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from kvtier.connectors.vllm.stats import (
     HIT_TOKENS,
     LOOKUP_SECONDS,
     LOOKUPS,
+    Counts,
     Tally,
     split_by_tier,
 )
@@ -45,7 +47,7 @@ from kvtier.connectors.vllm.tracked import Tracked, traits_of
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import tenant_digest
 from kvtier.core.residency import TierName
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["Rank", "SchedulerHalf"]
 
@@ -65,6 +67,9 @@ _TURN_S = 1.0
 
 _NUM_ASKERS = 16
 """They mostly wait for a slow tier, and what lies in a fast one must not stand behind that."""
+
+_JOIN_S = 5.0
+"""A daemon that is there is joined in less, and one that is not does not keep an idle vLLM busy."""
 
 _LEASE_LEFT_S = 0.25
 """A hit is named only where its lease lasts that much longer: the copy begins within a step."""
@@ -86,6 +91,8 @@ class SchedulerHalf:
     ) -> None:
         """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
         self.tally = Tally()
+        self.hit_tokens = 0
+        """Of prompts, that vLLM had itself; of requests that are over."""
         self.news: News | None = None
         """What routers are told, if any listens to vLLM."""
         self._clients = [rank.client for rank in ranks]
@@ -101,14 +108,28 @@ class SchedulerHalf:
         self._stores = OpenStores(len(ranks))
         self._orders = Orders()
         self._clock = StepClock()
+        self._computing_s = -math.inf
+        """When a step that computes last began, or ended."""
         self._backlog: EngineLoad | None = None
-        self._was_attached = False
+        self._told_attached: bool | None = None
+        """What vLLM's metrics say."""
+        self._began_s = time.monotonic()
+        self._empty_until_s = 0.0
+        """The daemon is known to have nothing, and need not be asked."""
+        self._stored_s = 0.0
+        """When workers last were done with stores."""
+        self._faults = Repeated(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
 
     @property
     def is_attached(self) -> bool:
         """Tell whether the daemon is there for all ranks."""
         return all(client.is_attached for client in self._clients)
+
+    @property
+    def is_joining(self) -> bool:
+        """Tell whether vLLM should go on with steps until its metrics tell of a first session."""
+        return not self._told_attached and time.monotonic() < self._began_s + _JOIN_S
 
     @property
     def num_open_stores(self) -> int:
@@ -119,9 +140,11 @@ class SchedulerHalf:
     def has_pending_stores(self) -> bool:
         """Tell whether vLLM should go on with steps until a store is over.
 
-        Not for ever: what a worker does not report in several times its time, it never will.
+        Not for ever: what a worker does not report in several times its time, it never will. That
+        counts from the last step that computed, since a store begins when its step has ended.
         """
-        return self._stores.has_younger(4 * self._deadlines.store_s, time.monotonic())
+        until_s = self._computing_s + 4 * self._deadlines.store_s
+        return len(self._stores) > 0 and time.monotonic() < until_s
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -155,6 +178,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache or not self._role.loads:
             return 0
+        tracked.num_local = num_computed
         search = self._searches.get(request.request_id)
         if search is not None and self._is_void(tracked, search, num_computed):
             self._drop(request.request_id)
@@ -163,9 +187,10 @@ class SchedulerHalf:
             return self._begin(tracked, num_computed)
         if not search.is_over:
             return None
-        tracked.num_local = num_computed
         tracked.advised_tokens = search.max_offload_tokens
         if not search.num_blocks:
+            if search.began_s > self._stored_s:
+                self._empty_until_s = search.empty_until_s
             return 0
         end = (search.first + search.num_blocks) * self._block_tokens
         return max(0, min(end, self._load_end(tracked, num_computed)) - num_computed)
@@ -195,6 +220,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
+        self.hit_tokens += min(tracked.num_local, int(tracked.request.num_prompt_tokens))
         self._drop(request.request_id)
         self._loads.forget(request.request_id)  # its copy goes on, into blocks that vLLM keeps
         self._tell_outcomes(tracked, time.monotonic())
@@ -204,10 +230,11 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Have all blocks of before forgotten; until they are, none is found and none offered."""
-        for request_id in list(self._searches):
-            self._drop(request_id)
+        self._clearing.promise()
         for tracked in self._tracked.values():
             tracked.is_old = True
+        for request_id in list(self._searches):
+            self._drop(request_id)
         self._clearing.begin(is_quiet=not len(self._stores))
         if self.news is not None:
             self.news.forget_tiers()
@@ -217,7 +244,7 @@ class SchedulerHalf:
     def offer(self, output: Any) -> None:
         """Order the stores of a step that vLLM has scheduled."""
         now_s = time.monotonic()
-        self._clearing.step(self._askers.submit, is_quiet=not len(self._stores))
+        self._clearing.step(self._begin_asking, is_quiet=not len(self._stores))
         computed = self._note_blocks(output)
         chunks: list[Chunk] = []
         for request_id, num_new in output.num_scheduled_tokens.items():
@@ -231,6 +258,7 @@ class SchedulerHalf:
                 self._offer(tracked, num_past + num_new, now_s)
         if num_scheduled := len(output.num_scheduled_tokens):
             known = chunks if len(chunks) == num_scheduled else ()
+            self._computing_s = now_s
             self._orders.step = self._clock.begin(known, now_s)
 
     def take_orders(self) -> Orders:
@@ -246,10 +274,14 @@ class SchedulerHalf:
             parts.callback(self._end_step, results.step, now_s)
             for request_id, loaded in results.loaded.items():
                 parts.callback(self._note_loaded, request_id, loaded, now_s)
-            parts.callback(self._stores.note_done, results.stored)
-        if self._was_attached != self.is_attached:
-            self._was_attached = not self._was_attached
-            self.tally.add(ATTACHED, self._was_attached)
+            parts.callback(self._note_stored, results.stored, now_s)
+
+    def take_counts(self) -> Counts:
+        """Take what was counted since the last call, and whether there is a session now."""
+        if self._told_attached is not (is_attached := self.is_attached):
+            self._told_attached = is_attached
+            self.tally.add(ATTACHED, is_attached)
+        return self.tally.take()
 
     def close(self) -> None:
         """End the sessions."""
@@ -299,6 +331,10 @@ class SchedulerHalf:
             return 0
         if self._clearing.is_due:
             return 0
+        if not len(self._stores) and time.monotonic() < self._empty_until_s:
+            self.tally.add(LOOKUPS, not tracked.was_empty, "empty")  # once, however long it waits
+            tracked.was_empty = True
+            return 0
         if len(self._searches) >= _OPEN_SEARCHES_MAX:
             now_s = time.monotonic()
             tracked.waits_since_s = tracked.waits_since_s or now_s
@@ -312,10 +348,14 @@ class SchedulerHalf:
             first,
             tracked.traits,
             self._load(tracked),
+            tracked.traceparent,
         )
         self._searches[tracked.request.request_id] = search
-        self._askers.submit(self._ask, search).add_done_callback(partial(note_fault, _log))
+        self._begin_asking(self._ask, search)
         return None
+
+    def _begin_asking(self, ask: Callable[..., None], *of: object) -> None:
+        self._askers.submit(ask, *of).add_done_callback(partial(note_fault, self._faults))
 
     def _ask(self, search: Search) -> None:
         search.run()
@@ -352,6 +392,7 @@ class SchedulerHalf:
             into,
             tuple(search.decisions),
             search.good_until_s,
+            tracked.traceparent,
         )
         self._loads.open(request_id, search, len(into), time.monotonic())
         tracked.num_offered = max(tracked.num_offered, search.first + len(into))
@@ -381,9 +422,9 @@ class SchedulerHalf:
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if tracked := self._tracked.get(request_id):
+            if block_ids and (tracked := self._tracked.get(request_id)):
                 is_whole = request_id in cached.resumed_req_ids
-                tracked.note_blocks(block_ids[0] if block_ids else (), is_whole=is_whole)
+                tracked.note_blocks(block_ids[0], is_whole=is_whole)
         return computed
 
     def _offer(self, tracked: Tracked, num_computed: int, now_s: float) -> None:
@@ -393,6 +434,8 @@ class SchedulerHalf:
         if tracked.offload_tokens is not None:
             end = min(end, tracked.offload_tokens // self._block_tokens)
         first, ratio = tracked.num_offered, self._ratio
+        if end <= first:  # as in nearly all steps
+            return
         end = min(end, first + self._stores.room() // ratio)  # the others with a later step
         flat = tracked.blocks[first * ratio : end * ratio]
         if end <= first or tracked.is_old or len(flat) < (end - first) * ratio:
@@ -408,11 +451,19 @@ class SchedulerHalf:
             blocks,
             tracked.traits,
             num_prompt_blocks,
+            tracked.traceparent,
         )
         self._orders.stores.append(order)
         tracked.num_offered = end
 
+    def _note_stored(self, stored: Mapping[int, int], now_s: float) -> None:
+        self._stores.note_done(stored)
+        if stored:
+            self._stored_s, self._empty_until_s = now_s, 0.0
+
     def _end_step(self, number: int, now_s: float) -> None:
+        if number:
+            self._computing_s = now_s
         step = self._clock.end(number, now_s)
         if step is None:
             return

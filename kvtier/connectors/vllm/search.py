@@ -18,6 +18,7 @@ from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
+from kvtier.observe.trace import TRACES
 
 __all__ = ["Search"]
 
@@ -40,6 +41,8 @@ class Search:
     first: int
     traits: Traits
     load: EngineLoad
+    traceparent: str = ""
+    """Of the request, where it is traced."""
     is_over: bool = False
     is_unwanted: bool = False
     has_failed: bool = False
@@ -49,6 +52,8 @@ class Search:
     """By rank."""
     good_until_s: float = 0.0
     max_offload_tokens: int | None = None
+    empty_until_s: float = 0.0
+    """Some rank's tiers have nothing at all until then, but what is stored since it began."""
     began_s: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
     _held: list[Held] = field(default_factory=list)
@@ -92,6 +97,8 @@ class Search:
             each.max_offload_tokens for each in founds if each.max_offload_tokens is not None
         ]
         self.max_offload_tokens = min(advised, default=None)
+        if empty_s := max(found.empty_s for found in founds):
+            self.empty_until_s = time.monotonic() + empty_s
         self.decisions = [found.plan.decision if found.plan else 0 for found in founds]
         wanted = min(map(_planned_blocks, founds))
         if not wanted or self.is_unwanted:
@@ -105,16 +112,18 @@ class Search:
 
     def _look_up(self, rank: int) -> Found:
         client, chain = self.clients[rank], self.chains[rank]
-        return client.lookup(self.tenant, chain, self.first, self.traits, self.load)
+        with TRACES.passing_on(self.traceparent):
+            return client.lookup(self.tenant, chain, self.first, self.traits, self.load)
 
     def _hold(self, wanted: int, wait_s: float, rank: int) -> Held:
-        held = self.clients[rank].hold(
-            self.tenant,
-            self.chains[rank][: self.first + wanted],
-            self.first,
-            decision=self.decisions[rank],
-            timeout_s=wait_s,
-        )
+        with TRACES.passing_on(self.traceparent):
+            held = self.clients[rank].hold(
+                self.tenant,
+                self.chains[rank][: self.first + wanted],
+                self.first,
+                decision=self.decisions[rank],
+                timeout_s=wait_s,
+            )
         self._held.append(held)  # at once: where another rank fails, this one is let go of
         return held
 

@@ -1,4 +1,4 @@
-"""What a user says of the connector: vLLM's ``kv_role`` and ``kv_connector_extra_config``.
+"""What a user says of the connector: vLLM's ``kv_connector_extra_config``.
 
 All of it is checked when vLLM starts. What makes no sense is refused with the key's name, and vLLM
 serves without a cache.
@@ -30,27 +30,27 @@ _DEADLINES_MS: Mapping[str, tuple[int, int]] = {
 }
 """The default of each, and the most."""
 
-_KEYS = ("socket", *_DEADLINES_MS)
+_KEYS = ("socket", "only", *_DEADLINES_MS)
 
 _RECONNECT_S = 1.0
 
 
 class Role(StrEnum):
-    """What an engine does with blocks, in vLLM's words."""
+    """What an engine does with blocks."""
 
-    PRODUCER = "kv_producer"
-    CONSUMER = "kv_consumer"
-    BOTH = "kv_both"
+    BOTH = "both"
+    STORE = "store"
+    LOAD = "load"
 
     @property
     def loads(self) -> bool:
         """Tell whether it asks for blocks."""
-        return self is not Role.PRODUCER
+        return self is not Role.STORE
 
     @property
     def stores(self) -> bool:
         """Tell whether it offers blocks."""
-        return self is not Role.CONSUMER
+        return self is not Role.LOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Settings:
 
 
 def read_settings(
-    role: str, extra: Mapping[str, object], environment: Mapping[str, str] = os.environ
+    extra: Mapping[str, object], environment: Mapping[str, str] = os.environ
 ) -> Settings:
     """Read what a user says. Raises ConfigError."""
     for key in extra:
@@ -71,8 +71,6 @@ def read_settings(
             near = get_close_matches(str(key), _KEYS, n=1, cutoff=0.5)
             remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
             raise ConfigError(f"{_SECTION}.{key}", "there is no such key", remedy)
-    if role not in list(Role):
-        raise ConfigError("kv_role", f"{role!r} is not known", f"use one of {', '.join(Role)}")
     seconds = {key: _milliseconds(key, extra) / 1000 for key in _DEADLINES_MS}
     deadlines = ClientDeadlines(
         lookup_s=seconds["lookup_timeout_ms"],
@@ -80,21 +78,30 @@ def read_settings(
         store_s=seconds["store_timeout_ms"],
         reconnect_s=_RECONNECT_S,
     )
-    return Settings(_socket(extra, environment), Role(role), deadlines)
+    return Settings(_socket(extra, environment), _role(extra), deadlines)
+
+
+def _role(extra: Mapping[str, object]) -> Role:
+    only = extra.get("only")
+    if only not in (None, Role.STORE, Role.LOAD):
+        problem, remedy = f"{only!r} is not known", "use store or load, or leave it out for both"
+        raise ConfigError(f"{_SECTION}.only", problem, remedy)
+    return Role(str(only)) if only else Role.BOTH
 
 
 def _socket(extra: Mapping[str, object], environment: Mapping[str, str]) -> Path:
     """Return the daemon's socket: as given, or where a daemon of this environment listens."""
+    named = next(filter(environment.get, _SOCKET_VARIABLES), None)
+    key, given = f"{_SECTION}.socket", extra.get("socket")
     if "socket" not in extra:
-        named = next(filter(None, map(environment.get, _SOCKET_VARIABLES)), None)
-        return Path(named) if named else default_socket(environment)
-    given = extra["socket"]
+        key = f"${named}" if named else key
+        given = environment[named] if named else str(default_socket(environment))
     if not isinstance(given, str) or not Path(given).name:
         problem = f"{given!r} is no path of a socket"
-        raise ConfigError(f"{_SECTION}.socket", problem, "name the daemon's, as daemon.socket does")
+        raise ConfigError(key, problem, "name the daemon's, as daemon.socket does")
     if len(os.fsencode(given)) > _SOCKET_BYTES_MAX:
-        problem = f"it has {len(os.fsencode(given))} bytes"
-        raise ConfigError(f"{_SECTION}.socket", problem, f"{_SOCKET_BYTES_MAX} is the most")
+        problem = f"{given} has {len(os.fsencode(given))} bytes"
+        raise ConfigError(key, problem, f"{_SOCKET_BYTES_MAX} is the most")
     return Path(given)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "LOOKUP_SECONDS",
     "MISSING_BLOCKS",
     "ROWS",
+    "STAGED_BYTES",
     "STORE_BLOCKS",
     "STORE_SECONDS",
     "Counts",
@@ -75,7 +76,8 @@ HIT_TOKENS = Row(
     "vllm:kvtier_hit_tokens",
     Kind.COUNTER,
     "Tokens from {}",
-    "Tokens of prompts that vLLM was told of and had loaded, by the tier they were in.",
+    "Tokens of prompts whose load was ordered, by the tier they were in; those of missing blocks "
+    "are among them.",
     "tier",
     ("cpu", "ssd", "remote"),
 )
@@ -84,9 +86,9 @@ LOOKUPS = Row(
     Kind.COUNTER,
     "Lookups {}",
     "Questions to the daemon: hit, something is loaded; miss, nothing is, or it would not pay; "
-    "failed, there was no answer in time.",
+    "failed, there was no answer in time; empty, the daemon has nothing at all and was not asked.",
     "outcome",
-    ("hit", "miss", "failed"),
+    ("hit", "miss", "failed", "empty"),
 )
 LOOKUP_SECONDS = Row(
     "vllm:kvtier_lookup_seconds",
@@ -108,6 +110,13 @@ LOAD_SECONDS = Row(
     "load",
     "What the copy took, for one request.",
     buckets=_SECONDS,
+)
+STAGED_BYTES = Row(
+    "vllm:kvtier_staged_bytes",
+    Kind.COUNTER,
+    "Bytes staged",
+    "Bytes that were copied once more on their way, since the device does not know their part of "
+    "the CPU tier.",
 )
 MISSING_BLOCKS = Row(
     "vllm:kvtier_missing_blocks",
@@ -141,6 +150,7 @@ ROWS: Mapping[str, Row] = {
         LOOKUP_SECONDS,
         LOAD_BYTES,
         LOAD_SECONDS,
+        STAGED_BYTES,
         MISSING_BLOCKS,
         STORE_BLOCKS,
         STORE_SECONDS,

@@ -1,7 +1,7 @@
 """vLLM's blocks under stores: each has a reference of ours until all workers are done with it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -62,20 +62,14 @@ class OpenStores:
             # From the back, as vLLM does: it evicts in the order in which blocks become free.
             self._pool.free_blocks(self._of_pool(store.blocks[::-1]))
 
-    def has_younger(self, than_s: float, now_s: float) -> bool:
-        """Tell whether a store is open that is younger."""
-        return any(True for _ in self._younger(than_s, now_s))
-
     def frees_soon(self, now_s: float) -> bool:
         """Tell whether the end of a young store will make a block free."""
         return any(
             self._pool.blocks[block].ref_cnt == 1
-            for store in self._younger(_SOON_S, now_s)
+            for store in self._open.values()
+            if now_s < store.began_s + _SOON_S
             for block in store.blocks
         )
-
-    def _younger(self, than_s: float, now_s: float) -> Iterator[_Store]:
-        return (store for store in self._open.values() if now_s < store.began_s + than_s)
 
     def _of_pool(self, blocks: Sequence[int]) -> list[Any]:
         return [self._pool.blocks[block] for block in blocks]

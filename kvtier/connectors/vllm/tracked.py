@@ -10,6 +10,7 @@ from kvtier.connectors.vllm.chain import Chains
 from kvtier.connectors.vllm.search import Search
 from kvtier.core.plan import Outcome
 from kvtier.core.traits import Traits
+from kvtier.observe.trace import traceparent_of
 
 __all__ = ["Tracked", "traits_of"]
 
@@ -29,11 +30,13 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     """Of vLLM."""
     num_local: int = 0
-    """Tokens that vLLM had itself when it was last told of a hit."""
+    """Tokens that vLLM had itself when it last asked for more."""
     num_offered: int = 0
     """Blocks of ours."""
     num_searches: int = 0
     """Since it was last preempted."""
+    was_empty: bool = False
+    """The daemon was known to have nothing when it came."""
     num_lost: int = 0
     num_preemptions: int = 0
     """When it was last searched for."""
@@ -53,6 +56,11 @@ class Tracked:
         return max(0, int(self.request.num_prompt_tokens - self.request.num_computed_tokens))
 
     @property
+    def traceparent(self) -> str:
+        """Return where it belongs in its client's trace; empty where vLLM traces nothing."""
+        return traceparent_of(self.request.trace_headers)
+
+    @property
     def offload_tokens(self) -> int | None:
         """Return how many leading tokens may be offered: what it says itself, or what is advised.
 
@@ -67,7 +75,9 @@ class Tracked:
 
     def note_blocks(self, fresh: Sequence[int], *, is_whole: bool) -> None:
         """Take the blocks that vLLM gave it: all of them, or more of them."""
-        self.blocks = list(fresh) if is_whole else [*self.blocks, *fresh]
+        if is_whole:
+            self.blocks.clear()
+        self.blocks.extend(fresh)
 
     def take_outcomes(self, now_s: float) -> list[Outcome | None]:
         """Return what came of each rank's plan, once; nothing before the first token is there.

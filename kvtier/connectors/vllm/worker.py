@@ -7,29 +7,30 @@ Rules
 * Whatever does not come in time is reported as blocks that are not there; vLLM computes them.
 """
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from kvtier.client import Client, LoadedBlock
-from kvtier.connectors.guard import note_fault
+from kvtier.connectors.threads import Threads
 from kvtier.connectors.vllm.order import LoadOrder, Orders, StoreOrder
 from kvtier.connectors.vllm.reports import Reports
 from kvtier.connectors.vllm.stats import (
     LOAD_BYTES,
     LOAD_SECONDS,
     MISSING_BLOCKS,
+    STAGED_BYTES,
     STORE_BLOCKS,
     STORE_SECONDS,
+    Counts,
     Tally,
 )
 from kvtier.connectors.vllm.transfer.copies import Copies
 from kvtier.connectors.vllm.transfer.device import Fence, is_reached
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.observe.log import Log
+from kvtier.observe.trace import TRACES
 
 __all__ = ["WorkerHalf"]
 
@@ -40,17 +41,17 @@ _ATTACH_SOON_S = 0.25
 """The scheduler half may be attached to a new daemon before this one is. A store can wait for that,
 a request only a little."""
 
-_START_S = 10.0
-"""For threads to start."""
+_CLOSE_S = 5.0
+"""Loads and stores under way have deadlines; a copy on a device that hangs has none."""
+
+_QUEUED_MAX = 1024
+"""Orders, each with blocks of vLLM's; what is more is not done. vLLM has some hundred requests."""
 
 _Order = TypeVar("_Order", LoadOrder, StoreOrder)
 
 
 class WorkerHalf:
-    """Carries out orders with a client, which it closes with itself.
-
-    What waits in its queues has blocks of vLLM, of which there are so many and no more.
-    """
+    """Carries out orders with a client, which it closes with itself."""
 
     def __init__(
         self, client: Client, copies: Copies, rank: int = 0, reports: Reports | None = None
@@ -60,8 +61,8 @@ class WorkerHalf:
         self._client = client
         self._copies = copies
         self._rank = rank
-        self._readers = _started(copies.num_readers, "kvtier-load")
-        self._writer = _started(1, "kvtier-store")
+        self._readers = Threads(_log, "kvtier-load", copies.num_readers, _QUEUED_MAX)
+        self._writer = Threads(_log, "kvtier-store", 1, _QUEUED_MAX)
 
     def load(self, orders: Orders) -> None:
         """Begin the loads of a step, once what vLLM has begun on their blocks is over."""
@@ -76,36 +77,45 @@ class WorkerHalf:
         until_s = time.monotonic() + self._client.deadlines.store_s
         self._begin(self._writer, partial(self._store, begin_until_s=until_s), orders.stores)
 
+    def take_counts(self) -> Counts:
+        """Take what was counted since the last call."""
+        return self.tally.take()
+
     def close(self) -> None:
-        """Finish what is under way and end the session."""
-        self._readers.shutdown(cancel_futures=True)
-        self._writer.shutdown(cancel_futures=True)
+        """Finish what is under way, within some seconds, and end the session."""
+        ends_s = time.monotonic() + _CLOSE_S
+        threads = (self._readers, self._writer)
+        are_over = [each.close(ends_s - time.monotonic()) for each in threads]
         self._client.close()
-        self._copies.close()
+        if all(are_over):
+            self._copies.close()
+        else:  # it may write to its buffers still
+            _log.warning("a copy does not end, and is left to itself")
 
     def _begin(
         self,
-        threads: ThreadPoolExecutor,
+        threads: Threads,
         work: Callable[[_Order, Fence], None],
         orders: Sequence[_Order],
     ) -> None:
-        """Hand orders to threads, which report them; where that fails, nothing comes of them."""
+        """Hand orders to threads, which report them; of those that none takes nothing comes."""
         num_begun = 0
         try:
             fence = self._copies.fence() if orders else None
             for order in orders:
                 assert fence is not None
-                threads.submit(work, order, fence).add_done_callback(partial(note_fault, _log))
+                if not threads.submit(work, order, fence):
+                    break
                 num_begun += 1
-        except BaseException:
+        finally:
             self.reports.refuse(orders[num_begun:])
-            raise
 
     def _load(self, order: LoadOrder, fence: Fence) -> None:
         num_filled, began_s = 0, time.monotonic()
         try:
-            for num_filled in self._filled(order, fence):  # noqa: B007 - the last one counts
-                pass
+            with TRACES.passing_on(order.traceparent):
+                for num_filled in self._filled(order, fence):  # noqa: B007 - the last one counts
+                    pass
             self.tally.add(LOAD_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
             pass  # the client has said so, and vLLM computes
@@ -121,10 +131,11 @@ class WorkerHalf:
         self._client.wait_attached(min(left_s, _ATTACH_SOON_S))
         hashes, decision = order.chains[self._rank], order.decisions[self._rank]
         for item in self._client.load(
-            order.tenant, hashes, order.first, decision=decision, timeout_s=left_s
+            order.tenant, hashes, order.first, decision=decision, is_held=True, timeout_s=left_s
         ):
             if not isinstance(item, LoadedBlock):
                 return
+            self._note_staged([item.payload])
             self._copies.scatter([item.payload], [order.into[item.index - order.first]])
             if time.monotonic() > item.good_until_s:
                 raise DaemonSlow("the lease ran out while copying")
@@ -133,6 +144,7 @@ class WorkerHalf:
 
     def _store(self, order: StoreOrder, fence: Fence, begin_until_s: float) -> None:
         def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+            self._note_staged(slots)
             blocks = [order.blocks[index - order.first] for index in indexes]
             return self._copies.gather(blocks, slots)
 
@@ -142,14 +154,15 @@ class WorkerHalf:
             if left_s <= 0 or not is_reached(fence, left_s):
                 return
             self._client.wait_attached(_ATTACH_S)
-            kept = self._client.store(
-                order.tenant,
-                order.chains[self._rank],
-                order.first,
-                fill,
-                traits=order.traits,
-                num_prompt_blocks=order.num_prompt_blocks,
-            )
+            with TRACES.passing_on(order.traceparent):
+                kept = self._client.store(
+                    order.tenant,
+                    order.chains[self._rank],
+                    order.first,
+                    fill,
+                    traits=order.traits,
+                    num_prompt_blocks=order.num_prompt_blocks,
+                )
             outcome = "refused"
             self.tally.add(STORE_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
@@ -159,11 +172,6 @@ class WorkerHalf:
             self.tally.add(STORE_BLOCKS, len(order.blocks) - kept, outcome)
             self.reports.end_store(order)
 
-
-def _started(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return threads that run already: one that cannot begin leaves behind what it was to do."""
-    threads, all_there = ThreadPoolExecutor(num_threads, name), threading.Barrier(num_threads + 1)
-    for _ in range(num_threads):
-        threads.submit(all_there.wait, _START_S)
-    all_there.wait(_START_S)
-    return threads
+    def _note_staged(self, slots: Sequence[memoryview]) -> None:
+        staged = [len(slot) for slot in slots if self._copies.is_staged(slot)]
+        self.tally.add(STAGED_BYTES, sum(staged))

@@ -10,15 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 from kvtier.client import Announcement, Client
+from kvtier.connectors.guard import note_fault
 from kvtier.connectors.vllm_tier.chain import Chain
 from kvtier.connectors.vllm_tier.question import Question
 from kvtier.connectors.vllm_tier.transfers import Order
 from kvtier.core.identity import NO_TENANT, chain_root
 from kvtier.core.traits import Traits
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["Answer", "Names", "Requests"]
+
+_log = Log("kvtier.vllm")
 
 _NUM_ASKERS = 4
 
@@ -86,6 +91,7 @@ class Requests:
         self._asking: set[str] = set()
         self._unknown: set[str] = set()
         self._questions: list[Question] = []
+        self._faults = Repeated(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
     def add(self, request_id: str, traits: Traits, names: Names) -> None:
@@ -171,7 +177,7 @@ class Requests:
         tracked.question = question
         tracked.is_known = True
         self._questions.append(question)
-        self._askers.submit(question.ask)
+        self._askers.submit(question.ask).add_done_callback(partial(note_fault, self._faults))
 
     def _announce(self) -> None:
         """Tell of requests that lack nothing, by which the daemon counts uses as well."""

@@ -6,7 +6,7 @@ tier: lookups miss, and jobs fail at once.
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns, r
 from kvtier.connectors.vllm.identity.weights import FileDigests
 from kvtier.connectors.vllm.log import join_log
 from kvtier.connectors.vllm.release import check_release
-from kvtier.connectors.vllm.settings import Role, Settings, read_settings
+from kvtier.connectors.vllm.settings import Settings, read_settings
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
 from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
@@ -102,15 +102,14 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         self._digests = FileDigests(record_path())
         self._block_tokens = 0
         try:
-            said = read_settings(Role.BOTH, settings)
+            said = _read_settings(settings)
             facts = _served(model)
             layout = chunk_layout(offloading_spec.config, _row_bytes(primary_kv_view))
-        except (ConfigError, ValueError, AttributeError) as error:
-            _log.error("vLLM's chunks are not cached", reason=error)
-            return
-        self._block_tokens = layout.block_tokens
-        begin = partial(self._begin, said, facts, layout, primary_kv_view)
-        threading.Thread(target=begin, name="kvtier-open", daemon=True).start()
+            self._block_tokens = layout.block_tokens
+            begin = partial(self._begin, said, facts, layout, primary_kv_view)
+            threading.Thread(target=begin, name="kvtier-open", daemon=True).start()
+        except Exception as error:  # of whatever a configuration has: vLLM starts all the same
+            self._refuse(str(error) or type(error).__name__)
 
     @_open(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, context: Any) -> LookupResult:
@@ -119,23 +118,23 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             return LookupResult.MISS
         return _RESULTS[self._parts.requests.ask(context.req_id, key)]
 
+    @_open(lambda: None)
     def submit_store(self, job_metadata: Any) -> None:
         """Begin a store."""
         if not self._submit(job_metadata, is_load=False):
             self._failed.append(Ended(job_metadata.job_id, is_load=False))
 
+    @_open(lambda: None)
     def submit_load(self, job_metadata: Any) -> None:
         """Begin a load."""
         if not self._submit(job_metadata, is_load=True):
             self._failed.append(Ended(job_metadata.job_id, is_load=True))
 
+    @_open(tuple)
     def get_finished_jobs(self) -> Iterable[Any]:
         """Tell which jobs are over, each once."""
         ended, self._failed = self._failed, []
-        if self._parts is not None:
-            ended += self._parts.transfers.take_ended()
-            self._forget(ended)
-        return [result(each) for each in ended]
+        return [result(each) for each in (*ended, *self._take_ended())]
 
     @_open(lambda: None)
     def touch(self, keys: Collection[bytes], context: Any) -> None:
@@ -198,6 +197,14 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         begin(order, len(chunks))
         return True
 
+    @_open(tuple)
+    def _take_ended(self) -> Sequence[Ended]:
+        if self._parts is None:
+            return ()
+        ended = self._parts.transfers.take_ended()
+        self._forget(ended)
+        return ended
+
     @_open(lambda: None)
     def _forget(self, ended: Iterable[Ended]) -> None:
         """Have what did not come answered as missing: else vLLM asks for it again and again."""
@@ -253,6 +260,12 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         """Say why there is nothing in the tier, unless that is because vLLM has ended."""
         if not self._is_closed:
             _log.error("vLLM's chunks are not cached", reason=reason)
+
+
+def _read_settings(said: Mapping[str, object]) -> Settings:
+    if "only" in said:
+        raise ConfigError("only", "a tier of vLLM's stores and loads", "leave it out")
+    return read_settings(said)
 
 
 def _served(model: ModelFacts | str | None) -> ModelFacts:

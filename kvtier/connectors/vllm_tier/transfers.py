@@ -23,7 +23,7 @@ from kvtier.connectors.vllm_tier.chain import Run
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonSlow, DaemonUnavailable
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, Repeated
 
 __all__ = ["Ended", "Order", "Transfers"]
 
@@ -112,6 +112,7 @@ class Transfers:
         self._open: set[_Job] = set()
         self._ended: deque[Ended] = deque()
         self._changed = threading.Condition()
+        self._faults = Repeated(_log)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
@@ -164,7 +165,7 @@ class Transfers:
                 threads.submit(partial(self._run, job, carry_out))
                 is_begun = True
         except Exception:  # no thread was to be had; the work may be queued all the same
-            _log.exception("a job of the tier did not begin", job=job.order.job)
+            self._faults.exception("a job of the tier did not begin", job=job.order.job)
         if not is_begun:
             self._end(job, is_whole=False)
 
@@ -175,7 +176,7 @@ class Transfers:
         except (DaemonUnavailable, _Void):
             pass  # the client has said so, or there is nobody to say it to
         except Exception:
-            _log.exception("a job of the tier failed", job=job.order.job)
+            self._faults.exception("a job of the tier failed", job=job.order.job)
         finally:
             self._end(job, is_whole=is_whole)
 

@@ -41,8 +41,6 @@ class Setup:
     config: Path | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Keys of the node's configuration."""
-    hint_share: float | None = None
-    """So many requests say right whether they go on; None: they say what is in the trace."""
 
     @property
     def name(self) -> str:

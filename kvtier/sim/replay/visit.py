@@ -58,7 +58,7 @@ class Visit:
         """Tokens being computed."""
         self._num_computed = 0
         self._compute_s = 0.0
-        self._began_ns = self._asked_ns = self._ready_ns = self._loaded_ns = 0
+        self._began_ns = self._asked_ns = self._loaded_ns = 0
 
     @property
     def num_left(self) -> int:
@@ -77,7 +77,7 @@ class Visit:
         if self._wanted:
             self._scene.after(self._scene.machine.engines.call_s, self._look_up)
         else:
-            self._be_ready()
+            self._engine.make_ready(self)
 
     def next_step(self) -> tuple[int, int] | None:
         """Return the next tokens to compute: with a load from the back, a batch of its claim."""
@@ -142,7 +142,7 @@ class Visit:
         is_split = found.plan is not None and found.plan.is_split
         is_loading = self._num_planned > 0 and self._load(is_split=is_split)
         if is_split or not is_loading:
-            self._be_ready()
+            self._engine.make_ready(self)
 
     def _load(self, *, is_split: bool) -> bool:
         """Ask for the planned blocks; False: it is refused."""
@@ -176,7 +176,7 @@ class Visit:
         self.hits.update(incoming.tiers)
         self._front = len(incoming.tiers) * self._scene.trace.block_tokens
         self._give_back(incoming)
-        self._be_ready()
+        self._engine.make_ready(self)
 
     def _meet(self, incoming: Incoming) -> None:
         """Take what came from the back, but for the blocks that were computed too."""
@@ -192,10 +192,6 @@ class Visit:
         self._incoming = None
         session = self._engine.session
         self._scene.desk.ask(lambda call: ev.Release(call, session, incoming.lease))
-
-    def _be_ready(self) -> None:
-        self._ready_ns = self._scene.now_ns
-        self._engine.make_ready(self)
 
     # Store
 

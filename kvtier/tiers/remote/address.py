@@ -13,7 +13,7 @@ Rules
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
@@ -74,6 +74,10 @@ class Address:
     def __str__(self) -> str:
         places = ",".join(map(str, self.places))
         return f"{places}/{self.service}" if self.service else places
+
+    def is_same_but_login(self, other: "Address") -> bool:
+        """Tell whether another one names the same servers, whatever the user and the password."""
+        return replace(self, username=other.username, password=other.password) == other
 
     @classmethod
     def parse(cls, url: str) -> "Address":

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 from kvtier.tiers.remote.address import Address, Place
 from kvtier.tiers.remote.resp import Command
 
@@ -43,12 +43,15 @@ class Connected(Protocol):
 
 
 class Connector:
-    """Makes connections. Called on threads that may hang in a name or a connect."""
+    """Makes connections. Called on threads that may hang in a name or a connect.
+
+    ``address`` may be exchanged for one that differs in its login, by which the next ones go.
+    """
 
     def __init__(self, address: Address, timeout_s: float, tls_ca: Path | None) -> None:
         if address.has_tls and tls_ca is not None:
             _check_authorities(tls_ca)
-        self._address = address
+        self.address = address
         self._timeout_s = timeout_s
         self._tls = {"ssl_ca_certs": str(tls_ca)} if address.has_tls and tls_ca else {}
 
@@ -61,7 +64,7 @@ class Connector:
         if not place.port:
             made = _Unix(path=place.host, **self._common)
         else:
-            kind = _Tls if self._address.has_tls else _Plain
+            kind = _Tls if self.address.has_tls else _Plain
             made = kind(
                 host=place.host,
                 port=place.port,
@@ -78,7 +81,7 @@ class Connector:
 
         Not left to the library, whose reader takes whatever a server sends, however much that is.
         """
-        address = self._address
+        address = self.address
         login = [word for word in (address.username, address.password) if word]
         words = [word.encode(errors="surrogateescape") for word in login]
         commands = [Command((b"AUTH", *words))] if words else []
@@ -88,12 +91,13 @@ class Connector:
 
     def client_options(self, *, has_login: bool) -> dict[str, Any]:
         """Return options of the library's clients, for what it knows of Sentinels and clusters."""
-        login = {"username": self._address.username, "password": self._address.password}
+        address = self.address
+        login = {"username": address.username, "password": address.password}
         return (
             self._common
             | self._tls
             | (login if has_login else {})
-            | {"ssl": self._address.has_tls, "encoding_errors": "surrogateescape"}
+            | {"ssl": address.has_tls, "encoding_errors": "surrogateescape"}
         )
 
     @property
@@ -116,5 +120,6 @@ def _check_authorities(path: Path) -> None:
     except ssl.SSLError:
         raise StartError("remote.tls_ca", f"{path} has no certificate", remedy) from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise StartError("remote.tls_ca", f"{path} cannot be read: {reason}", remedy) from None
+        raise StartError(
+            "remote.tls_ca", f"{path} cannot be read: {reason_of(error)}", remedy
+        ) from None

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
-from kvtier.errors import TierError, TierTimeout
+from kvtier.errors import TierError, TierTimeout, reason_of
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.remote.connect import Connected
 from kvtier.tiers.remote.resp import Command, Garbled, Piece, Reply, ReplyReader, encode
@@ -86,7 +86,7 @@ class Link:
         except TimeoutError:
             raise TierTimeout("no answer in time") from None
         except OSError as error:
-            raise TierError(_reason(error)) from None
+            raise TierError(reason_of(error)) from None
         return replies
 
     def interrupt(self) -> None:
@@ -159,7 +159,3 @@ class _Window:
 
     def _holds(self, num_commands: int, num_bytes: int) -> bool:
         return self._num_sent - self._num_answered >= num_commands or self._bytes >= num_bytes
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__).lower()

@@ -78,6 +78,7 @@ class RemoteTier:
             options.seal,
         )
         connector = Connector(self._address, options.timeout_s, options.tls_ca)
+        self._connector = connector
 
         def open_server(place: Place) -> Server:
             return Server(
@@ -102,6 +103,12 @@ class RemoteTier:
         self._values.ttl_ms = int(ttl_s * 1000)
         self._values.max_age_s = max_age_s
 
+    def log_in_by(self, url: str) -> None:
+        """Have connections made from now on log in by a URL of the same servers."""
+        address = Address.parse(url)
+        assert address.is_same_but_login(self._address), "other servers are another tier"
+        self._connector.address = address
+
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
         """Set the blocks that are not there, and renew the others."""
         hashes = [block.header.block_hash for block in blocks]
@@ -125,7 +132,7 @@ class RemoteTier:
             if server is None:
                 raise TierError("remote: nobody has the slots of some blocks")
             heads = dict.fromkeys(self._values.key(hashes[index]) for index in indexes)
-            removed = _sum(removed, unlink(server, list(heads), deadline_ns))
+            removed += unlink(server, list(heads), deadline_ns)
         return removed
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
@@ -139,11 +146,9 @@ class RemoteTier:
         faults: list[TierError] = []
         for server in self._primaries(deadline_ns):
             try:
-                step = purge(server, self._values.prefix, selection, deadline_ns)
+                removed += purge(server, self._values.prefix, selection, deadline_ns)
             except TierError as error:
                 faults.append(error)
-            else:
-                removed = _sum(removed, step)
         if faults:
             self._topology.report()
             raise faults[0]
@@ -303,7 +308,3 @@ def _attempt(step: Callable[[], T]) -> T | TierError:
         return step()
     except TierError as error:
         return error
-
-
-def _sum(one: Removed, other: Removed) -> Removed:
-    return Removed(one.num_blocks + other.num_blocks, one.num_bytes + other.num_bytes)

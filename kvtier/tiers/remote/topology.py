@@ -197,7 +197,7 @@ def _ask_sentinels(address: Address, connector: Connector) -> _Layout:
     """Return the primary of a service, as the first Sentinel that answers knows it."""
     places = [(place.host, place.port) for place in address.places]
     # Sentinels mostly have no password; the server's is told only where they do not do without.
-    for has_login in (False, True) if address.password else (False,):
+    for has_login in (False, True) if connector.address.password else (False,):
         options = connector.client_options(has_login=has_login)
         with contextlib.closing(_Sentinels(places, sentinel_kwargs=options)) as sentinel:
             try:

@@ -52,10 +52,9 @@ def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int)
         heads = [match[0] for match in found if not match[1]]
         kept = _kept(server, heads, deadline_ns)
         meant = [index for index, block in enumerate(kept) if _is_meant(block, selection)]
-        step = _unlink_kept(
+        removed += _unlink_kept(
             server, [heads[i] for i in meant], [kept[i] for i in meant], deadline_ns
         )
-        removed = Removed(removed.num_blocks + step.num_blocks, removed.num_bytes + step.num_bytes)
         parts = [match[0] for match in found if match[1]]
         _unlink_orphans(server, parts, deadline_ns)
         if cursor == b"0":

@@ -11,12 +11,12 @@ footer wrong          rotten, or at odds with the records           writes it an
 unreachable bytes     behind a header that is none; what follows    writes a footer that lists
                       was found by a look at each page              what follows
 file cut short        its end was taken away                        ends it with a footer
-unreadable file       has the name of a segment, and is none, or    removes it
-                      of another version
+unreadable file       has the name of a segment, and is none        removes it
 ====================  ============================================  ===========================
 
 A check changes nothing. A repair changes what a check counts as a fault and nothing else. Each of
-its steps leaves a store that is right, so it may be stopped at any of them and begun again.
+its steps leaves a store that is right, so it may be stopped at any of them and begun again. Files
+of another version are no fault: they are set aside, and left for it unless told otherwise.
 
 A record on a sector that cannot be read, and a file that cannot be opened, are faults that are left
 as they are: it may be the drive, a cable, or a permission. Records that are sealed with a key that
@@ -26,7 +26,7 @@ was not given are counted, and believed.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -40,8 +40,8 @@ from kvtier.tiers.ssd.record import RecordState
 from kvtier.tiers.ssd.segment import (
     STRUCK_S,
     Segment,
-    claimed_version,
     footer_bytes,
+    is_of_other_version,
     load_segment,
     mark_records,
     seal_segment,
@@ -53,7 +53,9 @@ from kvtier.tiers.ssd.segment import (
 __all__ = ["Fsck", "Purpose", "Report"]
 
 _SAVED = ("key_spaces.json", "learned.json")
-_OURS = frozenset({"lock", "probe", *_SAVED, *(f"{name}.new" for name in _SAVED)})
+_OURS = frozenset(
+    {"lock", "probe", *(name + end for name in _SAVED for end in ("", ".new", ".aside"))}
+)
 """Files beside the segments."""
 
 _FOREIGN_SHOWN_MAX = 100
@@ -82,6 +84,9 @@ class Report:
     """Sealed with a key that was not given."""
     used_bytes: int = 0
     """Allocated by all files."""
+    set_aside_files: int = 0
+    """Of another version."""
+    set_aside_bytes: int = 0
     foreign_files: int = 0
     foreign_names: list[str] = field(default_factory=list)
     damaged_records: Counter[str] = field(default_factory=Counter)
@@ -92,7 +97,6 @@ class Report:
     unreachable_bytes: int = 0
     files_cut_short: int = 0
     unreadable_files: int = 0
-    other_version_files: int = 0
     unreadable_records: int = 0
     """On sectors that the drive does not return."""
     repaired: Counter[str] = field(default_factory=Counter)
@@ -109,7 +113,6 @@ class Report:
             self.footers_wrong,
             self.files_cut_short,
             self.unreadable_files,
-            self.other_version_files,
         )
         return sum(counts) + (self.unreachable_bytes > 0) + self.num_left
 
@@ -120,12 +123,18 @@ class Report:
 
 
 class Fsck:
-    """One look at all files of a directory, which the caller holds locked."""
+    """One look at all files of a directory, which the caller holds locked.
 
-    def __init__(self, disk: Disk, seal: Seal, purpose: Purpose) -> None:
+    ``keeps_others``: what another version wrote is left for it.
+    """
+
+    def __init__(
+        self, disk: Disk, seal: Seal, purpose: Purpose, *, keeps_others: bool = True
+    ) -> None:
         self._disk = disk
         self._seal = seal
         self._is_repair = purpose is Purpose.REPAIR
+        self._keeps_others = keeps_others
         self._report = Report()
         self._index = Index()
         self._num_counting = 0
@@ -137,10 +146,11 @@ class Fsck:
         Raises OSError only where the directory itself cannot be read.
         """
         paths = self._segment_paths()
+        last = next((path for path in reversed(paths) if not self._is_others(path)), None)
         for done, path in enumerate(paths):
             note_progress(done, len(paths))
             with self._noting(path):
-                self._take(path, is_last=path is paths[-1])
+                self._take(path, is_last=path is last)
         report, index = self._report, self._index
         index.drop(index.expired_rows(STRUCK_S + 1))
         report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes
@@ -183,11 +193,21 @@ class Fsck:
         if self._is_repair:
             self._repair(found)
 
+    def _is_others(self, path: Path) -> bool:
+        """Tell whether another version wrote a file, as far as it can be read."""
+        with suppress(OSError):
+            return is_of_other_version(self._disk, path)
+        return False
+
     def _take_unreadable(self, path: Path) -> None:
-        if claimed_version(self._disk, path) is None:
-            self._report.unreadable_files += 1
-        else:
-            self._report.other_version_files += 1
+        report = self._report
+        if is_of_other_version(self._disk, path):
+            report.set_aside_files += 1
+            report.set_aside_bytes += path.stat().st_blocks * 512
+            if not self._keeps_others:
+                self._remove(path, "files of another version removed")
+            return
+        report.unreadable_files += 1
         if self._is_repair:
             self._remove(path)
 
@@ -235,9 +255,9 @@ class Fsck:
         seal_segment(self._disk, walked)
         self._report.repaired["files ended"] += 1
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: Path, what: str = "files removed") -> None:
         self._disk.unlink(path)
-        self._report.repaired["files removed"] += 1
+        self._report.repaired[what] += 1
 
     def _remove_duplicates(self, path: Path) -> None:
         """Mark the records of a file that count and that a later one of their block hides."""

@@ -28,9 +28,10 @@ from kvtier.tiers.ssd.volume import NO_SPACE, Volume
 
 __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
-METADATA_BYTES = 96 << 10
+METADATA_BYTES = 320 << 10
 """The least kept back for what is no segment: the lock file, the probe, the directory itself, and
-what the daemon keeps beside them."""
+what the daemon keeps beside them: two documents, those that another version kept, and one that is
+just being written, of 64 KiB each."""
 
 _RECLAIMS_MAX = 2
 """Segments given up for one new one: more than one where another size was set before."""

@@ -49,7 +49,7 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
     with pool.lock:
         rows = pool.index.find(hashes)
         numbers = np.unique(pool.index.segment[rows[rows >= 0]]).tolist()
-    removed = []
+    removed = Removed()
     with _settling(pool):
         for segment in [pool.segments[number] for number in numbers]:
             seconds_left(deadline_ns)
@@ -57,7 +57,7 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
                 rows = np.unique(pool.index.find(hashes))
                 rows = rows[(rows >= 0) & (pool.index.segment[rows] == segment.number)]
                 pages = pool.index.page[rows].tolist()
-                removed.append(pool.index.sizes_of(rows))
+                removed += pool.index.sizes_of(rows)
                 pool.index.drop(rows)
             if _is_empty(pool, segment):
                 pool.retire(segment)
@@ -66,15 +66,15 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
                 mark_records(pool.disk, segment, pages, RecordState.REMOVED)
             except OSError:
                 pool.give_up(segment)
-    return _sum(removed)
+    return removed
 
 
 def purge_all(pool: SegmentPool) -> Removed:
     """Remove every file; raises OSError where one stays."""
     with _settling(pool):
-        removed = [pool.retire(each) for each in list(pool.segments.values())]
+        removed = sum(map(pool.retire, list(pool.segments.values())), Removed())
     remove_strangers(pool)
-    return _sum(removed)
+    return removed
 
 
 def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) -> Removed:
@@ -83,16 +83,16 @@ def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) ->
     A file that cannot be read or changed, or that another version wrote, may hide what is meant,
     and is removed whole; raises OSError where one stays.
     """
-    removed = []
+    removed = Removed()
     with _settling(pool):
         for segment in sorted(pool.segments.values(), key=lambda each: each.number):
             seconds_left(deadline_ns)
             try:
-                removed.append(_purge_segment(pool, segment, selection))
+                removed += _purge_segment(pool, segment, selection)
             except OSError:
-                removed.append(_give_up(pool, segment))
+                removed += _give_up(pool, segment)
     remove_strangers(pool)
-    return _sum(removed)
+    return removed
 
 
 def remove_strangers(pool: SegmentPool) -> None:
@@ -127,7 +127,7 @@ def _purge_segment(pool: SegmentPool, segment: Segment, selection: Selection) ->
     try:
         erase_records(pool.disk, segment, entries, is_meant)
     except OSError:
-        removed = _sum([removed, _give_up(pool, segment)])
+        removed += _give_up(pool, segment)
     return removed
 
 
@@ -153,9 +153,3 @@ def _give_up(pool: SegmentPool, segment: Segment) -> Removed:
         lost = pool.index.sizes_of(pool.index.rows_of(segment.number))
     pool.give_up(segment)
     return lost
-
-
-def _sum(removed: list[Removed]) -> Removed:
-    return Removed(
-        sum(each.num_blocks for each in removed), sum(each.num_bytes for each in removed)
-    )

@@ -43,7 +43,6 @@ __all__ = [
     "STRUCK_S",
     "Entries",
     "Segment",
-    "claimed_version",
     "create_segment",
     "declared_size",
     "entries_of",
@@ -327,14 +326,6 @@ def entries_of(disk: Disk, segment: Segment) -> Entries:
         if entries is None:
             entries = _walk(fd, Segment(segment.path, segment.number, segment.size_bytes))
     return entries
-
-
-def claimed_version(disk: Disk, path: Path) -> int | None:
-    """Return the format version that a file says it has; None where it is no segment at all."""
-    with disk.opened_buffered(path) as fd:
-        packed = os.pread(fd, _HEADER.size, 0)
-    magic, version = struct.unpack_from("<8sH", packed.ljust(_HEADER.size, b"\0"))
-    return version if magic == _HEADER_MAGIC else None
 
 
 def walk_records(disk: Disk, segment: Segment) -> tuple[Segment, Entries]:

@@ -219,6 +219,7 @@ class SsdTier:
     def usage(self) -> TierUsage:
         """Return occupancy: the files' full sizes, whether filled yet or not."""
         pool, written = self._pool, self._disk.written
+        others = [each.size_bytes for each in list(pool.segments.values()) if each.is_set_aside]
         detail: dict[str, str | int | float | bool] = {
             "direct_io": self._disk.is_direct,
             "segments": len(pool.segments),
@@ -233,6 +234,8 @@ class SsdTier:
             "files_dropped_at_start": self._recovered.num_dropped,
             "files_unreadable_at_start": self._recovered.num_unreadable,
             "files_set_aside_at_start": self._recovered.num_set_aside,
+            "files_set_aside": len(others),
+            "set_aside_bytes": sum(others),
         }
         if pool.budget.is_limited:
             detail["write_budget"] = "used_up" if pool.budget.is_used_up else "left"

@@ -1,7 +1,6 @@
 // Asks the daemon once a second while somebody looks, and says plainly when it does not answer.
 
 import { show } from "./element.js";
-import { History } from "./history.js";
 import { clock, seconds, span } from "./number.js";
 import { draw } from "./picture.js";
 
@@ -15,7 +14,6 @@ const LEFT = new Error("nobody looks");
 
 const element = (id) => document.getElementById(id);
 
-const history = new History();
 let timer = 0;
 let asking = null; // the question on its way
 let last = null; // { at, told }: the last document, and when it came
@@ -51,10 +49,9 @@ function take(told) {
     location.reload(); // the page of another version may not know this document
     return;
   }
-  history.add(told);
   last = { at: new Date(), told };
   try {
-    draw(told, history);
+    draw(told);
   } catch (fault) {
     console.error(fault);
     throw new Error("this page cannot show what it answers; load it again");

@@ -1,11 +1,11 @@
-// What the page shows of one document and of the history; knows nothing of where they come from.
+// What the page shows of one document; knows nothing of where it comes from.
 
 import { bar, html, show, svg, table } from "./element.js";
 import { flow, named, stated, word } from "./flow.js";
-import { perSecond } from "./history.js";
 import { bytes, count, seconds, share, span } from "./number.js";
 
 const REQUESTS_MAX = 16;
+const STEPS_MAX = 60; // of the history: five minutes
 const KINDS = ["gpu", "cpu", "ssd", "remote"];
 
 // The sentences of `kvtier explain`.
@@ -24,12 +24,12 @@ const REASONS = {
 
 const element = (id) => document.getElementById(id);
 
-export function draw(told, history) {
-  const minute = history.lastMinute();
-  const rates = Object.fromEntries(
-    Object.keys(told.transfers).map((route) => [route, perSecond(route)(minute)]));
+export function draw(told) {
+  const { minute } = told.grown;
+  const rates = Object.fromEntries(Object.entries(minute.moved_bytes)
+    .map(([route, moved]) => [route, perSecond(moved, minute)]));
   show(element("who"), `${told.version} · pid ${told.pid} · up ${span(told.uptime_s)}`);
-  show(element("worth"), worth(told.worth), dials(history, minute));
+  show(element("worth"), worth(told.worth), dials(minute, told.history));
   show(element("flow"), ...flow(told.tiers, rates));
   show(element("tiers"), tiers(told), ...complaints(told));
   show(element("decisions"), ...decisions(told.worth));
@@ -37,6 +37,8 @@ export function draw(told, history) {
   show(element("requests"), requests(told.requests));
   show(element("ends"), ends(told));
 }
+
+const perSecond = (amount, { seconds: time }) => (time ? amount / time : 0);
 
 function worth({ saved_s: saved, lost_s: lost, regret_s: regret }) {
   const net = saved - lost;
@@ -48,27 +50,26 @@ function worth({ saved_s: saved, lost_s: lost, regret_s: regret }) {
       + (regret ? ` · the other road would have saved ${seconds(regret)}` : "")));
 }
 
-function dials(history, minute) {
-  const dial = (name, value, measure, unit) => {
-    const values = history.series(measure);
-    const most = Math.max(...values.filter((each) => each !== null), 0);
+// What grew in the last minute, as a number, and in each step of the history, as a curve.
+function dials(minute, history) {
+  const dial = (name, measure, unit) => {
+    const steps = history.map(measure);
+    const [now, most] = [measure(minute), Math.max(...steps.filter((each) => each !== null), 0)];
+    const values = [...Array(STEPS_MAX - steps.length).fill(null), ...steps];
     return html("figure", {},
-      html("figcaption", {}, name), html("b", {}, value),
+      html("figcaption", {}, name), html("b", {}, now === null ? "–" : unit(now)),
       spark(values, most, `${name} over five minutes, at most ${unit(most)}`),
       html("small", {}, `5 min, at most ${unit(most)}`));
   };
-  const foundShare = ({ found, asked }) => (asked ? found / asked : null);
-  const firstToken = ({ firstTokens, firstTokenS }) => (
-    firstTokens ? firstTokenS / firstTokens : null);
-  const net = ({ saved, lost, seconds: time }) => (time ? (saved - lost) / time : 0);
-  const shown = (value, unit) => (value === null ? "–" : unit(value));
   return html("div", { class: "dials" },
-    dial("saved a minute", signed(60 * net(minute)), net, (most) => seconds(60 * most)),
-    dial("tokens found", shown(foundShare(minute), share), foundShare, share),
-    dial("restored", `${bytes(perSecond("cpu_to_gpu")(minute))}/s`, perSecond("cpu_to_gpu"),
-      (most) => `${bytes(most)}/s`),
-    dial("first token", shown(firstToken(minute), seconds), firstToken, seconds));
+    dial("saved a minute", (grown) => 60 * perSecond(grown.saved_s - grown.lost_s, grown), signed),
+    dial("tokens found", (grown) => ratio(grown.found_tokens, grown.asked_tokens), share),
+    dial("restored", (grown) => perSecond(grown.restored_bytes, grown),
+      (rate) => `${bytes(rate)}/s`),
+    dial("first token", (grown) => ratio(grown.first_token_s, grown.first_tokens), seconds));
 }
+
+const ratio = (part, whole) => (whole ? part / whole : null);
 
 // A line over five minutes; it breaks where nothing is known.
 function spark(values, most, label) {

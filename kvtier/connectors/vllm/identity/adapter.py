@@ -12,13 +12,13 @@ Rules
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.connectors.threads import Threads
 from kvtier.connectors.vllm.identity.weights import FileDigests, fingerprint
 from kvtier.observe.log import Log
 
@@ -54,11 +54,10 @@ class Adapters:
         self._since_ns = since_ns
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
-        self._room = threading.BoundedSemaphore(_WAITING_MAX)
         self._paths: dict[int | str, str] = {}
         """By number and by name; empty for those that do not tell which adapter is meant."""
         self._refused: set[str] = set()
-        self._reader = ThreadPoolExecutor(1, "kvtier-adapter")
+        self._reader = Threads(_log, "kvtier-adapter", 1, _WAITING_MAX)
 
     def note(self, adapter: Any) -> str:
         """Hear that vLLM uses an adapter, and return why it cannot be known; empty where it can.
@@ -83,9 +82,8 @@ class Adapters:
     def ask(self, request: Any) -> None:
         """Begin to find out which adapter a request has."""
         doubt = self.note(request.lora_request)
-        if self._room.acquire(blocking=False):
-            answer = self._reader.submit(self._digest, request.lora_request, doubt)
-            answer.add_done_callback(lambda _: self._room.release())
+        answer: Future[bytes] = Future()
+        if self._reader.submit(self._find, answer, request.lora_request, doubt):
             self._asked[request.request_id] = _Asked(answer, self._clock())
 
     def is_open(self, request_id: str) -> bool:
@@ -98,7 +96,7 @@ class Adapters:
     def take(self, request_id: str) -> bytes | None:
         """Take the answer about a request: what stands for its adapter, None if that is unknown."""
         asked = self._asked.pop(request_id, None)
-        if asked is None or not asked.answer.done() or asked.answer.cancelled():
+        if asked is None or not asked.answer.done():
             return None
         return None if asked.answer.exception() else asked.answer.result()
 
@@ -108,16 +106,16 @@ class Adapters:
 
     def close(self) -> None:
         """End; what is read just now is read to its end, if the digests are not ended before."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close(0)
 
-    def _digest(self, adapter: Any, doubt: str) -> bytes:
+    def _find(self, answer: Future[bytes], adapter: Any, doubt: str) -> None:
         try:
-            return self._content(adapter, doubt)
+            answer.set_result(self._content(adapter, doubt))
         except Exception as error:
+            answer.set_exception(error)
             if adapter.lora_name not in self._refused and len(self._refused) < _ADAPTERS_MAX:
                 self._refused.add(adapter.lora_name)
                 _log.warning("an adapter is not cached", adapter=adapter.lora_name, reason=error)
-            raise
 
     def _content(self, adapter: Any, doubt: str) -> bytes:
         if doubt:

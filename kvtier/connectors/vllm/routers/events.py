@@ -33,6 +33,9 @@ _BLOCKS_MAX = 65_536
 _BLOCKS_A_STEP = 512
 """Of which a step publishes: two milliseconds. The rest waits for the next one."""
 
+_FAULTS_MAX = 8
+"""In a row; what waits is given up then, since vLLM goes on with steps for as long as it waits."""
+
 _GROUP = 0
 """Of KV: models with several are not served."""
 
@@ -47,10 +50,19 @@ class Events:
         self._block_tokens = block_tokens
         self._ratio = ratio
         self._pool_map: Any = None
+        self._num_faults = 0
         self.news = News(self._describe, num_ranks, blocks_max=_BLOCKS_MAX)
 
     def take(self, pool: Any) -> list[KVCacheEvent]:
         """Take what is to be published now; ``pool`` is vLLM's, whose blocks are told by itself."""
+        self._num_faults += 1
+        if self._num_faults > _FAULTS_MAX:
+            self.news.begin_again()
+        events = self._take(pool)
+        self._num_faults = 0
+        return events
+
+    def _take(self, pool: Any) -> list[KVCacheEvent]:
         # vLLM tells nobody that it has emptied its pool, but the map of it is then another one.
         pool_map = getattr(pool, "cached_block_hash_to_block", None)
         if pool_map is not self._pool_map:

@@ -206,6 +206,13 @@ class News:
         for rank in range(len(self._residences)):
             self._start_again(rank)
 
+    def begin_again(self) -> None:
+        """Forget every block without a word, so that nothing waits; requests bring them again."""
+        with self._lock:
+            for known in (self._blocks, self._leaves, self._forgotten, self._firsts):
+                known.clear()
+            self._stale = _Stale()
+
     def _learn(self, request: Any, chains: Sequence[Sequence[BlockHash]], first: int) -> int:
         """Remember blocks from ``first`` on as far as vLLM has names for them; return how far."""
         keys, end = chains[0], len(chains[0])

@@ -70,6 +70,9 @@ class Copies(Protocol):
     def scatter(self, slots: Sequence[memoryview], blocks: Sequence[Sequence[int]]) -> None:
         """Fill blocks of vLLM from each slot; what is meant for a negative one is left out."""
 
+    def is_staged(self, slot: memoryview) -> bool:
+        """Tell whether a slot's bytes are copied once more on their way to or from the device."""
+
     def close(self) -> None:
         """Let go of the device's memory."""
 
@@ -131,6 +134,10 @@ class HostCopies:
                 for plane, words in self._planes:
                     part = row[plane.start : plane.end]
                     words[block] = part.reshape(words.shape[1:])
+
+    def is_staged(self, slot: memoryview) -> bool:
+        """See ``Copies``."""
+        return False
 
     def close(self) -> None:
         """See ``Copies``."""
@@ -248,6 +255,10 @@ class DeviceCopies:
                 if len(flights) == _NUM_STAGES:
                     flights.popleft().mark.wait()
                 flights.append(self._begin_scatter(desk.lane, stage, batch, sources))
+
+    def is_staged(self, slot: memoryview) -> bool:
+        """See ``Copies``."""
+        return not self.arena.covers(slot)
 
     def close(self) -> None:
         """See ``Copies``."""

@@ -1,0 +1,187 @@
+"""A plan for a model and its traffic: as text, as JSON, and as a configuration to begin with."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.cli.shown import shown_bytes, shown_count, wrapped
+from kvtier.config import load_config
+from kvtier.config.units import format_size
+from kvtier.sim.replay.dimensions import Dimensions
+from kvtier.sim.replay.machine import Link, Machine
+from kvtier.sim.replay.sizing import Point, Sizes, bend, break_even_bytes_per_s
+from kvtier.sim.replay.trace import Trace
+
+__all__ = ["POLICY", "Plan"]
+
+_MIB, _GIB = 2**20, 2**30
+
+POLICY = "rd-sec"
+"""What evicts in replays, and is written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Made from replays over a sweep of sizes."""
+
+    dimensions: Dimensions
+    machine: Machine
+    trace: Trace
+    block_bytes: int
+    speed: str
+    """Whose it is for."""
+    curve: Sequence[Point]
+    sizes: Sizes
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan as text of 80 columns."""
+        model, layout = self.dimensions, self.dimensions.layout(self.trace.block_tokens)
+        yield (
+            f"model    {model.name}: {model.num_layers} layers, {model.num_kv_heads} KV heads of "
+            f"{model.head_dim}, {model.dtype}"
+        )
+        yield (
+            f"         {shown_bytes(model.token_bytes)} a token, {shown_bytes(layout.block_bytes)} "
+            f"a block of {layout.block_tokens} tokens"
+        )
+        if model.dtype in {"bfloat16", "float16"}:
+            yield "         (an engine on a CPU keeps float32: --dtype float32)"
+        yield f"speed    {self.speed}"
+        yield (
+            f"traffic  {self.trace.name}: {shown_count(len(self.trace.requests))} requests, "
+            f"{shown_count(self._session_tokens())} tokens each"
+        )
+        for note in self.trace.notes:
+            yield from wrapped(f"note: {note}")
+        yield ""
+        yield from self._break_even()
+        yield ""
+        yield from self._curve()
+        yield ""
+        yield from self._tiers()
+
+    def _break_even(self) -> Iterator[str]:
+        needed = break_even_bytes_per_s(self.machine)
+        rate = 1 / self.machine.prefill.token_s
+        yield (
+            f"break-even: computing {shown_count(rate)} tokens/s is as fast as restoring them at "
+            f"{shown_bytes(needed)}/s"
+        )
+        for name, link in self._links():
+            ratio = link.read_bytes_per_s / needed
+            verdict = "restoring pays" if ratio > 1 else "recomputing is faster"
+            yield f"  {name}  {shown_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
+
+    def _curve(self) -> Iterator[str]:
+        bent = bend(self.curve)
+        yield "      size     blocks    tokens   hits  seconds  best in hindsight"
+        for point in self.curve:
+            size = shown_bytes(point.num_blocks * self.block_bytes)
+            mark = "  <- the curve bends" if point is bent else ""
+            yield (
+                f"{size:>10}{point.num_blocks:>11,}"
+                f"{self._tokens(point.num_blocks):>10}{point.hit_ratio:>7.3f}"
+                f"{point.saved_share:>9.3f}{point.best_ratio:>8.3f}{mark}"
+            )
+
+    def _tiers(self) -> Iterator[str]:
+        expected, session = self.sizes.expected, max(1.0, self._session_tokens())
+        yield "tier       capacity    tokens   sessions"
+        for name, blocks in (("cpu", self.sizes.cpu_blocks), ("ssd", self.sizes.ssd_blocks)):
+            tokens = blocks * self.trace.block_tokens
+            yield (
+                f"{name:<8}{shown_bytes(blocks * self.block_bytes):>11}{self._tokens(blocks):>10}"
+                f"{shown_count(tokens / session):>11}"
+            )
+        yield (
+            f"expected: {expected.hit_ratio:.1%} of the prompts' tokens from tiers, "
+            f"{expected.saved_share:.1%} of the seconds saved"
+        )
+        if not self.sizes.is_reached:
+            best = self.curve[-1]
+            yield (
+                f"the target is out of reach: the largest size has {best.hit_ratio:.1%}, and "
+                f"perfect foresight would have {best.best_ratio:.1%}"
+            )
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan for JSON."""
+        return {
+            "model": {
+                "name": self.dimensions.name,
+                "token_bytes": self.dimensions.token_bytes,
+                "block_bytes": self.block_bytes,
+                "block_tokens": self.trace.block_tokens,
+            },
+            "traffic": {
+                "name": self.trace.name,
+                "requests": len(self.trace.requests),
+                "tokens_per_request": round(self._session_tokens(), 1),
+                "notes": list(self.trace.notes),
+            },
+            "break_even_bytes_per_s": round(break_even_bytes_per_s(self.machine)),
+            "links_bytes_per_s": {name: link.read_bytes_per_s for name, link in self._links()},
+            "curve": [
+                {
+                    "blocks": point.num_blocks,
+                    "bytes": point.num_blocks * self.block_bytes,
+                    "hit_ratio": round(point.hit_ratio, 5),
+                    "saved_share": round(point.saved_share, 5),
+                    "best_ratio": round(point.best_ratio, 5),
+                }
+                for point in self.curve
+            ],
+            "bend_blocks": bend(self.curve).num_blocks,
+            "cpu_blocks": self.sizes.cpu_blocks,
+            "ssd_blocks": self.sizes.ssd_blocks,
+            "reached": self.sizes.is_reached,
+        }
+
+    def config(self) -> str:
+        """Return the configuration to begin with, which ``kvtier serve`` takes."""
+        slab_bytes = max(64 * _MIB, self.block_bytes)
+        # Stores that are under way hold a part of the arena: below this not even one block fits.
+        cpu_bytes = max(self.sizes.cpu_blocks, 8) * self.block_bytes
+        cpu_bytes = math.ceil(cpu_bytes / slab_bytes) * slab_bytes
+        ssd_bytes = self.sizes.ssd_blocks * (self.block_bytes + 4096)
+        segment_bytes = max(256 * _MIB, -(-4 * self.block_bytes // _MIB) * _MIB)
+        pays = self.machine.ssd.read_bytes_per_s > break_even_bytes_per_s(self.machine)
+        values = {
+            "cpu.capacity": format_size(cpu_bytes),
+            "cpu.slab": format_size(slab_bytes),
+            "ssd.enabled": "false" if not ssd_bytes or not pays else "true",
+            "policy.eviction": POLICY,
+            "engine.block_tokens": str(self.trace.block_tokens),
+        }
+        if values["ssd.enabled"] == "true":
+            rounded = math.ceil(max(ssd_bytes, 2 * segment_bytes) / _GIB) * _GIB
+            values["ssd.capacity"] = format_size(rounded)
+            values["ssd.segment"] = format_size(segment_bytes)
+        load_config(None, values, {})  # whatever is said here must be accepted there
+        return _toml(values)
+
+    def _links(self) -> Iterator[tuple[str, Link]]:
+        yield "cpu", self.machine.cpu
+        yield "ssd", self.machine.ssd
+
+    def _session_tokens(self) -> float:
+        return self.trace.num_tokens / max(1, len(self.trace.requests))
+
+    def _tokens(self, num_blocks: int) -> str:
+        tokens = num_blocks * self.trace.block_tokens
+        return f"{tokens / 1e6:.1f} M" if tokens >= 1e6 else f"{tokens:,}"
+
+
+def _toml(values: Mapping[str, str]) -> str:
+    lines: list[str] = []
+    section = ""
+    for key in sorted(values):
+        here, name = key.split(".")
+        if here != section:
+            lines += ["", f"[{here}]"] if lines else [f"[{here}]"]
+            section = here
+        value = values[key]
+        is_bare = value in {"true", "false"} or value.isdecimal()
+        lines.append(f"{name} = {value}" if is_bare else f'{name} = "{value}"')
+    return "\n".join(lines) + "\n"

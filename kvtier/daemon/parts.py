@@ -1,0 +1,116 @@
+"""What works beside the node: made together, before any of it begins."""
+
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from kvtier.api.rpc.reports import Reports
+from kvtier.config import Config
+from kvtier.core.residency import TierName
+from kvtier.daemon.arrival import OpenTier
+from kvtier.daemon.device import devices_of
+from kvtier.daemon.explain import Explainer
+from kvtier.daemon.gauges import Gauges
+from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.key_spaces import SavedKeySpaces
+from kvtier.daemon.learned import Learned, Learner
+from kvtier.daemon.memory import Reservation
+from kvtier.daemon.policies import Policies
+from kvtier.daemon.probe import Prober
+from kvtier.daemon.reload import Reload
+from kvtier.daemon.roster import Roster
+from kvtier.daemon.stat import Status
+from kvtier.node import event as ev
+from kvtier.node.driver import Driver
+from kvtier.node.scrub import Scrubber
+from kvtier.node.workers import in_thread
+from kvtier.observe.log import Log, Repeated
+from kvtier.tiers.host import HostArena
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """Those of ``driver``, which knows by now what an earlier run has kept."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        arena: HostArena,
+        policies: Policies,
+        config: Callable[[], Config],
+        *,
+        open_tier: OpenTier,
+        reload: Reload,
+    ) -> None:
+        """``config`` returns what holds by then."""
+        now = config()
+        directory = now.ssd.directory if now.ssd.enabled else None
+        block_tokens = now.engine.block_tokens
+        self.driver = driver
+        self.reload = reload
+        self.scrubber = Scrubber(driver, TierName.SSD)
+        self.reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
+        self.roster = Roster(driver, config, open_tier)
+        self.roster.on_attach = self._moved
+        reload.is_free = self.roster.is_free
+        self.health = NodeHealth(driver, self.reservation.health, self.roster.health)
+        self.gauges = Gauges(driver, self.health, policies)
+        self.spaces = SavedKeySpaces(driver, directory)
+        self._config = config
+        self._log = Repeated(Log("kvtier.daemon"))
+        driver.on_register = self._registered
+        self.status = Status(
+            driver, self.health, self.spaces, policies, block_tokens, config=reload.document
+        )
+        self.explainer = Explainer(driver.node, self.spaces, block_tokens)
+        # Two daemons of one host may share a remote tier.
+        node_name = f"{socket.gethostname()} {now.daemon.socket}"
+        self.prober = Prober(driver, policies.planner, node_name, devices_of(now))
+        learners: dict[str, Learner] = {
+            "probe": self.prober,
+            "cost": policies.planner,
+            "gate": policies.admission,
+            "reuse": policies.history,
+            "depth": policies.depth,
+        }
+        self.learned = Learned(driver, learners, directory)
+        self.learned.recall()
+
+    def reports(self) -> Reports:
+        """Return what operators may ask for."""
+        return Reports(
+            stat=self.status.document,
+            explain=self.explainer.document,
+            probe=self.prober.probe,
+            hold_probe=self.prober.hold,
+            reload=self.reload.ask,
+            config=self.reload.effective,
+        )
+
+    def _registered(self, event: ev.Register) -> None:
+        """Note an engine that was let in, and say how much of its KV the node holds."""
+        self.spaces.registered(event)
+        config, layout = self._config(), event.layout
+        held_bytes = {"cpu": config.cpu.capacity_bytes}
+        if config.ssd.enabled:
+            held_bytes["ssd"] = config.ssd.capacity_bytes
+        self._log.info(
+            "an engine attached",
+            engine=event.engine,
+            pid=event.pid,
+            shortest_prefix_tokens=layout.block_tokens,
+            token_bytes=layout.block_bytes // layout.block_tokens,
+            **{
+                f"{name}_tokens": num_bytes // layout.block_bytes * layout.block_tokens
+                for name, num_bytes in held_bytes.items()
+            },
+        )
+
+    async def _moved(self, name: TierName, config: Config) -> None:
+        """Have what is kept beside a tier's blocks, or known of its medium, go with it."""
+        devices = await in_thread(partial(devices_of, config), "kvtier-devices")
+        self.prober.renew(name, devices.get(name, ""))
+        if name is TierName.SSD:
+            await self.spaces.move_to(config.ssd.directory)
+            self.learned.move_to(config.ssd.directory)
