@@ -47,6 +47,7 @@ class Noted:
     def of(cls, uptime_s: float, samples: Samples, sessions: Collection[Session]) -> "Noted":
         """Read them, on the loop's thread."""
         engines = {session.token: asdict(session.tally) for session in sessions}
+        tallies = [session.tally for session in sessions if session.is_of_first_rank]
         loaded = {tier.value: samples.count(LOADED_TOKENS, tier=tier) for tier in LOWER_TIERS}
         moved = {
             route.value: samples.count(TRANSFER_BYTES, route=route, outcome="complete")
@@ -59,8 +60,8 @@ class Noted:
             "actual_s": samples.sum(ACTUAL_SECONDS, of="first_token"),
             "asked_tokens": samples.count(ASKED_TOKENS),
             "found_tokens": samples.count(FOUND_TOKENS),
-            "first_tokens": sum(each["first_tokens"] for each in engines.values()),
-            "first_token_s": sum(each["first_token_s"] for each in engines.values()),
+            "first_tokens": sum(tally.first_tokens for tally in tallies),
+            "first_token_s": sum(tally.first_token_s for tally in tallies),
             "restored_bytes": moved[Route.CPU_TO_GPU.value],
             "served_tokens": {"gpu": sum(each.report.hit_tokens for each in sessions), **loaded},
             "moved_bytes": moved,
