@@ -148,8 +148,12 @@ EXTRAS ?= gpu-cuda12 gpu-cuda13 otel redis
 wheel: $(READY)  ## build sdist and wheel, install it clean, and try EXTRAS
 	$(BIN)/python scripts/check_dist.py build $(EXTRAS)
 
+.PHONY: checks
+checks: setup  ## what is told without running a test: JOBS of them at once
+	@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync lint type proto-check wheel
+
 .PHONY: ci
-ci: lint type proto-check wheel test-all  ## all of it; what CI calls
+ci: checks test-all  ## all of it; what CI calls
 
 .PHONY: clean
 clean:  ## remove what is built; keeps .venv and the model

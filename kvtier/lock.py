@@ -1,8 +1,10 @@
 """A file lock that names its holder, and that ends with its holder, however that ends."""
 
+import contextlib
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from kvtier.errors import StartError
@@ -11,11 +13,16 @@ __all__ = ["hold_lock", "let_go"]
 
 _NOTE_BYTES_MAX = 256
 
+_LOOK_S = 0.05
+"""Who holds it no longer than that has only looked whether somebody does."""
+
+_PAUSE_S = 0.005
+
 
 def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
     """Hold the lock file ``path``, made where needed; returns what ``let_go`` takes.
 
-    The file tells who holds it, and ``note``.
+    The file tells who holds it, and ``note``, where that can be written.
 
     Raises StartError naming ``field``, and who holds ``subject`` where somebody does.
     """
@@ -28,7 +35,7 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
             "make it writable for this user or name another one",
         ) from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd)
     except OSError as error:
         holder = os.pread(fd, _NOTE_BYTES_MAX, 0).decode(errors="replace").strip()
         os.close(fd)
@@ -42,13 +49,32 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
             "stop that one or name another one",
         ) from None
     holder = f"pid {os.getpid()} on host {socket.gethostname()} {note}".strip() + "\n"
-    content = holder.encode()[:_NOTE_BYTES_MAX]
-    os.pwrite(fd, content, 0)
-    os.ftruncate(fd, len(content))
+    _write_note(fd, holder.encode()[:_NOTE_BYTES_MAX])
     return fd
 
 
 def let_go(lock: int) -> None:
     """Let another process in."""
-    os.ftruncate(lock, 0)
+    _write_note(lock, b"")
     os.close(lock)
+
+
+def _lock(fd: int) -> None:
+    """Lock an open file. Raises BlockingIOError where another has it, and OSError."""
+    until_s = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _write_note(fd: int, content: bytes) -> None:
+    """Have the file say this, or where the disk is full or read-only nothing: the lock counts."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)  # first: an earlier holder's note must not pass for this one's
+        os.pwrite(fd, content, 0)

@@ -1,18 +1,23 @@
 """Fixtures of every suite: a real redis-server, and the seed of the run."""
 
 import contextlib
+import gc
+import logging
 import os
 import secrets
 import shutil
-import socket
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import settings
+
+from kvtier.observe.outlet import Outlet
+from kvtier.testing.child import free_port
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Engines of several workers, each with a thread a core, would wait for each other's threads.
@@ -20,7 +25,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have hypothesis draw the same examples each time, unless it was given a seed to explore."""
+    """Have hypothesis draw the same examples each time, unless it was given a seed to explore.
+
+    A shell without job control has what it starts in the background ignore SIGINT, and with it
+    whatever a test starts and wants to interrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("hypothesis_seed", default=None) is None:
         settings.register_profile("kvtier", derandomize=True)
         settings.load_profile("kvtier")
@@ -39,6 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from the tests, torch and all they import: a million objects stay.
+
+    Looking through them again and again is a quarter of the start.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def umask_of_its_own() -> Iterator[None]:
     """A daemon that a test runs in its own process sets the umask, and leaves it behind."""
@@ -48,16 +73,26 @@ def umask_of_its_own() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(autouse=True)
+def log_of_its_own() -> Iterator[None]:
+    """A command that a test runs in its own process sets up the log, and leaves it behind."""
+    root, ours = logging.getLogger(), logging.getLogger("kvtier")
+    levels = root.level, ours.level
+    yield
+    for handler in [each for each in root.handlers if isinstance(each, Outlet)]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of our own; yields its URL, with a password."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         pytest.skip("neither redis-server nor valkey-server is installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    password = secrets.token_hex(8)
+    port, password = free_port(), secrets.token_hex(8)
     directory = tmp_path_factory.mktemp("redis")
     configuration = {
         "bind": "127.0.0.1",
@@ -87,11 +122,11 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _wait_until_it_answers(url: str, server: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + 20
-    with redis.Redis.from_url(url, socket_timeout=1) as client:
+    with redis.Redis.from_url(url, socket_timeout=5) as client:
         while True:
             try:
                 client.ping()
-            except redis.ConnectionError:
+            except (redis.ConnectionError, redis.TimeoutError):
                 assert time.monotonic() < deadline, "the redis-server does not answer"
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     raise AssertionError(f"the server ended: {server.wait(0.02)}") from None

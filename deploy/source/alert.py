@@ -19,11 +19,19 @@ from dataclasses import dataclass
 from deploy.source import vllm
 from deploy.source.query import RULE
 from deploy.source.recording import FIRST_TOKEN_OF_ALL, FOUND_SHARE
+from kvtier.observe.engine_table import (
+    ATTACHED,
+    REQUESTS_LOADING,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    RESTORE_STALL_SECONDS,
+)
 from kvtier.observe.metric import Counter, Metric
 from kvtier.observe.table import (
-    ATTACHED,
     BACKGROUND_FAULTS,
     BUILD,
+    CERTIFICATE_NOT_AFTER,
+    CERTIFICATE_NOT_BEFORE,
     DECISIONS,
     GUARDED,
     LOOKUP_BLOCKS,
@@ -38,11 +46,8 @@ from kvtier.observe.table import (
     READY,
     REFUSED_SAMPLES,
     REGRET_SECONDS,
-    REQUESTS_LOADING,
-    REQUESTS_RUNNING,
-    REQUESTS_WAITING,
-    RESTORE_STALL_SECONDS,
     SAVED_SECONDS,
+    SECRET_REFUSED,
     SSD_WRITE_BUDGET_STATE,
     SSD_WRITTEN_BYTES,
     TIER_CAPACITY_BYTES,
@@ -165,6 +170,8 @@ _AT_ONCE = " + ".join(
 _UP = 'up{job="kvtier"}'
 _DOWN = f"{_down(PINS)}\nor max_over_time({_UP}[10m]) == 0 and {_UP} offset 10m == 0"
 _DAEMONS = f"up and on (job, instance) last_over_time({RULE.series(PINS)}[1d]) or {_UP}"
+
+_EXPIRES, _BEGAN = map(RULE.series, (CERTIFICATE_NOT_AFTER, CERTIFICATE_NOT_BEFORE))
 
 _NODE = "{{ $labels.instance }}"
 _TIER = "{{ $labels.tier }}"
@@ -392,6 +399,26 @@ ALERTS: Sequence[Alert] = (
         f"Exceptions in the daemon's {{{{ $labels.task }}}} task at {_NODE}",
         "{{ $value | humanize }} within an hour. The task goes on; its work may not be done.",
         _happened(BACKGROUND_FAULTS, _FAULTS_LEAST),
+    ),
+    Alert(
+        "KvtierCertificateExpires",
+        "warning",
+        "1h",
+        f"The {{{{ $labels.secret }}}} of {_NODE} expires, and nobody has renewed it",
+        "In {{ $value | humanizeDuration }}. From then on operators get no connection, or the"
+        " daemon none to the remote tier.",
+        # Of one that is made for a day, or an hour, the last quarter: it is renewed before that.
+        f"{_EXPIRES} - time() < 14 * 86400\n"
+        f"and {_EXPIRES} - time() < ({_EXPIRES} - {_BEGAN}) / 4\n"
+        f"and {_EXPIRES} > 0",
+    ),
+    Alert(
+        "KvtierSecretRefused",
+        "warning",
+        "15m",
+        f"The {{{{ $labels.secret }}}} that lies at {_NODE} cannot be used",
+        "The one of before is in force, also where it was to be withdrawn.",
+        f"{RULE.series(SECRET_REFUSED)} == 1",
     ),
     Alert(
         "KvtierSamplesRefused",

@@ -37,7 +37,7 @@ each one in a real Prometheus that scrapes a node under load, and what a real vL
    recording rules, so take both files.
 3. In Grafana (11 or newer) import each file of `deploy/grafana`, or put them where it is
    provisioned from. The dashboards need no recording rule. They ask for the data source, and can be
-   narrowed to some jobs and instances.
+   narrowed to some jobs and instances. Of vLLM they count only those with kvtier, as the rules do.
 
 Links lead to `docs/operations/runbook.md`; if you serve it somewhere, have them lead there:
 `python -m deploy.source --runbook https://wiki.example/kvtier --out DIRECTORY`.

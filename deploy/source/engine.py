@@ -3,8 +3,7 @@
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
-from kvtier.observe.metric import Histogram
-from kvtier.observe.table import (
+from kvtier.observe.engine_table import (
     ATTACHED,
     COPY_SECONDS,
     DECODE_TOKENS,
@@ -14,7 +13,6 @@ from kvtier.observe.table import (
     PREEMPTIONS,
     PREFILL_TOKENS,
     PROMPT_TOKENS,
-    READY,
     REQUESTS,
     REQUESTS_LOADING,
     REQUESTS_RUNNING,
@@ -23,6 +21,10 @@ from kvtier.observe.table import (
     SKIPPED_BLOCKS,
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
+)
+from kvtier.observe.metric import Histogram
+from kvtier.observe.table import (
+    READY,
 )
 
 __all__ = ["ENGINE"]
@@ -213,7 +215,7 @@ _LOAD = Section(
 
 _WITHOUT = (
     f"(1 - {BOARD.series(vllm.ATTACHED)})"
-    f" and on (job, instance, engine) {BOARD.rate(vllm.GENERATED_TOKENS)} > 0"
+    f" and on (job, instance, engine) {BOARD.increase(vllm.GENERATED_TOKENS)} > 0"
 )
 _COMPUTED, _EXTERNAL = (
     f"sum({BOARD.rate(vllm.PROMPT_TOKENS, source=source)})"

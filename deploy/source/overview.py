@@ -3,6 +3,11 @@
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
+from kvtier.observe.engine_table import (
+    PROMPT_TOKENS,
+    RESTORE_STALL_SECONDS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
+)
 from kvtier.observe.table import (
     ABSENT_TOKENS,
     ACTUAL_SECONDS,
@@ -10,14 +15,11 @@ from kvtier.observe.table import (
     FOUND_TOKENS,
     LOADED_TOKENS,
     LOST_SECONDS,
-    PROMPT_TOKENS,
     REGRET_SECONDS,
-    RESTORE_STALL_SECONDS,
     SAVED_SECONDS,
     SSD_WRITTEN_BYTES,
     TIER_STATE,
     TIER_USED_BYTES,
-    TIME_TO_FIRST_TOKEN_SECONDS,
     TRANSFER_BYTES,
 )
 

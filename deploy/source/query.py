@@ -4,12 +4,19 @@ Each selector checks its row's kind, labels and closed sets while this package i
 that is renamed, or a value that goes away, fails the build and not a dashboard at night.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Self
 
+from kvtier.connectors.vllm import stats
 from kvtier.observe.metric import Counter, Histogram, Metric
 
-__all__ = ["BOARD", "RULE", "Scope", "labelled", "ratio"]
+__all__ = ["BOARD", "RULE", "WITH_KVTIER", "Scope", "labelled", "ratio"]
+
+WITH_KVTIER = f"and on (job, instance) {stats.ATTACHED.name}"
+"""Leaves out a vLLM that has no kvtier, and is scraped as well."""
+
+_HOUR_S = 3600
 
 _HISTOGRAM_PARTS = frozenset({"bucket", "sum", "count"})
 
@@ -42,14 +49,26 @@ class Scope:
     def rate(
         self, metric: Counter | Histogram, part: str = "", **labels: str | tuple[str, ...]
     ) -> str:
-        """Return how fast a counter grows, each second."""
-        return f"rate({self.series(metric, part, **labels)}[{self.window}])"
+        """Return how fast a counter grows, each second; to be put into parentheses."""
+        rate = f"rate({self.series(metric, part, **labels)}[{self.window}])"
+        is_vllms_own = re.match(r"vllm:(?!kvtier_)", metric.name)
+        return f"{rate} {WITH_KVTIER}" if is_vllms_own else rate
 
     def increase(
         self, metric: Counter | Histogram, part: str = "", **labels: str | tuple[str, ...]
     ) -> str:
         """Return how much a counter has grown."""
         return f"increase({self.series(metric, part, **labels)}[{self.window}])"
+
+    def in_an_hour(self, metric: Counter, **labels: str | tuple[str, ...]) -> str:
+        """Return how much a counter of rare events has grown within an hour.
+
+        To Prometheus a count that was there at a process's first scrape is no increase.
+        """
+        counted = self.series(metric, "", **labels)
+        started = f"process_start_time_seconds > time() - {_HOUR_S}"
+        grown = self.over("1h").increase(metric, "", **labels)
+        return f"({counted} and on (job, instance) {started}) > {grown} or {grown}"
 
     def known(self, metric: Counter, label: str) -> str:
         """Return a counter's rates by a label, without values that never occurred.

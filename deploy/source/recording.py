@@ -18,18 +18,20 @@ from dataclasses import dataclass, field
 
 from deploy.source import vllm
 from deploy.source.query import RULE, labelled, ratio
+from kvtier.observe.engine_table import (
+    COPY_SECONDS,
+    PROMPT_TOKENS,
+    RESTORE_STALL_SECONDS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
+)
 from kvtier.observe.metric import Histogram
 from kvtier.observe.table import (
     ASKED_TOKENS,
-    COPY_SECONDS,
     EVICTED_BLOCKS,
     FOUND_TOKENS,
     LOST_SECONDS,
-    PROMPT_TOKENS,
-    RESTORE_STALL_SECONDS,
     SAVED_SECONDS,
     TIER_USED_BYTES,
-    TIME_TO_FIRST_TOKEN_SECONDS,
     TRANSFER_SECONDS,
 )
 
@@ -114,12 +116,16 @@ FOUND_SHARE = Recording(
 )
 """By daemon, for engines of every kind."""
 
-_OF_ALL = '{{__name__=~"(kvtier_|vllm:)time_to_first_token_seconds_{part}"}}[15m]'
+_WAITED, _FIRST_TOKENS = (
+    f"sum({_LONG.rate(TIME_TO_FIRST_TOKEN_SECONDS, part)}"
+    f" or {_LONG.rate(vllm.TIME_TO_FIRST_TOKEN_SECONDS, part)})"
+    for part in ("sum", "count")
+)
 
 FIRST_TOKEN_OF_ALL = Recording(
     "fleet:time_to_first_token_seconds:avg_rate15m",
     "TTFT of all engines, kvtier's own and vLLM's",
-    ratio(*(f"sum(rate({_OF_ALL.format(part=part)}))" for part in ("sum", "count"))),
+    ratio(_WAITED, _FIRST_TOKENS),
 )
 """What users feel; daemon and engine are different targets, so it is not told by node."""
 

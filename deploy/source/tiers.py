@@ -2,11 +2,14 @@
 
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
+from kvtier.observe.engine_table import (
+    COPY_SECONDS,
+)
 from kvtier.observe.table import (
     ADMISSION_BLOCKS,
     BACKGROUND_FAULTS,
     BREAKER_STATE,
-    COPY_SECONDS,
+    CERTIFICATE_NOT_AFTER,
     DEMOTED_BLOCKS,
     DROPPED_BLOCKS,
     EVICTED_BLOCKS,
@@ -19,6 +22,7 @@ from kvtier.observe.table import (
     REFUSED_SAMPLES,
     RETAINED_BYTES,
     SCRUBBED_BYTES,
+    SECRET_REFUSED,
     SESSIONS,
     SSD_DIRECT_IO,
     SSD_READ_ONLY,
@@ -36,8 +40,6 @@ from kvtier.observe.table import (
 )
 
 __all__ = ["TIERS"]
-
-_HOUR = BOARD.over("1h")
 
 _STATE = Section(
     "How they are",
@@ -93,8 +95,8 @@ _STATE = Section(
             title="Faults, in an hour",
             description="Exceptions in tasks that nobody waits for, and samples without a series.",
             queries=(
-                Query(f"sum({_HOUR.increase(BACKGROUND_FAULTS)})", "background"),
-                Query(f"sum({_HOUR.increase(REFUSED_SAMPLES)})", "samples"),
+                Query(f"sum({BOARD.in_an_hour(BACKGROUND_FAULTS)})", "background"),
+                Query(f"sum({BOARD.in_an_hour(REFUSED_SAMPLES)})", "samples"),
             ),
             unit="short",
             kind=Kind.STATES,
@@ -278,8 +280,10 @@ _DRIVE = Section(
             description="Found by a read, a scrub or fsck, or by an engine that copied them, and "
             "taken out of service.",
             queries=(
-                Query(f"sum by (tier) ({_HOUR.increase(QUARANTINED_BLOCKS)})", "{{tier}}"),
-                Query(f"sum({_HOUR.increase(MISS_BLOCKS, tier='cpu', reason='checksum')})", "cpu"),
+                Query(f"sum by (tier) ({BOARD.in_an_hour(QUARANTINED_BLOCKS)})", "{{tier}}"),
+                Query(
+                    f"sum({BOARD.in_an_hour(MISS_BLOCKS, tier='cpu', reason='checksum')})", "cpu"
+                ),
             ),
             unit="short",
             span=6,
@@ -329,10 +333,39 @@ _HOLDS = Section(
     ),
 )
 
+_SECRETS = Section(
+    "Secrets",
+    (
+        Panel(
+            title="Certificates in force",
+            description="Time until the first of all daemons' expires: that of the operators' port,"
+            " and the authority of the remote tier.",
+            queries=(
+                Query(
+                    f"min by (secret) (({BOARD.series(CERTIFICATE_NOT_AFTER)} > 0) - time())",
+                    "{{secret}}",
+                ),
+            ),
+            unit="s",
+            span=12,
+            alert="KvtierCertificateExpires",
+        ),
+        Panel(
+            title="Secrets refused",
+            description="Daemons and engines in whose file lies what cannot be used.",
+            queries=(Query(f"sum by (secret) ({BOARD.series(SECRET_REFUSED)})", "{{secret}}"),),
+            unit="short",
+            span=12,
+            thresholds=((1, "red"),),
+            alert="KvtierSecretRefused",
+        ),
+    ),
+)
+
 TIERS = Board(
     "tiers",
     "kvtier / Tiers",
     "How the tiers are, what they hold, and what moves between them.",
-    (_STATE, _CONTENTS, _WAYS, _DRIVE, _HOLDS),
+    (_STATE, _CONTENTS, _WAYS, _DRIVE, _HOLDS, _SECRETS),
 )
 """For whoever looks after memory, drives and servers."""

@@ -6,7 +6,7 @@ the tests with its servers say so.
 
 from collections.abc import Sequence
 
-from deploy.source.query import Scope, labelled
+from deploy.source.query import WITH_KVTIER, Scope, labelled
 from kvtier.connectors.vllm import stats
 from kvtier.connectors.vllm.stats import Kind, Row
 from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
@@ -120,5 +120,5 @@ def stands_still(scope: Scope) -> str:
     """
     waits = f"({scope.series(REQUESTS_WAITING, reason='deferred')} > bool 0)"
     is_idle = f"({scope.series(REQUESTS_RUNNING)} == bool 0)"
-    looks = f"{waits} * ignoring (reason) {is_idle}"
+    looks = f"{waits} * ignoring (reason) {is_idle} {WITH_KVTIER}"
     return f"avg_over_time(({looks})[{scope.window}:5s])"

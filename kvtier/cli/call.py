@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +11,17 @@ import grpc
 
 from kvtier.api.rpc.operator import Remote, dial, open_operator
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.config.model import default_socket
+from kvtier.config.machine import MACHINE_SOCKET, nearest_socket
 from kvtier.errors import ConfigError, DaemonUnavailable, StartError, reason_of
-from kvtier.secret import read_token
+from kvtier.secret import read_tokens
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["MACHINE_SOCKET", "Target", "add_socket_options", "ask", "socket_of"]
+__all__ = ["Target", "add_socket_options", "ask", "socket_of"]
 
 T = TypeVar("T")
 
 Target = Path | Remote
 """A daemon on this node by its socket, or one elsewhere."""
-
-MACHINE_SOCKET = Path("/run/kvtier/kvtier.sock")
-"""Where the daemon of a machine is: what deploy/ has for systemd and containers puts it there."""
 
 _HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):\d{1,5}")
 _NOBODY_THERE = "name another (--config, --connect), look at its log, or start it: `kvtier serve`"
@@ -70,10 +66,7 @@ def socket_of(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Ta
         raise ConfigError("daemon.socket", "is empty", "give a value, or leave the option out")
     if given is not None:
         setattr(options, "key:daemon.socket", given)
-    socket = config_of(options).daemon.socket
-    if socket != default_socket() or os.access(socket, os.F_OK) or not os.access(machine, os.F_OK):
-        return socket
-    return machine
+    return nearest_socket(config_of(options).daemon.socket, machine)
 
 
 def _remote(address: str, options: argparse.Namespace) -> Remote:
@@ -81,7 +74,7 @@ def _remote(address: str, options: argparse.Namespace) -> Remote:
         raise StartError(
             "--token-file", "is not set", "a daemon asks for a token over TCP: give its file"
         )
-    token = read_token(options.token_file, "--token-file")
+    token, *_ = read_tokens(options.token_file, "--token-file")
     if options.ca is None:
         return Remote(address, token)
     try:

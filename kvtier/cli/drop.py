@@ -4,13 +4,13 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier.cli.call import Target, add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
 from kvtier.cli.selection import add_selection_options, selections_of
-from kvtier.cli.shown import plain, shown_bytes
+from kvtier.cli.shown import plain, shown_bytes, wrapped
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import Selection
 from kvtier.core.residency import TierName
@@ -19,6 +19,15 @@ from kvtier.v1 import operator_pb2 as pb
 __all__ = ["add_options", "run"]
 
 _MARGIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One that did not empty its own tier."""
+
+    engine: str
+    pid: int
+    why: str
 
 
 @dataclass(slots=True)
@@ -30,6 +39,7 @@ class _Result:
     bytes: int = 0
     kept_blocks: int = 0
     error: str = ""
+    keeping: list[_Engine] = field(default_factory=list)
 
     def add(self, removed: pb.DropReply.Removed) -> None:
         """Count one call's part."""
@@ -37,12 +47,16 @@ class _Result:
         self.bytes += removed.bytes
         self.kept_blocks += removed.kept_blocks
         self.error = self.error or removed.error
+        engines = [_Engine(each.engine, each.pid, each.why) for each in removed.keeping]
+        self.keeping += [each for each in engines if each not in self.keeping]
 
     def __str__(self) -> str:
         line = f"{self.tier:<7} removed {self.blocks} blocks, {shown_bytes(self.bytes)}"
         if self.kept_blocks:
             line += f"; kept {self.kept_blocks} in use"
-        return line + (f"; {plain(self.error)}" if self.error else "")
+        line += f"; {plain(self.error)}" if self.error else ""
+        engines = [f"{each.engine} (pid {each.pid}): {each.why}" for each in self.keeping]
+        return "\n".join([line, *(piece for each in engines for piece in wrapped(each, " " * 8))])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from kvtier.api.http.tenant import read_api_keys
-from kvtier.api.rpc.credentials import read_credentials
+from kvtier.api.http.tenant import api_keys
+from kvtier.api.rpc.credentials import Credentials
 from kvtier.config import Address, Config
 from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
@@ -69,7 +69,7 @@ def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]
     yield partial(_check_place, config)
     if config.rpc.listen is not None:
         yield partial(check_free, "rpc.listen", config.rpc.listen)
-        yield partial(read_credentials, config.rpc)
+        yield partial(Credentials, config.rpc)
     if config.http.listen is not None:
         yield partial(check_free, "http.listen", config.http.listen)
     if config.ssd.enabled:
@@ -79,7 +79,7 @@ def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]
         yield check_packages
         yield partial(check_model, config.engine.model, config.engine.context_limit)
         if config.engine.api_keys_file is not None:
-            yield partial(read_api_keys, config.engine.api_keys_file)
+            yield partial(api_keys, config.engine.api_keys_file)
 
 
 def _check_place(config: Config) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtier.cli.options import add_config_options, config_of, read_again
+from kvtier.cli.parent import end_with
 from kvtier.cli.preflight import check_start
 from kvtier.config import Config
 from kvtier.config.effective import document
@@ -35,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--listen", "engine.listen", "host:port of the OpenAI-compatible server"),
         ("--socket", "daemon.socket", "Unix socket for engines and tools"),
     )
+    parser.add_argument("--ends-with", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -42,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; SIGHUP has the configuration read again."""
     early: list[int] = []  # a SIGHUP by then would end the process, and must not be lost either
     signal.signal(signal.SIGHUP, lambda number, _frame: early.append(number))
+    if options.ends_with is not None:
+        end_with(options.ends_with)
     config = with_url(config_of(options))
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)
@@ -55,7 +59,6 @@ def run(options: argparse.Namespace) -> int:
         config,
         partial(_read_again, options),
         path=options.config,
-        ring=ring,
         around=systemd.reloading,
     )
     reactions: dict[signal.Signals, Reaction] = {

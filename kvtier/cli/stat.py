@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.cli.call import add_socket_options, ask, socket_of
 from kvtier.cli.options import seconds
 from kvtier.cli.shown import plain
-from kvtier.cli.stat_text import stat_text
+from kvtier.cli.stat_text import secret_lines, stat_text
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_options", "run"]
@@ -68,9 +68,10 @@ def _print(told: str, options: argparse.Namespace) -> int:
 
 
 def _wrong(document: Mapping[str, Any]) -> list[str]:
-    """Return a line for each tier that is not as it was configured."""
-    return [
+    """Return a line for each tier that is not as it was configured, and each secret's fault."""
+    tiers = [
         plain(f"{name} is {tier['state']}: {tier['reason']}")
         for name, tier in document["tiers"].items()
         if tier["state"] in _TROUBLED
     ]
+    return [*tiers, *secret_lines(document["config"])]

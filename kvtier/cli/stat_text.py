@@ -7,7 +7,7 @@ from typing import Any
 from kvtier.cli.shown import plain, shown_bytes, shown_count, shown_seconds, wrapped
 from kvtier.cli.stat_worth import cost_lines, counted, policy_lines, worth_lines
 
-__all__ = ["stat_text"]
+__all__ = ["secret_lines", "stat_text"]
 
 _KEY_SPACES_MAX = 10
 
@@ -28,14 +28,24 @@ def stat_text(document: _Document) -> str:
         [*_key_spaces(document["key_spaces"])],
         [*_engines(document["engines"])],
         [*_ends(document), *_reload(document["config"]["last_reload"])],
+        [line for told in secret_lines(document["config"]) for line in wrapped(told)],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def secret_lines(config: _Document) -> list[str]:
+    """Return a line for each secret that is refused or whose time is over or soon will be."""
+    told = config.get("secrets", {}).items()  # older daemons tell of none
+    return [plain(f"{name}: {each['fault']}") for name, each in told if each["fault"]]
 
 
 def _tiers(document: _Document) -> Iterator[str]:
     yield "tier    state           used   capacity     blocks      tokens   hit blocks"
     hits = document["lookup_blocks"]["hit"]
     for name, tier in document["tiers"].items():
+        if tier["state"] == "untold":  # what is not known is no zero
+            yield f"{name:<8}{tier['state']:<9}{'-':>11}{'-':>11}{'-':>11}{'-':>12}{'-':>13}"
+            continue
         used = f"{shown_bytes(tier['used_bytes']):>11}{shown_bytes(tier['capacity_bytes']):>11}"
         blocks = shown_count(tier["blocks"])
         # The GPU's hits are the engine's own account, which is in tokens.
@@ -127,9 +137,10 @@ def _key_spaces(spaces: list[_Document]) -> Iterator[str]:
 def _engines(engines: list[_Document]) -> Iterator[str]:
     yield "engine                          pid  transport    GPU used  loading  storing"
     for engine in engines:
+        used = shown_bytes(engine["gpu_used_bytes"]) if engine["gpu_capacity_bytes"] else "-"
         yield (
             f"{plain(engine['engine'])[:28]:<28}{engine['pid']:>7}  {engine['transport']:<10}"
-            f"{shown_bytes(engine['gpu_used_bytes']):>11}{engine['loads']:>9}{engine['stores']:>9}"
+            f"{used:>11}{engine['loads']:>9}{engine['stores']:>9}"
         )
     if not engines:
         yield "none"

@@ -118,13 +118,14 @@ def _tiers(now: _Document, size: Size) -> Iterator[Text]:
     lately = now["grown"]["lately"]
     for name, tier in now["tiers"].items():
         used, capacity, state = tier["used_bytes"], tier["capacity_bytes"], str(tier["state"])
+        is_told = state != "untold"  # what is not known is no zero
         cells = (
             name,
             state,
             _bar(used / capacity if capacity else None, size),
-            shown_bytes(used),
+            shown_bytes(used) if is_told else "-",
             shown_bytes(capacity) if capacity else "-",
-            shown_count(tier["blocks"]),
+            shown_count(tier["blocks"]) if is_told else "-",
             f"{_short(_rate(lately['served_tokens'][name], lately))} tok/s",
         )
         line = Text(_row(_TIER_COLUMNS, cells))

@@ -12,7 +12,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 from rich.console import Console, RenderableType
@@ -105,12 +105,7 @@ class Screen:
             raise
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._give_back()
         for number, before in self._signals.items():
             signal.signal(number, before)

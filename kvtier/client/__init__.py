@@ -2,7 +2,7 @@
 
 from kvtier.client.client import Client, ClientDeadlines
 from kvtier.client.lease import Held
-from kvtier.client.link import Found, LoadedBlock, OwnTier
 from kvtier.client.outbox import Announcement
+from kvtier.client.terms import Found, LoadedBlock, OwnTier
 
 __all__ = ["Announcement", "Client", "ClientDeadlines", "Found", "Held", "LoadedBlock", "OwnTier"]

@@ -37,10 +37,12 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.client.lease import Held
-from kvtier.client.link import Fill, Found, Link, LoadedBlock, OwnTier, open_link
+from kvtier.client.link import Link, open_link
 from kvtier.client.outbox import Announcement, Outbox
+from kvtier.client.terms import Fill, Found, LoadedBlock, OwnTier
 from kvtier.client.watch import Hear, Watching
 from kvtier.client.wire import traits_fault
+from kvtier.config.machine import nearest_socket
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
 from kvtier.core.plan import Outcome
@@ -91,7 +93,7 @@ class Client:
         engine: str,
         *,
         deadlines: ClientDeadlines | None = None,
-        drop: Callable[[], Removed] = Removed,
+        drop: Callable[[], Removed | str] = Removed,
         own_tier: Callable[[], OwnTier] | None = None,
         flops: ModelFlops | None = None,
         can_split: bool = False,
@@ -99,10 +101,11 @@ class Client:
         watch: Hear | None = None,
         pin: Pin | None = None,
     ) -> None:
-        """``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it.
+        """``socket_path`` is where the daemon is, as ``nearest_socket`` takes it.
 
-        ``drop`` may raise TimeoutError where the engine is too busy; the operator is then told
-        that there was no answer. ``flops`` is what the model takes, for as long as no step was
+        ``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it, or says why
+        that is not done and what would do it. ``drop`` may raise TimeoutError where the engine is
+        too busy; the operator is then told so. ``flops`` is what the model takes, while no step was
         noted, and ``can_split`` tells that it can compute the front of a prompt while the back is
         being loaded. Of several ``rank``s that serve a request together, each with a client, the
         request counts with that of rank 0. ``watch`` is told, on a thread of the client's, what the
@@ -111,12 +114,12 @@ class Client:
         to it.
         """
         self.deadlines = deadlines or ClientDeadlines()
-        self._socket_path = socket_path
+        self._named_path = self._socket_path = socket_path
+        self._was_attached = False
         self._open_link = partial(
             open_link,
-            socket_path,
-            space,
-            engine,
+            space=space,
+            engine=engine,
             flops=flops,
             can_split=can_split,
             rank=rank,
@@ -127,12 +130,8 @@ class Client:
         self._watching = Watching(watch) if watch else None
         self._outbox = Outbox()
         self._link: Link | None = None
-        self._left_open: list[Link] = []
-        """For as long as the process lives."""
-        self._num_users = 0
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
-        self._broken = threading.Event()
         self._slow_until_s = 0.0
         self._warnings = Repeated(_log)
         self._absences = Repeated(_log, _ABSENT_PERIOD_NS)
@@ -307,7 +306,9 @@ class Client:
         """End the session, once the calls under way are over. Idempotent."""
         self._is_closing.set()
         self._outbox.close()
-        self._break()
+        with self._changed:
+            if self._link is not None:
+                self._link.is_broken.set()
         for thread in (self._keeper, self._reporter, self._announcer):
             if thread.is_alive():
                 thread.join(_CLOSE_TIMEOUT_S)
@@ -325,7 +326,7 @@ class Client:
             link = self._link
             if link is None:
                 raise DaemonUnavailable("no daemon")
-            self._num_users += 1
+            link.num_users += 1
         try:
             yield link
         except CallRefused as error:
@@ -337,12 +338,11 @@ class Client:
             raise
         except DaemonUnavailable as error:
             self._warnings.warning("the daemon did not answer", error=error, **ids)
-            if self._link is link:
-                self._break()
+            link.is_broken.set()
             raise
         finally:
             with self._changed:
-                self._num_users -= 1
+                link.num_users -= 1
                 self._changed.notify_all()
 
     def _complain(self, traits: Traits) -> str:
@@ -354,14 +354,11 @@ class Client:
             )
         return fault
 
-    def _break(self) -> None:
-        self._broken.set()
-
     def _keep(self) -> None:
         while not self._is_closing.is_set():
             pause_s = self.deadlines.reconnect_s
             try:
-                self._serve(self._open_link())
+                self._serve(self._attach())
             except DaemonUnavailable as error:
                 self._absences.warning("no daemon", socket=self._socket_path, error=error)
             except RegistrationRefused as error:
@@ -373,39 +370,64 @@ class Client:
                     self._link = None
             self._is_closing.wait(pause_s)
 
+    def _attach(self) -> Link:
+        """Attach to the nearest daemon, and from then on to whichever serves there."""
+        if not self._was_attached:
+            self._socket_path = nearest_socket(self._named_path)
+        link = self._open_link(self._socket_path)
+        self._was_attached = True
+        return link
+
     def _serve(self, link: Link) -> None:
         """Lend out a link until it breaks, then close it when nobody uses it any more."""
-        self._broken.clear()
-        attendant = threading.Thread(target=self._attend, args=(link,), daemon=True)
-        populate = partial(link.attachment.populate, self._broken.is_set)
-        populator = threading.Thread(target=populate, daemon=True)
+        over = threading.Event()
+        closer = threading.Thread(target=self._use_up, args=(link, over), daemon=True)
+        try:
+            closer.start()
+        except RuntimeError:  # no thread is to be had
+            link.close()
+            raise
+        try:
+            self._lend(link)
+        finally:
+            with self._changed:
+                self._link = None
+            over.set()
+            if self._watching:
+                with self._going_on("watching"):
+                    self._watching.end(link)
+            closer.join(_CLOSE_TIMEOUT_S)
+            if closer.is_alive():
+                _log.warning("the arena is in use still", socket=self._socket_path)
+            _log.info("detached", socket=self._socket_path)
+
+    def _lend(self, link: Link) -> None:
+        """Lend out a link until it breaks."""
         self._outbox.renew()
         with self._changed:
             self._link = link
             self._changed.notify_all()
         _log.info("attached", socket=self._socket_path, protocol=link.protocol)
-        attendant.start()
-        populator.start()
+        threading.Thread(target=self._attend, args=(link,), daemon=True).start()
         if self._watching:
             self._watching.begin(link)
             threading.Thread(target=self._follow, args=(link,), daemon=True).start()
         if not self._is_closing.is_set():
-            self._broken.wait()
-        if self._watching:
-            with self._going_on("watching"):
-                self._watching.end()
-        with self._changed:
-            self._link = None
-            is_idle = self._changed.wait_for(lambda: self._num_users == 0, _CLOSE_TIMEOUT_S)
-        populator.join(_CLOSE_TIMEOUT_S)
-        if populator.is_alive():
-            _log.warning("a device does not let go of the arena", socket=self._socket_path)
-            is_idle = False
-        _log.info("detached", socket=self._socket_path)
-        if is_idle:
+            link.is_broken.wait()
+
+    def _use_up(self, link: Link, over: threading.Event) -> None:
+        """Have a link's arena populated, and close it once it is ``over`` and nobody uses it.
+
+        On a thread of its own: until then a copy, or a device, may know the arena.
+        """
+        try:
+            with self._going_on("populating"):
+                link.attachment.populate(over.is_set)
+            over.wait()
+            with self._changed:
+                self._changed.wait_for(lambda: not link.num_users)
+        finally:
             link.close()
-        else:  # it is in use still; a device may know the arena, so it stays mapped where it is
-            self._left_open.append(link)
 
     def _attend(self, link: Link) -> None:
         """Follow the daemon's orders; where they are heard no more, the link is over."""
@@ -419,20 +441,18 @@ class Client:
                     self._warnings.exception("the engine could not empty its tier")
                 else:
                     link.answer(order, removed, own, self.deadlines.store_s)
-        if self._link is link:
-            self._break()
+        link.is_broken.set()
 
     def _follow(self, link: Link) -> None:
         assert self._watching is not None
         try:
             self._watching.follow(link, link.changes())
         except DaemonUnavailable:
-            if self._link is link:
-                self._break()
+            link.is_broken.set()
         except Exception:  # blocks are stored and loaded all the same
             self._warnings.exception("what the tiers have is not told any more")
             with self._going_on("watching"):
-                self._watching.end()
+                self._watching.end(link)
 
     def _report(self) -> None:
         period_s = min(_REPORT_PERIOD_S, self.deadlines.reconnect_s)
@@ -440,19 +460,27 @@ class Client:
             if not self.is_attached:
                 continue  # what steps take is the same for the next daemon
             with self._going_on("reports"):
-                measured = self._outbox.take_measured()
-                if measured or self._own_tier:
-                    own = self._own()
-                    with self._use() as link:
-                        link.report(own, measured, self.deadlines.store_s)
+                self._send_report()
+
+    def _send_report(self) -> None:
+        """Send it, in a frame that ends with it: a thread that waits keeps no link alive."""
+        measured = self._outbox.take_measured()
+        if measured or self._own_tier:
+            own = self._own()
+            with self._use() as link:
+                link.report(own, measured, self.deadlines.store_s)
 
     def _announce(self) -> None:
         while self._outbox.wait():
             self._is_closing.wait(_GATHER_S)
             with self._going_on("announcements"):
-                said = self._outbox.take_said()
-                with self._use() as link:
-                    link.announce(said, self.deadlines.store_s)
+                self._send_said()
+
+    def _send_said(self) -> None:
+        """Send it, in a frame that ends with it."""
+        said = self._outbox.take_said()
+        with self._use() as link:
+            link.announce(said, self.deadlines.store_s)
 
     @contextmanager
     def _going_on(self, part: str) -> Iterator[None]:

@@ -5,23 +5,25 @@ call has a timeout, and every fault comes out as ``DaemonUnavailable``.
 """
 
 import contextlib
-import math
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from kvtier.client.lease import Held, OpenLoad, Slot
 from kvtier.client.outbox import Measured, Said
+from kvtier.client.terms import Fill, Found, LoadedBlock, OwnTier
 from kvtier.client.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
     change_from_wire,
     flops_to_wire,
+    layout_to_wire,
     load_to_wire,
     outcome_to_wire,
     plan_from_wire,
@@ -40,7 +42,6 @@ from kvtier.core.identity import (
     payload_checksum,
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
-from kvtier.core.plan import Plan
 from kvtier.core.purpose import Purpose
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
@@ -51,7 +52,7 @@ from kvtier.transfer.shm import Attachment, Pin, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
-__all__ = ["Fill", "Found", "Link", "LoadedBlock", "OwnTier", "open_link"]
+__all__ = ["Link", "open_link"]
 
 _CONNECT_TIMEOUT_S = 2.0
 """Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
@@ -63,53 +64,14 @@ _DAEMON_SHARE = 0.9
 """Of a load's time: by then the daemon says how far it got; the rest is for its last message."""
 
 _RELEASE_TIMEOUT_S = 0.1
-"""For a release after the load's own time is over; one that is lost lasts until the lease ends."""
+"""For a release after the load's own time is over; then it goes on without anybody's waiting."""
 
 _LET_GO_TIMEOUT_S = 5.0
 """For a release that nobody waits for."""
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedBlock:
-    """A verified block in the arena: copy it before asking for the next."""
-
-    index: int
-    """Of its chain."""
-    tier: TierName
-    payload: memoryview
-    good_until_s: float = math.inf
-    """On the monotonic clock: a copy that was made by then may be used, without another item."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer to a lookup."""
-
-    tiers: tuple[TierName, ...]
-    """Of the leading blocks that can be loaded, from the first one asked for on."""
-    reason: str
-    """Why there are no more."""
-    plan: Plan | None = None
-    """How many of them should be loaded, and how; without one, all of them."""
-    max_offload_tokens: int | None = None
-    """How many leading tokens of this request it pays to offer; None: all of them."""
-    empty_s: float = 0.0
-    """So long there is nothing else of the key space to be found than what the asker stores."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTier:
-    """What an engine tells of its own tier."""
-
-    capacity_bytes: int
-    used_bytes: int
-    used_tokens: int
-    hit_tokens: int
-
-
-Fill = Callable[[Sequence[int], Sequence[memoryview]], Generator[None]]
-"""Given the indexes of a chain's blocks and a slot for each: yields, in their order, when a slot is
-filled. It is closed where nothing more is wanted, and must not write to a slot after that."""
+_CHANNEL_OPTIONS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
+"""Streams are read by whoever asks for them. With gRPC's own thread for that, a process that may
+start no more threads would leave a channel on which every stream waits for ever, and its close."""
 
 
 class Link:
@@ -132,6 +94,10 @@ class Link:
         self._stub = engine_pb2_grpc.EngineStub(channel)
         self._space = space
         self._block_bytes = space.layout.block_bytes
+        self.is_broken = threading.Event()
+        """Set where it is no good any more; from any thread."""
+        self.num_users = 0
+        """Calls that hold it; whoever counts them has a lock."""
 
     def announce(self, said: Said, timeout_s: float) -> None:
         """Say which requests have come, and which are over."""
@@ -318,12 +284,15 @@ class Link:
         with _faults():
             self._stub.Report(request, timeout=timeout_s)
 
-    def answer(self, order: int, removed: Removed, own: OwnTier, timeout_s: float) -> None:
-        """Tell what came of an order."""
+    def answer(self, order: int, removed: Removed | str, own: OwnTier, timeout_s: float) -> None:
+        """Tell what came of an order, or why nothing does."""
         request = self._report(own)
         request.order = order
-        request.removed_blocks = removed.num_blocks
-        request.removed_bytes = removed.num_bytes
+        if isinstance(removed, str):
+            request.refusal = removed
+        else:
+            request.removed_blocks = removed.num_blocks
+            request.removed_bytes = removed.num_bytes
         with _faults():
             self._stub.Report(request, timeout=timeout_s)
 
@@ -360,8 +329,10 @@ class Link:
 
     def close(self) -> None:
         """Let go of the session. No copy may be under way."""
-        self._channel.close()
-        self.attachment.close()
+        try:
+            self._channel.close()
+        finally:
+            self.attachment.close()
 
     def _begin(
         self,
@@ -423,21 +394,31 @@ class Link:
 
     def _release(self, load: OpenLoad) -> None:
         """End a load and its lease, and wait a little until the daemon has heard of it."""
-        load.replies.cancel()
-        if not load.lease:
-            return
-        with contextlib.suppress(DaemonUnavailable), _faults():  # else it expires by itself
-            timeout_s = max(load.left_s, _RELEASE_TIMEOUT_S)
-            self._stub.Release(self._released(load), timeout=timeout_s)
+        timeout_s = max(load.left_s, _RELEASE_TIMEOUT_S)
+        try:
+            if load.lease:
+                with _faults():
+                    self._stub.Release(self._released(load), timeout=timeout_s)
+        except DaemonSlow:
+            self._let_go(load)
+        except DaemonUnavailable:
+            pass  # the session is over, and the lease with it
+        finally:
+            # Not before: the daemon ends the lease with the call, and hears of nothing corrupt.
+            load.replies.cancel()
 
     def _let_go(self, load: OpenLoad) -> None:
         """End the lease of a load that is over, without waiting."""
         if not load.lease:
             return
-        with contextlib.suppress(DaemonUnavailable), _faults():
-            call = self._stub.Release.future(self._released(load), timeout=_LET_GO_TIMEOUT_S)
-            # A call that nobody refers to is cancelled; with this it refers to itself.
-            call.add_done_callback(lambda _call: None)
+
+        def release() -> None:
+            with contextlib.suppress(DaemonUnavailable), _faults():
+                self._stub.Release(self._released(load), timeout=_LET_GO_TIMEOUT_S)
+
+        # Where no thread is to be had it expires by itself.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=release, name="kvtier-let-go", daemon=True).start()
 
     def _released(self, load: OpenLoad) -> pb.ReleaseRequest:
         return pb.ReleaseRequest(session=self.session, lease=load.lease, corrupt=load.corrupt)
@@ -459,37 +440,29 @@ def open_link(
     pin: Pin | None = None,
 ) -> Link:
     """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
-    attachment = attach(socket_path, _CONNECT_TIMEOUT_S, pin)
-    channel = grpc.insecure_channel(f"unix:{socket_path}")
-    layout = space.layout
-    request = pb.RegisterRequest(
-        protocol=PROTOCOL,
-        oldest_protocol=OLDEST_PROTOCOL,
-        ticket=attachment.ticket.encode(),
-        proof=attachment.proof,
-        key_space=space.digest,
-        layout=pb.Layout(
-            name=layout.name,
-            version=layout.version,
-            block_tokens=layout.block_tokens,
-            block_bytes=layout.block_bytes,
-            dtype=layout.dtype,
-            detail=layout.detail,
-        ),
-        engine=engine,
-        flops=flops_to_wire(flops or ModelFlops()),
-        can_split=can_split,
-        rank=rank,
-    )
-    try:
+    with contextlib.ExitStack() as undo:
+        attachment = attach(socket_path, _CONNECT_TIMEOUT_S, pin)
+        undo.callback(attachment.close)
+        channel = grpc.insecure_channel(f"unix:{socket_path}", _CHANNEL_OPTIONS)
+        undo.callback(channel.close)
+        request = pb.RegisterRequest(
+            protocol=PROTOCOL,
+            oldest_protocol=OLDEST_PROTOCOL,
+            ticket=attachment.ticket.encode(),
+            proof=attachment.proof,
+            key_space=space.digest,
+            layout=layout_to_wire(space.layout),
+            engine=engine,
+            flops=flops_to_wire(flops or ModelFlops()),
+            can_split=can_split,
+            rank=rank,
+        )
         with _faults():
             stub = engine_pb2_grpc.EngineStub(channel)
             reply = stub.Register(request, timeout=_CONNECT_TIMEOUT_S)
-    except BaseException:
-        channel.close()
-        attachment.close()
-        raise
-    return Link(attachment, channel, reply, space)
+        link = Link(attachment, channel, reply, space)
+        undo.pop_all()
+    return link
 
 
 _FAULTS: Mapping[grpc.StatusCode, type[DaemonUnavailable]] = {

@@ -32,8 +32,9 @@ class Watching:
                     return
                 self._hear(changes)
 
-    def end(self) -> None:
-        """Void all that was told: nobody knows what happens from now on."""
+    def end(self, source: object) -> None:
+        """Void all that a source has told, if it is the one listened to: it tells nothing more."""
         with self._lock:
-            self._source = None
-            self._hear([START_AGAIN])
+            if self._source is source:
+                self._source = None
+                self._hear([START_AGAIN])

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from kvtier.core.change import Change
 from kvtier.core.cost.sample import EngineLoad, Estimate, ModelFlops, StepSample
+from kvtier.core.layout import KVLayout
 from kvtier.core.limits import (
     GAP_MAX_S,
     KIND_CHARACTERS_MAX,
@@ -29,6 +30,7 @@ __all__ = [
     "change_from_wire",
     "change_to_wire",
     "flops_to_wire",
+    "layout_to_wire",
     "load_to_wire",
     "outcome_to_wire",
     "plan_from_wire",
@@ -163,6 +165,18 @@ def traits_fault(traits: Traits) -> str:
         if value is not None and not 0 <= value <= high:  # which NaN is not either
             return f"traits.{name} is {value}; it goes from 0 to {high}"
     return ""
+
+
+def layout_to_wire(layout: KVLayout) -> pb.Layout:
+    """Return how blocks are arranged."""
+    return pb.Layout(
+        name=layout.name,
+        version=layout.version,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        dtype=layout.dtype,
+        detail=layout.detail,
+    )
 
 
 def load_to_wire(load: EngineLoad) -> pb.EngineLoad:

@@ -109,9 +109,9 @@ class EngineConfig(Section):
         json_schema_extra=why(
             "On loopback nobody needs one.", shown="none", example="/etc/kvtier/api-keys"
         ),
-        description="File with one API key a line; requests without one of them are refused. "
-        "Without the file nobody is asked for a key unless tenant_from is api_key, which then "
-        "takes any.",
+        description="File with one API key a line; requests without one of them are refused, and "
+        "others in the file count without a restart. Without the file nobody is asked for a key "
+        "unless tenant_from is api_key, which then takes any.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:

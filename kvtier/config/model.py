@@ -127,6 +127,13 @@ class PolicyConfig(Section):
         description="How many leading tokens of a request are kept, rounded down to blocks; 0: "
         "none. auto: as deep as the tokens of its class of traffic came back so far.",
     )
+    answers: bool = Field(
+        default=True,
+        json_schema_extra=live("The next turn of a conversation begins with the last answer."),
+        description="Whether blocks with generated tokens are kept. false: only prompts are, as "
+        "where the next turn leaves out what was thought; an answer is then kept once it comes "
+        "again in a prompt.",
+    )
     pin_share: float = Field(
         default=0.25,
         ge=0.0,
@@ -193,14 +200,14 @@ class RpcConfig(Section):
         json_schema_extra=why(
             "Only the operator has one.", shown="none", example="/etc/kvtier/tls.crt"
         ),
-        description="Certificate chain of the daemon, PEM.",
+        description="Certificate chain of the daemon, PEM. A new one counts without a restart.",
     )
     tls_key: Path | None = Field(
         default=None,
         json_schema_extra=why(
             "Only the operator has one.", shown="none", example="/etc/kvtier/tls.key"
         ),
-        description="Its private key, PEM.",
+        description="Its private key, PEM: RSA, P-256 or P-384.",
     )
     token_file: Path | None = Field(
         default=None,
@@ -209,7 +216,8 @@ class RpcConfig(Section):
             shown="none",
             example="/etc/kvtier/token",
         ),
-        description="File with the token that every call must carry; at least 16 characters.",
+        description="File with the token that every call must carry, or with some, one a line; at "
+        "least 16 characters each.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:

@@ -1,5 +1,7 @@
 """What a configuration keeps in a file of its own: the remote tier's URL, for its password."""
 
+from pathlib import Path
+
 from pydantic import ValidationError
 
 from kvtier.config.model import Config
@@ -7,7 +9,7 @@ from kvtier.config.tiers import RemoteConfig
 from kvtier.errors import ConfigError, StartError
 from kvtier.secret import read_secret, secret_lines
 
-__all__ = ["with_url"]
+__all__ = ["url_in", "with_url"]
 
 _FIELD = "remote.url_file"
 
@@ -18,8 +20,11 @@ def with_url(config: Config) -> Config:
     Reads the file each time. Raises ConfigError, which never tells what is in it.
     """
     path = config.remote.url_file
-    if path is None:
-        return config
+    return config if path is None else config.with_url(url_in(path), str(path))
+
+
+def url_in(path: Path) -> str:
+    """Return the URL in a file; raises ConfigError likewise."""
     try:
         lines = [line for _, line in secret_lines(read_secret(path, _FIELD))]
     except StartError as error:
@@ -30,7 +35,7 @@ def with_url(config: Config) -> Config:
         RemoteConfig(url=lines[0])
     except ValidationError:  # it would repeat what is there
         raise _refusal(f"{path} has no URL of a Redis server") from None
-    return config.with_url(lines[0], str(path))
+    return lines[0]
 
 
 def _refusal(problem: str) -> ConfigError:

@@ -92,6 +92,12 @@ class SsdConfig(Section):
         json_schema_extra=live("Others can make files for a while before somebody must look."),
         description="Free inodes of the volume that are left to others. A segment takes one.",
     )
+    keep: bool = Field(
+        default=True,
+        json_schema_extra=why("A restart that finds its blocks again is what the tier is for."),
+        description="Whether blocks outlive the daemon. false: the tier is emptied when the daemon "
+        "stops or the tier is detached, and after a crash by the next start.",
+    )
     durability: Literal["segment", "batch"] = Field(
         default="segment",
         json_schema_extra=why("What a power loss takes can be computed again; syncs cost always."),
@@ -212,8 +218,8 @@ class RemoteConfig(Section):
             example="/etc/kvtier/redis-url",
         ),
         description="File with the URL on one line, instead of url: then a password is neither in "
-        "this file nor in the environment. Read at the start and with each reload. Must not be "
-        "readable for others.",
+        "this file nor in the environment. Another login in it counts without a restart. Must not "
+        "be readable for others.",
     )
     key_prefix: str = Field(
         default="kvtier:",
@@ -278,7 +284,8 @@ class RemoteConfig(Section):
             shown="the system's",
             example="/etc/kvtier/redis-ca.pem",
         ),
-        description="Certificates that a rediss:// server's own must descend from.",
+        description="Certificates that a rediss:// server's own must descend from. Others in the "
+        "file count without a restart.",
     )
     seal: Literal["off", "sign", "encrypt"] = Field(
         default="off",
@@ -321,6 +328,6 @@ class SealConfig(Section):
             "Only the operator has keys.", shown="none", example="/etc/kvtier/keys"
         ),
         description="One key a line: a name and 64 hexadecimal digits. The first one seals, all "
-        "of them open: to rotate, put a new line first, send SIGHUP, and take the old one out "
-        "once nothing needs it. Must not be readable for others.",
+        "of them open: to rotate, put a new line first, and take the old one out once nothing "
+        "needs it. Must not be readable for others.",
     )

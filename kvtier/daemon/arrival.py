@@ -79,9 +79,12 @@ def _open(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
     tier = open_tier(config, name)
     try:
         tier.probe(time.monotonic_ns() + _TOUCH_LIMIT_NS)
-    except TierError as error:
+    except BaseException as error:
         tier.close()
-        raise StartError(PLACES[name], str(error), "put it right, or name another one") from error
+        if isinstance(error, TierError):
+            remedy = "put it right, or name another one"
+            raise StartError(PLACES[name], str(error), remedy) from error
+        raise
     return tier
 
 

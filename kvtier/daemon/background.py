@@ -5,7 +5,6 @@ unseen is how caches stop evicting and health stops telling the truth.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from kvtier.errors import KvtierError
@@ -27,6 +26,7 @@ class Background:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
         self._warnings = Repeated(_log)
 
     def every(self, period_s: float, task: str, step: Step) -> None:
@@ -39,20 +39,21 @@ class Background:
 
     async def stop(self) -> None:
         """End every task; a step under way is cancelled."""
+        self._is_stopping = True
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _repeat(self, period_s: float, task: str, step: Step) -> None:
-        while True:
+        while not self._is_stopping:  # a step may have kept the cancellation to itself
             try:
                 await step()
             except Exception as error:
                 self._metrics.add(BACKGROUND_FAULTS, task=task)
                 self._warnings.warning(f"a step of {task} failed", error=_told(error))
-            await asyncio.sleep(period_s)
+            if not self._is_stopping:
+                await asyncio.sleep(period_s)
 
 
 def _told(error: Exception) -> str:

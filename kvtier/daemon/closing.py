@@ -52,10 +52,24 @@ class Closing:
             try:
                 awaited = step()
                 if inspect.isawaitable(awaited):
-                    left_s = max(_LEAST_S, min(most_s, self._stop.left_s))
-                    await asyncio.wait_for(awaited, left_s)
+                    await _ended(awaited, max(_LEAST_S, min(most_s, self._stop.left_s)))
             except TimeoutError:
                 seconds = f"{time.monotonic() - started_s:.1f}"
                 _log.warning("a part did not end in time", stage=stage, seconds=seconds)
             except (KvtierError, OSError) as error:
                 _log.error("a part did not end well", stage=stage, error=error)
+            except Exception:  # a bug in one is no reason to leave the others open
+                _log.exception("a part broke as it was to end", stage=stage)
+
+
+async def _ended(awaited: Awaitable[object], left_s: float) -> None:
+    """Wait for what a step waits for. Raises TimeoutError, even where it will not be cancelled."""
+    task = asyncio.ensure_future(awaited)
+    await asyncio.wait([task], timeout=left_s)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_LEAST_S)
+        raise TimeoutError
+    if task.cancelled():
+        raise KvtierError("what it waited for was cancelled")
+    task.result()

@@ -40,6 +40,7 @@ from kvtier.node.scrub import Scrubber
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
+from kvtier.observe.rotation import LOOK_EVERY_S
 from kvtier.observe.table import DAEMON_METRICS, READY
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
@@ -125,6 +126,7 @@ class Daemon:
                 lambda: self.config,
                 open_tier=self._open_tier,
                 reload=self._reload,
+                ring=self._ring,
             )
             sockets = Sockets(self.config, closing, driver)
             sockets.open_http(parts.health, self._is_serving, parts.status.page)
@@ -132,8 +134,10 @@ class Daemon:
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
             closing.add("ending changes of tiers", parts.roster.stop, most_s=_ROSTER_END_S)
             await sockets.open_arena(arena, self.boot)
-            await sockets.open_rpc(
-                parts.reports(), parts.scrubber, parts.spaces.forget_unused, parts.roster
+            parts.secrets.add(
+                await sockets.open_rpc(
+                    parts.reports(), parts.scrubber, parts.spaces.forget_unused, parts.roster
+                )
             )
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
@@ -150,13 +154,13 @@ class Daemon:
         return self._is_ready and not self._stop.has_begun
 
     def _own_tiers(self, config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
-        return open_tiers(config, ring, self._policies.history.scores)
+        return open_tiers(config, ring, self._policies.history.orders.scores)
 
     def _open_tier(self, config: Config, name: TierName) -> BreakerTier:
         """Open one that an operator puts on; whoever opens tiers otherwise opens this one too."""
         if self._open_tiers != self._own_tiers:
             return self._open_tiers(config, self._ring)[name]
-        return open_tier(config, name, self._ring, self._policies.history.scores)
+        return open_tier(config, name, self._ring, self._policies.history.orders.scores)
 
     def _open_node(self, closing: Closing) -> tuple[Driver, HostArena]:
         """Open tiers and arena, and a node that knows what they hold."""
@@ -210,6 +214,7 @@ class Daemon:
         background.every(_RESERVE_PERIOD_S, "reserve", parts.reservation.step)
         report = partial(self._systemd.report, parts.health)
         background.every(self._systemd.period_s, "systemd", report)
+        background.every(LOOK_EVERY_S, "secrets", parts.secrets.step)
         background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, parts.prober))
         for kept in (parts.learned, parts.spaces):
             background.every(_LEARNED_PERIOD_S, "learned", kept.save)
@@ -262,7 +267,8 @@ class Daemon:
             return  # there was none, or it was detached
         is_hung = name in self._crews and self._crews[name].late_calls()
         closed = in_thread(tier.close, f"kvtier-{name}-close")
-        await asyncio.wait_for(closed, _HUNG_CLOSE_S if is_hung else self._stop.left_s)
+        async with asyncio.timeout(_HUNG_CLOSE_S if is_hung else self._stop.left_s):
+            await closed
 
     def _hanging(self) -> str:
         """Return which calls hang; from any thread."""

@@ -88,10 +88,17 @@ class Departure:
 
 
 async def close(tier: Tier) -> bool:
-    """Close a tier, however long it takes; False where something hangs in it that has to end."""
+    """Close a tier, however long it takes; False where it has to be tried again.
+
+    Something hangs in it that has to end, or there is no thread to be had.
+    """
     name = tier.properties.name
     try:
-        await in_thread(tier.close, f"kvtier-{name}-close")
+        closed = in_thread(tier.close, f"kvtier-{name}-close")
+    except RuntimeError:
+        return False
+    try:
+        await closed
     except TierTimeout:
         return False
     except (KvtierError, OSError) as error:

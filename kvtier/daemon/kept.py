@@ -75,9 +75,13 @@ class KeptFile:
 
         ``parse`` may raise to say so. May block as long as the disk does.
         """
-        if self._directory is None:
+        return self.read_in(self._directory, parse)
+
+    def read_in(self, directory: Path | None, parse: Callable[[Any], T]) -> T | None:
+        """Return the same of another directory; from any thread."""
+        if directory is None:
             return None
-        path = self._directory / self._name
+        path = directory / self._name
         for each in (path, _aside(path)):
             try:
                 content = read_file(each, FILE_BYTES_MAX + 1)

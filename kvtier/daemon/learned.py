@@ -6,11 +6,13 @@ tenants or text.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.daemon.kept import FILE_BYTES_MAX, KeptFile
 from kvtier.node.driver import Driver
+from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 
 __all__ = ["FILE_NAME", "Learned", "Learner"]
@@ -43,17 +45,35 @@ class Learned:
         self, driver: Driver, learners: Mapping[str, Learner], directory: Path | None
     ) -> None:
         self._learners = learners
+        self._blank = {name: learner.document() for name, learner in learners.items()}
         self._file = KeptFile(
             driver, directory, name=FILE_NAME, version=_VERSION, what="what was learned"
         )
 
-    def move_to(self, directory: Path) -> None:
-        """Keep it there from now on, and what is there not."""
+    async def move_to(self, directory: Path) -> None:
+        """Keep it there from now on, and tell those what is there who have learned nothing yet.
+
+        What others have learned while they ran is newer, and goes in its place.
+        """
+        read = partial(self._file.read_in, directory, _parse)
+        known = await in_thread(read, "kvtier-load") or {}  # before a save writes over it
         self._file.move_to(directory)
+        names = sorted(known.keys() & self._learners.keys())
+        taken = [name for name in names if self._learners[name].document() == self._blank[name]]
+        self._tell({name: known[name] for name in taken})
+        if names:
+            _log.info(
+                "what was learned on this disk before is taken up where this run knows nothing",
+                of=" ".join(taken),
+                not_of=" ".join(name for name in names if name not in taken),
+            )
 
     def recall(self) -> None:
         """Tell the learners what the last run has kept."""
-        for name, document in (self._file.read(_parse) or {}).items():
+        self._tell(self._file.read(_parse) or {})
+
+    def _tell(self, known: Mapping[str, Any]) -> None:
+        for name, document in known.items():
             if name not in self._learners or not isinstance(document, dict):
                 continue
             if fault := self._learners[name].recall(document):

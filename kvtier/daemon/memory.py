@@ -60,6 +60,8 @@ class Reservation:
         self._on_reserved = on_reserved
         self._files = files or MemoryFiles()
         self._num_reserved = 0
+        self._reserving: asyncio.Future[None] | None = None
+        """On its thread, perhaps for ever: there is one at a time."""
         self._problem = ""
 
     def health(self) -> Health:
@@ -73,8 +75,7 @@ class Reservation:
         while self._num_reserved < self._arena.num_slabs:
             try:
                 self._check_room()
-                slab = in_thread(partial(self._arena.reserve, self._num_reserved), "kvtier-reserve")
-                await asyncio.wait_for(slab, _SLAB_TIMEOUT_S)
+                await self._reserve()
             except StartError as error:
                 self._note(error.problem)
                 return
@@ -86,6 +87,17 @@ class Reservation:
             if self._num_reserved == self._arena.num_slabs:
                 self._problem = ""
                 _log.info("arena reserved", bytes=self._arena.capacity_bytes)
+
+    async def _reserve(self) -> None:
+        """Put memory behind the next slab: one thread, however often it is too slow for that."""
+        if self._reserving is None:
+            reserve = partial(self._arena.reserve, self._num_reserved)
+            self._reserving = in_thread(reserve, "kvtier-reserve")
+        await asyncio.wait({self._reserving}, timeout=_SLAB_TIMEOUT_S)
+        if not self._reserving.done():
+            raise TimeoutError(f"the kernel has not given a slab within {_SLAB_TIMEOUT_S:.0f} s")
+        reserved, self._reserving = self._reserving, None
+        reserved.result()
 
     def _check_room(self) -> None:
         room = available_memory_bytes(self._files)

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from kvtier.api.rpc.reports import Reports
 from kvtier.config import Config
@@ -19,6 +20,7 @@ from kvtier.daemon.policies import Policies
 from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.roster import Roster
+from kvtier.daemon.secrets import DaemonSecrets
 from kvtier.daemon.stat import Status
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
@@ -26,6 +28,7 @@ from kvtier.node.scrub import Scrubber
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.host import HostArena
+from kvtier.tiers.seal import KeyRing
 
 __all__ = ["Parts"]
 
@@ -42,6 +45,7 @@ class Parts:
         *,
         open_tier: OpenTier,
         reload: Reload,
+        ring: KeyRing | None,
     ) -> None:
         """``config`` returns what holds by then."""
         now = config()
@@ -54,6 +58,7 @@ class Parts:
         self.roster = Roster(driver, config, open_tier)
         self.roster.on_attach = self._moved
         reload.is_free = self.roster.is_free
+        self.secrets = DaemonSecrets(driver, reload, *([ring] if ring else []))
         self.health = NodeHealth(driver, self.reservation.health, self.roster.health)
         self.gauges = Gauges(driver, self.health, policies)
         self.spaces = SavedKeySpaces(driver, directory)
@@ -61,7 +66,7 @@ class Parts:
         self._log = Repeated(Log("kvtier.daemon"))
         driver.on_register = self._registered
         self.status = Status(
-            driver, self.health, self.spaces, policies, block_tokens, config=reload.document
+            driver, self.health, self.spaces, policies, block_tokens, config=self._settings
         )
         self.explainer = Explainer(driver.node, self.spaces, block_tokens)
         # Two daemons of one host may share a remote tier.
@@ -88,6 +93,9 @@ class Parts:
             config=self.reload.effective,
         )
 
+    def _settings(self) -> dict[str, Any]:
+        return self.reload.document() | {"secrets": self.secrets.document()}
+
     def _registered(self, event: ev.Register) -> None:
         """Note an engine that was let in, and say how much of its KV the node holds."""
         self.spaces.registered(event)
@@ -113,4 +121,4 @@ class Parts:
         self.prober.renew(name, devices.get(name, ""))
         if name is TierName.SSD:
             await self.spaces.move_to(config.ssd.directory)
-            self.learned.move_to(config.ssd.directory)
+            await self.learned.move_to(config.ssd.directory)

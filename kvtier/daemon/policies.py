@@ -33,6 +33,7 @@ class Policies:
         """Go by another configuration, as far as a reload may change one; keeps what it learned."""
         self.planner.adopt(_planner_settings(config))
         self.depth.most_tokens = _most_tokens(config)
+        self.depth.is_prompt_alone = not config.policy.answers
         gates, wanted = self.admission.gates, _gates(config)
         for tier, gate in wanted.items():
             gates.setdefault(tier, gate).most_share = gate.most_share
@@ -59,6 +60,7 @@ def policies(config: Config) -> Policies:
         depth=DepthCurves(
             lambda end_tokens, use: _worth_s(planner, end_tokens, use),
             _most_tokens(config),
+            is_prompt_alone=not policy.answers,
         ),
     )
 

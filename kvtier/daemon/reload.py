@@ -5,8 +5,8 @@ Theory
 Everything is read and checked first, on a thread, for a file may hang. What differs must be of the
 kind that running parts can be told, or else nothing is applied, and each key that needs a restart
 is named. Applying is a few assignments on the loop's thread, between two events of the node: no
-request sees one half. Keys of seals are read again whatever becomes of the rest, as what they
-open must not wait for somebody's slip elsewhere.
+request sees one half. Secrets are read again whatever becomes of the rest, as what they open must
+not wait for somebody's slip elsewhere.
 
 Rules
 -----
@@ -31,17 +31,16 @@ from kvtier.config import Config
 from kvtier.config.effective import changes, document, shown
 from kvtier.core.residency import SLOW_TIERS
 from kvtier.daemon.tiers import is_login_alone
-from kvtier.errors import ConfigError, StartError
+from kvtier.errors import ConfigError
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
-from kvtier.tiers.seal import KeyRing
 
 __all__ = ["Outcome", "Read", "Reload", "Reloaded"]
 
 _log = Log("kvtier.daemon")
 
 _READ_LIMIT_S = 5.0
-"""For the file, on whatever it is, and for the keys."""
+"""For the file, on whatever it is, and for the secrets."""
 
 _SETTLED_S = 0.2
 """Since its last change a file counts as whole: who writes one pauses for less."""
@@ -55,7 +54,7 @@ Read = Callable[[], Config | Sequence[ConfigError]]
 """Reads the configuration anew: the same file, environment and options."""
 
 _Found = tuple[Config | Sequence[ConfigError], list[str]]
-"""What was read, and what is wrong with the file of keys."""
+"""What was read, and what is wrong with secrets."""
 
 
 class Outcome(StrEnum):
@@ -96,7 +95,6 @@ class Reload:
         read: Read | None = None,
         *,
         path: Path | None = None,
-        ring: KeyRing | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``around`` is open while it is done."""
@@ -104,9 +102,10 @@ class Reload:
         self.last: Reloaded | None = None
         self.is_free: Callable[[str], bool] = lambda _key: False
         """Whether nothing goes by a key just now, so that it may change without a restart."""
+        self.read_secrets: Callable[[], list[str]] = list
+        """Reads all other secrets again, and returns what is wrong with them; on a thread."""
         self._read = read or (lambda: self.config)
         self._path = path
-        self._ring = ring
         self._around = around
         self._num_done = 0
         self._reading: asyncio.Future[_Found] | None = None
@@ -142,6 +141,26 @@ class Reload:
         """Read everything again and apply it; returns what became of that, as a document."""
         reloaded = await asyncio.shield(self._start())
         return reloaded.document()
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether ``take_url`` may be called: from ``begin`` to ``end``, and while none reads.
+
+        One that does may have read the URL of before, and would bring it back.
+        """
+        return self._adopt is not None and not self._lock.locked()
+
+    def take_url(self, url: str, source: str) -> str:
+        """Have another URL of the remote tier hold, where that needs no restart; say why not."""
+        read, key = self.config.with_url(url, source), "remote.url"
+        if url == self.config.remote.url:
+            return ""
+        said = self._said(key, read)
+        if not self._may_change(key, read):
+            return f"{said}: needs {_way_of(key)}"
+        self._take(read)
+        _log.info("configuration changed", change=said)
+        return ""
 
     def document(self) -> dict[str, Any]:
         """Return the part of the status that tells of reloads."""
@@ -180,20 +199,20 @@ class Reload:
         found = await self._found()
         if isinstance(found, str):
             return _refused([found])
-        read, key_faults = found
+        read, faults = found
         if not isinstance(read, Config):
-            return _refused(map(str, read), key_faults)
+            return _refused(map(str, read), faults)
         if self._adopt is None:
-            return _refused(["the daemon does not serve yet, or no more"], key_faults)
+            return _refused(["the daemon does not serve yet, or no more"], faults)
         changed = dict(changes(self.config, read))
         stuck = [
             key
             for key, is_live in changed.items()
             if not is_live and not self._may_change(key, read)
         ]
-        if stuck or key_faults:
+        if stuck or faults:
             reasons = [f"{self._said(key, read)}: needs {_way_of(key)}" for key in stuck]
-            return _refused(reasons, key_faults)
+            return _refused(reasons, faults)
         said = tuple(self._said(key, read) for key in changed)
         self._take(read)
         for line in said:
@@ -237,20 +256,9 @@ class Reload:
     # On a thread
 
     def _read_all(self) -> _Found:
-        key_faults = [] if self._ring is None else _read_keys(self._ring)
+        faults = self.read_secrets()
         fault = None if self._path is None else _await_whole(self._path)
-        return ([fault] if fault else self._read()), key_faults
-
-
-def _read_keys(ring: KeyRing) -> list[str]:
-    """Read the keys again; those of before stay where the file is no good."""
-    try:
-        ring.reload()
-    except StartError as error:
-        _log.error("the keys stay as they were", error=error)
-        return [str(error)]
-    _log.info("keys read again")
-    return []
+        return ([fault] if fault else self._read()), faults
 
 
 def _await_whole(path: Path) -> ConfigError | None:
@@ -278,12 +286,12 @@ def _way_of(key: str) -> str:
     return f"a restart, or `kvtier tier detach {section}` first"
 
 
-def _refused(reasons: Iterable[str], key_faults: Iterable[str] = ()) -> Reloaded:
-    """Say why nothing is applied; faults of keys were said already."""
+def _refused(reasons: Iterable[str], faults: Iterable[str] = ()) -> Reloaded:
+    """Say why nothing is applied; faults of secrets were said already."""
     told = tuple(reasons)
     for reason in told:
         _log.error("configuration refused, nothing was applied", reason=reason)
-    return Reloaded(Outcome.REFUSED, reasons=(*told, *key_faults), at_s=_now_s())
+    return Reloaded(Outcome.REFUSED, reasons=(*told, *faults), at_s=_now_s())
 
 
 def _now_s() -> float:

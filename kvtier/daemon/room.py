@@ -53,7 +53,7 @@ def check_space(config: Config, directory: Path) -> None:
             f"{format_size(config.ssd.capacity_bytes)} and the floor of "
             f"{format_size(config.ssd.free_space_floor_bytes)} do not fit into the {free >> 20}MiB "
             f"that are free at {directory}",
-            f"{cure}, or use another ssd.directory",
+            f"{cure}, make room there, or use another ssd.directory",
         )
 
 

@@ -1,14 +1,14 @@
 """Where others reach the daemon: HTTP for probes and eyes, the arena's door, and gRPC."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.server import serve
 from kvtier.api.http.status import SharedDocument
-from kvtier.api.rpc.credentials import read_credentials
+from kvtier.api.rpc.credentials import Credentials
 from kvtier.api.rpc.engine_service import EngineService
 from kvtier.api.rpc.operator import operator_door
 from kvtier.api.rpc.operator_service import OperatorService
@@ -22,6 +22,7 @@ from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import Scrubber
 from kvtier.node.workers import in_thread
+from kvtier.secret import Secret
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import Door
 from kvtier.transfer.shm import ArenaServer, arena_socket
@@ -90,8 +91,8 @@ class Sockets:
         scrubber: Scrubber,
         on_emptied: Callable[[], None],
         roster: Roster,
-    ) -> None:
-        """Serve engines and operators; ``open_arena`` comes before."""
+    ) -> Sequence[Secret[Any]]:
+        """Serve engines and operators; ``open_arena`` comes before. Returns what that goes by."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
         operator = OperatorService(self._driver, reports, scrubber, on_emptied, roster)
@@ -103,11 +104,14 @@ class Sockets:
         engine = EngineService(self._driver, self._passing)
         server = await open_unix(daemon.socket, door, daemon.allowed_uids, engine, operator)
         self._close_calls(server.stop)
+        secrets: Sequence[Secret[Any]] = ()
         if listen is not None:
-            credentials = read_credentials(self._config.rpc)
+            credentials = Credentials(self._config.rpc)
+            secrets = credentials.secrets
             remote, self.rpc_port = await open_tcp(listen, credentials, operator)
             self._close_calls(remote.stop)
         self._closing.add("ending orders", self._driver.end_orders)
+        return secrets
 
     def _close_calls(self, stop: Callable[[float], Any]) -> None:
         self._closing.add("ending calls", partial(stop, _CALLS_GRACE_S), most_s=_CALLS_END_S)

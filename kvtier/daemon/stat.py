@@ -196,10 +196,12 @@ def _told(health: Health | None) -> dict[str, Any]:
 
 def _gpu(sessions: list[Session]) -> dict[str, Any]:
     reports = [session.report for session in sessions]
+    capacity_bytes = sum(report.capacity_bytes for report in reports)
+    state = "up" if capacity_bytes else "untold" if sessions else "off"
     return {
-        "state": "up" if sessions else "off",
-        "reason": "",
-        "capacity_bytes": sum(report.capacity_bytes for report in reports),
+        "state": state,
+        "reason": "no engine tells what its GPU has" if state == "untold" else "",
+        "capacity_bytes": capacity_bytes,
         "used_bytes": sum(report.used_bytes for report in reports),
         "blocks": sum(s.report.used_tokens // s.layout.block_tokens for s in sessions),
         "tokens": sum(report.used_tokens for report in reports),

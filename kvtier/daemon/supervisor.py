@@ -40,6 +40,9 @@ _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_S = 60.0
 """An engine that lived this long starts over with the shortest pause."""
 
+_HELD_PAUSE_S = 5.0
+"""Between looks whether a lock is let go of that nobody is known to hold."""
+
 _START_ERROR = 2
 """Exit code of an engine that cannot start until somebody puts something right."""
 
@@ -92,7 +95,12 @@ class Supervisor:
         while not stopping.is_set():
             pid, is_same = self._running()
             if pid:
-                await self._take_over(pid, stopping, is_same=is_same)
+                if not await self._take_over(pid, stopping, is_same=is_same):
+                    remedy = "end what an engine has left behind, which holds it still"
+                    _log.error(
+                        "another holds the engine's lock than it says", pid=pid, remedy=remedy
+                    )
+                    await _passed(stopping, _HELD_PAUSE_S)
                 continue
             loop = asyncio.get_running_loop()
             started_s = loop.time()
@@ -104,31 +112,38 @@ class Supervisor:
             num_failures = 0 if loop.time() - started_s > _HEALTHY_S else num_failures + 1
             pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
             _log.error("engine ended", code=code, restart_in_s=pause_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), pause_s)
+            await _passed(stopping, pause_s)
         return 0
 
     async def _run_child(self, stopping: asyncio.Event) -> int | None:
         """Start an engine and wait for its end; returns its exit code where there is one."""
         try:
             child = await asyncio.create_subprocess_exec(*self._command)
-        except OSError as error:  # no memory or no descriptor left, for now
+        except (OSError, RuntimeError) as error:  # no memory, descriptor or thread left, for now
             _log.error("the engine cannot be started", error=error)
             return None
         _log.info("engine started", pid=child.pid)
         with self._watched(child.pid):
             return await self._attend(child, stopping)
 
-    async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> None:
-        """Watch an engine of an earlier daemon, or stop it where it is not the one wanted."""
-        if is_same:
-            _log.info("adopted the engine of an earlier daemon", pid=pid)
-            await self._watch(pid, stopping, lambda: _STOP_SHARE * self._stop.left_s)
-            return
-        _log.info("stopping an engine with other options", pid=pid)
-        unwanted = asyncio.Event()
-        unwanted.set()
-        await self._watch(pid, unwanted, lambda: min(_UNWANTED_STOP_S, self._stop.left_s))
+    async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> bool:
+        """Watch an engine of an earlier daemon, or stop it where it is not the one wanted.
+
+        False where that process is none: it is gone, or the number is another one's by now.
+        """
+        with self._watched(pid) as descriptor:
+            if descriptor is None or not _has_open(pid, engine_lock(self._socket_path)):
+                return False
+            if is_same:
+                _log.info("adopted the engine of an earlier daemon", pid=pid)
+                await self._await_end(descriptor, stopping, lambda: _STOP_SHARE * self._stop.left_s)
+                return True
+            _log.info("stopping an engine with other options", pid=pid)
+            unwanted = asyncio.Event()
+            unwanted.set()
+            most_s = min(_UNWANTED_STOP_S, self._stop.left_s)
+            await self._await_end(descriptor, unwanted, lambda: most_s)
+        return True
 
     async def _attend(
         self, child: asyncio.subprocess.Process, stopping: asyncio.Event
@@ -152,12 +167,6 @@ class Supervisor:
         ended.cancel()
         return None
 
-    async def _watch(self, pid: int, stopping: asyncio.Event, grace_s: Callable[[], float]) -> None:
-        """Wait for the end of an engine that is not our child, or stop it."""
-        with self._watched(pid) as descriptor:
-            if descriptor is not None:
-                await self._await_end(descriptor, stopping, grace_s)
-
     async def _await_end(
         self, descriptor: int, stopping: asyncio.Event, grace_s: Callable[[], float]
     ) -> None:
@@ -171,18 +180,21 @@ class Supervisor:
                 task.cancel()
             for number, timeout_s in ((signal.SIGTERM, grace_s()), (signal.SIGKILL, _KILL_S)):
                 if not ended.is_set():
-                    signal.pidfd_send_signal(descriptor, number)
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(ended.wait(), timeout_s)
+                    with contextlib.suppress(ProcessLookupError):  # it ends just now
+                        signal.pidfd_send_signal(descriptor, number)
+                    await _passed(ended, timeout_s)
         finally:
             loop.remove_reader(descriptor)
 
     @contextlib.contextmanager
     def _watched(self, pid: int) -> Iterator[int | None]:
-        """Hold the process's pidfd, which names it even if its number is given to another."""
+        """Hold the process's pidfd, which names it even if its number is given to another.
+
+        None where there is no such process, or no descriptor left.
+        """
         try:
             descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError:
             yield None
             return
         self._descriptor = descriptor
@@ -200,3 +212,19 @@ class Supervisor:
             match = re.search(r"held by pid (\d+)", held.problem)
             return int(match.group(1)) if match else 0, held.problem.endswith(self._note)
         return 0, False
+
+
+async def _passed(event: asyncio.Event, most_s: float) -> None:
+    """Wait for an event, at most so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(most_s):
+            await event.wait()
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Tell whether a process has a file open, as an engine has its lock."""
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not ours to look at
+            if link.samefile(path):
+                return True
+    return False

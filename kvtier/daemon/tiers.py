@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvtier.certificate import Certificates
 from kvtier.config import Config
 from kvtier.config.units import format_size
 from kvtier.core.residency import TierName
@@ -12,6 +13,7 @@ from kvtier.daemon.room import floor_beside_system
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.log import Log
+from kvtier.secret import Secret
 from kvtier.tiers.base import Tier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd.budget import DAY_S
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "allowance",
+    "authorities_of",
     "configured",
     "is_login_alone",
     "load_keys",
@@ -100,7 +103,9 @@ def slow_tier(config: Config, tier: Tier) -> SlowTier:
             ssd.deadline_ns,
             config.cpu.capacity_bytes,  # its queue is bounded by its share of the arena alone
             write=WriteMode(ssd.write),
-            flush_after_ns=ssd.flush_after_ns,
+            # What it is for, a crash and a stop, the tier does not outlive.
+            flush_after_ns=ssd.flush_after_ns if ssd.keep else 0,
+            is_kept=ssd.keep,
         )
     return SlowTier(
         TierName.REMOTE,
@@ -114,8 +119,7 @@ def slow_tier(config: Config, tier: Tier) -> SlowTier:
 
 def tune_tier(config: Config, tier: Tier) -> None:
     """Have an open tier go by what a reload may change of it."""
-    while isinstance(tier, AroundTier):
-        tier = tier.inner
+    tier = _innermost(tier)
     if isinstance(tier, SsdTier):
         tier.tune(_ssd_options(config))
     elif tier.properties.name is TierName.REMOTE:
@@ -124,6 +128,17 @@ def tune_tier(config: Config, tier: Tier) -> None:
         if isinstance(tier, RemoteTier):
             tier.tune(config.remote.ttl_ns / 1e9, config.remote.max_age_ns / 1e9)
             tier.log_in_by(config.remote.url)
+
+
+def authorities_of(tier: Tier) -> Secret[Certificates] | None:
+    """Return what a tier trusts servers by, where a file of its own says so."""
+    tier = _innermost(tier)
+    if tier.properties.name is TierName.REMOTE:
+        from kvtier.tiers.remote import RemoteTier  # its package is there, or it were not open
+
+        if isinstance(tier, RemoteTier):
+            return tier.authorities
+    return None
 
 
 def is_login_alone(before: Config, after: Config) -> bool:
@@ -135,6 +150,12 @@ def is_login_alone(before: Config, after: Config) -> bool:
         return address.is_same_but_login(Address.parse(after.remote.url))
     except StartError:
         return False
+
+
+def _innermost(tier: Tier) -> Tier:
+    while isinstance(tier, AroundTier):
+        tier = tier.inner
+    return tier
 
 
 def allowance(config: Config, tier: Tier) -> float | None:
@@ -174,6 +195,7 @@ def _ssd_options(config: Config) -> SsdOptions:
     return SsdOptions(
         direct_io=DirectIO(ssd.direct_io),
         durability=Durability(ssd.durability),
+        is_kept=ssd.keep,
         free_space_floor_bytes=ssd.free_space_floor_bytes,
         free_inodes_floor=ssd.free_inodes_floor,
         write_budget_bytes=ssd.write_budget_bytes,

@@ -6,8 +6,7 @@ from kvtier.core.cost.sample import StepSample
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import EngineSnapshot
 from kvtier.engine.request import Usage
-from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
+from kvtier.observe.engine_table import (
     ATTACHED,
     COPY_SECONDS,
     DECODE_TOKENS,
@@ -19,7 +18,6 @@ from kvtier.observe.table import (
     PREEMPTIONS,
     PREFILL_TOKENS,
     PROMPT_TOKENS,
-    READY,
     REQUESTS,
     REQUESTS_LOADING,
     REQUESTS_RUNNING,
@@ -28,6 +26,10 @@ from kvtier.observe.table import (
     SKIPPED_BLOCKS,
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
+)
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import (
+    READY,
     Route,
 )
 

@@ -9,7 +9,7 @@ Rules
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -140,7 +140,7 @@ def load_model(
     check_model(path, context_limit)
     torch_dtype = _choose_dtype(device, dtype)
     register_attention()
-    with _read_gguf_once():
+    with _read_gguf_once() if path.is_file() else nullcontext():
         config, limit = _read_config(path, context_limit)
         tokenizer = _load_tokenizer(path)
         model = _load_weights(path, config, torch_dtype)

@@ -13,6 +13,7 @@ __all__ = [
     "Dropped",
     "Found",
     "Granted",
+    "Keeping",
     "Order",
     "Probe",
     "Progress",
@@ -172,6 +173,15 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Keeping:
+    """An engine that did not empty its own tier when it was told to."""
+
+    engine: str
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """What one tier lost, and what it kept because it was in use until the deadline."""
 
@@ -180,6 +190,8 @@ class Dropped:
     num_bytes: int
     kept_blocks: int = 0
     error: str = ""
+    keeping: tuple[Keeping, ...] = ()
+    """Engines that still have what they had; of the GPU tier."""
 
 
 Answer = (

@@ -85,7 +85,8 @@ class Crew:
         if not self._spare.submit(run, what, limit_ns):
             raise TierTimeout(f"{name}: its spare thread takes no more for now")
         try:
-            return await asyncio.wait_for(future, limit_ns / 1e9 + _WAIT_S)
+            async with asyncio.timeout(limit_ns / 1e9 + _WAIT_S):
+                return await future
         except TimeoutError:
             raise TierTimeout(f"{name}: no answer to a {what} in time") from None
 

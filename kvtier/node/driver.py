@@ -111,13 +111,19 @@ class Driver:
             del self._streams[call]
 
     async def orders(self, session: str) -> AsyncGenerator[int, None]:
-        """Yield the orders for a session until the driver stops or this is cancelled."""
+        """Yield the orders for a session until the driver stops or this is cancelled.
+
+        One at a time for each session: another one ends it.
+        """
+        if (earlier := self._orders.get(session)) is not None:
+            _end(earlier)
         queue = self._orders[session] = asyncio.Queue(_ORDERS_MAX)
         try:
-            while order := await queue.get():
+            while not self._is_ending and (order := await queue.get()):
                 yield order
         finally:
-            self._orders.pop(session, None)
+            if self._orders.get(session) is queue:
+                del self._orders[session]
 
     def is_watching(self, session: str) -> bool:
         """Tell whether a session has a feed."""
@@ -172,7 +178,8 @@ class Driver:
     async def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way to a tier that is up; False if that takes longer."""
         try:
-            await asyncio.wait_for(self._quiet.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._quiet.wait()
         except TimeoutError:
             return False
         return True
@@ -183,9 +190,7 @@ class Driver:
         for news in self._readers.values():
             news.set()
         for queue in self._orders.values():
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(_NO_MORE_ORDERS)
+            _end(queue)
 
     def stop(self) -> None:
         """Begin nothing more; calls still open are cancelled, and threads left to themselves."""
@@ -340,6 +345,12 @@ class Driver:
         outcomes = iter(report.outcomes)
         results = tuple(next(outcomes) if ok else None for ok in is_whole)
         return ev.WriteDone(action.transfer, results, b"".join(report.evicted), _since(start_ns))
+
+
+def _end(orders: asyncio.Queue[int]) -> None:
+    if orders.full():
+        orders.get_nowait()
+    orders.put_nowait(_NO_MORE_ORDERS)
 
 
 def _faulted(action: TierWork, fault: str) -> ev.Event:

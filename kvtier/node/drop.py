@@ -19,7 +19,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, as_keys
-from kvtier.node.action import Action, Dropped, Order, Purge, Reply
+from kvtier.node.action import Action, Dropped, Keeping, Order, Purge, Reply
 from kvtier.node.cache import Cache
 from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
@@ -30,6 +30,7 @@ from kvtier.tiers.base import Removed
 __all__ = ["Drops"]
 
 
+_SILENT = "it gave no answer: look at its log, and drop again"
 _DETACHED = "it is detached, and keeps what it has"
 _EMPTIED = "it was emptied, but detached before the drop ended: what it has now is not known"
 
@@ -44,6 +45,8 @@ class _Pending:
     orders: dict[int, str] = field(default_factory=dict)
     """Order numbers not yet answered, with the session that owes the answer."""
     gpu: Removed = field(default_factory=Removed)
+    keeping: list[Keeping] = field(default_factory=list)
+    """Engines that do not empty their own tier."""
     cpu: Removed = field(default_factory=Removed)
     """What left the CPU tier at once."""
     held: Keys = field(default_factory=lambda: as_keys(b""))
@@ -127,11 +130,13 @@ class Drops:
             elif not done.error:
                 drop.done[tier] = replace(done, error=_EMPTIED)
 
-    def answered(self, order: int, removed: Removed) -> None:
+    def answered(self, session: Session, order: int, removed: Removed, refusal: str) -> None:
         """Note an engine's answer."""
         for drop in self._pending:
             if drop.orders.pop(order, None) is not None:
                 drop.gpu += removed
+                if refusal:
+                    drop.keeping.append(Keeping(session.engine, session.pid, refusal))
 
     def session_ended(self, token: str) -> None:
         """Expect no more answers from a session."""
@@ -183,11 +188,18 @@ class Drops:
         return actions
 
     def _step_gpu(self, drop: _Pending, is_overdue: bool) -> None:
-        if not drop.orders:
-            drop.report(TierName.GPU, drop.gpu)
-        elif is_overdue:
-            late = f"{len(drop.orders)} engine(s) gave no answer"
-            drop.report(TierName.GPU, drop.gpu, error=late)
+        if drop.orders and not is_overdue:
+            return
+        late = [self._sessions[token] for token in drop.orders.values()]
+        drop.keeping += [Keeping(each.engine, each.pid, _SILENT) for each in late]
+        error = f"{len(drop.keeping)} engine(s) did not empty their own" if drop.keeping else ""
+        drop.done[TierName.GPU] = Dropped(
+            TierName.GPU,
+            drop.gpu.num_blocks,
+            drop.gpu.num_bytes,
+            error=error,
+            keeping=tuple(drop.keeping),
+        )
 
     def _step_cpu(self, drop: _Pending, is_overdue: bool) -> None:
         index = self._cache.index

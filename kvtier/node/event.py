@@ -179,6 +179,8 @@ class Report:
     hit_tokens: int
     order: int = 0
     removed: Removed = field(default_factory=Removed)
+    refusal: str = ""
+    """Why the order was not followed."""
     steps: tuple[StepSample, ...] = ()
     """What the engine's steps took since the last report."""
     outcomes: tuple[Outcome, ...] = ()

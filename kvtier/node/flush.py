@@ -61,7 +61,7 @@ class Flush:
         self._is_closing = True
         self._lingering.clear()
         for lane in self._lanes():
-            if lane.takes_writes(now_ns):
+            if lane.tier.is_kept and lane.takes_writes(now_ns):
                 self._closing[lane.tier.name] = deque(self._worthy(lane, now_ns))
 
     def advance(self, now_ns: int) -> None:
@@ -134,7 +134,7 @@ class Flush:
     def _by_worth(self, rows: Rows) -> list[bytes]:
         index = self._cache.index
         keys = [index.hash_of(row) for row in rows.tolist()]
-        scores = self._history.scores(keys) if self._history else index.stamp[rows].tolist()
+        scores = self._history.orders.scores(keys) if self._history else index.stamp[rows].tolist()
         positions = index.position[rows].tolist()
         order = sorted(range(len(keys)), key=lambda place: (-scores[place], positions[place]))
         return [keys[place] for place in order]

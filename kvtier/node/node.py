@@ -264,7 +264,7 @@ class Node:
         )
         session.load = event.load
         if event.order:
-            self.drops.answered(event.order, event.removed)
+            self.drops.answered(session, event.order, event.removed, event.refusal)
         if self.planner is not None and event.steps:
             self.planner.note_steps(session.key_space, event.steps, now_ns, session.token)
         for outcome in event.outcomes:

@@ -89,23 +89,8 @@ class Stores:
         What is granted is a prefix of what is lacking: a block behind one that was refused could
         not be reached.
         """
-        index = self._cache.index
-        self._cache.make_rows(len(chain.keys) - first)
-        known, own_end = find_own(index, chain)
-        end = max(first, own_end)
-        rows = index.add(
-            NewBlocks(
-                keys=chain.keys[first:end],
-                parents=chain.parents[first:end],
-                first_position=first,
-                scope=index.scope_id(chain.scope),
-                payload_bytes=chain.payload_bytes,
-            ),
-            known[first:end],
-        )
-        before = known[: min(first, own_end)]
-        used = np.concatenate([before[before >= 0], rows])
-        mark = self._cache.touch(used, chain.payload_bytes, now_ns)
+        before, rows = self._rows_of(chain, first)
+        mark = self._cache.touch(np.concatenate([before, rows]), chain.payload_bytes, now_ns)
         lacking = self._lacking(rows, chain.scope, now_ns)
         if use is not None and self._depth is not None:
             self._depth.note_generated(use, first, now_ns)
@@ -118,12 +103,12 @@ class Stores:
         claimed = lacking[:num_claimed]
         leased = rows[claimed].tolist()
         self._note_refused(rows, lacking[len(claimed) :], answer.rule)
-        index.forget_absent(rows)
+        self._cache.index.forget_absent(rows)
         present, refused = len(rows) - len(lacking), len(lacking) - len(claimed)
         reason = (answer.reason or answer.rule) if refused else ""
-        if end < len(chain.keys):
+        if num_foreign := len(chain.keys) - first - len(rows):
             reason = reason or "identity"
-            refused += len(chain.keys) - end
+            refused += num_foreign
         self._count("present", present)
         self._count("admitted", len(claimed))
         return Granted(
@@ -173,6 +158,24 @@ class Stores:
         return sum(
             lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
         )
+
+    def _rows_of(self, chain: Chain, first: int) -> tuple[Rows, Rows]:
+        """Return the rows before ``first`` that are known, and those from there on, new ones too.
+
+        Both end where a block of another identity has the name of one of ours.
+        """
+        index = self._cache.index
+        self._cache.make_rows(len(chain.keys) - first)
+        known, end = find_own(index, chain)
+        before = known[: min(first, end)]
+        new = NewBlocks(
+            keys=chain.keys[first:end],
+            parents=chain.parents[first:end],
+            first_position=first,
+            scope=index.scope_id(chain.scope),
+            payload_bytes=chain.payload_bytes,
+        )
+        return before[before >= 0], index.add(new, known[first:end])
 
     def _lacking(self, rows: Rows, scope: Scope, now_ns: int) -> list[int]:
         """Return the places of rows that no local tier can serve, nor is about to."""

@@ -71,6 +71,8 @@ class SlowTier:
     write: WriteMode = WriteMode.STORE
     flush_after_ns: int = 0
     """With ``DEMOTE``: after so long in the CPU tier blocks are written too; 0: never."""
+    is_kept: bool = True
+    """False: what is in it does not outlive the daemon."""
 
 
 @dataclass(slots=True)

@@ -52,7 +52,6 @@ class Workers:
         self._queue: queue.Queue[_Work | None] = queue.Queue(queued_max)
         self._lock = threading.Lock()
         self._num_started = 0
-        self._num_idle = 0
         self._running: dict[int, tuple[_Work, int]] = {}
         """By thread: what it does, and since when."""
         self.num_calls = 0
@@ -71,15 +70,15 @@ class Workers:
                 self._queue.put_nowait(_Work(run, name, limit_ns))
             except queue.Full:
                 return False
-            is_short = self._queue.qsize() > self._num_idle
-            if is_short and self._num_started < self._num_threads:
+            self.num_calls += 1
+            if self._num_started < min(self.num_calls, self._num_threads):
                 with contextlib.suppress(RuntimeError):  # none is to be had: the others do it
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
                     self._num_started += 1
             if not self._num_started:
                 self._queue.get_nowait()  # nobody would come for it
+                self.num_calls -= 1
                 return False
-            self.num_calls += 1
         return True
 
     def late(self, now_ns: int) -> list[LateCall]:
@@ -112,13 +111,10 @@ class Workers:
     def _work(self) -> None:
         me = threading.get_ident()
         while not (self._is_stopped and self._queue.empty()):
-            with self._lock:
-                self._num_idle += 1
             work = self._queue.get()
+            if work is None:
+                break
             with self._lock:
-                self._num_idle -= 1
-                if work is None:
-                    break
                 self._running[me] = (work, time.monotonic_ns())
             try:
                 work.run()

@@ -51,11 +51,22 @@ class Log:
 
     def exception(self, event: str, **fields: object) -> None:
         """Note a bug, with the trace of the exception being handled."""
-        self._logger.error(event, exc_info=True, extra={FIELDS: fields}, stacklevel=2)
+        self._logger.error(event, exc_info=True, extra={FIELDS: _told(fields)}, stacklevel=2)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={FIELDS: fields}, stacklevel=3)
+            self._logger.log(level, event, extra={FIELDS: _told(fields)}, stacklevel=3)
+
+
+def _told(fields: dict[str, object]) -> dict[str, object]:
+    """Return what is written: of errors their words, since they hold the frames they came through.
+
+    Whoever keeps a line would keep those, and all that they refer to.
+    """
+    return {
+        name: str(value) if isinstance(value, BaseException) else value
+        for name, value in fields.items()
+    }
 
 
 class Repeated:
@@ -81,16 +92,17 @@ class Repeated:
 
     def info(self, event: str, **fields: object) -> None:
         """Write the event, or keep it for the end of its period if there was one in it."""
-        tell = partial(self._log.info, event, **fields)
+        tell = partial(self._log.info, event, **_told(fields))
         self._tell(event, tell, tell)
 
     def warning(self, event: str, **fields: object) -> None:
         """Write a warning likewise."""
-        tell = partial(self._log.warning, event, **fields)
+        tell = partial(self._log.warning, event, **_told(fields))
         self._tell(event, tell, tell)
 
     def exception(self, event: str, **fields: object) -> None:
         """Write a bug likewise; only the first one of a period with its trace."""
+        fields = _told(fields)
         later = partial(self._log.error, event, **fields, error=repr(sys.exception()))
         self._tell(event, partial(self._log.exception, event, **fields), later)
 

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Counter", "Gauge", "Histogram", "Metric"]
+__all__ = ["TRANSFER_BUCKETS", "Counter", "Gauge", "Histogram", "Metric"]
+
+# One step of about 2.5 each: a quantile read from a bucket is then within a factor of 1.6. The
+# range is that of one block from memory (50 us) to the longest deadline (5 s).
+_MILLISECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
+TRANSFER_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
+"""Of what moves or decides about blocks, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,19 @@
 """docs/operations/metrics.md, written from the table."""
 
+from kvtier.observe.engine_table import (
+    ENGINE_METRICS,
+)
 from kvtier.observe.metric import Metric
-from kvtier.observe.table import DAEMON_METRICS, ENGINE_METRICS
+from kvtier.observe.table import (
+    DAEMON_METRICS,
+)
 
 __all__ = ["render_reference"]
 
 _HEAD = """\
 # Metrics
 
-<!-- Written by `make docs` from kvtier/observe/table.py; change it there. -->
+<!-- Written by `make docs` from the tables in kvtier/observe; change it there. -->
 
 The daemon serves its metrics at `http.listen`, an engine at `engine.listen`, both under `/metrics`
 in the Prometheus text format. Units are base units. Each label has a closed set of values, all of

@@ -1,11 +1,11 @@
-"""Every metric of kvtier, as a table.
+"""Every metric of the daemon, as a table; ``engine_table`` has those of an engine.
 
 Rules
 -----
 * ``kvtier_<noun>_<unit>[_total]``, base units: seconds and bytes.
 * Each label's values are a closed set, given here; never a hash, a request, a client or a model.
   The number of series is therefore known before the first request.
-* ``docs/operations/metrics.md`` is written from this table; a test compares them.
+* ``docs/operations/metrics.md`` is written from both; a test compares them.
 """
 
 from enum import StrEnum
@@ -14,7 +14,7 @@ from kvtier import __version__
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
-from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
+from kvtier.observe.metric import TRANSFER_BUCKETS, Counter, Gauge, Histogram, Metric
 
 __all__ = [
     "ABSENT_TOKENS",
@@ -22,23 +22,19 @@ __all__ = [
     "ADMISSION_BLOCKS",
     "ANNOUNCED_REQUESTS",
     "ASKED_TOKENS",
-    "ATTACHED",
     "BACKGROUND_FAULTS",
     "BREAKER_STATE",
     "BUILD",
-    "COPY_SECONDS",
+    "CERTIFICATE_NOT_AFTER",
+    "CERTIFICATE_NOT_BEFORE",
     "DAEMON_METRICS",
     "DECISIONS",
-    "DECODE_TOKENS",
     "DEMOTED_BLOCKS",
     "DROPPED_BLOCKS",
-    "ENGINE_METRICS",
     "EVICTED_BLOCKS",
     "FOUND_TOKENS",
     "GATE_SHARE",
-    "GENERATED_TOKENS",
     "GUARDED",
-    "INTER_TOKEN_SECONDS",
     "LEASES",
     "LEFT_TOKENS",
     "LOADED_TOKENS",
@@ -51,45 +47,33 @@ __all__ = [
     "ORDERED_TOKENS",
     "PINS",
     "POLICY_SECONDS",
-    "POOL_BLOCKS",
-    "POOL_BYTES",
     "PREDICTED_SECONDS",
-    "PREEMPTIONS",
     "PREFETCHED_BLOCKS",
-    "PREFILL_TOKENS",
     "PREFILL_TOKENS_PER_SECOND",
     "PROBED_LOOKUPS",
-    "PROMPT_TOKENS",
     "QUARANTINED_BLOCKS",
     "READY",
     "REFUSED_BLOCKS",
     "REFUSED_SAMPLES",
     "REGRET_SECONDS",
     "REMEMBERED_BLOCKS",
-    "REQUESTS",
-    "REQUESTS_LOADING",
-    "REQUESTS_RUNNING",
-    "REQUESTS_WAITING",
     "RESTORE_BYTES_PER_SECOND",
-    "RESTORE_STALL_SECONDS",
     "RETAINED_BYTES",
     "SAVED_SECONDS",
     "SCRUBBED_BYTES",
+    "SECRET_REFUSED",
     "SESSIONS",
-    "SKIPPED_BLOCKS",
     "SSD_DIRECT_IO",
     "SSD_READ_ONLY",
     "SSD_WRITE_BUDGET_BYTES",
     "SSD_WRITE_BUDGET_LEFT_BYTES",
     "SSD_WRITE_BUDGET_STATE",
     "SSD_WRITTEN_BYTES",
-    "STEP_SECONDS",
     "TIER_BLOCKS",
     "TIER_CAPACITY_BYTES",
     "TIER_STATE",
     "TIER_UP",
     "TIER_USED_BYTES",
-    "TIME_TO_FIRST_TOKEN_SECONDS",
     "TRANSFER_BYTES",
     "TRANSFER_QUEUE_SECONDS",
     "TRANSFER_SECONDS",
@@ -109,28 +93,14 @@ class Route(StrEnum):
     REMOTE_TO_CPU = "remote_to_cpu"
 
 
-# One step of about 2.5 each: a quantile read from a bucket is then within a factor of 1.6. The
-# range is that of one block from memory (50 us) to the longest deadline (5 s).
-_MILLISECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
-_TRANSFER_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
-
-# From a cached prompt on a GPU (5 ms) to a long one on a CPU (a minute).
-_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-# 20 ms a token is what people read at; above half a second an answer looks stuck.
-_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
-
 _TIER = ("tier", tuple(tier.value for tier in TierName))
 _LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
 _SLOW = ("tier", tuple(tier.value for tier in SLOW_TIERS))
 _ROUTE = ("route", tuple(route.value for route in Route))
-_COPY = ("route", (Route.GPU_TO_CPU.value, Route.CPU_TO_GPU.value))
-"""What engines copy themselves."""
-_TRANSFER = ("route", tuple(route for route in _ROUTE[1] if route not in _COPY[1]))
+_TRANSFER = ("route", tuple(route for route in _ROUTE[1] if "gpu" not in route))
 """What the daemon's threads do."""
 _RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})
 """Decisions that leave nothing of what was found."""
-_SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
 
 ASKED_TOKENS = Counter(
     "kvtier_asked_tokens_total",
@@ -175,7 +145,7 @@ LOOKUP_BLOCKS = Counter(
 LOOKUP_SECONDS = Histogram(
     "kvtier_lookup_seconds",
     "Time of one lookup in the daemon, whatever its length.",
-    buckets=_TRANSFER_BUCKETS,
+    buckets=TRANSFER_BUCKETS,
 )
 _MISS_REASONS = (
     "absent",
@@ -203,13 +173,13 @@ TRANSFER_SECONDS = Histogram(
     "kvtier_transfer_seconds",
     "Time of one transfer, from its start to its end, without its wait.",
     (_TRANSFER,),
-    buckets=_TRANSFER_BUCKETS,
+    buckets=TRANSFER_BUCKETS,
 )
 TRANSFER_QUEUE_SECONDS = Histogram(
     "kvtier_transfer_queue_seconds",
     "Time that a block waited for the start of its transfer.",
     (_TRANSFER,),
-    buckets=_TRANSFER_BUCKETS,
+    buckets=TRANSFER_BUCKETS,
 )
 TRANSFER_BYTES = Counter(
     "kvtier_transfer_bytes_total",
@@ -304,7 +274,17 @@ BACKGROUND_FAULTS = Counter(
     (
         (
             "task",
-            ("health", "scrub", "gauges", "reserve", "probe", "learned", "budget", "systemd"),
+            (
+                "health",
+                "scrub",
+                "gauges",
+                "reserve",
+                "probe",
+                "learned",
+                "budget",
+                "systemd",
+                "secrets",
+            ),
         ),
     ),
 )
@@ -367,7 +347,7 @@ PREFILL_TOKENS_PER_SECOND = Gauge(
 POLICY_SECONDS = Histogram(
     "kvtier_policy_seconds",
     "Time of one decision: what to restore, or what to keep.",
-    buckets=_TRANSFER_BUCKETS,
+    buckets=TRANSFER_BUCKETS,
 )
 REMEMBERED_BLOCKS = Gauge(
     "kvtier_remembered_blocks", "Blocks whose use is remembered, whether they are here or not."
@@ -402,70 +382,27 @@ LOOP_SILENT_SECONDS = Gauge(
     "While it stands still it goes on growing, for it is not the loop that tells.",
 )
 READY = Gauge("kvtier_ready", "1 while the process serves, 0 while it starts or stops.")
+_CERTIFICATE = ("secret", ("rpc_certificate", "remote_ca"))
+CERTIFICATE_NOT_AFTER = Gauge(
+    "kvtier_certificate_not_after_timestamp_seconds",
+    "When the certificate in force expires, since 1970; 0: there is none. Of rpc.tls_cert the first"
+    " of its chain to expire, of remote.tls_ca the last.",
+    (_CERTIFICATE,),
+)
+CERTIFICATE_NOT_BEFORE = Gauge(
+    "kvtier_certificate_not_before_timestamp_seconds",
+    "From when on it holds.",
+    (_CERTIFICATE,),
+)
+SECRET_REFUSED = Gauge(
+    "kvtier_secret_refused",
+    "1 while what lies in a secret's file cannot be used, and what was there before is in force.",
+    (("secret", (*_CERTIFICATE[1], "rpc_token", "remote_url", "seal_keys", "api_keys")),),
+)
 REFUSED_SAMPLES = Counter(
     "kvtier_refused_samples_total",
     "Samples that fit no row of this table and were left out; anything but 0 is a bug.",
 )
-
-PROMPT_TOKENS = Counter(
-    "kvtier_prompt_tokens_total", "Prompt tokens by what supplied their KV.", (_SOURCE,)
-)
-GENERATED_TOKENS = Counter("kvtier_generated_tokens_total", "Tokens of answers.")
-PREFILL_TOKENS = Counter(
-    "kvtier_prefill_tokens_total",
-    "Tokens computed as part of a prompt, those computed again after a preemption included.",
-)
-DECODE_TOKENS = Counter("kvtier_decode_tokens_total", "Tokens computed one at a time.")
-TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
-    "kvtier_time_to_first_token_seconds",
-    "From the arrival of a request to its first token, by the slowest source of its prompt's KV "
-    "below the GPU; gpu where the GPU held all but the last tokens, computed where no tier helped.",
-    (_SOURCE,),
-    buckets=_FIRST_TOKEN_BUCKETS,
-)
-INTER_TOKEN_SECONDS = Histogram(
-    "kvtier_inter_token_seconds",
-    "Time from one token of an answer to the next, by the source of its prompt's KV, as above.",
-    (_SOURCE,),
-    buckets=_STEP_BUCKETS,
-)
-STEP_SECONDS = Histogram(
-    "kvtier_step_seconds", "Time of one step of the engine.", buckets=_STEP_BUCKETS
-)
-REQUESTS = Counter(
-    "kvtier_requests_total",
-    "Requests that ended, by how; refused ones never reached the engine.",
-    (("outcome", ("stop", "length", "abort", "error", "refused")),),
-)
-PREEMPTIONS = Counter(
-    "kvtier_preemptions_total", "Requests that lost their blocks to earlier ones and began again."
-)
-RESTORE_STALL_SECONDS = Counter(
-    "kvtier_restore_stall_seconds_total",
-    "Time in which the engine had requests and computed nothing, because all that could have gone "
-    "on waited for a load or, where none was under way, for the answer to a lookup.",
-    (("waits_for", ("load", "lookup")),),
-)
-COPY_SECONDS = Histogram(
-    "kvtier_copy_seconds",
-    "Time of copying one block between the engine's pool and the CPU tier.",
-    (_COPY,),
-    buckets=_TRANSFER_BUCKETS,
-)
-SKIPPED_BLOCKS = Counter(
-    "kvtier_skipped_blocks_total",
-    "Full blocks that were not offered to the tiers, because too many stores were open already.",
-)
-ATTACHED = Gauge("kvtier_attached", "1 while the engine has a session with a daemon.")
-POOL_BLOCKS = Gauge(
-    "kvtier_pool_blocks",
-    "Blocks of the engine's pool: used by a request or a transfer, cached, or free.",
-    (("state", ("used", "cached", "free")),),
-)
-POOL_BYTES = Gauge("kvtier_pool_bytes", "The same in bytes.", POOL_BLOCKS.labels)
-REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests not yet begun.")
-REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
-REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are on their way.")
 
 DAEMON_METRICS: tuple[Metric, ...] = (
     ASKED_TOKENS,
@@ -521,34 +458,12 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     LEASES,
     PINS,
     SESSIONS,
+    CERTIFICATE_NOT_AFTER,
+    CERTIFICATE_NOT_BEFORE,
+    SECRET_REFUSED,
     BUILD,
     READY,
     LOOP_SILENT_SECONDS,
     REFUSED_SAMPLES,
 )
 """What the daemon exposes."""
-
-ENGINE_METRICS: tuple[Metric, ...] = (
-    PROMPT_TOKENS,
-    GENERATED_TOKENS,
-    PREFILL_TOKENS,
-    DECODE_TOKENS,
-    TIME_TO_FIRST_TOKEN_SECONDS,
-    INTER_TOKEN_SECONDS,
-    STEP_SECONDS,
-    REQUESTS,
-    REQUESTS_WAITING,
-    REQUESTS_RUNNING,
-    REQUESTS_LOADING,
-    PREEMPTIONS,
-    RESTORE_STALL_SECONDS,
-    COPY_SECONDS,
-    SKIPPED_BLOCKS,
-    POOL_BLOCKS,
-    POOL_BYTES,
-    ATTACHED,
-    BUILD,
-    READY,
-    REFUSED_SAMPLES,
-)
-"""What an engine exposes."""

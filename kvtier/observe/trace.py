@@ -7,8 +7,8 @@ requests are kept by id, and a step of one finds its parent there. To the daemon
 W3C ``traceparent`` in the call's metadata. A read of a tier serves whichever load waits for its
 blocks: it is found by their hashes, and hangs under the load that asked first.
 
-vLLM traces its requests itself. There only the context of a request's client is passed on, and the
-daemon's spans hang under that.
+vLLM traces its requests itself. There our steps, and the daemon's, hang under the request's client;
+where vLLM lets us trace nothing in its processes, only that context is passed on.
 
 Rules
 -----
@@ -123,20 +123,23 @@ class Traces:
         if parent.span is None:
             yield _NOTHING
             return
-        from opentelemetry.trace import use_span
-
-        mark = Mark(self._tracer.start_span(name, parent.context()))
-        assert mark.span is not None
-        mark.tell(**facts)
-        with use_span(mark.span, end_on_exit=True, record_exception=False):
+        with self._doing(name, parent.context()) as mark:
+            mark.tell(**facts)
             yield mark
 
     @contextmanager
-    def passing_on(self, traceparent: str) -> Iterator[None]:
-        """Have this thread's calls within carry what ``traceparent_of`` a request told."""
+    def passing_on(self, name: str, traceparent: str) -> Iterator[Mark]:
+        """Trace a step of a request that others trace, and of which ``traceparent_of`` tells.
+
+        Calls in it carry the step's context; where nothing is traced here, that of the request.
+        """
+        if self.is_on and traceparent:
+            with self._doing(name, _extracted(((_TRACEPARENT, traceparent),))) as mark:
+                yield mark
+            return
         self._passed.traceparent = traceparent
         try:
-            yield
+            yield _NOTHING
         finally:
             self._passed.traceparent = ""
 
@@ -201,6 +204,16 @@ class Traces:
         finally:
             assert reading.span is not None
             reading.span.end()
+
+    @contextmanager
+    def _doing(self, name: str, parent: "Context") -> Iterator[Mark]:
+        """Trace what this thread does within."""
+        from opentelemetry.trace import use_span
+
+        mark = Mark(self._tracer.start_span(name, parent))
+        assert mark.span is not None
+        with use_span(mark.span, end_on_exit=True, record_exception=False):
+            yield mark
 
     def _of(self, request_id: str) -> Mark:
         return self._requests.get(request_id, _NOTHING) if self.is_on else _NOTHING

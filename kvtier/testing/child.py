@@ -5,6 +5,8 @@ started here, and whatever was started is ended.
 """
 
 import contextlib
+import functools
+import itertools
 import os
 import re
 import signal
@@ -15,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import psutil
@@ -25,11 +26,17 @@ __all__ = ["Child", "await_true", "free_port", "kvtier_command", "work_directory
 _PAUSE_S = 0.01
 """Between two looks: nothing here is worth finding out sooner, and looking costs a core."""
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 120.0
 """An engine imports torch, on a machine that other tests keep busy."""
 
-_STOP_TIMEOUT_S = 20.0
-_CALL_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 30.0
+"""On a machine with ten tests for a core, what takes half a second may take ten."""
+
+_PORTS = (10_000, 32_000)
+"""Below those that Linux gives to clients, which begin at 32,768."""
+
+_NUM_OWN_PORTS = 200
 
 T = TypeVar("T")
 
@@ -51,11 +58,30 @@ def await_true(look: Callable[[], T | None], what: str, timeout_s: float = _CALL
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a TCP port of the loopback interface that is free, and that nobody else is given."""
+    for port in itertools.islice(_own_ports(os.getpid()), _NUM_OWN_PORTS):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"none of this process's {_NUM_OWN_PORTS} ports is free")
+
+
+@functools.cache
+def _own_ports(_pid: int) -> Iterator[int]:
+    """Claim ports that no other process of tests is given for as long as this one lives, in turn.
+
+    A port that the kernel chooses may go to a client, or be chosen again, before its server starts.
+    """
+    for first in range(*_PORTS, _NUM_OWN_PORTS):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier-ports-{first}")  # a name of this network only, as are the ports
+        except OSError:
+            claim.close()
+        else:
+            claim.detach()  # the kernel takes it back when the process ends
+            return itertools.cycle(range(first, first + _NUM_OWN_PORTS))
+    raise AssertionError(f"all ports of {_PORTS} are claimed")
 
 
 @contextlib.contextmanager
@@ -160,12 +186,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             error.add_note(f"log of pid {self.pid}:\n{self.log[-4000:]}")
         if self.is_running:

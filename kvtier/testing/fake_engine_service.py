@@ -7,7 +7,6 @@ It keeps the contract of ``kvtier.api.http.service.EngineService``, which
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from kvtier.engine.request import (
@@ -97,7 +96,7 @@ class FakeEngineService:
             self._is_paused = False
             self._changed.notify_all()
 
-    def wait_until(self, condition: Callable[[Self], bool], deadline_seconds: float = 10) -> bool:
+    def wait_until(self, condition: Callable[[Self], bool], deadline_seconds: float = 30) -> bool:
         """Wait for something to be true of this engine; return whether it came true."""
         with self._changed:
             return self._changed.wait_for(lambda: condition(self), deadline_seconds)
@@ -119,12 +118,7 @@ class FakeEngineService:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run(self) -> None:

@@ -22,7 +22,7 @@ from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["Served", "complete", "fetch", "url_of"]
 
-_CALL_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 60.0
 
 
@@ -86,6 +86,7 @@ class Served:
             "http.listen": f"127.0.0.1:{self.http_port}",
             "engine.listen": "127.0.0.1:0",
             "engine.pool": "4MiB",
+            "client.lookup_deadline": "2s",  # on a busy machine, a late answer would be a miss
             # Every block is written at once and everything is restored, so that a test knows where
             # each one is; those that are about what is decided say otherwise.
             "policy.eviction": "lru",
@@ -117,15 +118,21 @@ class Served:
 
         It serves before that, but bounds what it takes by what it has so far.
         """
-        child = self.start("serve", **changes)
-        child.await_log("event=ready")
-        child.await_log('event="(arena reserved|the arena stays smaller)')
+        with contextlib.ExitStack() as stack:  # what does not become ready is ended
+            child = stack.enter_context(self.start("serve", **changes))
+            child.await_log("event=ready")
+            child.await_log('event="(arena reserved|the arena stays smaller)')
+            stack.pop_all()
         return child
 
     def engine(self, model: Path, *more: str, **changes: str | int) -> tuple[Child, str]:
         """Start an engine and wait until it serves; returns it with its URL."""
-        child = self.start("engine", "--model", str(model), *more, **changes)
-        return child, url_of(child)
+        with contextlib.ExitStack() as stack:
+            words = ("--model", str(model), *more)
+            child = stack.enter_context(self.start("engine", *words, **changes))
+            url = url_of(child)
+            stack.pop_all()
+        return child, url
 
     def stat(self) -> Any:
         """Return the daemon's status document."""

@@ -6,7 +6,7 @@ deadline; and after each event the node's invariants hold.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -77,19 +77,6 @@ class Stage:
         self.tiers = dict(tiers or {})
         self.clock = clock or FakeClock()
         self.settings = settings = settings or StageSettings()
-        slow = tuple(
-            SlowTier(
-                name,
-                settings.num_workers,
-                settings.transfer_deadline_ns,
-                settings.queue_bytes_max,
-                settings.min_tokens,
-                transfer_bytes=0,  # blocks here are small, and transfers are to have eight
-                write=settings.write.get(name, WriteMode.STORE),
-                flush_after_ns=settings.flush_after_ns if name is TierName.SSD else 0,
-            )
-            for name in self.tiers
-        )
         self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
         self.node = Node(
             NodeSettings(
@@ -97,7 +84,7 @@ class Stage:
                 settings.num_slabs,
                 settings.slab_bytes,
                 settings.lease_ns,
-                slow,
+                _slow_tiers(self.tiers, settings),
                 settings.pin_share,
             ),
             eviction or LeafLru(),
@@ -335,3 +322,19 @@ class Stage:
                 spaces = [headers["space"] for headers in tier.headers()]
                 kept = any(event.selection.mask(each).any() for each in spaces)
                 assert not kept, f"the tier kept what was dropped: {event}"
+
+
+def _slow_tiers(names: Iterable[TierName], settings: StageSettings) -> tuple[SlowTier, ...]:
+    return tuple(
+        SlowTier(
+            name,
+            settings.num_workers,
+            settings.transfer_deadline_ns,
+            settings.queue_bytes_max,
+            settings.min_tokens,
+            transfer_bytes=0,  # blocks here are small, and transfers are to have eight
+            write=settings.write.get(name, WriteMode.STORE),
+            flush_after_ns=settings.flush_after_ns if name is TierName.SSD else 0,
+        )
+        for name in names
+    )

@@ -32,15 +32,16 @@ class HostArena:
         self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._mapping = mmap.mmap(self.fd, self.size_bytes)
         except OSError as error:
             os.close(self.fd)
             raise StartError(
                 "cpu.capacity",
                 f"no arena of {self.size_bytes} bytes may be made: {reason_of(error)}",
-                "raise the limit of a file's size (ulimit -f, LimitFSIZE=), or lower it",
+                "raise the limit of a file's size (ulimit -f, LimitFSIZE=) or of memory (-v, "
+                "LimitAS=), or lower it",
             ) from error
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._mapping = mmap.mmap(self.fd, self.size_bytes)
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core file is not to hold what users wrote
         self._view = memoryview(self._mapping)
 

@@ -29,7 +29,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -40,7 +42,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvtier.core.identity import BlockHeader, payload_checksum
 from kvtier.errors import StartError
-from kvtier.secret import read_secret, secret_lines
+from kvtier.secret import Secret, read_secret, secret_lines
 from kvtier.tiers.base import MissReason
 
 __all__ = ["STAMP_BYTES", "Codec", "KeyRing", "Seal", "SealMode", "Stamp"]
@@ -115,29 +117,16 @@ class _Keys:
     by_id: Mapping[int, bytes] = field(repr=False)
 
 
-class KeyRing:
-    """The master keys of one key file; may be asked from any thread."""
-
-    def __init__(self, path: Path, keys: _Keys) -> None:
-        self._path = path
-        self._keys = keys
+class KeyRing(Secret[_Keys]):
+    """The master keys of one key file; ``value`` is the same object until they are others."""
 
     def __repr__(self) -> str:
-        return f"KeyRing({str(self._path)!r}, {len(self._keys.by_id)} keys)"
+        return f"KeyRing({len(self.value.by_id)} keys)"
 
     @classmethod
-    def load(cls, path: Path) -> "KeyRing":
+    def load(cls, path: Path) -> Self:
         """Read a key file. Raises StartError("seal.key_file", …)."""
-        return cls(path, _read_keys(path))
-
-    def reload(self) -> None:
-        """Read the file again; a bad one raises StartError and leaves the keys as they were."""
-        self._keys = _read_keys(self._path)
-
-    @property
-    def keys(self) -> _Keys:
-        """Return the keys as last read; the same object until they are read again."""
-        return self._keys
+        return cls("seal_keys", lambda: (path,), partial(_read_keys, path))
 
 
 def _read_keys(path: Path) -> _Keys:
@@ -205,7 +194,7 @@ class Seal:
         if codec is Codec.PLAIN:
             return header.pack(), Stamp(codec, 0, written_s, _NO_NONCE), payload
         assert self._ring is not None
-        keys = self._ring.keys
+        keys = self._ring.value
         stamp = Stamp(codec, keys.first_id, written_s, os.urandom(_NONCE_BYTES))
         encryptor = Cipher(self._keys_of(keys)[keys.first_id], GCM(stamp.nonce)).encryptor()
         encryptor.authenticate_additional_data(header.identity() + stamp.pack())
@@ -232,7 +221,7 @@ class Seal:
             return MissReason.SEAL
         if stamp.codec is Codec.PLAIN:
             return header if header.matches(payload) else MissReason.CHECKSUM
-        key = self._keys_of(self._ring.keys).get(stamp.key_id) if self._ring else None
+        key = self._keys_of(self._ring.value).get(stamp.key_id) if self._ring else None
         if key is None or len(payload) != header.payload_bytes:
             return MissReason.SEAL
         decryptor = Cipher(key, GCM(stamp.nonce, header.checksum)).decryptor()
@@ -253,7 +242,7 @@ class Seal:
             return False
         if stamp.codec is Codec.PLAIN:
             return True
-        return self._ring is not None and stamp.key_id in self._ring.keys.by_id
+        return self._ring is not None and stamp.key_id in self._ring.value.by_id
 
     def _keys_of(self, keys: _Keys) -> Mapping[int, AES]:
         """Return the keys of this purpose, drawn anew when the file was read again."""

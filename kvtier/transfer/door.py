@@ -117,8 +117,7 @@ class Door:
         """Let nobody in any more and let all visitors go."""
         if self._accepting is not None:
             self._accepting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._accepting
+            await asyncio.wait([self._accepting])
         if self._listener is not None:
             self._listener.close()
         for ticket in list(self._inside):
@@ -206,6 +205,7 @@ def knock(
             content, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES_MAX, num_fds)
             for fd in fds:
                 undo.callback(os.close, fd)
+                os.set_inheritable(fd, False)
             message = _fields(content)
         except PermissionError as error:
             who = f"user {os.geteuid()} may not connect to {daemon}"

@@ -125,12 +125,8 @@ class Attachment:
         self._connection = connection
         self._pin = pin
         self._fd = fd
-        try:
-            self._mapping = mmap.mmap(fd, int(message["size_bytes"]))
-            self._mapping.madvise(mmap.MADV_DONTDUMP)  # see HostArena
-        except BaseException:
-            os.close(fd)
-            raise
+        self._mapping = mmap.mmap(fd, int(message["size_bytes"]))
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # see HostArena
         self._view = memoryview(self._mapping)
         offset = int(message["proof_offset"])
         self.proof = _answer(bytes(self._view[offset : offset + _PATTERN_BYTES]))
@@ -173,18 +169,25 @@ class Attachment:
     def close(self) -> None:
         """Let go of arena and lifeline: the daemon ends the session. Idempotent."""
         pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.unpin(self._view)
-        self._view.release()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        with contextlib.suppress(BufferError):
-            self._mapping.close()  # else a copy still holds a view, and the mapping goes with it
-        self._connection.close()
+        try:
+            if pin is not None:
+                pin.unpin(self._view)
+        finally:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+            with contextlib.suppress(BufferError):  # a view of it is left, and it goes with that
+                self._view.release()
+                self._mapping.close()
+            self._connection.close()
 
 
 def attach(socket_path: Path, timeout_s: float, pin: Pin | None = None) -> Attachment:
     """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
     connection, message, (fd,) = knock(arena_socket(socket_path), timeout_s, num_fds=1)
-    return Attachment(connection, fd, message, pin)
+    try:
+        return Attachment(connection, fd, message, pin)
+    except BaseException:
+        os.close(fd)
+        connection.close()
+        raise

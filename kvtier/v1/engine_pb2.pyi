@@ -260,6 +260,7 @@ class ReportRequest(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     capacity_bytes: _builtins.int
     used_bytes: _builtins.int
@@ -269,6 +270,8 @@ class ReportRequest(_message.Message):
     removed_blocks: _builtins.int
     removed_bytes: _builtins.int
     hit_tokens: _builtins.int
+    refusal: _builtins.str
+    """why the engine does not do what the order asks, and who can"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
         """since the last report"""
@@ -291,10 +294,11 @@ class ReportRequest(_message.Message):
         steps: _abc.Iterable[Global___Step] | None = ...,
         outcomes: _abc.Iterable[Global___Outcome] | None = ...,
         load: Global___EngineLoad | None = ...,
+        refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "hit_tokens", b"hit_tokens", "load", b"load", "order", b"order", "outcomes", b"outcomes", "removed_blocks", b"removed_blocks", "removed_bytes", b"removed_bytes", "session", b"session", "steps", b"steps", "used_bytes", b"used_bytes", "used_tokens", b"used_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "hit_tokens", b"hit_tokens", "load", b"load", "order", b"order", "outcomes", b"outcomes", "refusal", b"refusal", "removed_blocks", b"removed_blocks", "removed_bytes", b"removed_bytes", "session", b"session", "steps", b"steps", "used_bytes", b"used_bytes", "used_tokens", b"used_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import engine_pb2 as kvtier_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/operator.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/engine.proto\"\r\n\x0bPingRequest\"7\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x04\"\r\n\x0bStatRequest\"\x19\n\tStatReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"e\n\x0b\x44ropRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x11\n\tkey_space\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\xa7\x01\n\tDropReply\x12-\n\x07removed\x18\x01 \x03(\x0b\x32\x1c.kvtier.v1.DropReply.Removed\x1ak\n\x07Removed\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\r\n\x0b\x46sckRequest\"\x90\x01\n\tFsckReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x61maged_blocks\x18\x03 \x01(\x04\x12\x16\n\x0e\x65xpired_blocks\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\x12\x15\n\rblocks_in_all\x18\x06 \x01(\x04\x12\x0c\n\x04over\x18\x07 \x01(\x08\"\x90\x01\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tkey_space\x18\x02 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\"\n\x08unsalted\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Chain\"\x1c\n\x0c\x45xplainReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"O\n\nPinRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05ttl_s\x18\x03 \x01(\r\"*\n\x08PinReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"V\n\x0bWarmRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"H\n\tWarmReply\x12\x14\n\x0cready_blocks\x18\x01 \x01(\r\x12\x15\n\rcoming_blocks\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rReloadRequest\"\x1b\n\x0bReloadReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0f\n\rConfigRequest\"\x1b\n\x0b\x43onfigReply\x12\x0c\n\x04json\x18\x01 \x01(\t\".\n\x0cProbeRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\"\x1a\n\nProbeReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"s\n\x11\x43hangeTierRequest\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12!\n\x04verb\x18\x02 \x01(\x0e\x32\x13.kvtier.v1.TierVerb\x12\x0f\n\x07wait_ms\x18\x03 \x01(\r\x12\x0b\n\x03now\x18\x04 \x01(\x08\"\xae\x01\n\x0f\x43hangeTierReply\x12\x0c\n\x04\x64one\x18\x01 \x01(\x08\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x33\n\x07refusal\x18\x04 \x01(\x0b\x32\".kvtier.v1.ChangeTierReply.Refusal\x1a\x39\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t*|\n\x08TierVerb\x12\x19\n\x15TIER_VERB_UNSPECIFIED\x10\x00\x12\x13\n\x0fTIER_VERB_DRAIN\x10\x01\x12\x14\n\x10TIER_VERB_RESUME\x10\x02\x12\x14\n\x10TIER_VERB_DETACH\x10\x03\x12\x14\n\x10TIER_VERB_ATTACH\x10\x04\x32\x85\x05\n\x08Operator\x12\x34\n\x04Ping\x12\x16.kvtier.v1.PingRequest\x1a\x14.kvtier.v1.PingReply\x12\x34\n\x04Stat\x12\x16.kvtier.v1.StatRequest\x1a\x14.kvtier.v1.StatReply\x12\x34\n\x04\x44rop\x12\x16.kvtier.v1.DropRequest\x1a\x14.kvtier.v1.DropReply\x12\x36\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x14.kvtier.v1.FsckReply0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x31\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x13.kvtier.v1.PinReply\x12\x34\n\x04Warm\x12\x16.kvtier.v1.WarmRequest\x1a\x14.kvtier.v1.WarmReply\x12\x37\n\x05Probe\x12\x17.kvtier.v1.ProbeRequest\x1a\x15.kvtier.v1.ProbeReply\x12:\n\x06Reload\x12\x18.kvtier.v1.ReloadRequest\x1a\x16.kvtier.v1.ReloadReply\x12:\n\x06\x43onfig\x12\x18.kvtier.v1.ConfigRequest\x1a\x16.kvtier.v1.ConfigReply\x12\x46\n\nChangeTier\x12\x1c.kvtier.v1.ChangeTierRequest\x1a\x1a.kvtier.v1.ChangeTierReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/operator.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/engine.proto\"\r\n\x0bPingRequest\"7\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x04\"\r\n\x0bStatRequest\"\x19\n\tStatReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"e\n\x0b\x44ropRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x11\n\tkey_space\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\x8c\x02\n\tDropReply\x12-\n\x07removed\x18\x01 \x03(\x0b\x32\x1c.kvtier.v1.DropReply.Removed\x1a\x9a\x01\n\x07Removed\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12-\n\x07keeping\x18\x06 \x03(\x0b\x32\x1c.kvtier.v1.DropReply.Keeping\x1a\x33\n\x07Keeping\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12\x0b\n\x03why\x18\x03 \x01(\t\"\r\n\x0b\x46sckRequest\"\x90\x01\n\tFsckReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x61maged_blocks\x18\x03 \x01(\x04\x12\x16\n\x0e\x65xpired_blocks\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\x12\x15\n\rblocks_in_all\x18\x06 \x01(\x04\x12\x0c\n\x04over\x18\x07 \x01(\x08\"\x90\x01\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tkey_space\x18\x02 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\"\n\x08unsalted\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Chain\"\x1c\n\x0c\x45xplainReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"O\n\nPinRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\r\n\x05ttl_s\x18\x03 \x01(\r\"*\n\x08PinReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"V\n\x0bWarmRequest\x12\x11\n\tkey_space\x18\x01 \x01(\x0c\x12\x1f\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Chain\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"H\n\tWarmReply\x12\x14\n\x0cready_blocks\x18\x01 \x01(\r\x12\x15\n\rcoming_blocks\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rReloadRequest\"\x1b\n\x0bReloadReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0f\n\rConfigRequest\"\x1b\n\x0b\x43onfigReply\x12\x0c\n\x04json\x18\x01 \x01(\t\".\n\x0cProbeRequest\x12\x1e\n\x05tiers\x18\x01 \x03(\x0e\x32\x0f.kvtier.v1.Tier\"\x1a\n\nProbeReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"s\n\x11\x43hangeTierRequest\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12!\n\x04verb\x18\x02 \x01(\x0e\x32\x13.kvtier.v1.TierVerb\x12\x0f\n\x07wait_ms\x18\x03 \x01(\r\x12\x0b\n\x03now\x18\x04 \x01(\x08\"\xae\x01\n\x0f\x43hangeTierReply\x12\x0c\n\x04\x64one\x18\x01 \x01(\x08\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x33\n\x07refusal\x18\x04 \x01(\x0b\x32\".kvtier.v1.ChangeTierReply.Refusal\x1a\x39\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t*|\n\x08TierVerb\x12\x19\n\x15TIER_VERB_UNSPECIFIED\x10\x00\x12\x13\n\x0fTIER_VERB_DRAIN\x10\x01\x12\x14\n\x10TIER_VERB_RESUME\x10\x02\x12\x14\n\x10TIER_VERB_DETACH\x10\x03\x12\x14\n\x10TIER_VERB_ATTACH\x10\x04\x32\x85\x05\n\x08Operator\x12\x34\n\x04Ping\x12\x16.kvtier.v1.PingRequest\x1a\x14.kvtier.v1.PingReply\x12\x34\n\x04Stat\x12\x16.kvtier.v1.StatRequest\x1a\x14.kvtier.v1.StatReply\x12\x34\n\x04\x44rop\x12\x16.kvtier.v1.DropRequest\x1a\x14.kvtier.v1.DropReply\x12\x36\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x14.kvtier.v1.FsckReply0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x31\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x13.kvtier.v1.PinReply\x12\x34\n\x04Warm\x12\x16.kvtier.v1.WarmRequest\x1a\x14.kvtier.v1.WarmReply\x12\x37\n\x05Probe\x12\x17.kvtier.v1.ProbeRequest\x1a\x15.kvtier.v1.ProbeReply\x12:\n\x06Reload\x12\x18.kvtier.v1.ReloadRequest\x1a\x16.kvtier.v1.ReloadReply\x12:\n\x06\x43onfig\x12\x18.kvtier.v1.ConfigRequest\x1a\x16.kvtier.v1.ConfigReply\x12\x46\n\nChangeTier\x12\x1c.kvtier.v1.ChangeTierRequest\x1a\x1a.kvtier.v1.ChangeTierReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIERVERB']._serialized_start=1538
-  _globals['_TIERVERB']._serialized_end=1662
+  _globals['_TIERVERB']._serialized_start=1639
+  _globals['_TIERVERB']._serialized_end=1763
   _globals['_PINGREQUEST']._serialized_start=63
   _globals['_PINGREQUEST']._serialized_end=76
   _globals['_PINGREPLY']._serialized_start=78
@@ -45,43 +45,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DROPREQUEST']._serialized_start=177
   _globals['_DROPREQUEST']._serialized_end=278
   _globals['_DROPREPLY']._serialized_start=281
-  _globals['_DROPREPLY']._serialized_end=448
-  _globals['_DROPREPLY_REMOVED']._serialized_start=341
-  _globals['_DROPREPLY_REMOVED']._serialized_end=448
-  _globals['_FSCKREQUEST']._serialized_start=450
-  _globals['_FSCKREQUEST']._serialized_end=463
-  _globals['_FSCKREPLY']._serialized_start=466
-  _globals['_FSCKREPLY']._serialized_end=610
-  _globals['_EXPLAINREQUEST']._serialized_start=613
-  _globals['_EXPLAINREQUEST']._serialized_end=757
-  _globals['_EXPLAINREPLY']._serialized_start=759
-  _globals['_EXPLAINREPLY']._serialized_end=787
-  _globals['_PINREQUEST']._serialized_start=789
-  _globals['_PINREQUEST']._serialized_end=868
-  _globals['_PINREPLY']._serialized_start=870
-  _globals['_PINREPLY']._serialized_end=912
-  _globals['_WARMREQUEST']._serialized_start=914
-  _globals['_WARMREQUEST']._serialized_end=1000
-  _globals['_WARMREPLY']._serialized_start=1002
-  _globals['_WARMREPLY']._serialized_end=1074
-  _globals['_RELOADREQUEST']._serialized_start=1076
-  _globals['_RELOADREQUEST']._serialized_end=1091
-  _globals['_RELOADREPLY']._serialized_start=1093
-  _globals['_RELOADREPLY']._serialized_end=1120
-  _globals['_CONFIGREQUEST']._serialized_start=1122
-  _globals['_CONFIGREQUEST']._serialized_end=1137
-  _globals['_CONFIGREPLY']._serialized_start=1139
-  _globals['_CONFIGREPLY']._serialized_end=1166
-  _globals['_PROBEREQUEST']._serialized_start=1168
-  _globals['_PROBEREQUEST']._serialized_end=1214
-  _globals['_PROBEREPLY']._serialized_start=1216
-  _globals['_PROBEREPLY']._serialized_end=1242
-  _globals['_CHANGETIERREQUEST']._serialized_start=1244
-  _globals['_CHANGETIERREQUEST']._serialized_end=1359
-  _globals['_CHANGETIERREPLY']._serialized_start=1362
-  _globals['_CHANGETIERREPLY']._serialized_end=1536
-  _globals['_CHANGETIERREPLY_REFUSAL']._serialized_start=1479
-  _globals['_CHANGETIERREPLY_REFUSAL']._serialized_end=1536
-  _globals['_OPERATOR']._serialized_start=1665
-  _globals['_OPERATOR']._serialized_end=2310
+  _globals['_DROPREPLY']._serialized_end=549
+  _globals['_DROPREPLY_REMOVED']._serialized_start=342
+  _globals['_DROPREPLY_REMOVED']._serialized_end=496
+  _globals['_DROPREPLY_KEEPING']._serialized_start=498
+  _globals['_DROPREPLY_KEEPING']._serialized_end=549
+  _globals['_FSCKREQUEST']._serialized_start=551
+  _globals['_FSCKREQUEST']._serialized_end=564
+  _globals['_FSCKREPLY']._serialized_start=567
+  _globals['_FSCKREPLY']._serialized_end=711
+  _globals['_EXPLAINREQUEST']._serialized_start=714
+  _globals['_EXPLAINREQUEST']._serialized_end=858
+  _globals['_EXPLAINREPLY']._serialized_start=860
+  _globals['_EXPLAINREPLY']._serialized_end=888
+  _globals['_PINREQUEST']._serialized_start=890
+  _globals['_PINREQUEST']._serialized_end=969
+  _globals['_PINREPLY']._serialized_start=971
+  _globals['_PINREPLY']._serialized_end=1013
+  _globals['_WARMREQUEST']._serialized_start=1015
+  _globals['_WARMREQUEST']._serialized_end=1101
+  _globals['_WARMREPLY']._serialized_start=1103
+  _globals['_WARMREPLY']._serialized_end=1175
+  _globals['_RELOADREQUEST']._serialized_start=1177
+  _globals['_RELOADREQUEST']._serialized_end=1192
+  _globals['_RELOADREPLY']._serialized_start=1194
+  _globals['_RELOADREPLY']._serialized_end=1221
+  _globals['_CONFIGREQUEST']._serialized_start=1223
+  _globals['_CONFIGREQUEST']._serialized_end=1238
+  _globals['_CONFIGREPLY']._serialized_start=1240
+  _globals['_CONFIGREPLY']._serialized_end=1267
+  _globals['_PROBEREQUEST']._serialized_start=1269
+  _globals['_PROBEREQUEST']._serialized_end=1315
+  _globals['_PROBEREPLY']._serialized_start=1317
+  _globals['_PROBEREPLY']._serialized_end=1343
+  _globals['_CHANGETIERREQUEST']._serialized_start=1345
+  _globals['_CHANGETIERREQUEST']._serialized_end=1460
+  _globals['_CHANGETIERREPLY']._serialized_start=1463
+  _globals['_CHANGETIERREPLY']._serialized_end=1637
+  _globals['_CHANGETIERREPLY_REFUSAL']._serialized_start=1580
+  _globals['_CHANGETIERREPLY_REFUSAL']._serialized_end=1637
+  _globals['_OPERATOR']._serialized_start=1766
+  _globals['_OPERATOR']._serialized_end=2411
 # @@protoc_insertion_point(module_scope)

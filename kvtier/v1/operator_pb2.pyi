@@ -160,12 +160,15 @@ class DropReply(_message.Message):
         BYTES_FIELD_NUMBER: _builtins.int
         KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
         ERROR_FIELD_NUMBER: _builtins.int
+        KEEPING_FIELD_NUMBER: _builtins.int
         tier: _engine_pb2.Tier.ValueType
         blocks: _builtins.int
         bytes: _builtins.int
         kept_blocks: _builtins.int
         """in use until the deadline"""
         error: _builtins.str
+        @_builtins.property
+        def keeping(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropReply.Keeping]: ...
         def __init__(
             self,
             *,
@@ -174,10 +177,36 @@ class DropReply(_message.Message):
             bytes: _builtins.int = ...,
             kept_blocks: _builtins.int = ...,
             error: _builtins.str = ...,
+            keeping: _abc.Iterable[Global___DropReply.Keeping] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "error", b"error", "kept_blocks", b"kept_blocks", "tier", b"tier"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "error", b"error", "keeping", b"keeping", "kept_blocks", b"kept_blocks", "tier", b"tier"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Keeping(_message.Message):
+        """An engine that did not empty its own tier."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        ENGINE_FIELD_NUMBER: _builtins.int
+        PID_FIELD_NUMBER: _builtins.int
+        WHY_FIELD_NUMBER: _builtins.int
+        engine: _builtins.str
+        pid: _builtins.int
+        why: _builtins.str
+        def __init__(
+            self,
+            *,
+            engine: _builtins.str = ...,
+            pid: _builtins.int = ...,
+            why: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "pid", b"pid", "why", b"why"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

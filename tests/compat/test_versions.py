@@ -45,7 +45,7 @@ def started(node: Served, environment: dict[str, str], **changes: str) -> Child:
 
 def from_ssd(node: Served, engine: PatternEngine, prompt: int) -> bool:
     """Tell whether a prompt is there, from the SSD alone and right to the last byte."""
-    assert engine.client.wait_attached(10), "it joins whichever daemon there is"
+    assert engine.client.wait_attached(30), "it joins whichever daemon there is"
     node.drop("cpu")
     tiers, _ = engine.load(prompt)
     assert tiers in ([], ["ssd"] * 4)
@@ -68,7 +68,7 @@ def test_a_newer_engine_joins_an_older_daemon(node: Served, speaks: dict[str, st
     command = [sys.executable, str(script), str(node.socket), str(NEW)]
     with node.daemon(), PatternEngine(node.socket) as engine:
         with Child(command, node.directory / "newer.log", speaks) as newer:
-            assert newer.wait(60) == 0, newer.log
+            assert newer.wait() == 0, newer.log
             told = json.loads(newer.log.splitlines()[-1])
         assert told == {"version": "9.9.9", "stored": 4, "loaded": ["cpu"] * 4, "end": "complete"}
         assert engine.load(NEW) == (["cpu"] * 4, "complete"), "what it stored is everybody's"
@@ -80,9 +80,9 @@ def test_newer_tools_read_an_older_daemon_and_say_what_it_lacks(
     with node.daemon():
         log = node.directory / "tools.log"
         with Child(kvtier_command("stat", "--connect", str(node.socket)), log, speaks) as child:
-            assert child.wait(30) == 0, child.log
+            assert child.wait() == 0, child.log
         with Child(kvtier_command("probe", "--connect", str(node.socket)), log, speaks) as child:
-            assert child.wait(30) == 2, child.log
+            assert child.wait() == 2, child.log
             assert "is older than this kvtier" in child.log
 
 
@@ -91,7 +91,7 @@ def test_an_upgrade_and_a_rollback_under_an_engine_that_stays(
 ) -> None:
     with PatternEngineOf(node) as engine:
         with node.daemon() as daemon:
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             assert engine.store(OLD) == 4
             assert daemon.stop() == 0
         with started(node, speaks) as daemon:
@@ -109,7 +109,7 @@ def test_a_store_of_another_format_is_set_aside_and_found_again(
 ) -> None:
     with PatternEngineOf(node) as engine:
         with node.daemon() as daemon:
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             assert engine.store(OLD) == 4
             assert daemon.stop() == 0
         old = documents(node)
@@ -149,7 +149,7 @@ def test_a_drop_takes_what_is_set_aside_as_well(node: Served, keeps: dict[str, s
         assert segments(node)
         words = ["drop", "--connect", str(node.socket), "--tier", "ssd", "--tenant", "somebody"]
         with Child(kvtier_command(*words), node.directory / "drop.log") as child:
-            assert child.wait(30) == 0, child.log
+            assert child.wait() == 0, child.log
         assert not segments(node), "nobody could say whose blocks are in it"
 
 
@@ -185,7 +185,7 @@ def test_a_key_of_a_newer_version_is_refused_by_name(node: Served) -> None:
     path.write_text('[ssd]\ncapacity = "1GiB"\ncompression = "zstd"\n')
     words = kvtier_command("config", "check", "--config", str(path))
     with Child(words, node.directory / "check.log", {"NO_COLOR": "1"}) as child:
-        assert child.wait(30) == 2, child.log
+        assert child.wait() == 2, child.log
         assert "ssd.compression" in child.log
         assert f"{path}" in child.log
 

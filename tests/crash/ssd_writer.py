@@ -12,7 +12,6 @@ It says a line in one system call before and after each thing it does, so that w
 import os
 import random
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -99,32 +98,31 @@ class Work:
         say("purged")
 
 
-def main() -> None:
-    directory, room, seed, step, occurrence, delay_s = sys.argv[1:]
+def main(
+    output: Path, directory: Path, room: str, seed: int, step: str, occurrence: int, delay_s: float
+) -> None:
+    """Work until killed; what is said goes to ``output``."""
+    os.dup2(os.open(output, os.O_WRONLY), 1)
     counts: Counter[str] = Counter()
 
     def hook(reached: str) -> None:
         counts[reached] += 1
         if reached == "segment.unlink":
             say("giving_up")
-        if reached == step and counts[step] == int(occurrence):
+        if reached == step and counts[step] == occurrence:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    choose = random.Random(int(seed))
+    choose = random.Random(seed)
     options = SsdOptions(
         choose.choice([DirectIO.AUTO, DirectIO.AUTO, DirectIO.OFF]),
         choose.choice([Durability.SEGMENT, Durability.SEGMENT, Durability.BATCH]),
         hook=hook,
     )
-    if float(delay_s):
-        signal.setitimer(signal.ITIMER_REAL, float(delay_s))
-    tier = SsdTier(Path(directory), CAPACITIES_BYTES[room], SEGMENT_BYTES, options)
-    Work(tier, int(seed)).run()
+    if delay_s:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+    tier = SsdTier(directory, CAPACITIES_BYTES[room], SEGMENT_BYTES, options)
+    Work(tier, seed).run()
     if step == COUNT:
         for name, count in counts.items():
             say(name, count)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,17 +5,18 @@ compared with what the killed process had said. The store promises that nothing 
 stored is lost to a kill, so that is what is asserted, not a share of it.
 """
 
+import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import ssd_writer
 from ssd_writer import CAPACITIES_BYTES, COUNT, NUM_BLOCKS, SEGMENT_BYTES, block
 
 from kvtier.core.identity import unpack_headers
@@ -24,7 +25,10 @@ from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason
 from kvtier.tiers.ssd import SsdTier
 
-WRITER = Path(__file__).with_name("ssd_writer.py")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["ssd_writer"])
+"""Hundreds of children: each begins with everything imported, which takes longer than its work."""
+
 ROUNDS = 200
 ROUNDS_OF_A_LIFE = 10
 DELAY_MAX_S = 0.6
@@ -86,16 +90,17 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 def run_writer(directory: Path, room: str, seed: int, kill: Kill) -> list[str]:
     """Run a child until it is killed; returns what it said."""
-    words = [kill.step, str(kill.occurrence), str(kill.delay_s)]
-    child = subprocess.run(
-        [sys.executable, WRITER, directory, room, str(seed), *words],
-        stdout=subprocess.PIPE,
-        check=False,
-        timeout=60,
-        text=True,
-    )
-    assert child.returncode in {-signal.SIGKILL, -signal.SIGALRM}, child.stdout
-    return child.stdout.splitlines()
+    with tempfile.NamedTemporaryFile("r") as said:
+        child = FORKS.Process(
+            target=ssd_writer.main,
+            args=(Path(said.name), directory, room, seed, kill.step, kill.occurrence, kill.delay_s),
+        )
+        child.start()
+        child.join(60)
+        output = said.read()
+        assert child.exitcode in {-signal.SIGKILL, -signal.SIGALRM}, (child.exitcode, output)
+        child.close()
+    return output.splitlines()
 
 
 def reopened(
@@ -161,7 +166,7 @@ def test_killed_before_each_step(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 def test_killed_at_every_step_and_at_any_moment(
     tmp_path: Path, room: str, steps: dict[str, int], blocks: list[BlockWrite]

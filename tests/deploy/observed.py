@@ -17,6 +17,7 @@ from kvtier.testing.child import Child, free_port
 from kvtier.testing.served import Served, complete, url_of
 from tests.deploy.replayed import VLLM_PAGE, Replayed
 from tests.engine.models import VOCAB, save_tiny
+from tests.integration.certificates import Authority, write_secret
 from tests.integration.redis_child import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +120,7 @@ def observed(directory: Path, seed: int = 7) -> Iterator[Observed]:
     print(f"load seed {seed}")
     model = save_model(directory / "model")
     server = RedisServer(directory)
-    node = Served(directory, SETTINGS | {"remote.url": server.url})
+    node = Served(directory, SETTINGS | {"remote.url": server.url} | operators_port(directory))
     with contextlib.ExitStack() as stack:
         stack.enter_context(server.start())
         daemon = stack.enter_context(node.start("serve"))
@@ -134,6 +135,17 @@ def observed(directory: Path, seed: int = 7) -> Iterator[Observed]:
         stack.enter_context(prometheus.child).await_log("Server is ready")
         stack.enter_context(requests(url, seed))
         yield Observed(node, daemon, engine, prometheus)
+
+
+def operators_port(directory: Path) -> dict[str, str]:
+    """Return settings for one, which has a certificate."""
+    pair = Authority(directory).pair("daemon")
+    return {
+        "rpc.listen": f"127.0.0.1:{free_port()}",
+        "rpc.tls_cert": str(pair.certificate),
+        "rpc.tls_key": str(pair.key),
+        "rpc.token_file": str(write_secret(directory / "token", "of-operators-0123456789")),
+    }
 
 
 @contextlib.contextmanager

@@ -19,13 +19,17 @@ from deploy.source.files import BOARDS, files
 from deploy.source.query import RULE
 from deploy.source.recording import FOUND_SHARE
 from kvtier.connectors.vllm import stats
-from kvtier.observe.table import (
-    DAEMON_METRICS,
+from kvtier.observe.engine_table import (
     ENGINE_METRICS,
+    POOL_BLOCKS,
+)
+from kvtier.observe.table import (
+    CERTIFICATE_NOT_BEFORE,
+    DAEMON_METRICS,
     EVICTED_BLOCKS,
     LOOKUP_SECONDS,
     MISSED_BLOCKS,
-    POOL_BLOCKS,
+    QUARANTINED_BLOCKS,
     TIER_UP,
 )
 from tests.deploy.replayed import VLLM_PAGE, assert_tells
@@ -75,8 +79,8 @@ def test_every_metric_is_on_a_dashboard() -> None:
         for metric in (*DAEMON_METRICS, *ENGINE_METRICS, *vllm.ROWS)
         if not re.search(rf"\b{metric.name}(_sum|_bucket)?\b", text)
     }
-    # Each is there in a form that says more: the state, and bytes.
-    assert missing == {TIER_UP.name, POOL_BLOCKS.name}
+    # Each is there in a form that says more: the state, bytes, and how long it still holds.
+    assert missing == {TIER_UP.name, POOL_BLOCKS.name, CERTIFICATE_NOT_BEFORE.name}
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
@@ -139,6 +143,7 @@ STARTED = "process_start_time_seconds"
 QUARANTINED = 'kvtier_quarantined_blocks_total{tier="ssd"}'
 FAULTS = 'kvtier_background_faults_total{task="scrub"}'
 REFUSED = "kvtier_refused_samples_total"
+UNUSABLE = 'kvtier_secret_refused{secret="rpc_token"}'
 CONDEMNED = 'kvtier_miss_blocks_total{tier="cpu",reason="checksum"}'
 VLLM = 'engine="0",model_name="m"'
 CAPACITY = 'kvtier_tier_capacity_bytes{tier="ssd"}'
@@ -244,6 +249,16 @@ def fleet(num_up: int, num_down: int) -> dict[str, str]:
     return series | {f'kvtier_pins{{instance="{n}"}}': "0x30" for n in range(len(up))}
 
 
+def certificate(days: float, left_days: float) -> dict[str, str]:
+    """One for so many days, of which so many are left after two hours."""
+    until = 7200 + left_days * 86_400
+    name, labels = "kvtier_certificate_not", '{secret="rpc_certificate"}'
+    return {
+        f"{name}_after_timestamp_seconds{labels}": steady(until),
+        f"{name}_before_timestamp_seconds{labels}": steady(until - days * 86_400),
+    }
+
+
 def unused(loaded: str) -> dict[str, str]:
     ran = {"kvtier_ready": steady(1), STARTED: steady(-1e6)}
     return ran | {STORED: growing(1e8), LOADED: loaded}
@@ -310,6 +325,8 @@ CASES: Mapping[str, Case] = {
         {"kvtier_pins": steady(4), "kvtier_lookup_seconds_count": growing(60)},
     ),
     "KvtierBackgroundFaults": Case({FAULTS: "0x110 3x10"}, {FAULTS: "0x110 2x10"}),
+    "KvtierCertificateExpires": Case(certificate(90, 13), certificate(1, 0.3)),
+    "KvtierSecretRefused": Case({UNUSABLE: steady(1)}, {UNUSABLE: f"0x60 1x10 0x{END}"}),
     "KvtierSamplesRefused": Case({REFUSED: "0x110 5x10"}, {REFUSED: steady(0)}),
 }
 
@@ -523,3 +540,29 @@ def test_nothing_fires_because_nobody_looked_for_hours(
     known = {name: seen(*parts, was_away=was_away) for name, parts in series.items()}
     looks = range(BACK, LAST, 10)
     prove(promtool, tmp_path, [group("Kvtier.+", known, *looks, fires=False)])
+
+
+@pytest.mark.slow
+def test_what_is_counted_in_an_hour_and_of_whom(promtool: str, tmp_path: Path) -> None:
+    first_tokens = "vllm:time_to_first_token_seconds_count"
+    series = {
+        'kvtier_quarantined_blocks_total{instance="new",tier="ssd"}': "_x100 3x20",
+        'process_start_time_seconds{instance="new"}': "_x100 5950x20",
+        'kvtier_quarantined_blocks_total{instance="old",tier="ssd"}': "5x110 7x10",
+        'process_start_time_seconds{instance="old"}': "0x120",
+        'vllm:kvtier_attached{instance="with"}': "1x120",
+        f'{first_tokens}{{instance="with"}}': "0+60x120",
+        f'{first_tokens}{{instance="without"}}': "0+600x120",
+    }
+    hour = RULE.in_an_hour(QUARANTINED_BLOCKS)
+    rate = RULE.rate(vllm.TIME_TO_FIRST_TOKEN_SECONDS, "count")
+    wanted = {f"round(sum({hour}))": 5, f"round(sum({rate}))": 1}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": with_target(each), "values": v} for each, v in series.items()],
+        "promql_expr_test": [
+            {"expr": expr, "eval_time": "2h", "exp_samples": [{"labels": "{}", "value": value}]}
+            for expr, value in wanted.items()
+        ],
+    }
+    prove(promtool, tmp_path, [test])

@@ -19,7 +19,7 @@ import pytest
 from kvtier.testing.child import Child, free_port, work_directory
 from tests.engine.models import save_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
@@ -100,7 +100,7 @@ class User:
             server.await_log(r"kvtier: \S+ at http://\S+/v1", 120)
         elif {"--watch", "top"} & set(shlex.split(command, comments=True)):
             watching = self._start(command)
-            watching.await_log(r"(?s)(leases \d+.*){2}", 30)
+            watching.await_log(r"(?s)(leases \d+.*){2}")
             watching.send(signal.SIGINT)
             assert watching.wait() == 130
         else:
@@ -120,7 +120,7 @@ class User:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         assert done.stdout, f"{command} says nothing"

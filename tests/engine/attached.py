@@ -131,7 +131,7 @@ def attached(
     try:
         if client:
             client.start()
-            assert client.wait_attached(10)
+            assert client.wait_attached(30)
         yield AttachedEngine(loaded, client, runner)
     finally:
         assert runner.stop(), "the engine stopped in time"

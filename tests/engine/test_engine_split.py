@@ -170,8 +170,11 @@ def test_abort_in_the_middle(tiny: LoadedModel, reference: Reference, num_loaded
     assert drive.ask(prompt(LENGTH), 8).tokens == reference.generate(prompt(LENGTH), 8)
 
 
-def test_preempted_in_the_middle(tiny: LoadedModel, reference: Reference) -> None:
+def preempted(tiny: LoadedModel, num_blocks: int = 3) -> tuple[Drive, MemoryPort, Answer, Answer]:
+    """Two requests, of which the second has lost its blocks while its load goes on."""
     drive, port = warm(tiny, 200, pool_tokens=320)
+    split = Plan(7, num_blocks, PlanReason.SPLIT, is_split=True)
+    port.make_plan = lambda found: split if found.tiers else None
     port.is_manual = False
     first = drive.submit(prompt(60, seed=1), 100)  # it grows until the pool is full
     drive.step()
@@ -181,10 +184,17 @@ def test_preempted_in_the_middle(tiny: LoadedModel, reference: Reference) -> Non
     port.finish_lookup("request-2")
     drive.engine._scheduler.poll(0)
     drive.engine._scheduler.admit(0)
-    port.copy_loaded("request-2", 3)  # it cannot be met any more, and is not there yet either
+    port.copy_loaded(
+        "request-2", num_blocks
+    )  # it cannot be met any more, and is not there yet either
     while not drive.engine.snapshot().num_preemptions:
         assert drive.step()
         end_stores(port)
+    return drive, port, first, second
+
+
+def test_preempted_in_the_middle(tiny: LoadedModel, reference: Reference) -> None:
+    drive, port, first, second = preempted(tiny)
     assert port.open_loads, "its load goes on, into blocks that are held for it"
     assert port.cancelled == ["request-2"]
     drive.step()
@@ -194,6 +204,21 @@ def test_preempted_in_the_middle(tiny: LoadedModel, reference: Reference) -> Non
     assert first.tokens == reference.generate(prompt(60, seed=1), 100)
     assert second.tokens == reference.generate(prompt(200), 8)
     assert port.finished["request-2"] is None, "what it took in all says nothing of the plan"
+
+
+def test_preempted_it_waits_for_its_load_though_there_is_room(
+    tiny: LoadedModel, reference: Reference
+) -> None:
+    drive, port, _, second = preempted(tiny, num_blocks=1)
+    drive.engine.abort("request-1")
+    end_stores(port)
+    drive.step()
+    assert port.open_loads
+    assert not port.open_lookups, "two of one name could not be told apart"
+    assert drive.engine.num_waiting == 1
+    let_go(port)
+    drive.run()
+    assert second.tokens == reference.generate(prompt(200), 8)
 
 
 def test_others_hit_the_front_as_it_is_computed(tiny: LoadedModel, reference: Reference) -> None:

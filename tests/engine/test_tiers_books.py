@@ -7,6 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.engine.meter import EngineMeter
 from kvtier.engine.model import LoadedModel
+from kvtier.observe.engine_table import (
+    PROMPT_TOKENS,
+)
 from kvtier.observe.metric import Metric
 from kvtier.observe.table import (
     ABSENT_TOKENS,
@@ -15,7 +18,6 @@ from kvtier.observe.table import (
     LEFT_TOKENS,
     LOADED_TOKENS,
     ORDERED_TOKENS,
-    PROMPT_TOKENS,
     TRANSFER_BYTES,
     UNLOADED_TOKENS,
 )

@@ -27,6 +27,10 @@ PAGE = 4096
 MAGIC = b"KVTBLOCK"
 
 
+DEADLINES = ClientDeadlines(lookup_s=2)
+"""As usual, but for a lookup: on a busy machine its quarter of a second may be over."""
+
+
 def prompt_of(seed: int) -> tuple[int, ...]:
     choose = random.Random(seed)
     return tuple(choose.randrange(3, 256) for _ in range(PROMPT_TOKENS))
@@ -88,7 +92,8 @@ def flip(directory: Path, position: int, offset: int) -> None:
 def test_a_block_that_rots_under_a_running_daemon(
     tiny: LoadedModel, reference: Reference, node: Served, offset: int, reason: str
 ) -> None:
-    with node.daemon(), checked(tiny, reference, node) as engine:
+    # Unscrubbed: the scrub would come upon it before it is asked for.
+    with node.daemon(ssd__scrub_rate=0), checked(tiny, reference, node) as engine:
         engine.complete(1)
         node.await_idle()
         flip(node.directory / "ssd", 3, offset)
@@ -147,7 +152,7 @@ def with_redis(directory: Path) -> tuple[RedisServer, Served]:
     server = RedisServer(directory)
     node = Served(
         directory,
-        {"remote.url": server.url, "remote.deadline": "200ms", "ssd.enabled": "false"},
+        {"remote.url": server.url, "remote.deadline": "1s", "ssd.enabled": "false"},
     )
     return server, node
 
@@ -199,7 +204,7 @@ def test_a_server_that_freezes(tiny: LoadedModel, reference: Reference) -> None:
         server, node = with_redis(directory)
         child = stack.enter_context(server.start())
         stack.enter_context(node.daemon())
-        engine = stack.enter_context(checked(tiny, reference, node, ClientDeadlines()))
+        engine = stack.enter_context(checked(tiny, reference, node, DEADLINES))
         engine.complete(1)
         node.await_idle()
         node.drop("cpu")
@@ -211,10 +216,10 @@ def test_a_server_that_freezes(tiny: LoadedModel, reference: Reference) -> None:
                 times.append(time.monotonic() - start_s)
                 assert "remote" not in answer.tiers
             print("seconds while frozen:", *(f"{seconds:.2f}" for seconds in times))
-            assert max(times) < 3
-            await_true(lambda: state(node) == "out", "it is shown as out", 5)
+            assert max(times) < DEADLINES.load_s
+            await_true(lambda: state(node) == "out", "it is shown as out")
         start_s = time.monotonic()
-        await_true(lambda: state(node) == "up", "it is shown as up again", 8)
+        await_true(lambda: state(node) == "up", "it is shown as up again")
         print(f"up again after {time.monotonic() - start_s:.2f} s")
         node.await_idle()
         node.drop("cpu")
@@ -227,7 +232,7 @@ def test_a_server_that_dies_and_comes_back_empty(tiny: LoadedModel, reference: R
         server, node = with_redis(directory)
         child = stack.enter_context(server.start())
         stack.enter_context(node.daemon())
-        engine = stack.enter_context(checked(tiny, reference, node, ClientDeadlines()))
+        engine = stack.enter_context(checked(tiny, reference, node, DEADLINES))
         engine.complete(1)
         node.await_idle()
         child.kill()
@@ -235,11 +240,11 @@ def test_a_server_that_dies_and_comes_back_empty(tiny: LoadedModel, reference: R
         start_s = time.monotonic()
         assert engine.complete(1).tiers == {"computed": PROMPT_TOKENS}
         assert engine.complete(1).tiers["cpu"] == FULL
-        assert time.monotonic() - start_s < 3
+        assert time.monotonic() - start_s < DEADLINES.load_s
         engine.complete(2)
-        await_true(lambda: state(node) == "out", "it is shown as out", 5)
+        await_true(lambda: state(node) == "out", "it is shown as out")
         stack.enter_context(server.start())
-        await_true(lambda: state(node) == "up", "it is shown as up again", 8)
+        await_true(lambda: state(node) == "up", "it is shown as up again")
         node.drop("cpu")
         assert engine.complete(1).tiers == {"computed": PROMPT_TOKENS}, "it came back empty"
         node.await_idle()
@@ -255,7 +260,7 @@ def test_a_daemon_starts_without_its_server(tiny: LoadedModel, reference: Refere
         engine = stack.enter_context(checked(tiny, reference, node))
         engine.complete(1)
         stack.enter_context(server.start())
-        await_true(lambda: state(node) == "up", "it is found", 8)
+        await_true(lambda: state(node) == "up", "it is found")
         engine.complete(2)
         node.await_idle()
         node.drop("cpu")
@@ -268,7 +273,7 @@ def test_a_daemon_starts_without_its_server(tiny: LoadedModel, reference: Refere
 def test_a_daemon_killed_while_it_serves(
     tiny: LoadedModel, reference: Reference, node: Served
 ) -> None:
-    deadlines = ClientDeadlines(reconnect_s=0.1)
+    deadlines = ClientDeadlines(lookup_s=2, reconnect_s=0.1)
     with node.daemon() as daemon, attached(tiny, node.socket, deadlines=deadlines) as engine:
         assert engine.client is not None
         right = {seed: tuple(reference.generate(prompt_of(seed), 6)) for seed in range(4)}
@@ -284,7 +289,7 @@ def test_a_daemon_killed_while_it_serves(
         assert alone.tokens == right[1]
         assert alone.usage.decision == "computed:daemon_away"
         with node.daemon():
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             engine.forget()
             again = engine.complete(prompt_of(2), 6)
             assert again.tokens == right[2]

@@ -114,7 +114,7 @@ def test_a_daemon_that_goes_away_leaves_the_rest_to_computing(
         splitting.complete(2)
         with node.daemon():
             assert engine.client is not None
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             splitting.complete(2)
 
 
@@ -152,7 +152,7 @@ def test_a_daemon_that_goes_away_in_the_middle(
     shim = StorageShim(node.directory / "ssd", node.directory)
     node.environment = shim.environment
     with shim, ExitStack() as stack:
-        daemon = stack.enter_context(node.daemon())
+        daemon = stack.enter_context(node.daemon(ssd__scrub_rate=0))
         standstill = ExitStack()
         stack.enter_context(standstill)
 
@@ -184,7 +184,7 @@ def test_a_daemon_that_goes_away_in_the_middle(
         took_s = time.monotonic() - start_s
         print(f"{fault}: {took_s:.2f} s, {answer.tiers}, {answer.usage.decision}")
         assert answer.tokens == right
-        assert took_s < 3, "nobody waited for the load's ten seconds"
+        assert took_s < 5, "nobody waited for the load's ten seconds"
         shim.clear()
         standstill.close()
         if fault == "killed":

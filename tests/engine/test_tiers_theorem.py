@@ -16,10 +16,10 @@ from kvtier.transfer.shm import attach
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached
 from tests.engine.models import Reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(600)]
 
-NUM_TOKENS = 16
-NUM_BLOCKS = 10
+NUM_TOKENS = 8
+NUM_BLOCKS = 6
 PROMPT_TOKENS = NUM_BLOCKS * BLOCK_TOKENS + 50
 FULL = NUM_BLOCKS * BLOCK_TOKENS
 SETTINGS = EngineSettings(pool_tokens=2048, block_tokens=BLOCK_TOKENS, is_poisoned=True)

@@ -15,7 +15,7 @@ from kvtier.core.admission import Rule
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import TierName
-from kvtier.observe import table
+from kvtier.observe import engine_table, table
 from kvtier.observe.metric import Metric
 from kvtier.tiers.base import HealthState, MissReason
 from kvtier.tiers.wrap.breaker import BreakerState
@@ -23,7 +23,12 @@ from kvtier.tiers.wrap.breaker import BreakerState
 SETTINGS = [
     (section, name) for section, model in section_models().items() for name in model.model_fields
 ]
-METRICS = [name for name in table.__all__ if name.isupper() and not name.endswith("_METRICS")]
+METRICS: dict[str, Metric] = {
+    name: getattr(module, name)
+    for module in (table, engine_table)
+    for name in module.__all__
+    if name.isupper() and not name.endswith("_METRICS")
+}
 
 
 @cache
@@ -58,7 +63,7 @@ def test_a_metric_is_recorded(name):
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_has_a_test(name):
-    row = getattr(table, name)
+    row = METRICS[name]
     named = re.compile(rf"\b({name}|{row.name}(_count|_sum|_bucket)?)\b")
     assert named.search(text_of_tests()), f"no test looks at {row.name}"
 
@@ -76,7 +81,7 @@ def recordings() -> Iterator[tuple[str, Metric, dict[str, ast.expr]]]:
             if node.func.attr == "set_one" and isinstance(node.args[1], ast.Constant):
                 labels[node.args[1].value] = node.args[2]
             if node.func.attr in {"add", "set", "set_one", "observe"}:
-                yield f"{module.name}:{node.lineno}", getattr(table, first.id), labels
+                yield f"{module.name}:{node.lineno}", METRICS[first.id], labels
 
 
 RECORDINGS = {f"{where} {row.name}": (row, labels) for where, row, labels in recordings()}
@@ -100,12 +105,12 @@ def test_closed_sets_are_those_of_the_code():
         (table.MISSED_BLOCKS, "fate", {*Fate}),
         (table.REFUSED_BLOCKS, "rule", {*Rule}),
         (table.DECISIONS, "reason", {*PlanReason}),
-        (table.REQUESTS, "outcome", {*Outcome}),
-        (table.PROMPT_TOKENS, "source", {*TierName, "computed"}),
+        (engine_table.REQUESTS, "outcome", {*Outcome}),
+        (engine_table.PROMPT_TOKENS, "source", {*TierName, "computed"}),
     ):
         assert set(dict(row.labels)[label]) == values, f"{row.name}: {label}"
 
 
 def test_every_metric_belongs_to_a_process():
-    exposed = {metric.name for metric in (*table.DAEMON_METRICS, *table.ENGINE_METRICS)}
-    assert exposed == {getattr(table, name).name for name in METRICS}
+    exposed = {metric.name for metric in (*table.DAEMON_METRICS, *engine_table.ENGINE_METRICS)}
+    assert exposed == {metric.name for metric in METRICS.values()}

@@ -74,7 +74,7 @@ class Users:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
-        self._thread.join(10)
+        self._thread.join(30)
         assert not self._thread.is_alive(), "a request did not end"
         self._engine.__exit__(kind, error, trace)
         if error is None and self._fault is not None:

@@ -17,8 +17,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from kvtier.testing.child import free_port
-
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 """What a client sends that traces its request."""
@@ -46,7 +44,7 @@ class Collector:
         finally:
             server.shutdown()
             server.server_close()
-            thread.join(10)
+            thread.join(30)
 
     @contextmanager
     def by_grpc(self) -> Iterator[Self]:
@@ -58,11 +56,9 @@ class Collector:
                 collector.take(request)
                 return ExportTraceServiceResponse()
 
-        port = free_port()
         server = grpc.server(ThreadPoolExecutor(2))
         add_TraceServiceServicer_to_server(Service(), server)
-        server.add_insecure_port(f"127.0.0.1:{port}")
-        self._listens(port, "grpc")
+        self._listens(server.add_insecure_port("127.0.0.1:0"), "grpc")
         server.start()
         try:
             yield self

@@ -1,5 +1,6 @@
 """An engine without a model: its blocks' bytes are a function of their identity."""
 
+import gc
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvtier.core.identity import (
 from kvtier.core.layout import KVLayout
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.testing.block import payload_of
+from kvtier.tiers.base import Removed
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 4
@@ -37,6 +39,12 @@ def key_space(
     )
 
 
+def num_arenas() -> int:
+    """Return how many mappings of daemons' arenas this process has, and somebody refers to."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:kvtier-arena")
+
+
 Prompt = int | tuple[int, ...]
 """One token again and again, or one token a block, of which there are at least ``num_blocks``."""
 
@@ -53,18 +61,26 @@ class PatternEngine:
         *,
         name: str = "pattern",
         can_split: bool = False,
+        drop: Callable[[], Removed | str] = Removed,
     ) -> None:
         self.space = space or key_space()
         self.tenant = tenant
         # Generous: these tests are about what is answered, others about when.
         self.deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
         self.client = Client(
-            socket_path, self.space, name, deadlines=self.deadlines, can_split=can_split
+            socket_path,
+            self.space,
+            name,
+            deadlines=self.deadlines,
+            can_split=can_split,
+            drop=drop,
         )
 
     def __enter__(self) -> Self:
         self.client.start()
-        assert self.client.wait_attached(10), "the client found its daemon"
+        if not self.client.wait_attached(30):
+            self.client.close()
+            raise AssertionError("the client did not find its daemon")
         return self
 
     def __exit__(

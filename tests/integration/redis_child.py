@@ -29,7 +29,7 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         once = Retry(NoBackoff(), 0)
-        return redis.Redis(port=self.port, socket_timeout=2, protocol=2, retry=once)
+        return redis.Redis(port=self.port, socket_timeout=10, protocol=2, retry=once)
 
     def _answers(self) -> bool:
         try:
@@ -37,5 +37,5 @@ class RedisServer:
                 return bool(client.ping())
         except (redis.AuthenticationError, redis.BusyLoadingError):
             return True
-        except redis.ConnectionError:
+        except (redis.ConnectionError, redis.TimeoutError):
             return False

@@ -57,7 +57,7 @@ class RedisCluster:
         """Return the reply of one node, or None where it does not answer."""
         once = Retry(NoBackoff(), 0)
         with (
-            redis.Redis(port=port, socket_timeout=0.5, protocol=2, retry=once) as client,
+            redis.Redis(port=port, socket_timeout=2, protocol=2, retry=once) as client,
             contextlib.suppress(redis.RedisError),
         ):
             return client.execute_command(*words)
@@ -65,7 +65,7 @@ class RedisCluster:
 
     def name(self, port: int) -> str:
         """Return how a node is called in its cluster."""
-        answer = self.ask(port, "CLUSTER MYID")
+        answer = await_true(lambda: self.ask(port, "CLUSTER MYID"), "a node tells its name")
         assert isinstance(answer, bytes)
         return answer.decode()
 
@@ -76,7 +76,7 @@ class RedisCluster:
 
     def slots(self, port: int) -> dict[tuple[int, int], int]:
         """Return which primary has which slots, as the node at ``port`` sees it."""
-        answer = self.ask(port, "CLUSTER SLOTS")
+        answer = await_true(lambda: self.ask(port, "CLUSTER SLOTS"), "a node tells its slots")
         assert isinstance(answer, list)
         return {(first, last): primary[1] for first, last, primary, *_ in answer}
 

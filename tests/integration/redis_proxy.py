@@ -32,7 +32,7 @@ class _Listener:
         _trace: TracebackType | None,
     ) -> None:
         self.is_over.set()
-        self._thread.join(10)
+        self._thread.join(30)
         self._listener.close()
         assert not self._thread.is_alive()
 
@@ -47,12 +47,17 @@ class Proxy(_Listener):
         self._servers: set[socket.socket] = set()
         self._silent: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
-        self.allowance_bytes: int | None = None
-        """How much more may come from the server, in all, before everything is silent."""
+        self._allowance_bytes: int | None = None
+        self._lock = threading.Lock()
 
     def silence(self) -> None:
         """Pass nothing on any more for the connections there are; new ones are not concerned."""
         self._silent |= set(self._peers)
+
+    def allow(self, num_bytes: int | None) -> None:
+        """Let so much more come from the server, in all, before everything is silent."""
+        with self._lock:
+            self._allowance_bytes = num_bytes
 
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -60,7 +65,7 @@ class Proxy(_Listener):
             for key, _ in self._selector.select(0.02):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
+                elif key.fileobj in self._peers:  # else it went with its peer just now
                     self._pass_on(key.fileobj)
         for one in [*self._peers]:
             one.close()
@@ -84,14 +89,21 @@ class Proxy(_Listener):
             return self._end(source)
         if source in self._silent:
             return None
-        if source in self._servers and self.allowance_bytes is not None:
-            passed = passed[: self.allowance_bytes]
-            self.allowance_bytes -= len(passed)
-            if not self.allowance_bytes:
-                self._silent |= {source, self._peers[source]}
+        if source in self._servers:
+            passed = self._allowed(source, passed)
         with contextlib.suppress(OSError):
             self._peers[source].sendall(passed)
         return None
+
+    def _allowed(self, server: socket.socket, passed: bytes) -> bytes:
+        with self._lock:
+            if self._allowance_bytes is None:
+                return passed
+            passed = passed[: self._allowance_bytes]
+            self._allowance_bytes -= len(passed)
+            if not self._allowance_bytes:
+                self._silent |= {server, self._peers[server]}
+        return passed
 
     def _end(self, one: socket.socket) -> None:
         for each in (one, self._peers[one]):

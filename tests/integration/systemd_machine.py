@@ -73,15 +73,18 @@ class Machine:
     """A booted machine; ``root`` is the way into its files from here."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self._enter = ("nsenter", "--target", str(pid), "--root", "--wd=/", *NAMESPACES)
         self.root = Path(f"/proc/{pid}/root")
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run a command within, as root."""
-        enter = ("nsenter", "--target", str(self._pid), "--root", "--wd=/", *NAMESPACES)
         return subprocess.run(
-            [*enter, *command], capture_output=True, text=True, check=False, timeout=60
+            [*self._enter, *command], capture_output=True, text=True, check=False, timeout=60
         )
+
+    def begin(self, *command: str) -> Child:
+        """Start a command within, as root; its log lies among the machine's files."""
+        return Child([*self._enter, *command], self.root / "run/begun.log")
 
     def systemctl(self, *words: str) -> str:
         done = self.run("systemctl", *words)
@@ -94,7 +97,9 @@ class Machine:
 
     def configure(self, settings: str, **drop_in: str) -> None:
         """Write the configuration, and settings of the unit's [Service] section beside its own."""
-        (self.root / "etc/kvtier/kvtier.toml").write_text(settings)
+        file = self.root / "etc/kvtier/kvtier.toml"
+        file.write_text(settings)
+        file.chmod(0o644)  # whatever an earlier test has left
         folder = self.root / "etc/systemd/system/kvtier.service.d"
         folder.mkdir(exist_ok=True)
         lines = {"StandardError": "append:/run/kvtier.log"} | drop_in

@@ -18,7 +18,7 @@ from typing import Any, Self
 import pyte
 
 _START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 60.0
 _LOOK_S = 0.05
 
 

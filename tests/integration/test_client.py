@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.client.link import OwnTier, open_link
+from kvtier.client.link import open_link
+from kvtier.client.terms import OwnTier
 from kvtier.client.wire import PROTOCOL
 from kvtier.core.identity import NO_TENANT, KeySpace, hash_blocks, tenant_digest
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
@@ -24,7 +25,13 @@ from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
-from tests.integration.pattern import BLOCK_BYTES, PatternEngine, in_threads, key_space
+from tests.integration.pattern import (
+    BLOCK_BYTES,
+    PatternEngine,
+    in_threads,
+    key_space,
+    num_arenas,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -138,13 +145,13 @@ def test_a_block_that_is_not_what_its_checksum_says_never_spreads(shared: Served
         chain = pb.Chain(tenant=NO_TENANT, hashes=b"".join(engine.chain(6, 4)))
         with stub_of(shared) as stub:
             granted = stub.PrepareStore(
-                pb.PrepareStoreRequest(session=link.session, chain=chain), timeout=5
+                pb.PrepareStoreRequest(session=link.session, chain=chain), timeout=20
             )
             assert len(granted.indexes) == 4
             complete = pb.CompleteStoreRequest(
                 session=link.session, lease=granted.lease, checksums=bytes(64)
             )
-            assert stub.CompleteStore(complete, timeout=5).stored_blocks == 4
+            assert stub.CompleteStore(complete, timeout=20).stored_blocks == 4
         tiers = shared.await_idle()["tiers"]
         assert tiers["ssd"]["blocks"] == 0
         assert tiers["cpu"]["blocks"] == 0
@@ -235,7 +242,7 @@ def test_a_handshake_that_proves_nothing(
     }
     with stub_of(shared) as stub:
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Register(pb.RegisterRequest(**(fields | changes)), timeout=5)
+            stub.Register(pb.RegisterRequest(**(fields | changes)), timeout=20)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert said in caught.value.details()
     attachment.close()
@@ -261,14 +268,14 @@ def test_calls_that_make_no_sense_are_refused(shared: Served) -> None:
         }
         for name, request in wrong.items():
             with pytest.raises(grpc.RpcError) as caught:
-                stub.Lookup(request, timeout=5)
+                stub.Lookup(request, timeout=20)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Lookup(pb.LookupRequest(session="nobody"), timeout=5)
+            stub.Lookup(pb.LookupRequest(session="nobody"), timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
             stub.CompleteStore(
-                pb.CompleteStoreRequest(session=session, lease=1, checksums=bytes(15)), timeout=5
+                pb.CompleteStoreRequest(session=session, lease=1, checksums=bytes(15)), timeout=20
             )
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert engine.store(8) == 4, "the daemon goes on"
@@ -331,7 +338,7 @@ def hang(*_):
     import signal
     signal.pause()
 
-with PatternEngine(Path({socket!r}), deadlines=ClientDeadlines(5, 0.5, 5, 0.1)) as engine:
+with PatternEngine(Path({socket!r}), deadlines=ClientDeadlines(5, 2, 5, 0.1)) as engine:
     if {what!r} == "store":
         engine.client.store(engine.tenant, engine.chain(20, 8), 0, hang)
     else:
@@ -360,7 +367,7 @@ def test_a_killed_client_lets_go_of_everything(shared: Served, what: str) -> Non
             assert [e["pid"] for e in held["engines"]].count(child.pid) == 1
             start_s = time.monotonic()
             child.kill()
-            status = shared.await_idle(2)
+            status = shared.await_idle()
             print(f"free again after {time.monotonic() - start_s:.3f} s")
         assert status["tiers"]["cpu"]["used_bytes"] == idle, "its slots are free again"
         assert child.pid not in [e["pid"] for e in status["engines"]]
@@ -373,19 +380,19 @@ def test_a_killed_client_lets_go_of_everything(shared: Served, what: str) -> Non
 
 def test_a_client_that_hangs_loses_its_lease_and_holds_up_nobody(node: Served) -> None:
     with node.daemon(daemon__lease="300ms"), ExitStack() as stack:
-        quick = ClientDeadlines(5, 0.5, 5, 0.1)
-        engine = stack.enter_context(PatternEngine(node.socket, deadlines=quick))
+        quick = ClientDeadlines(5, 2, 5, 0.1)
+        engine = stack.enter_context(PatternEngine(node.socket))
         hung = stack.enter_context(PatternEngine(node.socket, deadlines=quick))
         engine.store(30, 8)
         node.await_idle()
         blocks = hung.client.load(hung.tenant, hung.chain(30, 8), 0)
         next(blocks)
         assert node.stat()["pins"] == 8
-        assert node.await_idle(5)["leases"] == 0, "its time was up"
+        assert node.await_idle()["leases"] == 0, "its time was up"
         assert engine.load(30, 8) == (["cpu"] * 8, "complete")
         with pytest.raises(DaemonUnavailable, match="lease ran out"):
             next(blocks)
-        assert hung.client.wait_attached(5)
+        assert hung.client.wait_attached(30)
 
 
 def test_a_stopped_client_process_loses_its_lease(node: Served) -> None:
@@ -428,9 +435,9 @@ def test_a_daemon_that_comes_back_is_joined_again(node: Served) -> None:
         for call in (engine.lookup, engine.load, engine.store):
             with pytest.raises(DaemonUnavailable):
                 call(40)
-        assert time.monotonic() - start_s < 0.1, "calls fail at once"
+        assert time.monotonic() - start_s < engine.deadlines.lookup_s, "calls fail at once"
         with node.daemon():
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             assert engine.client.session != session
             assert engine.load(40) == (["ssd"] * 4, "complete")
             assert engine.store(41) == 4
@@ -449,14 +456,16 @@ def test_a_daemon_killed_during_a_load(node: Served) -> None:
             list(blocks)
         assert time.monotonic() - start_s < 5
         with node.daemon():
-            assert engine.client.wait_attached(10)
+            assert engine.client.wait_attached(30)
             tiers, _ = engine.load(42, 64)
             print(f"{len(tiers)} blocks had reached the SSD")
 
 
 @pytest.mark.parametrize("what", ["lookup", "load", "store"])
 def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) -> None:
-    deadlines = ClientDeadlines(0.3, 0.5, 0.5, 2.0)
+    limit_s, others_s = 0.5, 10.0
+    waits = {name: limit_s if name == what else others_s for name in ("lookup", "load", "store")}
+    deadlines = ClientDeadlines(*waits.values(), reconnect_s=2.0)
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=deadlines) as engine:
         engine.store(43)
         calls: dict[str, Callable[[int], object]] = {
@@ -464,27 +473,25 @@ def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) 
             "load": engine.load,
             "store": engine.store,
         }
-        limit_s = {"lookup": 0.3, "load": 0.5, "store": 0.5}[what]
         with daemon.stopped():
             start_s = time.monotonic()
             with pytest.raises(DaemonUnavailable):
                 calls[what](43 if what != "store" else 44)
             took_s = time.monotonic() - start_s
             print(f"{what} ended after {took_s:.2f} s")
-            assert limit_s <= took_s < limit_s + 1
+            assert limit_s <= took_s < others_s / 2
             start_s = time.monotonic()
             for call in calls.values():
                 with pytest.raises(DaemonUnavailable):
                     call(43)
-            assert time.monotonic() - start_s < 0.1, "the next ones do not wait"
+            assert time.monotonic() - start_s < others_s / 2, "the next ones do not wait"
 
         def works() -> bool:
             with suppress(DaemonUnavailable):
-                return engine.load(43) == (["cpu"] * 4, "complete")
+                return engine.load(43) == (["cpu"] * 4, "complete") and engine.store(44) == 4
             return False
 
         await_true(works, "the client uses the daemon again")
-        assert engine.store(44) == 4
         assert node.await_idle()["pins"] == 0
 
 
@@ -502,9 +509,9 @@ def test_an_engine_that_did_not_empty_its_tier_is_asked_again(
     client = Client(shared.socket, key_space(), "busy", drop=drop)
     client.start()
     try:
-        assert client.wait_attached(10)
+        assert client.wait_attached(30)
         (late,) = shared.drop_now("gpu", deadline_ms=500)
-        assert "no answer" in late.error
+        assert "no answer" in late.keeping[0].why
         is_busy = False
         (done,) = shared.drop_now("gpu", deadline_ms=8000)
         assert (done.blocks, done.bytes, done.error) == (3, 300, "")
@@ -524,7 +531,7 @@ def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Ser
     client = Client(shared.socket, key_space(), "late", deadlines=deadlines, own_tier=own_tier)
     client.start()
     try:
-        assert client.wait_attached(10)
+        assert client.wait_attached(30)
 
         def told() -> bool:
             return 777 in (each["gpu_used_bytes"] for each in shared.stat()["engines"])
@@ -532,6 +539,29 @@ def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Ser
         await_true(told, "its reports go on")
     finally:
         client.close()
+
+
+def test_an_arena_that_outlives_its_daemon_goes_with_its_last_copy(
+    node: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.05)
+    num_before = num_arenas()
+    with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+        assert engine.store(48, 8) == 8
+        blocks = engine.client.load(engine.tenant, engine.chain(48, 8), 0)
+        payload = getattr(next(blocks), "payload", b"")
+        before = bytes(payload)
+        daemon.kill()
+        await_true(lambda: "the arena is in use still" in caplog.text, "a copy is under way")
+        with node.daemon():
+            assert engine.client.wait_attached(30), "which holds up no later session"
+            assert engine.store(48, 8) == 8
+            assert bytes(payload) == before
+            assert num_arenas() == num_before + 2
+            del payload
+            blocks.close()
+            await_true(lambda: num_arenas() == num_before + 1, "its memory is free again")
+    await_true(lambda: num_arenas() == num_before, "and that of the other")
 
 
 def test_a_client_closes_whatever_the_daemon_does(node: Served) -> None:

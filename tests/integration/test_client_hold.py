@@ -81,7 +81,10 @@ def test_what_is_corrupt_is_not_held_and_is_told_of(node: Served) -> None:
         assert node.metric("kvtier_miss_blocks_total", tier="cpu", reason="checksum") == 1
 
 
-def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(node: Served) -> None:
+def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(
+    node: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 60)
     daemon = node.daemon()
     with daemon, PatternEngine(node.socket) as engine:
         engine.store(1)
@@ -91,7 +94,7 @@ def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(node: Served) -
         await_true(lambda: not engine.client.is_attached, "it is noticed")
         with node.daemon():
             start_s = time.monotonic()
-            assert engine.client.wait_attached(4), "less than what calls under way are waited for"
+            assert engine.client.wait_attached(30), "sooner than calls under way would be given up"
             print(f"attached again after {time.monotonic() - start_s:.2f} s")
             held.release()  # to one that is gone
             engine.store(2)
@@ -99,7 +102,8 @@ def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(node: Served) -
 
 
 def test_a_daemon_that_hangs_is_waited_for_no_longer_than_said(node: Served) -> None:
-    with node.daemon() as daemon, PatternEngine(node.socket) as engine:
+    deadlines = ClientDeadlines(5, 10, 10, reconnect_s=30)
+    with node.daemon() as daemon, PatternEngine(node.socket, deadlines=deadlines) as engine:
         engine.store(1)
         held = hold(engine, 1)
         with daemon.stopped():
@@ -107,14 +111,14 @@ def test_a_daemon_that_hangs_is_waited_for_no_longer_than_said(node: Served) -> 
             with pytest.raises(DaemonSlow):
                 engine.client.hold(engine.tenant, engine.chain(1, 4), 0, timeout_s=0.3)
             held.release()
-            assert time.monotonic() - start_s < 2
+            assert time.monotonic() - start_s < 5
             with pytest.raises(DaemonUnavailable, match="a moment ago"):
                 hold(engine, 1)
         node.await_idle()  # both leases are gone: one was released, of the other nobody heard
 
 
 def test_a_lease_ends_by_itself(node: Served) -> None:
-    deadlines = ClientDeadlines(5, 0.5, 5, 0.1)
+    deadlines = ClientDeadlines(5, 2, 5, 0.1)
     with (
         node.daemon(daemon__lease="300ms"),
         PatternEngine(node.socket, deadlines=deadlines) as engine,
@@ -123,7 +127,7 @@ def test_a_lease_ends_by_itself(node: Served) -> None:
         node.await_idle()
         held = hold(engine, 1)
         assert tiers(held)
-        node.await_idle(5)
+        node.await_idle()
         assert time.monotonic() > held.good_until_s, "the daemon kept it for as long as said"
         held.release()
 
@@ -133,5 +137,5 @@ def test_a_client_that_ends_lets_go_of_what_it_holds(node: Served) -> None:
         with PatternEngine(node.socket) as engine:
             engine.store(1)
             held = hold(engine, 1)
-        node.await_idle(5)
+        node.await_idle()
         held.release()

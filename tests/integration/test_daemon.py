@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvtier.testing.child import Child, free_port, kvtier_command, work_directory
@@ -36,8 +37,9 @@ def refusal(node: Served, command: str = "serve", **changes: str | int) -> str:
 
 def test_it_is_ready_in_about_a_second_and_loads_no_torch(node: Served) -> None:
     with node.daemon() as daemon:
-        print(f"ready after {time.monotonic() - daemon.started_s:.2f} s")
-        assert time.monotonic() - daemon.started_s < 10, "even on a machine that is busy"
+        took = psutil.Process(daemon.pid).cpu_times()
+        print(f"ready after {time.monotonic() - daemon.started_s:.2f} s, {took}")
+        assert took.user + took.system < 4, "on a machine that is busy it takes longer, not more"
         maps = Path(f"/proc/{daemon.pid}/maps").read_text()
         assert "torch" not in maps
         assert "transformers" not in maps
@@ -146,7 +148,7 @@ def test_an_http_port_in_use_is_refused_soon(node: Served) -> None:
         said = refusal(node, **other)
         assert said.startswith("http.listen: ")
         assert "in use" in said
-        assert time.monotonic() - start_s < 8, "nothing is waited for"
+        assert time.monotonic() - start_s < 20, "nothing is waited for"
     with node.daemon(), node.daemon(**other, http__listen=f"127.0.0.1:{free_port()}"):
         assert node.stat()["tiers"]["ssd"]["state"] == "up"
 

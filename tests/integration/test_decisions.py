@@ -29,7 +29,7 @@ from tests.engine.models import Reference, load_tiny
 from tests.integration.in_process import running
 from tests.integration.pattern import PatternEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 NUM_BLOCKS = 8
 DECIDED_S = 60.0

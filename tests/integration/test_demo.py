@@ -55,11 +55,13 @@ def demo(work: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str
     )
 
 
-def left_running(work: Path) -> list[int]:
+def left_running(work: Path, option: str = "") -> list[int]:
+    """Processes that were started with something in ``work``, and with an option."""
     return [
         running.pid
         for running in psutil.process_iter(["cmdline"])
         if any(str(work) in word for word in running.info["cmdline"] or [])
+        and (not option or option in running.info["cmdline"])
     ]
 
 
@@ -94,18 +96,26 @@ def test_every_tier_serves_and_nothing_is_left(tiny_model, document, work, redis
     assert f"the document has {len(TEXT)} characters" in done.stderr, "it was cut, and said so"
     assert not list(work.iterdir())
     assert not left_running(work)
-    with redis.Redis.from_url(redis_server) as server:
+    with redis.Redis.from_url(redis_server, socket_timeout=60) as server:
         assert not server.keys("kvtier-demo-*")
 
 
-def test_an_interrupt_leaves_nothing(tiny_model, document, work):
+def test_an_interrupt_leaves_nothing(tiny_model, document, work, tmp_path):
     command = kvtier_command("demo", "--model", str(tiny_model), "--document", str(document))
-    with Child(command, work.parent / "log", {"TMPDIR": str(work)}) as child:
+    with Child(command, tmp_path / "log", {"TMPDIR": str(work)}) as child:
         await_true(lambda: list(work.glob("*/k.sock")), "the daemon is there", 60)
         child.send(signal.SIGINT)
         assert child.wait(60) == 130
     assert not list(work.iterdir())
     assert not left_running(work)
+
+
+def test_what_it_started_ends_with_a_demo_that_is_killed(tiny_model, document, work, tmp_path):
+    command = kvtier_command("demo", "--model", str(tiny_model), "--document", str(document))
+    with Child(command, tmp_path / "log", {"TMPDIR": str(work)}) as child:
+        await_true(lambda: left_running(work, "--supervised"), "both were started", 60)
+        child.kill()
+    await_true(lambda: not left_running(work), "both have ended", 30)
 
 
 class Forgetful(Product):
@@ -138,8 +148,8 @@ def test_a_tier_that_does_not_serve_is_a_problem(tiny_model, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_bad_input_gets_one_line(arguments, field, words, tiny_model, document, work):
-    picture, short = work.parent / "picture", work.parent / "short"
+def test_bad_input_gets_one_line(arguments, field, words, tiny_model, document, work, tmp_path):
+    picture, short = tmp_path / "picture", tmp_path / "short"
     picture.write_bytes(b"\x89PNG\xff\xfe")
     short.write_text("Hello.")
     given = [word.format(picture=picture, short=short) for word in arguments]
@@ -156,9 +166,9 @@ def test_bad_input_gets_one_line(arguments, field, words, tiny_model, document, 
 @pytest.mark.long
 @pytest.mark.model
 def test_the_real_model_and_document(work, document, demo_model):
-    """The first part of its document: all of it takes a core ten minutes beside other tests."""
+    """The beginning of its document: all of it takes a core ten minutes beside other tests."""
     whole = (Path(kvtier.__file__).parents[1] / "docs" / "architecture.md").read_text()
-    document.write_text(whole[:10_000])
+    document.write_text(whole[:4_000])
     done = demo(work, "--model", demo_model, "--document", document, "--json")
     print(done.stderr, done.stdout, file=sys.stderr)
     assert done.returncode == 0

@@ -146,11 +146,11 @@ def failed_check(scene: Scene) -> tuple[Any, int]:
     with grpc.insecure_channel(f"unix:{scene.node.socket}") as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         prepare = engine_pb2.PrepareStoreRequest(session=link.session, chain=chain)
-        granted = stub.PrepareStore(prepare, timeout=5)
+        granted = stub.PrepareStore(prepare, timeout=20)
         complete = engine_pb2.CompleteStoreRequest(
             session=link.session, lease=granted.lease, checksums=bytes(64)
         )
-        stub.CompleteStore(complete, timeout=5)
+        stub.CompleteStore(complete, timeout=20)
     engine.load(9, 4)
     scene.node.await_idle()
     link.close()
@@ -323,12 +323,12 @@ def test_what_did_not_come_in_time_is_told() -> None:
         engine.store(21, 4)
         node.await_idle()
         node.drop("cpu")
-        with scene.shim.suffering({Call.READ: delay(1000)}):
+        with scene.shim.suffering({Call.READ: delay(2500)}):
             plan = engine.ask(21, 4, Traits(request_id="late")).plan
             assert plan is not None
             items = list(
                 engine.client.load(
-                    NO_TENANT, engine.chain(21, 4), 0, decision=plan.decision, timeout_s=0.3
+                    NO_TENANT, engine.chain(21, 4), 0, decision=plan.decision, timeout_s=2
                 )
             )
             assert items == ["late"]
@@ -421,14 +421,14 @@ def test_a_request_that_nobody_knows(common: Scene) -> None:
 def test_a_question_that_makes_no_sense(
     common: Scene, request_fields: dict[str, Any], named: str
 ) -> None:
-    with open_operator(common.node.socket, 5) as stub:
+    with open_operator(common.node.socket, 20) as stub:
         calls: list[Callable[[], object]] = [
-            lambda: stub.Explain(pb.ExplainRequest(**request_fields), timeout=5)
+            lambda: stub.Explain(pb.ExplainRequest(**request_fields), timeout=20)
         ]
         if "unsalted" not in request_fields:
             calls += [
-                lambda: stub.Pin(pb.PinRequest(**request_fields), timeout=5),
-                lambda: stub.Warm(pb.WarmRequest(**request_fields), timeout=5),
+                lambda: stub.Pin(pb.PinRequest(**request_fields), timeout=20),
+                lambda: stub.Warm(pb.WarmRequest(**request_fields), timeout=20),
             ]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -444,26 +444,26 @@ def test_a_chain_is_pinned_warmed_and_let_go(common: Scene) -> None:
     node.await_idle()
     space, hashes = engine.space.digest, b"".join(engine.chain(26, 6))
     chain = engine_pb2.Chain(tenant=NO_TENANT, hashes=hashes)
-    with open_operator(node.socket, 5) as stub:
-        kept = stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=60), timeout=5)
+    with open_operator(node.socket, 20) as stub:
+        kept = stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=60), timeout=20)
         assert kept.blocks >= 4
         await_true(lambda: node.stat()["policy"]["retained_bytes"] >= 4 * 8192, "they are kept")
         node.drop("cpu")
-        warmed = stub.Warm(pb.WarmRequest(key_space=space, chain=chain), timeout=5)
+        warmed = stub.Warm(pb.WarmRequest(key_space=space, chain=chain), timeout=20)
         assert warmed.ready_blocks + warmed.coming_blocks == 4, warmed
         await_true(lambda: engine.lookup(26, 4)[0] == ["cpu"] * 4, "they are brought up")
-        stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=0), timeout=5)
+        stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=0), timeout=20)
         assert node.stat()["policy"]["retained_bytes"] == 0
         with pytest.raises(grpc.RpcError, match="ttl_s"):
-            stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=2**32 - 1), timeout=5)
+            stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=2**32 - 1), timeout=20)
 
 
 def test_a_tier_is_measured_on_demand(common: Scene) -> None:
-    with open_operator(common.node.socket, 5) as stub:
+    with open_operator(common.node.socket, 20) as stub:
         told = json.loads(stub.Probe(pb.ProbeRequest(), timeout=60).json)
         assert "ssd" in told["tiers"], told
         with pytest.raises(grpc.RpcError, match="none"):
-            stub.Probe(pb.ProbeRequest(tiers=[99]), timeout=5)
+            stub.Probe(pb.ProbeRequest(tiers=[99]), timeout=20)
     route = common.node.stat()["cost"]["routes"]["ssd_to_cpu"]
     assert route["samples"] > 0
     assert route["bytes_per_s"] > 0

@@ -44,6 +44,7 @@ def running(
     limits: ServerLimits | None = None,
     notes: Notes | None = None,
     model: ByteChatModel | None = None,
+    grace_s: float = 1,
 ) -> Iterator[tuple[FakeEngineService, HttpServer]]:
     with FakeEngineService(script, capacity=capacity) as engine:
         app = create_app(
@@ -53,7 +54,7 @@ def running(
             limits=limits,
             observer=notes,
         )
-        with serve(app, "127.0.0.1", 0, grace_seconds=1) as server:
+        with serve(app, "127.0.0.1", 0, grace_seconds=grace_s) as server:
             yield engine, server
 
 
@@ -235,7 +236,7 @@ def test_a_client_that_reads_nothing_is_given_up():
 
 
 def test_a_server_that_stops_lets_answers_end():
-    with running(pausing) as (engine, server):
+    with running(pausing, grace_s=20) as (engine, server):
         client = connect(server, max_tokens=5)
         assert engine.wait_until(lambda e: len(e.requests) == 1)
         engine.resume()

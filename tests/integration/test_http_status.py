@@ -35,7 +35,7 @@ def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
         yield loop
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(30)
         loop.close()
 
 
@@ -161,8 +161,8 @@ def test_a_crowd_costs_one_document(monkeypatch):
     with loop_thread() as loop, page(make, loop) as client, ThreadPoolExecutor(16) as crowd:
         # Held up meanwhile, so that all of them wait for the same answer.
         begun, held = threading.Event(), threading.Event()
-        loop.call_soon_threadsafe(lambda: (begun.set(), held.wait(10)))
-        assert begun.wait(10)
+        loop.call_soon_threadsafe(lambda: (begun.set(), held.wait(60)))
+        assert begun.wait(30)
         replies = [crowd.submit(client.get, "/status.json") for _ in range(16)]
         held.set()
         assert {reply.result(20).status_code for reply in replies} == {200}
@@ -179,13 +179,13 @@ def test_a_loop_that_hangs_is_asked_once_and_said_to():
 
     with loop_thread() as loop, page(make, loop) as client, ThreadPoolExecutor(8) as crowd:
         held = threading.Event()
-        loop.call_soon_threadsafe(held.wait, 20)
+        loop.call_soon_threadsafe(held.wait, 60)
         replies = [crowd.submit(client.get, "/status.json") for _ in range(8)]
-        for reply in (each.result(20) for each in replies):
+        for reply in (each.result(40) for each in replies):
             assert reply.status_code == 503
-            assert reply.elapsed.total_seconds() < 8
+            assert reply.elapsed.total_seconds() < 20
             message = reply.json()["error"]["message"]
-            assert re.fullmatch(r"the daemon's loop has not answered for \d s", message)
+            assert re.fullmatch(r"the daemon's loop has not answered for \d+ s", message)
         assert client.get("/healthz").status_code == 200
         assert not made
         held.set()

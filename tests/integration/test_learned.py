@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.cli.main import main
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.daemon.learned import FILE_NAME
 from kvtier.testing.child import await_true, work_directory
@@ -143,6 +145,34 @@ def learned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = tmp_path_factory.mktemp("learned") / FILE_NAME
         copy.write_bytes(file_of(node).read_bytes())
     return copy
+
+
+def test_a_disk_that_is_attached_brings_what_was_learned_where_nothing_is_known(
+    node: Served, learned_once: Path
+) -> None:
+    to = ("ssd", "--connect", str(node.socket))
+
+    def learned() -> dict[str, float]:
+        (engine,) = node.stat()["cost"]["engines"].values()
+        return engine
+
+    with node.daemon() as daemon:
+        assert main(["tier", "detach", *to]) == 0
+        shutil.copy(learned_once, file_of(node))
+        assert main(["tier", "attach", *to]) == 0
+        assert learned()["tokens_per_s"] > 0
+        with PatternEngine(node.socket) as engine:
+            engine.client.note_steps(STEPS, EngineLoad())
+            await_true(lambda: samples(node) >= len(STEPS), "this run learns its own")
+            assert main(["tier", "detach", *to]) == 0
+            shutil.copy(learned_once, file_of(node))
+            own = learned()
+            assert main(["tier", "attach", *to]) == 0
+            assert learned()["samples"] >= own["samples"], "what is newer stays"
+        first, second = re.findall(r"on this disk before.* of=(.*) not_of=(.*)", daemon.log)
+        assert "cost" in first[0]
+        assert "cost" in second[1]
+        assert daemon.stop() == 0
 
 
 FULL = {

@@ -69,7 +69,7 @@ def attached_client(node: Served, own: OwnTier) -> Iterator[Client]:
     client = Client(node.socket, key_space("other"), "other", own_tier=lambda: own)
     client.start()
     try:
-        assert client.wait_attached(10)
+        assert client.wait_attached(30)
         yield client
     finally:
         client.close()
@@ -189,7 +189,7 @@ def test_a_scrape_is_answered_while_the_loop_is_held_up(directory: Path) -> None
     }
     with running(load_config(None, settings, {}), make):
         loops[0].call_soon_threadsafe(hold)
-        assert held.wait(10)
+        assert held.wait(30)
         try:
             for path in ("/metrics", "/healthz", "/readyz"):
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)

@@ -133,20 +133,22 @@ def test_every_size_is_written_and_read_alone_and_together() -> None:
 
 
 def test_what_is_measured_is_what_the_medium_takes() -> None:
-    def seconds_at(bytes_per_s: float) -> float:
+    def seconds_at(bytes_per_s: float, most_s: float) -> float:
+        """Return the shortest time: what a busy machine adds is none of the medium's."""
         taken: list[float] = []
 
         async def scenario(bench: Bench) -> None:
-            await bench.prober().probe()
-            taken.extend(bench.planner.reads(1 << 20))
+            while min(taken, default=most_s) >= most_s and len(taken) < 40:
+                await bench.prober().probe()
+                taken.extend(bench.planner.reads(1 << 20))
 
         run(ThrottleTier(MemoryTier(64 * MIB), bytes_per_s, 0.002), scenario)
         return min(taken)
 
-    slow_s, fast_s = seconds_at(20 * MIB), seconds_at(200 * MIB)
+    slow_s, fast_s = seconds_at(20 * MIB, 0.078), seconds_at(200 * MIB, 0.014)
     print(f"1 MiB at 20 and 200 MiB/s: {slow_s * 1e3:.1f} and {fast_s * 1e3:.1f} ms")
-    assert slow_s == pytest.approx(0.052, rel=0.5)
-    assert fast_s == pytest.approx(0.007, rel=1.0)
+    assert 0.05 <= slow_s < 0.078
+    assert 0.005 <= fast_s < 0.014
 
 
 def test_a_slow_tier_is_measured_as_far_as_it_goes_in_short_time() -> None:

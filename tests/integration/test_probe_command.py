@@ -12,7 +12,7 @@ from kvtier.testing.served import Served
 from tests.integration.pattern import PatternEngine
 from tests.shim.storage import Call, StorageShim, delay
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 Scene = tuple[Served, StorageShim, Child]
 
@@ -61,7 +61,7 @@ def test_one_that_is_interrupted_leaves_nothing(scene: Scene, number: signal.Sig
         with probe(node, "interrupted") as child:
             await_true(lambda: written(node) > before, "it measures", 60)
             child.send(number)
-            assert child.wait(10) == (130 if number is signal.SIGINT else -9)
+            assert child.wait() == (130 if number is signal.SIGINT else -9)
             assert "Traceback" not in child.log
         assert engine.load(1) == (["cpu"] * 4, "complete"), "others are served meanwhile"
         shim.clear()

@@ -21,13 +21,14 @@ from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.remote.link import Link
 from tests.integration.redis_child import RedisServer
 from tests.integration.redis_proxy import Liar, Proxy
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 TIMEOUT_S = 0.3
-SLACK_S = 0.7
+SLACK_S = 3.0
 """What a call may take beyond its time on a machine that other tests keep busy."""
 
 OPTIONS = RemoteOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10)
@@ -109,11 +110,11 @@ def test_a_frozen_server(server: RedisServer, child: Child) -> None:
 
 def test_a_call_without_time_says_nothing_of_the_server(server: RedisServer, child: Child) -> None:
     block = make_block(1)
-    with opened(server.url) as tier, server.client() as client:
+    with opened(server.url) as tier:
         store(tier, block)
-        client.client_pause(200)
-        assert isinstance(fails(tier, block, 0.03), TierTimeout)
-        assert tier.health() == Health()
+        with child.stopped():
+            assert isinstance(fails(tier, block, 0.03), TierTimeout)
+            assert tier.health() == Health()
         assert fetch(tier, block) == [None]
 
 
@@ -151,12 +152,12 @@ def test_half_an_answer_and_then_silence(server: RedisServer, child: Child) -> N
         store(tier, *blocks)
         for _ in range(12):
             reads = [read_of(block) for block in blocks]
-            proxy.allowance_bytes = dice.randrange(1, 450_000)
+            proxy.allow(dice.randrange(1, 450_000))
             started_s = time.monotonic()
             with pytest.raises(TierError):
                 tier.read(reads, within_ns(0.15))
             assert time.monotonic() - started_s < 0.15 + SLACK_S
-            proxy.allowance_bytes = None
+            proxy.allow(None)
             assert fetch(tier, *blocks) == [None] * 3
 
 
@@ -207,7 +208,7 @@ def test_garbage_about_who_is_who(form: str, answer: bytes) -> None:
                 tier.read([read_of(block)], within_ns(2))
         assert tier.health().state is HealthState.OUT
         num_connections = liar.num_connections
-        await_true(lambda: liar.num_connections > num_connections, "it is asked again", 5)
+        await_true(lambda: liar.num_connections > num_connections, "it is asked again")
 
 
 def test_a_server_that_trickles(server: RedisServer) -> None:
@@ -282,7 +283,7 @@ def test_a_server_busy_with_a_script(server: RedisServer) -> None:
         await_true(lambda: _is_busy(client), "the script runs")
         assert "busy with a script" in str(fails(tier, block))
         client.script_kill()
-        script.join(10)
+        script.join(30)
         await_back(tier, block)
 
 
@@ -371,11 +372,16 @@ def test_a_name_that_is_never_resolved(
         for _ in range(6):
             fails(tier, block)
         assert threading.active_count() - before <= OPTIONS.num_workers
-        started_s = time.monotonic()
         assert "connecting to it hangs" in str(fails(tier, block))
-        assert time.monotonic() - started_s < TIMEOUT_S, "at once"
+        assert min(_refused_s(tier, block) for _ in range(5)) < TIMEOUT_S, "at once"
         goes_on.set()
         store_when_back(tier, block)
+
+
+def _refused_s(tier: RemoteTier, block: BlockWrite) -> float:
+    started_s = time.monotonic()
+    fails(tier, block)
+    return time.monotonic() - started_s
 
 
 def store_when_back(tier: RemoteTier, block: BlockWrite) -> None:
@@ -384,33 +390,46 @@ def store_when_back(tier: RemoteTier, block: BlockWrite) -> None:
             return tier.write([block], soon()).outcomes == (WriteOutcome.STORED,)
         return False
 
-    await_true(is_stored, "it takes blocks", 5)
+    await_true(is_stored, "it takes blocks")
     assert fetch(tier, block) == [None]
 
 
 def test_closing_ends_calls_that_are_under_way(server: RedisServer, child: Child) -> None:
     block = make_block(1)
     patient = RemoteOptions(timeout_s=20)
-    with opened(server.url, patient) as tier, server.client() as client:
+    with opened(server.url, patient) as tier, ThreadPoolExecutor(1) as threads:
         store(tier, block)
-        client.client_pause(10_000)
-        with ThreadPoolExecutor(1) as threads:
+        with child.stopped():
             waiting = threads.submit(tier.read, [read_of(block)], soon())
-            await_true(lambda: _num_blocked(server) > 0, "the call waits for its answer")
-            started_s = time.monotonic()
+            await_true(lambda: _num_unread(server) > 0, "the call waits for its answer")
             tier.close()
-            assert isinstance(waiting.exception(5), TierError)
-            assert time.monotonic() - started_s < 1
+            assert isinstance(waiting.exception(10), TierError), "before the server goes on"
         with pytest.raises(TierError, match="closed"):
             fetch(tier, block)
 
 
-def _num_blocked(server: RedisServer) -> int:
+def test_a_call_that_begins_as_it_closes_fails(
+    server: RedisServer, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1)
+    with opened(server.url) as tier:
+        store(tier, block)
+
+        def close_meanwhile(_link: Link) -> bool:
+            tier.close()
+            return True
+
+        monkeypatch.setattr(Link, "is_alive", property(close_meanwhile))
+        with pytest.raises(TierError, match="closed"):
+            fetch(tier, block)
+
+
+def _num_unread(server: RedisServer) -> int:
     """Return how many connections to the server have bytes that it has not read."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     port = f":{server.port:04X}"
     rows = [line.split() for line in lines]
-    return sum(row[1].endswith(port) and row[3] == "01" for row in rows)
+    return sum(row[1].endswith(port) and not row[4].endswith(":00000000") for row in rows)
 
 
 def test_memory_stays_flat(server: RedisServer, child: Child) -> None:

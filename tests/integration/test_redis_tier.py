@@ -1,5 +1,6 @@
 """A remote tier that hangs, seen by a client: loads end in time, and nothing stays held."""
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tests.integration.redis_child import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
-DEADLINES = ClientDeadlines(5, 1.0, 5, 0.1)
+DEADLINES = ClientDeadlines(5, 2.0, 5, 0.1)
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def test_a_load_that_is_late_gives_what_came(
             assert engine.load(1, 8) == (["cpu"] * 4, "late")
             took_s = time.monotonic() - start_s
             print(f"ended after {took_s:.2f} s")
-            assert 0.5 < took_s < 1.5
-            assert node.stat()["leases"] == 0
+            assert 1.5 < took_s < DEADLINES.load_s + 2
+            await_true(lambda: node.stat()["leases"] == 0, "its lease is gone")
             assert engine.load(1, 4) == (["cpu"] * 4, "complete"), "others go on"
             assert engine.store(2, 4) == 4
             assert engine.load(2, 4) == (["cpu"] * 4, "complete")
@@ -69,20 +70,25 @@ def test_a_client_killed_while_its_blocks_are_read(
     with node.daemon(), PatternEngine(node.socket, deadlines=DEADLINES) as engine:
         store_half_above(node, engine)
         source = (
-            "import sys; from pathlib import Path\n"
+            "import signal, sys; from pathlib import Path\n"
             f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
             "from tests.integration.pattern import PatternEngine\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
             f"with PatternEngine(Path({str(node.socket)!r})) as engine:\n"
-            "    print('loading', flush=True)\n"
+            "    print('attached', flush=True)\n"
+            "    signal.sigwait({signal.SIGUSR1})\n"
             "    engine.load(1, 8)\n"
         )
         log_path = node.directory / "victim.log"
-        with Child([sys.executable, "-c", source], log_path) as victim, server[1].stopped():
-            await_true(lambda: node.stat()["leases"] == 1, "it waits for its blocks", 20)
-            assert node.stat()["pins"] == 8
-            victim.kill()
-            await_true(lambda: node.stat()["leases"] == 0, "its lease is gone", 2)
-            assert node.stat()["pins"] == 0
+        with Child([sys.executable, "-c", source], log_path) as victim:
+            victim.await_log("attached")
+            with server[1].stopped():  # which is found out within seconds, and then nobody waits
+                victim.send(signal.SIGUSR1)
+                await_true(lambda: node.stat()["leases"] == 1, "it waits for its blocks")
+                assert node.stat()["pins"] == 8
+                victim.kill()
+                await_true(lambda: node.stat()["leases"] == 0, "its lease is gone")
+                assert node.stat()["pins"] == 0
         node.await_idle()
         await_true(lambda: engine.load(1, 8)[1] == "complete", "its blocks are whole")
 

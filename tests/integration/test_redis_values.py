@@ -34,7 +34,7 @@ Open = Callable[[RemoteOptions], RemoteTier]
 
 @pytest.fixture
 def client(redis_server: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(redis_server) as client:
+    with redis.Redis.from_url(redis_server, socket_timeout=60) as client:
         client.flushall()
         yield client
 
@@ -93,6 +93,22 @@ def test_a_large_block_is_split_and_each_value_expires(opened: Open, client: red
     assert fetch(tier, block) == [None]
     assert tier.remove([block.header.block_hash], soon()).num_bytes == 200_000
     assert client.dbsize() == 0
+
+
+def test_a_block_is_there_for_others_only_once_all_of_it_is(
+    opened: Open, client: redis.Redis
+) -> None:
+    tier, block = opened(OPTIONS), make_block(1, 200_000)
+    client.config_set("slowlog-log-slower-than", 0)  # so that the server tells what it did
+    try:
+        client.slowlog_reset()
+        store(tier, block)
+        told = [entry["command"].split()[:2] for entry in client.slowlog_get(128)]
+    finally:
+        client.config_set("slowlog-log-slower-than", 10_000)
+    written = [words[1].decode() for words in reversed(told) if words[0] == b"SET"]
+    assert sorted(written) == sorted(keys_of(block))
+    assert written[-1] == keys_of(block)[0], "its head comes last"
 
 
 @pytest.mark.parametrize("extra_bytes", [-1, 0, 1])

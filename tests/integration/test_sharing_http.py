@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, complete, fetch
+from kvtier.testing.served import Served, complete, fetch, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -88,27 +88,28 @@ def test_the_same_answer_alone_and_from_every_tier(node: Served, tiny_folder: Pa
 
 def test_two_engines_share_and_one_may_die(node: Served, tiny_folder: Path) -> None:
     prompt = prompt_of(2)
-    with node.daemon():
-        first = node.start("engine", "--model", str(tiny_folder))
-        second, second_url = node.engine(tiny_folder)
-        with first, second:
-            first_url = first.await_log(r"kvtier: \S+ at (http://\S+)/v1")[1]
-            await_true(lambda: len(node.stat()["engines"]) == 2, "both are attached", 30)
-            cold = complete(first_url, prompt)
-            node.await_blocks("ssd", 5)
-            shared = complete(second_url, prompt)
-            assert (text_of(shared), served_by(shared)) == (text_of(cold), {"cpu": FULL})
-            abandon_stream(first_url, prompt_of(3, 900))
-            await_true(
-                lambda: "kvtier_requests_running 0.0" in fetch(f"{first_url}/metrics").decode(),
-                "the client has gone and its request with it",
-                20,
-            )
-            first.kill()
-            await_true(lambda: len(node.stat()["engines"]) == 1, "its session is over", 2)
-            assert node.await_idle(2)["pins"] == 0
-            again = complete(second_url, prompt)
-            assert text_of(again) == text_of(cold)
+    with (
+        node.daemon(),
+        node.start("engine", "--model", str(tiny_folder)) as first,
+        node.start("engine", "--model", str(tiny_folder)) as second,
+    ):
+        first_url, second_url = url_of(first), url_of(second)
+        await_true(lambda: len(node.stat()["engines"]) == 2, "both are attached", 30)
+        cold = complete(first_url, prompt)
+        node.await_blocks("ssd", 5)
+        shared = complete(second_url, prompt)
+        assert (text_of(shared), served_by(shared)) == (text_of(cold), {"cpu": FULL})
+        abandon_stream(first_url, prompt_of(3, 900))
+        await_true(
+            lambda: "kvtier_requests_running 0.0" in fetch(f"{first_url}/metrics").decode(),
+            "the client has gone and its request with it",
+            20,
+        )
+        first.kill()
+        await_true(lambda: len(node.stat()["engines"]) == 1, "its session is over")
+        assert node.await_idle()["pins"] == 0
+        again = complete(second_url, prompt)
+        assert text_of(again) == text_of(cold)
 
 
 def abandon_stream(url: str, prompt: list[int]) -> None:

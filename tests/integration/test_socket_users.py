@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from kvtier.api.rpc.operator import operator_door
-from kvtier.testing.child import await_true, kvtier_command, work_directory
+from kvtier.testing.child import kvtier_command, work_directory
 from kvtier.testing.served import Served
 from kvtier.transfer.shm import arena_socket
 from kvtier.v1 import operator_pb2 as pb
@@ -251,20 +251,6 @@ def test_a_bad_file_is_refused_before_anything_is_taken(node: Served, name: str)
 
 
 # Keys
-
-
-def test_keys_are_read_again_while_serving(node: Served) -> None:
-    keys = write_secret(node.directory / "keys", f"first {'a1' * 32}\n")
-    with node.daemon(seal__key_file=str(keys)) as daemon:
-        write_secret(keys, f"second {'b2' * 32}\nfirst {'a1' * 32}\n")
-        daemon.send(signal.SIGHUP)
-        daemon.await_log("keys read again")
-        write_secret(keys, "no key at all")
-        daemon.send(signal.SIGHUP)
-        daemon.await_log("level=error .*the keys stay as they were.*line 1 of")
-        await_true(lambda: node.stat()["pid"] == daemon.pid, "it serves on")
-        assert daemon.log.count("level=error") == 1
-        assert daemon.stop() == 0
 
 
 def test_a_daemon_without_keys_survives_the_signal(node: Served) -> None:

@@ -19,10 +19,10 @@ from tests.integration.asking import Users
 from tests.integration.pattern import PatternEngine
 from tests.unit.test_shown import SHOWN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>" + "n" * 40
-SHOWN_MS = 15_000
+SHOWN_MS = 30_000
 """Within a few seconds, also on a busy machine."""
 
 
@@ -33,6 +33,7 @@ def browser() -> Iterator[Browser]:
     if program is None:
         pytest.skip("no Chromium is installed")
     with sync_playwright() as playwright:
+        expect.set_options(timeout=SHOWN_MS)
         browser = playwright.chromium.launch(executable_path=program)
         yield browser
         browser.close()
@@ -70,7 +71,7 @@ class Watched:
         return asked
 
     def await_life(self, pattern: str) -> None:
-        expect(self.page.locator("#said")).to_have_text(re.compile(pattern), timeout=SHOWN_MS)
+        expect(self.page.locator("#said")).to_have_text(re.compile(pattern))
 
 
 @contextmanager
@@ -96,15 +97,15 @@ def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
         await_true(lambda: users.num_asked > 30, "requests were made")
         moving = page.locator("svg.flow.wide .moves.from-cpu")
         expect(moving.first).to_be_visible(timeout=SHOWN_MS)
-        expect(page.locator("#worth strong")).not_to_have_text("0 ms", timeout=SHOWN_MS)
+        expect(page.locator("#worth strong")).not_to_have_text("0 ms")
         before = page.locator("#worth strong").inner_text()
-        expect(page.locator("#worth strong")).not_to_have_text(before, timeout=SHOWN_MS)
+        expect(page.locator("#worth strong")).not_to_have_text(before)
     with opened(browser, node) as watched, PatternEngine(node.socket, name=HOSTILE) as engine:
         page = watched.page
         engine.ask(1, 4, Traits(request_id="cmpl-0123456789abcdef-0"))
-        expect(page.locator("#requests")).to_contain_text("cmpl-0123456789a…", timeout=SHOWN_MS)
+        expect(page.locator("#requests")).to_contain_text("cmpl-0123456789a…")
         told = node.await_idle()
-        expect(page.locator("#ends")).to_contain_text("pins 0", timeout=SHOWN_MS)
+        expect(page.locator("#ends")).to_contain_text("pins 0")
 
         def is_same() -> bool:
             rows = cells(page, "Tiers")
@@ -117,7 +118,7 @@ def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
                 ]
                 for tier in ("cpu", "ssd")
             ]
-            assert [row[1] for row in rows] == ["● up", "● up", "● up", "○ off"]
+            assert [row[1] for row in rows] == ["◇ untold", "● up", "● up", "○ off"]
             held = f"{shown_bytes(told['tiers']['cpu']['used_bytes'])} of 1 MiB"
             return [row[3:] for row in rows[1:3]] == expected and rows[1][2] == held
 
@@ -179,7 +180,7 @@ def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: Served, scheme:
     ):
         engine.ask(2, 4, Traits(request_id="x" * 120))
         page = watched.page
-        expect(page.locator("#requests")).to_contain_text("x" * 16 + "…", timeout=SHOWN_MS)
+        expect(page.locator("#requests")).to_contain_text("x" * 16 + "…")
         for width in (1280, 1040, 1000, 720, 360):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -56,7 +56,7 @@ def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) 
 
             os.kill(first, signal.SIGKILL)
             serve.await_log("engine ended")
-            await_true(lambda: node.stat()["engines"] == [], "its session is over", 2)
+            await_true(lambda: node.stat()["engines"] == [], "its session is over")
             second = engine_pid(node)
             left = second
             assert second != first
@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_served(
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change(folder)
     with node.start(command, "--model", str(folder)) as child:
-        assert child.wait(40) == 2, child.log
+        assert child.wait() == 2, child.log
         said = said_by(child)
         assert len(said) == 1, said
         assert said[0].startswith("kvtier: engine.model: ")
@@ -218,7 +218,7 @@ def test_an_engine_that_cannot_start_ends_the_daemon(
             value = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = {key.replace(".", "__"): value}
         with node.start("serve", "--model", str(tiny_folder), **settings) as serve:
-            assert serve.wait(40) == 2, serve.log
+            assert serve.wait() == 2, serve.log
     said = said_by(serve)
     assert len(said) == 1, said
     assert said[0].startswith(f"kvtier: {key}: ")

@@ -1,5 +1,6 @@
 """The unit under a real systemd: it serves within its sandbox, is watched, reloaded and stopped."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,40 @@ restore = "always"
 [http]
 listen = "127.0.0.1:{free_port()}"
 """
+
+
+ENGINE = """
+from tests.integration.pattern import PatternEngine
+from kvtier.config.model import default_socket
+client = PatternEngine(default_socket()).client
+client.start()
+assert not client.is_attached
+print("looking", flush=True)
+assert client.wait_attached(60)
+"""
+"""An engine that nobody has told where the daemon is; as vLLM's, it may come first."""
+
+
+def test_it_is_found_by_engines_and_the_doctor(machine: Machine, node: Served) -> None:
+    python = ("env", "PYTHONPATH=/opt/checkout:/opt/packages", "LD_LIBRARY_PATH=/opt/python/lib")
+    machine.configure(settings())
+    with machine.begin(*python, "/opt/python/bin/python3", "-c", ENGINE) as engine:
+        engine.await_log("looking")
+        machine.systemctl("start", "kvtier")
+        assert engine.wait(LATE_S) == 0
+    file = machine.root / "etc/kvtier/kvtier.toml"
+    doctor = ("/opt/kvtier/bin/kvtier", "doctor", "--json")
+    found = json.loads(machine.run(*doctor).stdout)["checks"]
+    assert found[0]["found"].startswith("/etc/kvtier/kvtier.toml, the machine's, since no other")
+    assert "runs as pid" in found[1]["found"]
+    file.chmod(0o600)
+    found = json.loads(machine.run("runuser", "-u", "nobody", "--", *doctor).stdout)["checks"]
+    assert found[0]["verdict"] == "warn"
+    assert found[0]["found"].startswith("/etc/kvtier/kvtier.toml is closed to user 65534")
+    file.write_text("[cpu]\ncapacty = '1GiB'\n")
+    found = json.loads(machine.run(*doctor).stdout)["checks"]
+    assert found[0]["verdict"] == "fail"
+    assert "/etc/kvtier/kvtier.toml:2" in found[0]["found"]
 
 
 def kernel_tells(machine: Machine, name: str) -> dict[str, str]:

@@ -77,6 +77,9 @@ def test_no_tenant_is_served_from_anothers_blocks(node: Served, tiny_folder: Pat
                 hit = served_by(url, ALICE, prompt, cache_salt="another")
                 assert set(hit) == {tier}
                 assert hit[tier] >= FULL
+            write_secret(keys, f"{EVE}\n")  # ours are withdrawn, and another one let in
+            await_true(lambda: post(url, ALICE, prompt).status_code == 401, "it is refused", 30)
+            assert served_by(url, EVE, prompt) == {}
             assert engine.stop() == 0
             for secret in (ALICE, key_salt(ALICE)):
                 assert secret not in engine.log

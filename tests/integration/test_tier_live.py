@@ -102,7 +102,7 @@ def disk() -> Iterator[tuple[Node, StorageShim]]:
         work_directory() as scratch,
         StorageShim(directory / "ssd", scratch) as shim,
     ):
-        yield Node(directory, {"ssd.deadline": "500ms"}, shim.environment), shim
+        yield Node(directory, {"ssd.deadline": "1s"}, shim.environment), shim
 
 
 @contextlib.contextmanager
@@ -365,12 +365,17 @@ def test_the_end_of_the_daemon_ends_an_attachment_and_a_crash_forgets_it_all(
 # The remote tier
 
 
+def num_keys(redis: RedisServer) -> int:
+    with redis.client() as client:
+        return client.dbsize()
+
+
 def test_a_redis_server_is_moved(node: Node, redis: RedisServer) -> None:
     node.settings |= {"remote.url": redis.url, "remote.min_tokens": 0, "ssd.enabled": "false"}
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         with redis.start():
             assert engine.store(0, FULL) == FULL
-            await_true(lambda: redis.client().dbsize() == FULL, "it is written")
+            await_true(lambda: num_keys(redis) == FULL, "it is written")
             node.drop("cpu")
             assert node.done("detach", "remote") == "remote is detached: by an operator\n"
             links = [each.raddr for each in psutil.Process(daemon.pid).net_connections("tcp4")]
@@ -383,7 +388,7 @@ def test_a_redis_server_is_moved(node: Node, redis: RedisServer) -> None:
         with redis.start():
             node.done("attach", "remote")
             assert engine.store(3, FULL) == FULL
-            await_true(lambda: redis.client().dbsize() == FULL, "it is written")
+            await_true(lambda: num_keys(redis) == FULL, "it is written")
             node.await_gauge("remote", "up")
             node.done("drain", "remote", "--wait", "10")
         reason = node.await_state("remote", "out", timeout_s=30)

@@ -97,7 +97,9 @@ def test_another_key_space_is_not_told_and_another_tenant_is(node: Served) -> No
         stranger.store(3)
         alice.await_heard(3, CPU, SSD)
         stranger.await_heard(3, CPU, SSD)
-        assert watcher.heard.blocks(CPU) == alice.heard.blocks(CPU) == set(alice.chain(3, 4))
+        salted_chain = set(alice.chain(3, 4))
+        await_true(lambda: watcher.heard.blocks(CPU) == salted_chain, "everybody is told")
+        assert alice.heard.blocks(CPU) == salted_chain
         assert stranger.heard.blocks(CPU) == set(stranger.chain(3, 4))
 
 
@@ -146,7 +148,7 @@ def test_a_watcher_does_not_keep_a_daemon_from_stopping(node: Served) -> None:
         watcher.await_heard(6, CPU, SSD)
         start_s = time.monotonic()
         daemon.stop()
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < 15, "not until its grace is over"
         watcher.await_heard(6)
 
 
@@ -160,6 +162,8 @@ def test_one_who_does_not_listen_is_told_the_truth_once_it_does(node: Served) ->
             for prompt in range(10, 30):
                 engine.store(prompt, 400)
             assert engine.ask(29, 400).tiers, "the daemon is there for others"
+            num_blocks = node.await_idle()["tiers"]["cpu"]["blocks"]
+            await_true(lambda: len(engine.heard.blocks(CPU)) == num_blocks, "who listens knows all")
             heard = Heard()
             for changes in told:
                 heard([change_from_wire(change) for change in changes.changes])
@@ -178,10 +182,10 @@ def test_who_is_not_registered_or_watches_already_is_refused(node: Served) -> No
                 (watcher.client.session, grpc.StatusCode.RESOURCE_EXHAUSTED),
             ):
                 with pytest.raises(grpc.RpcError) as refused:
-                    list(stub.Watch(pb.WatchRequest(session=session), timeout=5))
+                    list(stub.Watch(pb.WatchRequest(session=session), timeout=20))
                 assert refused.value.code() is code
             with pytest.raises(grpc.RpcError, match="register first"):
-                stub.Clear(pb.ClearRequest(session="nobody"), timeout=5)
+                stub.Clear(pb.ClearRequest(session="nobody"), timeout=20)
 
 
 # Clearing
@@ -213,7 +217,7 @@ def test_a_key_space_is_cleared_in_every_tier_for_good(node: Served) -> None:
             daemon.stop()
             with node.daemon():
                 for each in everyone:
-                    assert each.client.wait_attached(10)
+                    assert each.client.wait_attached(30)
                 assert [each.lookup(1)[0] for each in everyone] == [[], [], ["ssd"] * 4]
 
 
@@ -223,7 +227,7 @@ def test_a_store_under_way_does_not_come_back_after_a_clear(node: Served) -> Non
         said: list[str] = []
 
         def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
-            said.append(engine.client.clear(1))
+            said.append(engine.client.clear(2))
             for index, slot in zip(indexes, slots, strict=True):
                 slot[:] = payloads[index]
                 yield
@@ -242,7 +246,7 @@ def test_a_clear_waits_no_longer_than_it_is_told(node: Served) -> None:
             start_s = time.monotonic()
             with pytest.raises(DaemonSlow):
                 engine.client.clear(0.5)
-            assert time.monotonic() - start_s < 3
+            assert time.monotonic() - start_s < 5
         daemon.kill()
         await_true(lambda: not engine.client.is_attached, "it notices")
         with pytest.raises(DaemonUnavailable):

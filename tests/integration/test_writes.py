@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,25 @@ def test_a_stop_writes_nothing_where_the_gate_is_shut(node: Served) -> None:
         assert ssd_blocks(node) == 0
 
 
+def test_a_tier_that_is_not_kept_leaves_nothing_behind(node: Served) -> None:
+    with node.daemon(ssd__keep="false") as daemon, PatternEngine(node.socket) as engine:
+        fill(engine, 2 * CPU_BLOCKS)
+        await_true(lambda: ssd_blocks(node) > CPU_BLOCKS // 2, "it is used like any other")
+        assert daemon.stop() == 0
+        assert not segments(node)
+    with node.daemon(ssd__keep="false") as daemon, PatternEngine(node.socket) as engine:
+        fill(engine, 2 * CPU_BLOCKS)
+        await_true(lambda: ssd_blocks(node) > CPU_BLOCKS // 2, "it is used like any other")
+        daemon.kill()
+        assert segments(node)
+    with node.daemon(ssd__keep="false"):
+        assert not segments(node), "what a crash leaves is removed by the next start"
+
+
+def segments(node: Served) -> list[Path]:
+    return list((node.directory / "ssd").glob("*.segment"))
+
+
 def test_a_crash_loses_nothing_that_was_here_longer_than_flush_after(node: Served) -> None:
     with node.daemon(ssd__flush_after="1s") as daemon, PatternEngine(node.socket) as engine:
         fill(engine, 80)
@@ -125,6 +145,16 @@ def test_a_configured_depth_is_exact_and_a_request_overrides_it(node: Served) ->
             prompt = 100 + wished
             assert engine.ask(prompt, 8, traits).max_offload_tokens == wished // 4 * 4
             assert engine.store(prompt, 8, traits=traits) == stored
+
+
+def test_answers_are_kept_unless_told_otherwise_and_then_with_the_next_turn(node: Served) -> None:
+    with node.daemon(), PatternEngine(node.socket) as engine:
+        assert engine.store(1, 8, num_prompt_blocks=5) == 8
+    with node.daemon(policy__answers="false"), PatternEngine(node.socket) as engine:
+        assert engine.store(2, 8, num_prompt_blocks=5) == 5
+        assert engine.lookup(2, 8) == (["cpu"] * 5, "absent")
+        assert engine.store(2, 8, first=5, num_prompt_blocks=8) == 3
+        assert engine.load(2, 8) == (["cpu"] * 8, "complete")
 
 
 def test_second_use_writes_what_is_asked_for_again() -> None:

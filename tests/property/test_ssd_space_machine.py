@@ -300,7 +300,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 SpaceMachine.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -27,7 +27,7 @@ from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.served import Served
 from tests.integration.redis_child import RedisServer
 
-MINUTES = float(os.environ.get("KVTIER_SOAK_MINUTES", "2"))
+MINUTES = float(os.environ.get("KVTIER_SOAK_MINUTES", "1.25"))
 ROOT = Path(__file__).parents[2]
 SEED = 20_000
 NUM_CUSTOMERS = 3
@@ -48,8 +48,8 @@ SETTINGS = {
 SERVER_MEMORY = "16mb"
 
 RSS_GROWTH_MAX_BYTES = 8 << 20
-"""What the allocator may keep more at the end. There are about 8,000 calls between the two fifths
-of two minutes, so that a leak of a kilobyte a call shows; of less, in a longer run."""
+"""What the allocator may keep more at the end. There are about 5,000 calls between the two fifths,
+so that a leak of two kilobytes a call shows; of less, in a longer run."""
 
 FILES_GROWTH_MAX = 6
 THREADS_GROWTH_MAX = 4

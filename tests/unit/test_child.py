@@ -1,6 +1,7 @@
 """The kit that starts processes: what it waits for, what it shows, and what it ends."""
 
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -70,8 +71,26 @@ def test_a_child_can_be_made_to_stand_still(tmp_path: Path) -> None:
         assert child.stop() == -signal.SIGTERM
 
 
-def test_ports_and_directories() -> None:
-    assert 0 < free_port() < 1 << 16
+def test_no_port_is_given_twice_not_even_by_two_processes(tmp_path: Path) -> None:
+    source = "from kvtier.testing.child import free_port as p; print(*(p() for _ in range(100)))"
+    ports = [free_port() for _ in range(100)]
+    with (
+        Child([sys.executable, "-c", source], tmp_path / "one") as one,
+        Child([sys.executable, "-c", source], tmp_path / "two") as two,
+    ):
+        assert one.wait(60) == two.wait(60) == 0, one.log + two.log
+    # The second may have been given what the first gave back when it ended.
+    for other in (one, two):
+        assert len({*ports, *map(int, other.log.split())}) == 200
+
+
+def test_a_port_that_somebody_listens_on_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        taken = server.getsockname()[1]
+        assert taken not in {free_port() for _ in range(199)}
+
+
+def test_a_directory_has_a_short_name_and_goes_with_its_context() -> None:
     with work_directory() as directory:
         (directory / "file").touch()
         assert len(str(directory)) < 40, "there is room for a socket's name"

@@ -123,6 +123,20 @@ def test_what_is_said_overrides_what_was_learned_rounded_down_to_blocks(configur
     assert depth.max_offload_tokens(use(kind="batch", max_offload_tokens=wished)) == limit
 
 
+@pytest.mark.parametrize(
+    ("configured", "wished", "limit"),
+    [(None, None, 192), (1000, None, 192), (100, None, 64), (100, 500, 192), (None, 70, 64)],
+)
+def test_where_answers_are_not_kept_no_limit_goes_beyond_the_prompt(configured, wished, limit):
+    depth = DepthCurves(lambda _end_tokens, _use: (1.0, 0.1), configured, is_prompt_alone=True)
+    assert depth.max_offload_tokens(use(8, num_prompt_blocks=3, max_offload_tokens=wished)) == limit
+
+
+def test_where_answers_are_not_kept_an_engine_that_does_not_tell_them_apart_keeps_all():
+    depth = DepthCurves(lambda _end_tokens, _use: (1.0, 0.1), is_prompt_alone=True)
+    assert depth.max_offload_tokens(use(8)) is None
+
+
 def test_the_number_of_classes_is_bounded():
     depth = curves()
     for number in range(1000):

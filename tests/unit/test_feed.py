@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvtier.core.identity import NO_TENANT, Selection, split_hashes
 from kvtier.core.index import Index, NewBlocks, Scope
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
-from kvtier.core.residency import LOWER_TIERS, Residency
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.node import event as ev
 from kvtier.node import feed as feed_module
 from kvtier.node.driver import Driver
@@ -253,7 +254,7 @@ async def heard_of(batches, heard, num_blocks):
 
 
 def in_time(work):
-    asyncio.run(asyncio.wait_for(work, 20))
+    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_what_happens_meanwhile_goes_in_one_batch_and_who_leaves_is_forgotten():
@@ -292,3 +293,20 @@ def test_a_feed_ends_with_its_session_and_with_the_driver(how):
         assert not driver.is_watching(session)
 
     in_time(watch())
+
+
+def test_orders_go_to_who_attends_last_and_end_with_the_driver():
+    async def attend():
+        driver, session, _ = driver_on()
+        first, second = driver.orders(session), driver.orders(session)
+        hearing = asyncio.ensure_future(anext(first, None))
+        await asyncio.sleep(0)
+        again = asyncio.ensure_future(anext(second, None))
+        assert await hearing is None, "another one has taken its place"
+        driver.post(ev.Drop(1, (TierName.GPU,), time.monotonic_ns() + 10**10))
+        assert await again == 1, "which has not gone with it"
+        driver.end_orders()
+        assert await anext(second, None) is None
+        assert await anext(driver.orders(session), None) is None, "nor does another begin"
+
+    in_time(attend())

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity, Recent
 from kvtier.api.http.server import serve
-from kvtier.api.http.tenant import Tenants, key_salt, read_api_keys
+from kvtier.api.http.tenant import Tenants, api_keys, key_salt
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
 from kvtier.testing.byte_model import ByteChatModel
 from kvtier.testing.fake_engine_service import FakeEngineService
@@ -54,7 +54,7 @@ def guarded(tmp_path: Path) -> Iterator[Server]:
     keys = tmp_path / "keys"
     keys.write_text(f"{ALICE}\n{EVE}\n")
     keys.chmod(0o600)
-    yield from served(Tenants(True, read_api_keys(keys)))
+    yield from served(Tenants(True, api_keys(keys)))
 
 
 def served(tenants: Tenants) -> Iterator[Server]:

@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
-from kvtier.api.http.tenant import Tenants, key_salt, read_api_keys
+from kvtier.api.http.tenant import Tenants, api_keys, key_salt
 from kvtier.engine.request import Request
 from kvtier.errors import StartError
+from kvtier.secret import Secret
 from kvtier.testing.byte_model import ByteChatModel
 from kvtier.testing.fake_engine_service import Answer, FakeEngineService
 
@@ -76,7 +77,9 @@ def test_the_key_says_whose_it_is_and_a_salt_nothing():
     assert ALICE not in key_salt(ALICE)
 
 
-@pytest.mark.parametrize("tenants", [Tenants(is_from_key=True), Tenants(digests=frozenset())])
+@pytest.mark.parametrize(
+    "tenants", [Tenants(is_from_key=True), Tenants(keys=Secret("none", tuple, frozenset))]
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models"])
 def test_without_a_key_nothing_is_answered(tenants, path):
     server = Server(tenants)
@@ -89,7 +92,7 @@ def test_without_a_key_nothing_is_answered(tenants, path):
 def test_only_listed_keys_are_let_in(tmp_path):
     path = written(tmp_path, f"# ours\n{ALICE}\n\n{BOB}\n")
     for is_from_key in (False, True):
-        server = Server(Tenants(is_from_key, read_api_keys(path)))
+        server = Server(Tenants(is_from_key, api_keys(path)))
         for key in (ALICE, BOB):
             assert run(server.ask("/v1/completions", key)).status_code == 200
             assert run(server.ask("/v1/models", key, scheme="bearer")).status_code == 200
@@ -130,16 +133,16 @@ def written(directory: Path, text: str, mode: int = 0o600) -> Path:
 )
 def test_a_file_of_keys_that_will_not_do(tmp_path, text, mode, said):
     with pytest.raises(StartError, match=said) as refused:
-        read_api_keys(written(tmp_path, text, mode))
+        api_keys(written(tmp_path, text, mode))
     assert refused.value.field == "engine.api_keys_file"
     assert ALICE not in str(refused.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(StartError, match=r"api_keys_file.*cannot be read"):
-        read_api_keys(tmp_path / f"missing-{os.getpid()}")
+        api_keys(tmp_path / f"missing-{os.getpid()}")
 
 
 def test_keys_show_nowhere(tmp_path):
-    tenants = Tenants(digests=read_api_keys(written(tmp_path, ALICE)))
+    tenants = Tenants(keys=api_keys(written(tmp_path, ALICE)))
     assert "digests" not in repr(tenants)

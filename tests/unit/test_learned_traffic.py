@@ -111,7 +111,7 @@ def test_counts_for_other_ages_mean_nothing():
 
 def test_numbers_of_groups_that_are_not_met_any_more_are_given_away():
     hazards = Hazards()
-    for number in range(2000):
+    for number in range(1100):
         group = hazards.number(Group(0, 1, 0, False, False, 1, number.to_bytes(16)))
         hazards.expose(group, 0, 100.0 if number < 10 else 0.5)
     assert len(hazards.groups) <= 1024

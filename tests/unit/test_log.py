@@ -16,7 +16,7 @@ from kvtier.observe.outlet import Outlet
 from kvtier.testing.child import await_true
 
 LOG = Log("kvtier.test")
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Written:

@@ -5,15 +5,17 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier.observe.engine_table import (
+    ENGINE_METRICS,
+    STEP_SECONDS,
+)
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
     DAEMON_METRICS,
-    ENGINE_METRICS,
     LEASES,
     LOOKUP_BLOCKS,
     MISS_BLOCKS,
     REFUSED_SAMPLES,
-    STEP_SECONDS,
     TIER_STATE,
     TRANSFER_SECONDS,
 )

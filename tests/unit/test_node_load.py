@@ -112,6 +112,21 @@ def test_a_block_that_does_not_come_ends_a_load_from_the_back():
     stage.check_idle()
 
 
+def test_what_is_read_does_not_wait_for_what_was_to_be_written_before():
+    stage = open_stage(SSD, slots=64, workers=1)
+    engine = engine_on(stage)
+    blocks = on_slower_tiers(stage, engine, range(4))
+    for number in (100, 200):
+        engine.store(engine.chain([number]))
+    load = engine.load(blocks)
+    (first,) = stage.waiting
+    assert isinstance(first, ac.Write), "the second write, and the load, wait for it"
+    stage.carry_out(first)
+    assert [type(work) for work in stage.waiting] == [ac.Read]
+    stage.settle()
+    assert load.take() == [SSD] * 4
+
+
 def test_fifty_short_loads_do_not_wait_for_a_long_one():
     stage = open_stage(SSD, slots=256, workers=1)
     engine = engine_on(stage)

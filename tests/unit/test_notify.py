@@ -28,7 +28,7 @@ class Listener:
     def __init__(self, address: str) -> None:
         self.address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(10)
+        self._socket.settimeout(30)
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
 
     def next(self) -> dict[str, str]:

@@ -119,12 +119,12 @@ def test_who_waits_is_woken_by_an_announcement_and_by_the_end() -> None:
     waiting = threading.Thread(target=lambda: woken.append(box.wait()), daemon=True)
     waiting.start()
     box.announce([request("a")], [])
-    waiting.join(10)
+    waiting.join(30)
     assert woken == [True]
     box.take_said()
     waiting = threading.Thread(target=lambda: woken.append(box.wait()), daemon=True)
     waiting.start()
     box.close()
-    waiting.join(10)
+    waiting.join(30)
     assert woken == [True, False]
     assert not box.wait(), "for good"

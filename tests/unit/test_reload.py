@@ -22,6 +22,7 @@ RESTART = load_config(None, {"cost.restore": "never", "ssd.io_threads": "9"}, {}
 
 def run(step: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a test on a loop, with a deadline."""
+    await_true(lambda: not _threads(), "those of earlier tests have ended")
     asyncio.run(asyncio.wait_for(step(), 30))
 
 
@@ -41,6 +42,42 @@ def test_all_of_it_is_applied_or_nothing() -> None:
         assert reload.config is NEW
         assert held[-1] is NEW
         assert reload.document()["reloads"] == 3
+
+    run(step)
+
+
+def test_another_login_is_taken_with_a_reload_or_by_itself() -> None:
+    def by(login: str, place: str = "cache") -> Config:
+        return load_config(None, {"remote.url": f"rediss://{login}@{place}"}, {})
+
+    async def step() -> None:
+        wanted, held, open_meanwhile = [by("kv:new")], list[Config](), list[bool]()
+
+        def read() -> Config:
+            open_meanwhile.append(reload.is_open)
+            return wanted[0]
+
+        reload = Reload(by("kv:old"), read)
+        assert not reload.is_open
+        reload.begin(held.append)
+        assert reload.is_open
+        told = await reload.ask()
+        assert told["outcome"] == "applied"
+        assert told["changed"] == ['remote.url: "rediss://***@cache", another login (command line)']
+        assert not reload.take_url(wanted[0].remote.url, "f")
+        assert len(held) == 1, "it holds already"
+        assert reload.is_open
+        assert open_meanwhile == [False], "what is being read may be the URL of before"
+        assert not reload.take_url("rediss://kv:newer@cache", "f")
+        assert held[-1].remote.url == "rediss://kv:newer@cache"
+        assert held[-1].source_of("remote.url") == "f"
+        refused = reload.take_url("rediss://kv:newest@other", "f")
+        assert "needs a restart, or `kvtier tier detach remote` first" in refused
+        assert "newest" not in refused
+        assert len(held) == 2
+        reload.is_free = lambda key: key == "remote.url"
+        assert not reload.take_url("rediss://kv:newest@other", "f")
+        assert reload.config.remote.url == "rediss://kv:newest@other"
 
     run(step)
 
@@ -119,7 +156,7 @@ def test_who_asks_meanwhile_gets_one_more_that_reads_later() -> None:
         def read() -> Config:
             reads.append("begun")
             found = wanted[0]
-            assert gate.wait(10)
+            assert gate.wait(30)
             return found
 
         reload = Reload(OLD, read)
@@ -157,7 +194,7 @@ def test_told_before_it_begins_it_is_done_then() -> None:
 def test_one_under_way_at_the_end_applies_nothing() -> None:
     async def step() -> None:
         gate, held = threading.Event(), list[Config]()
-        reload = Reload(OLD, lambda: NEW if gate.wait(10) else OLD)
+        reload = Reload(OLD, lambda: NEW if gate.wait(30) else OLD)
         reload.begin(held.append)
         asked = asyncio.create_task(reload.ask())
         await asyncio.sleep(0)

@@ -1,9 +1,14 @@
 """Commands out and replies in: the bytes themselves, however they are cut on the way."""
 
+import socket
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.errors import TierTimeout
+from kvtier.tiers.remote.link import Link
 from kvtier.tiers.remote.resp import Command, Garbled, Refusal, Reply, ReplyReader, encode
 
 LONG = bytes(range(256)) * 200
@@ -123,3 +128,28 @@ def test_long_pieces_are_not_copied() -> None:
     pieces = encode([Command((b"SET", b"k", (b"head", payload), b"PX", b"1"))])
     assert any(piece is payload for piece in pieces)
     assert len(pieces) == 3
+
+
+class Connection:
+    """One to a server that reads and never answers."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        self._sock = ours
+
+    def connect(self) -> None:
+        """Be there already."""
+
+    def disconnect(self) -> None:
+        self._sock.close()
+
+
+def test_no_more_bytes_are_asked_for_than_a_server_should_hold() -> None:
+    ours, server = socket.socketpair()
+    link = Link(Connection(ours), timeout_s=0.05)
+    into = memoryview(bytearray(1 << 20))
+    asked = [Command((b"GET", b"key-%d" % number), (into,)) for number in range(50)]
+    with pytest.raises(TierTimeout):
+        link.ask(asked, time.monotonic_ns() + 10**10)
+    assert server.recv(1 << 16).count(b"GET") == 2, "two megabytes"
+    link.close()
+    server.close()

@@ -11,6 +11,7 @@ from kvtier.sim.replay.machine import Engines, Link, Machine
 from kvtier.sim.replay.page import study_page
 from kvtier.sim.replay.record import Part, Run
 from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.stress import with_noise
 from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.table import study_text
 from kvtier.sim.replay.timed import replay_timed
@@ -84,6 +85,18 @@ def test_no_policy_beats_the_best_choice_in_hindsight(policy):
     trace = busy()
     run = replay_instant(trace, lru(150, policy=policy))
     assert 0 < hit_blocks(run) <= sum(best_hits(trace, 150)), policy
+
+
+def test_what_never_comes_back_costs_run_density_less_than_lru():
+    traffic = Traffic(
+        25, prompt_tokens=1500, turn_tokens=300, turns=4, gap_s=60.0, hours=0.25, block_tokens=256
+    )
+    trace = with_noise(traffic.trace())
+    hits = {
+        policy: hit_blocks(replay_instant(trace, lru(60, policy=policy)))
+        for policy in ("lru", "rd-sec")
+    }
+    assert hits["rd-sec"] >= 1.3 * hits["lru"] > 0, hits
 
 
 def test_without_time_every_full_block_counts_and_no_partial_one():

@@ -341,7 +341,7 @@ def test_what_is_kept_and_not_there_is_given_up_before_what_is_if_it_is_older():
     stage.check_idle()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 3)), max_size=30))
 def test_any_store_finds_room_whatever_is_kept(steps):
     """Everything is kept as far as the budget goes, by all means there are, in any order."""

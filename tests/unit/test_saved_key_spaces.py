@@ -39,7 +39,7 @@ def test_a_save_that_hangs_does_not_follow_to_the_next_disk(tmp_path):
         await spaces.move_to(new)
         driver.crews[TierName.SSD] = healthy
         hung.given_up.set()
-        await asyncio.wait_for(spaces._saving, 10)
+        await asyncio.wait_for(spaces._saving, 30)
         assert (new / FILE_NAME).exists()
         assert not (old / FILE_NAME).exists()
         driver.stop()

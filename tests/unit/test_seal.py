@@ -300,6 +300,6 @@ def test_keys_show_nowhere(tmp_path: Path, block: Block) -> None:
     ring = _ring(tmp_path, f"a {KEY_A}", f"b {KEY_B}")
     seal = Seal(SealMode.ENCRYPT, ring, "ssd")
     _seal(seal, *block)
-    for shown in (repr(ring), repr(ring.keys), repr(seal), str(ring)):
+    for shown in (repr(ring), repr(ring.value), repr(seal), str(ring)):
         assert KEY_A[:8] not in shown.lower()
         assert repr(bytes.fromhex(KEY_A)[:4])[2:-1] not in shown

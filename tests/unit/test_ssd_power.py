@@ -8,6 +8,7 @@ written since. Opened, it must serve nothing wrong, and all that the durability 
 import os
 import random
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,13 @@ class Kernel:
         self.names: dict[str, int] = {}
         self.synced: dict[int, bytes] = {}
         """Content by inode: a file is synced, whatever its name."""
+        self.before_sync: Callable[[], None] = lambda: None
         for name in ("fsync", "fdatasync"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, lambda fd, real=real: self._sync(fd, real))
 
     def _sync(self, fd: int, real) -> None:
+        self.before_sync()
         real(fd)
         found = os.fstat(fd)
         if stat.S_ISDIR(found.st_mode):
@@ -158,6 +161,41 @@ def test_what_was_removed_stays_away(
         assert not [block for block in purged if bytes(block.payload[:32]) in content]
         check_gone(image, [*removed, *purged], blocks)
     tier.close()
+
+
+@pytest.mark.parametrize("num_others", [2, 8])  # in one segment that is open still, and in two
+def test_a_purge_that_a_power_loss_ends_is_ended_by_the_next(
+    kernel: Kernel, tmp_path: Path, num_others: int
+) -> None:
+    """A record whose header is gone must not keep its payload: nobody would find that again."""
+    seed = 13
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    alice = tenant_digest("alice")
+    blocks, purged = blocks_of(range(num_others)), blocks_of(range(6), alice)
+    options = SsdOptions(durability=Durability.BATCH)  # so that payloads may come back at all
+    tier = SsdTier(kernel.directory, CAPACITY_BYTES, SEGMENT_BYTES, options)
+    store(tier, *blocks[:1], *purged, *blocks[1:])
+    images: list[Path] = []
+
+    def lose_power() -> None:
+        for _ in range(4):
+            images.append(tmp_path / f"image{len(images)}")
+            kernel.image(images[-1], generator)
+
+    kernel.before_sync = lose_power
+    tier.purge(Selection(tenant=alice), soon())
+    kernel.before_sync = lambda: None
+    tier.close()
+    for image in images:
+        again = reopened(image)
+        try:
+            again.purge(Selection(tenant=alice), soon())
+            content = b"".join(path.read_bytes() for path in image.glob("*.segment"))
+            assert not [block for block in purged if bytes(block.payload[:32]) in content]
+            assert set(fetch(again, *blocks)) <= {None} | MISSES
+        finally:
+            again.close()
 
 
 def check_gone(image: Path, gone: list[BlockWrite], stored: list[BlockWrite]) -> None:

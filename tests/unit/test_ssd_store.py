@@ -28,9 +28,8 @@ from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
+from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd import store as store_module
-from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 
 
@@ -517,19 +516,6 @@ def test_bad_sizes_are_named(
         SsdTier(tmp_path / "ssd", capacity_bytes, segment_bytes)
     assert raised.value.field == field
     assert not (tmp_path / "ssd").exists()
-
-
-def test_says_which_way_it_reads(ssd: Opener) -> None:
-    assert ssd(options=SsdOptions(DirectIO.OFF)).usage().detail["direct_io"] is False
-
-
-def test_direct_io_that_must_be_and_cannot(tmp_path: Path, monkeypatch) -> None:
-    # The test's own double of a file system: no mounted one is sure to refuse O_DIRECT.
-    monkeypatch.setattr(Disk, "_probe_direct", lambda self: False)
-    with pytest.raises(StartError) as raised:
-        SsdTier(tmp_path / "ssd", CAPACITY_BYTES, SEGMENT_BYTES, SsdOptions(DirectIO.ON))
-    assert raised.value.field == "ssd.direct_io"
-    SsdTier(tmp_path / "ssd", CAPACITY_BYTES, SEGMENT_BYTES).close()
 
 
 def test_another_blocks_record_is_never_served(ssd: Opener) -> None:

@@ -23,7 +23,7 @@ def hang():
     threading.Event().wait()
 
 assert threads.submit(hang)
-assert is_hanging.wait(10)
+assert is_hanging.wait(30)
 """
 
 
@@ -37,8 +37,9 @@ def test_a_fault_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptureFixtu
         for _ in range(100):
             assert threads.submit(divmod, 1, 0)
         assert threads.submit(ran.set)
-        assert ran.wait(10)
-    assert [record.message for record in caplog.records] == ["a thread of the connector failed"]
+        assert ran.wait(30)
+    said = [record.message for record in caplog.records if record.name == "kvtier.test"]
+    assert said == ["a thread of the connector failed"]
     assert "ZeroDivisionError" in caplog.text
     assert threads.close(10)
 
@@ -49,10 +50,10 @@ def test_what_waits_is_bounded_and_does_not_begin_after_the_end() -> None:
 
     def hang() -> None:
         began.set()
-        gate.wait(10)
+        gate.wait(30)
 
     assert threads.submit(hang)
-    assert began.wait(10)
+    assert began.wait(30)
     assert [threads.submit(late.append, number) for number in range(4)] == [
         True,
         True,

@@ -64,7 +64,7 @@ def test_a_bug_on_the_thread_is_not_silent() -> None:
     asked, _ = poller([ZeroDivisionError("ours")])
     with asked:
         assert asked.news
-        asked._thread.join(10)
+        asked._thread.join(30)
     with pytest.raises(ZeroDivisionError):
         asked.view()
 

@@ -15,7 +15,7 @@ from kvtier.observe.span_outlet import SpanOutlet
 from kvtier.observe.trace import Metadata, Traces, traceparent_of
 from kvtier.testing.child import await_true
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 A, B, C = (BlockHash(bytes([number]) * 16) for number in range(3))
@@ -133,15 +133,33 @@ def test_only_what_has_the_form_is_passed_on(wrong: str) -> None:
 def test_what_others_trace_is_passed_on_by_the_thread_that_does_it() -> None:
     traces = Traces()
     seen: list[Metadata | None] = []
-    with traces.passing_on(CLIENT):
+    with traces.passing_on("lookup", CLIENT) as mark:
+        mark.tell(found_blocks=1)
         other = threading.Thread(target=lambda: seen.append(traces.metadata()))
         other.start()
         other.join(WAIT_S)
         assert traces.metadata() == (("traceparent", CLIENT),)
     assert traces.metadata() is None
-    with traces.passing_on(""):
+    with traces.passing_on("lookup", ""):
         assert traces.metadata() is None
     assert seen == [None]
+
+
+def test_a_step_of_what_others_trace_hangs_under_it_where_we_trace_as_well(traced: Traced) -> None:
+    with traced.traces.passing_on("lookup", CLIENT) as mark:
+        mark.tell(found_blocks=3)
+        with traced.traces.serve("decision", traced.traces.metadata()):
+            pass
+    for nobodys in ("", UNSAMPLED):
+        with traced.traces.passing_on("load", nobodys):
+            assert traced.traces.metadata() is not None
+    spans = traced.spans()
+    assert spans.keys() == {"lookup", "decision"}
+    assert f"{parent_of(spans['lookup']):016x}" == CLIENT.split("-")[2]
+    assert spans["lookup"].attributes == {"kvtier.found_blocks": 3}
+    lookup = spans["lookup"].context
+    assert lookup is not None
+    assert parent_of(spans["decision"]) == lookup.span_id
 
 
 def test_where_nothing_is_traced_nothing_is_imported_or_kept() -> None:
@@ -157,7 +175,7 @@ with TRACES.serve("decision", ()) as mark, TRACES.waiting(mark, [b"x"]):
     with TRACES.read("ssd", 1, [b"x"]):
         TRACES.note("first token", "r", 1.0)
 TRACES.end("r")
-with TRACES.passing_on("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+with TRACES.passing_on("lookup", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
     assert TRACES.metadata()
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 sys.modules["opentelemetry"] = None

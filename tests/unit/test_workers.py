@@ -1,6 +1,7 @@
 """Threads for calls that block, and what a crew of them tells of its tier."""
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -288,3 +289,27 @@ def test_where_no_thread_is_to_be_had_nobody_waits_for_one(monkeypatch: pytest.M
     release.set()
     assert done.wait(30)
     workers.stop()
+
+
+def test_a_call_does_not_wait_for_one_that_was_just_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has its call, and has not begun it yet, must not count as free."""
+    taken, gate, done = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(queue.Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            call = super().get(block, timeout)
+            if not taken.is_set():
+                taken.set()
+                assert gate.wait(30)
+            return call
+
+    monkeypatch.setattr(queue, "Queue", Slow)
+    workers = Workers("taken", 2, 4)
+    assert workers.submit(nothing, "read", 1)
+    assert taken.wait(30)
+    assert workers.submit(done.set, "read", 1)
+    try:
+        assert done.wait(30), "the other thread does it"
+    finally:
+        gate.set()
+        workers.stop()

@@ -178,6 +178,7 @@ def config_of(**settings: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
         speculative_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         **settings,
     )
 
@@ -272,11 +273,13 @@ def check_start() -> None:
             adapters = connector._start.adapters
             assert adapters.note(LoRARequest("sql", 2, "/b")), "names are noted from the first on"
             request.lora_request = None
+            assert connector.reset_cache()
             connector.set_xfer_handshake_metadata_pp_aware(
                 {(0, 0): handshake_of(RankFacts(blocks))}
             )
             assert connector.has_pending_push_work(), "a step, so that the workers hear of it"
             assert len(hooks_of_a_step(connector, request).weights) == 32
+            assert connector._scheduler._clearing.is_due, "what was asked before it began"
             await_true(lambda: not connector.has_pending_push_work(), "it waits for no daemon")
             connector.shutdown()
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvtier.connectors.vllm.transfer.copies import HostCopies
+from kvtier.connectors.vllm.transfer.host_copies import HostCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 
 NUM_BLOCKS, BLOCK_TOKENS = 7, 32

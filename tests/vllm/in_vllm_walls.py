@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 
 from kvtier.client import Client
-from kvtier.connectors.vllm.connector import _Metadata, _WorkerMetadata
 from kvtier.connectors.vllm.identity.facts import BlockFacts
+from kvtier.connectors.vllm.messages import StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats
 from kvtier.connectors.vllm.order import LoadOrder, Orders, RankFacts, Results
 from kvtier.connectors.vllm.routers.events import Events
@@ -39,7 +39,7 @@ class Broken:
 
 
 PARTS = (
-    "_settings",
+    "_site",
     "_facts",
     "_scheduler",
     "_worker",
@@ -68,7 +68,7 @@ HOOKS: Mapping[str, object] = {
     "on_new_request": None,
     "get_num_new_matched_tokens": (0, False),
     "update_state_after_alloc": None,
-    "build_connector_meta": _Metadata(Orders(), b""),
+    "build_connector_meta": StepMetadata(Orders(), b""),
     "update_connector_output": None,
     "request_finished_all_groups": (False, None),
     "has_pending_push_work": False,
@@ -138,10 +138,10 @@ def check_connector() -> None:
 
 def check_start() -> None:
     """What breaks while it is made leaves one that is there and does nothing."""
-    module = "kvtier.connectors.vllm.connector"
+    parts = ("connector.join_log", "connector.read_settings", "site.refusal", "site.Start")
     with connectors() as make:
-        for part in ("join_log", "read_settings", "refusal", "Start"):
-            with patch(f"{module}.{part}", Broken()):
+        for part in parts:
+            with patch(f"kvtier.connectors.vllm.{part}", Broken()):
                 connector = make()
             connector.on_new_request(SimpleNamespace(request_id="a", lora_request=None))
             assert connector.get_num_new_matched_tokens(Broken(), 0) == (0, False)
@@ -165,7 +165,7 @@ def check_worker_begins_later() -> None:
         connector = make()
         connector._facts = RankFacts(BlockFacts("{}", layout, "float32", "vllm", "auto", 1, 0, 4))
         connector._copies = SimpleNamespace(num_readers=1, arena=None, close=lambda: None)
-        connector.bind_connector_metadata(_Metadata(Orders(loads=[load]), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(Orders(loads=[load]), bytes(32)))
         with patch.object(threading.Thread, "start", start_none_of_ours):
             connector.start_load_kv(None)
         assert failed
@@ -173,7 +173,7 @@ def check_worker_begins_later() -> None:
         assert connector.get_finished(set()) == (None, {"a"})
         assert connector.get_block_ids_with_load_errors() == {7}
         assert not [each for each in threading.enumerate() if each.name == "kvtier-report"]
-        connector.bind_connector_metadata(_Metadata(Orders(), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(Orders(), bytes(32)))
         connector.start_load_kv(None)
         assert isinstance(connector._worker._client, Client)
         connector.shutdown()
@@ -207,7 +207,7 @@ def check_counts() -> None:
     assert stats.is_empty()
     stats.reset()
     assert stats.is_empty()
-    told = _WorkerMetadata(Results(3))
+    told = WorkerMetadata(Results(3))
     assert told.aggregate(broken) is told
     metrics = KvtierMetrics.__new__(KvtierMetrics)
     for series in ({}, broken):

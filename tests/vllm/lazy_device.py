@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -135,12 +134,7 @@ class LazyLane:
         self._is_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_entered = False
 
     def empty(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,8 @@ from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.settings import Role
-from kvtier.connectors.vllm.transfer.copies import Copies, HostCopies
+from kvtier.connectors.vllm.transfer.copies import Copies
+from kvtier.connectors.vllm.transfer.host_copies import HostCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.identity import KeySpace

@@ -110,9 +110,9 @@ class Accounting(RuleBasedStateMachine):
         clients = [RecordingClient(self.daemon) for _ in KEY_SPACES]
         ranks = [Rank(each, space) for each, space in zip(clients, KEY_SPACES, strict=True)]
         self.half = SchedulerHalf(ranks, BLOCK_TOKENS, RATIO)
-        self.half._askers.shutdown()
+        self.half._searches._askers.shutdown()
         self.queue = Queue()
-        self.half._askers = self.queue
+        self.half._searches._askers = self.queue
         self.pool = Pool()
         self.half.bind(self.pool)
         self.runs: dict[str, Run] = {}

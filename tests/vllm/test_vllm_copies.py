@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kvtier.connectors.vllm.transfer.copies import Copies, DeviceCopies, HostCopies
+from kvtier.connectors.vllm.transfer.copies import Copies
 from kvtier.connectors.vllm.transfer.device import CudaDevice
+from kvtier.connectors.vllm.transfer.device_copies import DeviceCopies
+from kvtier.connectors.vllm.transfer.host_copies import HostCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from tests.vllm.layouts import MAKERS, NUM_BLOCKS, ORDERS, Tensors, fill, in_one, of_its_own
 from tests.vllm.lazy_device import LazyDevice

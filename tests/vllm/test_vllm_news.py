@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvtier.connectors.vllm.chain import Chains
-from kvtier.connectors.vllm.routers.news import CPU, MEDIA, STORAGE, Facts, News, Told
+from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Facts, Told
+from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
 from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import NO_TENANT

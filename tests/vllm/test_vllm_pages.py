@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.connectors.vllm.transfer.copies import HostCopies, open_copies
+from kvtier.connectors.vllm.transfer.copies import open_copies
+from kvtier.connectors.vllm.transfer.host_copies import HostCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from tests.vllm.layouts import MAKERS, NUM_BLOCKS, ORDERS, SHAPE, content, fill, in_one, of_its_own
 

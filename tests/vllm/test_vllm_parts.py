@@ -312,14 +312,14 @@ def test_a_load_that_was_not_named_is_ordered_all_the_same_and_brings_nothing() 
 def test_no_more_searches_are_open_than_may_be_and_all_have_their_turn() -> None:
     daemon = RecordedDaemon()
     made = half(daemon)
-    made._askers.shutdown()
+    made._searches._askers.shutdown()
     waiting: list[Any] = []
 
     def submit(work: Any, *rest: Any) -> Future[None]:
         waiting.append((work, rest))
         return Future()
 
-    made._askers = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
+    made._searches._askers = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
     requests = [asked(f"request-{number}") for number in range(100)]
     for request in requests:
         made.add(request)

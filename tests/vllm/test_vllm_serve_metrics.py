@@ -64,6 +64,10 @@ def test_its_counts_agree_with_those_of_vllm(vllm: VllmServer, served: Served) -
         assert vllm.metric("vllm:kvtier_attached") == 1
         assert_tells(fetch(f"http://{vllm.url}/metrics").decode(), ROWS)
         await_true(lambda: _is_told_of_cache(served), "the daemon knows what vLLM has cached")
+        (gpu,) = served.drop_now("gpu")
+        (keeping,) = gpu.keeping
+        assert keeping.engine.endswith("scheduler"), "once, though its worker is told as well"
+        assert "POST /reset_prefix_cache" in keeping.why
     await_true(lambda: _is_told_of_absence(vllm, asked), "it is seen that the daemon went")
     assert "kvtier: vLLM's blocks are offered to the daemon" in vllm.child.log
     assert "kvtier: attached socket=" in vllm.child.log

@@ -2,9 +2,10 @@
 
 import http.client
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from http import HTTPStatus
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,22 @@ from tests.integration.collector import PARENT, TRACEPARENT, Collector
 from tests.vllm.servers import RELEASES, STARTED, await_joined, await_stored, prompt
 
 pytestmark = STARTED
+
+
+VLLMS = {"llm_request", "lookup", "hold", "load", "store"}
+DAEMONS = {"decision": {"lookup"}, "restore": {"hold", "load"}, "admission": {"store"}}
+"""Spans, and the connector's steps that they hang under."""
+
+
+def is_whole(spans: Mapping[str, Any]) -> bool:
+    """Tell whether the spans of all three processes have come, each with the one it hangs under."""
+    if not spans.keys() >= VLLMS | DAEMONS.keys():
+        return False
+    return all(
+        span.parent_span_id in {step.span_id for name in steps for step in spans[name]}
+        for each, steps in DAEMONS.items()
+        for span in spans[each]
+    )
 
 
 def ask(vllm: VllmServer, tokens: list[int]) -> None:
@@ -42,13 +59,10 @@ def test_vllms_span_and_the_daemons_are_of_one_trace(start: Callable[..., VllmSe
             await_stored(node, 4, "cpu")
             vllm.forget()
             ask(vllm, prompt(1))
-            wanted = {"llm_request", "decision", "restore", "admission"}
             spans = await_true(
-                lambda: (found := collector.spans()).keys() >= wanted and found,
-                "every span has come",
-                60,
+                lambda: is_whole(found := collector.spans()) and found, "every span has come", 60
             )
             assert "Traceback" not in vllm.child.log
             assert daemon.stop() == 0
-    for name in wanted:
+    for name in VLLMS:
         assert {span.parent_span_id.hex() for span in spans[name]} == {PARENT}, name

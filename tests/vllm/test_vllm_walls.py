@@ -113,7 +113,7 @@ def test_a_reset_that_breaks_is_promised_all_the_same() -> None:
         raise RuntimeError("a bug")
 
     made._tracked["a"] = tracked = SimpleNamespace(is_old=False)
-    made._searches["a"] = SimpleNamespace(release=release)
+    made._searches._open["a"] = SimpleNamespace(release=release)
     with pytest.raises(RuntimeError, match="a bug"):
         made.reset()
     assert made._clearing.is_due, "nothing is found or offered"

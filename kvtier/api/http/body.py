@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,7 @@ __all__ = [
     "StreamOptions",
     "TransferParams",
     "parse_body",
+    "parse_object",
     "read_body",
 ]
 
@@ -232,14 +233,20 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     return bytes(body)
 
 
-def parse_body(raw: bytes, shape: type[BodyT]) -> BodyT:
-    """Return the checked body; raises ``ApiError`` that names the first field at fault."""
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Return a body's fields; raises ``ApiError`` where it is no JSON object."""
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
+    return body
+
+
+def parse_body(raw: bytes, shape: type[BodyT]) -> BodyT:
+    """Return the checked body; raises ``ApiError`` that names the first field at fault."""
+    body = parse_object(raw)
     refuse_unsupported(body, shape.model_fields)
     _refuse_message_extras(body)
     try:

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, read_body
+from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, parse_object, read_body
 from kvtier.api.http.call import read_chat, read_completion
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.gate import Gate
@@ -195,7 +195,7 @@ class Chains:
 
     def _read(self, raw: bytes, key: str) -> tuple[tuple[int, ...], str | None, bool]:
         """Return the prompt's tokens, its salt, and whether text is asked for."""
-        body = _parsed(raw)
+        body = parse_object(raw)
         has_text = body.pop("with_text", False)
         if not isinstance(has_text, bool):
             raise ApiError("with_text: must be true or false", param="with_text")
@@ -228,16 +228,6 @@ class Chains:
             "here": self.model.decode(list(prompt[at:end])),
             "there": self.model.decode(nearest.other[at:end].tolist()),
         }
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object")
-    return body
 
 
 def _token_ids(value: object) -> object:

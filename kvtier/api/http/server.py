@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -75,12 +74,7 @@ class HttpServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run(self) -> None:

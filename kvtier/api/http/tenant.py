@@ -7,6 +7,7 @@ salt is ignored: nobody can name another tenant, and so cannot ask the clock wha
 import hashlib
 from collections.abc import Set
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from starlette.requests import HTTPConnection
 
 from kvtier.api.http.error import ApiError, no_key
 from kvtier.errors import StartError
-from kvtier.secret import read_secret, secret_lines
+from kvtier.secret import Secret, read_secret, secret_lines
 
-__all__ = ["Tenants", "key_salt", "read_api_keys"]
+__all__ = ["Tenants", "api_keys", "key_salt"]
 
 _FIELD = "engine.api_keys_file"
 _KEY_CHARACTERS_MIN = 16
@@ -32,8 +33,12 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(b"kvtier.api_key\0" + key.encode()).digest()
 
 
-def read_api_keys(path: Path) -> Set[bytes]:
+def api_keys(path: Path) -> Secret[Set[bytes]]:
     """Return the digests of the keys in a file, one a line. Raises StartError."""
+    return Secret("api_keys", lambda: (path,), partial(_read_keys, path))
+
+
+def _read_keys(path: Path) -> Set[bytes]:
     digests = set()
     for number, key in secret_lines(read_secret(path, _FIELD)):
         if len(key) < _KEY_CHARACTERS_MIN or not key.isascii() or " " in key or "\t" in key:
@@ -52,22 +57,22 @@ def read_api_keys(path: Path) -> Set[bytes]:
 class Tenants:
     """The server's rule: which keys are let in, and what separates tenants.
 
-    ``digests`` None: any key is let in, and none is needed unless the tenant comes from it.
+    ``keys`` None: any key is let in, and none is needed unless the tenant comes from it.
     """
 
     is_from_key: bool = False
-    digests: Set[bytes] | None = field(default=None, repr=False)
+    keys: Secret[Set[bytes]] | None = field(default=None, repr=False)
 
     def key_of(self, connection: HTTPConnection) -> str:
         """Return the API key of a request, or nothing where none is needed; raises ApiError."""
-        if not self.is_from_key and self.digests is None:
+        if not self.is_from_key and self.keys is None:
             return ""
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
         key = key.strip()
         if scheme.lower() != _SCHEME or not key:
             raise no_key("there is no API key: send it as Authorization: Bearer KEY")
         # By digest: how long the look takes depends on bits that nobody can steer.
-        if self.digests is not None and _digest(key) not in self.digests:
+        if self.keys is not None and _digest(key) not in self.keys.value:
             raise no_key("the API key is not known here")
         return key
 

@@ -10,6 +10,7 @@ import grpc
 from kvtier.api.rpc.incoming import (
     announced_of,
     flops_of,
+    layout_of,
     load_of,
     outcomes_of,
     over_of,
@@ -24,7 +25,6 @@ from kvtier.client.wire import (
     tier_to_wire,
 )
 from kvtier.core.identity import HASH_BYTES, Selection, split_hashes
-from kvtier.core.layout import KVLayout
 from kvtier.core.limits import EMPTY_MS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node import action as ac
@@ -48,6 +48,9 @@ _STATUS: Mapping[str, grpc.StatusCode] = {
 }
 
 _DEADLINE_MS_MAX = 600_000
+
+_REFUSAL_MAX = 200
+"""Letters of an engine's reason: a line or two for whoever gave the order."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -74,16 +77,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 "the client does not see the daemon's arena: its proof does not match; "
                 "share the daemon's socket directory with the engine's container",
             )
-        layout = request.layout
         try:
-            known = KVLayout(
-                layout.name,
-                layout.version,
-                layout.block_tokens,
-                layout.block_bytes,
-                layout.dtype,
-                layout.detail,
-            )
+            layout = layout_of(request.layout)
             flops = flops_of(request.flops)
         except ValueError as error:
             await _refuse(context, "registration", str(error))
@@ -94,7 +89,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 call=call,
                 ticket=ticket,
                 key_space=request.key_space,
-                layout=known,
+                layout=layout,
                 engine=request.engine[:200],
                 transport="shm",
                 pid=self._arena.pid_of(ticket),
@@ -139,6 +134,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 hit_tokens=request.hit_tokens,
                 order=request.order,
                 removed=Removed(request.removed_blocks, request.removed_bytes),
+                refusal=request.refusal[:_REFUSAL_MAX],
                 steps=steps,
                 outcomes=outcomes,
                 load=load,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvtier.client.wire import tier_from_wire, traits_fault
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import NO_TENANT
+from kvtier.core.layout import KVLayout
 from kvtier.core.limits import (
     ANNOUNCED_MAX,
     CHAIN_BLOCKS_MAX,
@@ -32,6 +33,7 @@ from kvtier.v1 import engine_pb2 as pb
 __all__ = [
     "announced_of",
     "flops_of",
+    "layout_of",
     "load_of",
     "outcomes_of",
     "over_of",
@@ -68,6 +70,18 @@ def traits_of(traits: pb.Traits) -> Traits:
     if fault := traits_fault(said):
         raise ValueError(fault)
     return said
+
+
+def layout_of(layout: pb.Layout) -> KVLayout:
+    """Return how an engine arranges its blocks."""
+    return KVLayout(
+        layout.name,
+        layout.version,
+        layout.block_tokens,
+        layout.block_bytes,
+        layout.dtype,
+        layout.detail,
+    )
 
 
 def load_of(load: pb.EngineLoad) -> EngineLoad:

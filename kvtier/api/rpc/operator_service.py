@@ -207,4 +207,8 @@ def _removed(dropped: ac.Dropped) -> pb.DropReply.Removed:
         bytes=dropped.num_bytes,
         kept_blocks=dropped.kept_blocks,
         error=dropped.error,
+        keeping=[
+            pb.DropReply.Keeping(engine=each.engine, pid=each.pid, why=each.why)
+            for each in dropped.keeping
+        ],
     )

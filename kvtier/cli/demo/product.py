@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvtier.cli.call import ask
@@ -73,6 +72,7 @@ class Product:
         self._socket = directory / "k.sock"
         self._log = directory / "log"
         self._command = [sys.executable, "-m", "kvtier", "serve", "--model", str(model)]
+        self._command += ["--ends-with", str(os.getpid())]  # if we are killed nobody stops it
         for setting in (
             f"daemon.socket={self._socket}",
             f"ssd.directory={directory / 'ssd'}",
@@ -89,12 +89,7 @@ class Product:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_running() and TierName.REMOTE in self.tiers:
             with contextlib.suppress(KvtierError):
                 self.drop(TierName.REMOTE)

@@ -24,6 +24,8 @@ from kvtier.cli.doctor.check import (
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.cli.options import add_config_options, config_of
 from kvtier.config import Config
+from kvtier.config.machine import MACHINE_CONFIG
+from kvtier.config.model import default_socket
 from kvtier.config.secret import with_url
 from kvtier.errors import ConfigError
 from kvtier.observe.log import start_log
@@ -70,13 +72,40 @@ def run(options: argparse.Namespace) -> int:
 def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
     """Return what is configured, or the defaults where that cannot be used."""
     try:
-        config = config_of(options)
+        config, finding = _found(options)
     except ConfigError as error:
         found = f"{error.field}: {error.problem}; what follows is about the defaults"
         return Config(), ("config", fail(found, error.remedy))
     with contextlib.suppress(ConfigError):  # the check of files says so
         config = with_url(config)
-    return config, ("config", ok(str(options.config or "no file; defaults and environment")))
+    return config, ("config", finding)
+
+
+def _found(options: argparse.Namespace) -> tuple[Config, Finding]:
+    """Return the configuration that is meant, the machine's where nothing says another, and why.
+
+    Raises ConfigError.
+    """
+    config = config_of(options)
+    if options.config is not None:
+        return config, ok(str(options.config))
+    socket, user = config.daemon.socket, f"user {os.geteuid()}"
+    why_none = ""
+    if socket != default_socket():
+        why_none = "daemon.socket is named"
+    elif os.access(socket, os.F_OK):
+        why_none = f"{user} has a daemon at {socket}"
+    elif not os.access(MACHINE_CONFIG, os.F_OK):
+        why_none = f"there is no {MACHINE_CONFIG}"
+    if why_none:
+        return config, ok(f"no file; defaults and environment, since {why_none}")
+    if not os.access(MACHINE_CONFIG, os.R_OK):
+        return config, warn(
+            f"{MACHINE_CONFIG} is closed to {user}; what follows is about the defaults",
+            "run this as the daemon's user or as root, or name a file with --config",
+        )
+    options.config = MACHINE_CONFIG
+    return config_of(options), ok(f"{MACHINE_CONFIG}, the machine's, since no other is named")
 
 
 def _checks(subject: Subject) -> list[Check]:

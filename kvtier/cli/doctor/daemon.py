@@ -4,14 +4,16 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from kvtier import __version__
-from kvtier.api.http.tenant import read_api_keys
-from kvtier.api.rpc.credentials import read_credentials
+from kvtier.api.http.tenant import api_keys
+from kvtier.api.rpc.credentials import Credentials
+from kvtier.certificate import Certificates, read_authorities
 from kvtier.cli.call import ask
 from kvtier.cli.doctor.check import Finding, fail, ok, warn
 from kvtier.cli.doctor.subject import Running, Subject
@@ -171,7 +173,8 @@ def _listener(subject: Subject, port: int) -> int | None:
 def look_at_files(subject: Subject) -> Finding:
     """Read the keys, tokens and the model that the configuration names, as a start would."""
     config = subject.config
-    named = []
+    named: list[str] = []
+    certificates: dict[str, Certificates] = {}
     if config.seal.key_file is not None:
         load_keys(config)
         named.append("seal.key_file")
@@ -179,12 +182,20 @@ def look_at_files(subject: Subject) -> Finding:
         with_url(config)
         named.append("remote.url_file")
     if config.rpc.listen is not None:
-        read_credentials(config.rpc)
+        certificates["rpc.tls_cert"] = Credentials(config.rpc).identity.value.certificate
         named.append("rpc.*")
+    if config.remote.tls_ca is not None:
+        found = read_authorities(config.remote.tls_ca, "remote.tls_ca")
+        certificates["remote.tls_ca"] = found
+        named.append("remote.tls_ca")
     if config.engine.api_keys_file is not None:
-        read_api_keys(config.engine.api_keys_file)
+        api_keys(config.engine.api_keys_file)
         named.append("engine.api_keys_file")
     if config.engine.model is not None:
         check_model(config.engine.model, config.engine.context_limit)
         named.append("engine.model")
+    now_s = time.time()
+    late = [f"{key} {why}" for key, each in certificates.items() if (why := each.complaint(now_s))]
+    if late:
+        return warn(", ".join(late), "renew it in place: a running daemon takes it by itself")
     return ok(f"{', '.join(named)} can be read" if named else "none named")

@@ -1,8 +1,7 @@
 """The connector for vLLM: a scheduler half and a worker half over ``kvtier.client``.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"socket": "/run/kvtier/kvtier.sock"}}'
+        "kv_connector_module_path": "kvtier.connectors.vllm", "kv_role": "kv_both"}'
 
 Theory
 ------
@@ -17,11 +16,13 @@ Rules
 -----
 * Nothing here raises into vLLM, and no call from its step waits for the daemon.
 * Blocks are bytes. How they are arranged is declared, and part of their identity.
-* Only ``connector``, ``release``, ``metrics``, ``plugin`` and ``routers.events`` import vLLM.
+* Only ``connector``, ``messages``, ``metrics``, ``plugin``, ``release``, ``identity.description``
+  and ``routers.events`` import vLLM.
 
 Where to begin: ``connector`` has the hooks, ``scheduler`` and ``worker`` the halves, ``order`` what
-they say to each other, ``start`` and ``refusal`` what comes before. ``search``, ``loads`` and
-``stores`` are what is under way. Packages: ``identity``, ``transfer``, ``routers``.
+they say to each other; ``start``, ``refusal`` and ``site`` what comes before. A request is
+``tracked``; ``searches``, ``loads`` and ``stores`` are what is under way for it, in this order.
+Packages: ``identity``, ``transfer``, ``routers``.
 """
 
 from typing import TYPE_CHECKING

@@ -4,10 +4,8 @@ vLLM makes one for its scheduler and one for each worker, and says which. What g
 is logged, and vLLM is told what it would be told if there were nothing in the cache.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,30 +18,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.client import Client, OwnTier
-from kvtier.client.watch import Hear
+from kvtier.client import OwnTier
 from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.identity.description import describe
 from kvtier.connectors.vllm.log import join_log
+from kvtier.connectors.vllm.messages import Handshake, StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sources
-from kvtier.connectors.vllm.order import Orders, RankFacts, Results
+from kvtier.connectors.vllm.order import Orders, RankFacts
 from kvtier.connectors.vllm.plugin import register
 from kvtier.connectors.vllm.pool import own_tier
-from kvtier.connectors.vllm.refusal import refusal
-from kvtier.connectors.vllm.release import check_release, local_model
+from kvtier.connectors.vllm.release import check_release
 from kvtier.connectors.vllm.reports import Reports
-from kvtier.connectors.vllm.routers.events import Events, open_events
-from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
-from kvtier.connectors.vllm.settings import Settings, read_settings
+from kvtier.connectors.vllm.routers.events import Events
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.settings import read_settings
+from kvtier.connectors.vllm.site import Site
 from kvtier.connectors.vllm.start import Start
-from kvtier.connectors.vllm.transfer.copies import Copies, open_copies
-from kvtier.connectors.vllm.transfer.pages import Pages
+from kvtier.connectors.vllm.traces import join_traces
+from kvtier.connectors.vllm.transfer.copies import Copies
 from kvtier.connectors.vllm.worker import WorkerHalf
-from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
-from kvtier.transfer.shm import Pin
 
 __all__ = ["KvtierConnector"]
 
@@ -63,37 +58,12 @@ def _nothing() -> None:
     """Return nothing."""
 
 
-@dataclass
-class _Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    orders: Orders
-    weights: bytes
-
-
-@dataclass
-class _Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    facts: RankFacts
-
-
-@dataclass
-class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    results: Results
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add up what two workers are done with."""
-        self._add(other)
-        return self
-
-    @_open(_nothing)
-    def _add(self, other: Any) -> None:
-        self.results.add(other.results)
-
-
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to be checked
     """See the module."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings: Settings | None = None
+        self._site: Site | None = None
         self._facts: RankFacts | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -103,6 +73,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._copies: Copies | None = None
         self._start: Start | None = None
         self._are_workers_told = False
+        self._is_reset = False
         self._prepare(role)
 
     @property
@@ -115,32 +86,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_open(_nothing)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors, and say what they are."""
-        config, blocks = self._vllm_config, self._kv_cache_config
-        if self._settings is None:
-            return
-        if refused := refusal(config, blocks):
-            self._facts = RankFacts(None, refused)
-            return
-        try:
-            pages = Pages(kv_caches, blocks.num_blocks)
-            facts = RankFacts(describe(config, blocks, kv_caches, pages))
-            self._copies = open_copies(pages)
-            self._facts = facts
-        except (ValueError, KeyError, OSError, AttributeError) as error:
-            self._facts = RankFacts(None, str(error))  # the scheduler half says it
+        if self._site is not None:
+            self._facts, self._copies = self._site.describe(kv_caches)
 
     @_open(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half what this worker's blocks are."""
-        return None if self._facts is None else _Handshake(self._facts)
+        return None if self._facts is None else Handshake(self._facts)
 
     @_open(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
         metadata = self._get_connector_metadata()
         try:
-            if self._worker is None and self._facts is not None and metadata.weights:
-                self._worker = self._begin_worker(self._facts, metadata.weights)
+            if self._worker is None and metadata.weights:
+                self._begin_worker(metadata.weights)
         finally:
             if self._worker is None:
                 self._reports.refuse([*metadata.orders.loads, *metadata.orders.stores])
@@ -178,7 +138,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Tell the scheduler half what is done."""
         results = self._reports.take_results(self._get_connector_metadata().orders.step)
-        return None if results is None else _WorkerMetadata(results)
+        return None if results is None else WorkerMetadata(results)
 
     # Scheduler half
 
@@ -194,30 +154,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def _begin(self) -> None:
         """Begin, if all is known now that has to be."""
-        if self._start is None or not (spaces := self._start.take_spaces()):
+        if self._site is None or self._start is None or not (spaces := self._start.take_spaces()):
             return
-        space = spaces[0]
-        tokens, ratio = space.layout.block_tokens, self._start.num_engine_blocks
-        self._events = open_events(
-            self._vllm_config, self._kv_cache_config, tokens, ratio, len(spaces)
-        )
-        ranks = [
-            Rank(self._asking_client(each, number, ratio), each.digest)
-            for number, each in enumerate(spaces)
-        ]
-        assert self._settings is not None
-        self._scheduler = SchedulerHalf(ranks, tokens, ratio, self._settings.role)
-        self._scheduler.news = self._events.news if self._events else None
+        ratio, layout = self._start.num_engine_blocks, spaces[0].layout
+        self._events = self._site.open_events(spaces, ratio)
+        news = self._events.news if self._events else None
+        tell_own = partial(self._own_tier, ratio)
+        self._scheduler = self._site.scheduler_half(spaces, ratio, news, tell_own)
         self._scheduler.bind(self._pool)
-        for rank in ranks:
-            rank.client.start()
+        if self._is_reset:
+            self._scheduler.reset()
+        self._scheduler.start()
         _log.info(
             "vLLM's blocks are offered to the daemon and loaded from it",
-            socket=self._settings.socket,
-            model=Path(self._vllm_config.model_config.model).name,
-            layout=f"{space.layout.name} {space.layout.version}",
-            block_tokens=tokens,
-            block_bytes=space.layout.block_bytes,
+            model=self._site.model_name,
+            layout=f"{layout.name} {layout.version}",
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -258,14 +211,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_open(lambda: _Metadata(Orders(), b""))
+    @_open(lambda: StepMetadata(Orders(), b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return this step's orders."""
         self._offer(scheduler_output)
         if self._scheduler is None or self._start is None:
-            return _Metadata(Orders(), b"")
+            return StepMetadata(Orders(), b"")
         self._are_workers_told = True
-        return _Metadata(self._scheduler.take_orders(), self._start.weights)
+        return StepMetadata(self._scheduler.take_orders(), self._start.weights)
 
     @_open(_nothing)
     def _offer(self, scheduler_output: Any) -> None:
@@ -321,6 +274,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
         True all the same: vLLM takes another answer for a fault, of its sleep for instance.
         """
+        self._is_reset = True  # where nothing has begun yet, that comes first
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -375,61 +329,24 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # A block that does not come is computed. vLLM's default is to fail the request, and its
         # scheduler reads this right after it has made us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self._settings = self._read_settings(role)
-        if role == KVConnectorRole.SCHEDULER and self._settings is not None:
-            config, blocks = self._vllm_config, self._kv_cache_config
-            self._start = Start(lambda: local_model(config), refusal(config, blocks))
-
-    def _read_settings(self, role: KVConnectorRole) -> Settings | None:
-        """Read what the user says; where that makes no sense, vLLM goes on without us."""
         try:
-            return read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        except ConfigError as error:
+            settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        except ConfigError as error:  # vLLM goes on without us
             if role == KVConnectorRole.SCHEDULER:  # once is enough
                 _log.error("vLLM's blocks are not cached", reason=error)
-            return None
+        else:
+            self._site = Site(self._vllm_config, self._kv_cache_config, settings)
+            if role == KVConnectorRole.SCHEDULER:
+                self._start = self._site.start()
+        join_traces(self._vllm_config)
 
-    def _begin_worker(self, facts: RankFacts, weights: bytes) -> WorkerHalf | None:
-        """Return the worker half, now that the scheduler half has begun."""
-        if facts.blocks is None or self._copies is None:
-            return None
-        space = facts.blocks.space(weights)
-        rank = facts.blocks.parallel_rank
-        client = self._client(space, "worker", rank, pin=self._copies.arena)
-        client.start()  # raises where no thread is to be had, and the next step tries again
-        self._facts = None
-        return WorkerHalf(client, self._copies, rank, self._reports)
-
-    def _asking_client(self, space: KeySpace, rank: int, ratio: int) -> Client:
-        hear = self._events.news.hear(rank) if self._events else None
-        own = partial(self._own_tier, space.layout, rank, ratio)
-        return self._client(space, "scheduler", rank, hear=hear, own_tier=own)
+    def _begin_worker(self, weights: bytes) -> None:
+        """Begin where blocks are served; where no thread is to be had the next step tries again."""
+        if self._site is not None and self._facts is not None and self._copies is not None:
+            half = self._site.worker_half(self._facts, weights, self._copies, self._reports)
+            self._worker, self._facts = half, None
 
     @_open(lambda: OwnTier(0, 0, 0, 0))
-    def _own_tier(self, layout: KVLayout, rank: int, ratio: int) -> OwnTier:
+    def _own_tier(self, ratio: int, layout: KVLayout, rank: int) -> OwnTier:
         half = None if rank else self._scheduler  # a request's tokens are told once
         return own_tier(self._pool, layout, ratio, half.hit_tokens if half else None)
-
-    def _client(
-        self,
-        space: KeySpace,
-        half: str,
-        rank: int,
-        *,
-        hear: Hear | None = None,
-        own_tier: Callable[[], OwnTier] | None = None,
-        pin: Pin | None = None,
-    ) -> Client:
-        name = f"vllm {Path(self._vllm_config.model_config.model).name} {half}"
-        assert self._settings is not None
-        socket, deadlines = self._settings.socket, self._settings.deadlines
-        return Client(
-            socket,
-            space,
-            name,
-            deadlines=deadlines,
-            own_tier=own_tier,
-            rank=rank,
-            watch=hear,
-            pin=pin,
-        )

@@ -15,7 +15,7 @@ from kvtier.client import ClientDeadlines
 from kvtier.config.model import default_socket
 from kvtier.errors import ConfigError
 
-__all__ = ["Role", "Settings", "read_settings"]
+__all__ = ["Role", "Settings", "read_settings", "why_kept"]
 
 _SECTION = "kv_connector_extra_config"
 _SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_DAEMON_SOCKET")
@@ -60,6 +60,14 @@ class Settings:
     socket: Path
     role: Role
     deadlines: ClientDeadlines
+
+
+def why_kept() -> str:
+    """Answer an order to empty vLLM's own cache, which a connector cannot."""
+    return (
+        "vLLM alone can empty its own cache: POST /reset_prefix_cache to it (there with "
+        "VLLM_SERVER_DEV_MODE=1), or start it again"
+    )
 
 
 def read_settings(

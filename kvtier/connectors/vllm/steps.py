@@ -4,6 +4,7 @@ A step begins when it is scheduled and ends when its output is there. With sever
 vLLM has it on GPUs, one takes from the end of the one before.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,12 +63,15 @@ class StepClock:
         self._open: dict[int, Step] = {}
         self._num_begun = 0
         self._ended_s = 0.0
+        self.computing_s = -math.inf
+        """When a step that computes last began, or ended."""
 
     def begin(self, chunks: Sequence[Chunk], now_s: float) -> int:
         """Note that a step was scheduled, and return its number.
 
         One without chunks computes something that is not known.
         """
+        self.computing_s = now_s
         self._num_begun += 1
         self._open[self._num_begun] = Step(chunks, now_s)
         if len(self._open) > _STEPS_MAX:
@@ -76,6 +80,8 @@ class StepClock:
 
     def end(self, number: int, now_s: float) -> Step | None:
         """Return what a step took, if it is one and what it computed is known."""
+        if number:
+            self.computing_s = now_s
         step = self._open.pop(number, None)
         if step is None:
             return None

@@ -1,10 +1,17 @@
-"""vLLM's blocks under stores: each has a reference of ours until all workers are done with it."""
+"""The stores that workers have been ordered to make, until all of them are done.
+
+vLLM's blocks under a store have a reference of ours, so that they are not used again below the
+copy, whatever becomes of their request.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+
+from kvtier.connectors.vllm.order import StoreOrder
+from kvtier.connectors.vllm.tracked import Tracked
 
 __all__ = ["OpenStores"]
 
@@ -25,8 +32,11 @@ class _Store:
 class OpenStores:
     """Nothing is let go of before its workers say so: they read it until then."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, block_tokens: int, ratio: int) -> None:
+        """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
         self._num_workers = num_workers
+        self._block_tokens = block_tokens
+        self._ratio = ratio
         self._pool: Any = None
         self._open: dict[int, _Store] = {}
         self._done: Counter[int] = Counter()
@@ -39,12 +49,32 @@ class OpenStores:
         """Take vLLM's block pool."""
         self._pool = pool
 
-    def room(self) -> int:
-        """Return how many blocks one store more may keep."""
-        if self._pool is None or len(self._open) >= _STORES_MAX:
-            return 0
-        num_held = sum(len(store.blocks) for store in self._open.values())
-        return max(0, int(len(self._pool.blocks) * _POOL_SHARE_MAX) - num_held)
+    def order(self, tracked: Tracked, num_computed: int, now_s: float) -> StoreOrder | None:
+        """Open a store of what a request has computed and not offered, as far as there is room."""
+        end = min(num_computed // self._block_tokens, len(tracked.chains))
+        if tracked.offload_tokens is not None:
+            end = min(end, tracked.offload_tokens // self._block_tokens)
+        first, ratio = tracked.num_offered, self._ratio
+        if end <= first:  # as in nearly all steps
+            return None
+        end = min(end, first + self._room() // ratio)  # the others with a later step
+        flat = tracked.blocks[first * ratio : end * ratio]
+        if end <= first or tracked.is_old or len(flat) < (end - first) * ratio:
+            return None
+        blocks = tuple(tuple(flat[at : at + ratio]) for at in range(0, len(flat), ratio))
+        chains = tracked.chains.first(end)
+        order = StoreOrder(
+            self.open(flat, now_s),
+            tracked.tenant,
+            chains,
+            first,
+            blocks,
+            tracked.traits,
+            tracked.request.num_prompt_tokens // self._block_tokens,
+            tracked.traceparent,
+        )
+        tracked.num_offered = end
+        return order
 
     def open(self, blocks: Sequence[int], now_s: float) -> int:
         """Keep blocks under a new store, and return its number."""
@@ -70,6 +100,13 @@ class OpenStores:
             if now_s < store.began_s + _SOON_S
             for block in store.blocks
         )
+
+    def _room(self) -> int:
+        """Return how many blocks one store more may keep."""
+        if self._pool is None or len(self._open) >= _STORES_MAX:
+            return 0
+        num_held = sum(len(store.blocks) for store in self._open.values())
+        return max(0, int(len(self._pool.blocks) * _POOL_SHARE_MAX) - num_held)
 
     def _of_pool(self, blocks: Sequence[int]) -> list[Any]:
         return [self._pool.blocks[block] for block in blocks]

@@ -1,6 +1,6 @@
 """A request of vLLM's, and what was asked and offered of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvtier.core.plan import Outcome
 from kvtier.core.traits import Traits
 from kvtier.observe.trace import traceparent_of
 
-__all__ = ["Tracked", "traits_of"]
+__all__ = ["Tracked", "note_blocks", "traits_of"]
 
 _TOKENS_MAX = 2**32 - 1
 """A message carries no more, and no prompt has more."""
@@ -45,10 +45,16 @@ class Tracked:
     answer: Search | None = None
     """What vLLM went by; its plan's outcome is still to be told."""
     advised_tokens: int | None = None
+    """By the daemon's last answer. Who never asked offers more than it takes, and is told so."""
     num_learned: int = 0
     """Blocks of ours that routers can be told of."""
     is_old: bool = False
     """It has blocks from before a reset, and offers none any more."""
+
+    @property
+    def request_id(self) -> str:
+        """Return its name, which may be that of another one once it is over."""
+        return str(self.request.request_id)
 
     @property
     def num_left(self) -> int:
@@ -73,6 +79,12 @@ class Tracked:
         """Hash the blocks that are full by now."""
         self.chains.extend(self.request.all_token_ids)
 
+    def note_preemptions(self) -> None:
+        """Have it searched for anew if it was preempted since it was last looked at."""
+        if self.request.num_preemptions > self.num_preemptions:
+            self.num_preemptions = self.request.num_preemptions
+            self.num_searches = 0
+
     def note_blocks(self, fresh: Sequence[int], *, is_whole: bool) -> None:
         """Take the blocks that vLLM gave it: all of them, or more of them."""
         if is_whole:
@@ -94,6 +106,22 @@ class Tracked:
             self.account.outcome(decision, answer.tiers_of(rank), now_s)
             for rank, decision in enumerate(answer.decisions)
         ]
+
+
+def note_blocks(tracked: Mapping[str, Tracked], output: Any) -> Mapping[str, int]:
+    """Take the blocks that vLLM gave out in a step; return what its requests have computed."""
+    computed: dict[str, int] = {}
+    for fresh in output.scheduled_new_reqs:
+        computed[fresh.req_id] = fresh.num_computed_tokens
+        if known := tracked.get(fresh.req_id):
+            known.note_blocks(fresh.block_ids[0], is_whole=True)
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if block_ids and (known := tracked.get(request_id)):
+            is_whole = request_id in cached.resumed_req_ids
+            known.note_blocks(block_ids[0], is_whole=is_whole)
+    return computed
 
 
 def traits_of(request: Any) -> Traits:

@@ -5,8 +5,7 @@
         "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 17179869184, "block_size": 64,
             "secondary_tiers": [{"type": "KvtierTier",
-                "module_path": "kvtier.connectors.vllm_tier",
-                "socket": "/run/kvtier/kvtier.sock"}]}}'
+                "module_path": "kvtier.connectors.vllm_tier"}]}}'
 
 Theory
 ------

@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns, r
 from kvtier.connectors.vllm.identity.weights import FileDigests
 from kvtier.connectors.vllm.log import join_log
 from kvtier.connectors.vllm.release import check_release
-from kvtier.connectors.vllm.settings import Settings, read_settings
+from kvtier.connectors.vllm.settings import Settings, read_settings, why_kept
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
 from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
@@ -236,13 +236,12 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             if self._is_closed:
                 return
             name = f"vllm {model.name} tier"
-            client = Client(said.socket, space, name, deadlines=said.deadlines)
+            client = Client(said.socket, space, name, deadlines=said.deadlines, drop=why_kept)
             client.start()
             requests, transfers = Requests(client, space.digest), Transfers(client, chunks)
             self._parts = _Parts(client, requests, transfers)
         _log.info(
             "chunks of vLLM's CPU tier are offered to the daemon and loaded from it",
-            socket=said.socket,
             model=model.name,
             block_tokens=layout.block_tokens,
             block_bytes=layout.block_bytes,

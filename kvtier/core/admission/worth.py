@@ -100,7 +100,9 @@ class AdmitByWorth:
         if not is_judged or num_pushing <= 0:
             return Admit(min(offer.num_blocks, room))
         assert offer.use is not None
-        num_worth = offer.num_spare + self._history.would_stay(offer.use, num_pushing, offer.tier)
+        num_worth = offer.num_spare + self._history.orders.would_stay(
+            offer.use, num_pushing, offer.tier
+        )
         if not num_worth:
             return Reject(Rule.WORTH)
         return Admit(min(num_worth, room), Rule.FULL if room < num_worth else Rule.WORTH)

@@ -57,7 +57,7 @@ class RunDensity:
                 and slot_bytes(int(index.payload_bytes[row])) == size
             )
 
-        for row in self._history.next_out(TierName.CPU, size, is_spared):
+        for row in self._history.orders.next_out(TierName.CPU, size, is_spared):
             proposed.add(row)
             yield row
         yield from rest_by_age(index, slots, size, limit, proposed)
@@ -75,4 +75,4 @@ class CreditLru(RunDensity):
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        history.rank(TierName.CPU, Credit(_CREDIT_S))
+        history.orders.rank(TierName.CPU, Credit(_CREDIT_S))

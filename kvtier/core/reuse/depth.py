@@ -132,17 +132,21 @@ class _Curve:
 class DepthCurves:
     """Reuse by depth, and the limits that follow.
 
-    ``most_tokens`` is the operator's limit, ``None`` for one that is learned. ``worth`` gives, for
-    the block that ends at so many tokens, the seconds that a reuse saves and those a store costs.
+    ``most_tokens`` is the operator's limit, ``None`` for one that is learned; with
+    ``is_prompt_alone`` no request goes beyond its prompt. ``worth`` gives, for the block that ends
+    at so many tokens, the seconds that a reuse saves and those a store costs.
     """
 
     def __init__(
         self,
         worth: Callable[[int, Use], tuple[float, float]],
         most_tokens: int | None = None,
+        *,
+        is_prompt_alone: bool = False,
     ) -> None:
         self._worth = worth
         self.most_tokens = most_tokens
+        self.is_prompt_alone = is_prompt_alone
         self._curves: OrderedDict[_Key, _Curve] = OrderedDict()
         """The one used last is last."""
         self._limits: dict[_Key, int | None] = {}
@@ -179,6 +183,9 @@ class DepthCurves:
             most_tokens = self.most_tokens
         if most_tokens is None:
             most_tokens = self._learned(use)
+        if self.is_prompt_alone and use.num_prompt_blocks >= 0:
+            prompt_tokens = use.num_prompt_blocks * use.block_tokens
+            most_tokens = prompt_tokens if most_tokens is None else min(most_tokens, prompt_tokens)
         if most_tokens is None:
             return None
         return most_tokens // use.block_tokens * use.block_tokens

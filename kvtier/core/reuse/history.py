@@ -10,15 +10,15 @@ their worth, by which they leave a tier.
 
 Rules
 -----
-* One writer. ``scores``, ``p_reuse`` and ``fate`` may be called from another thread: they read
-  single entries, and at worst judge a block by what has just changed.
+* One writer. ``p_reuse``, ``fate`` and the ``scores`` of ``orders`` may be called from another
+  thread: they read single entries, and at worst judge a block by what has just changed.
 * What is remembered is closed under parents: a block is forgotten after all its children.
 * Each call does a bounded amount of work for the past; time that passed in a leap is caught up with
   in the calls that follow.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import log2
 from typing import Any
 
@@ -31,7 +31,7 @@ from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Blocks, Places
 from kvtier.core.reuse.ghost import Ghosts
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
-from kvtier.core.reuse.order import Density, Order, Ranking
+from kvtier.core.reuse.orders import COLUMN, Orders
 from kvtier.core.reuse.run import NONE, Runs
 from kvtier.core.reuse.tenant import Tenants
 from kvtier.core.reuse.use import LENGTH_TOKENS, Touched, Use
@@ -40,7 +40,6 @@ from kvtier.core.slots import slot_bytes
 __all__ = ["History", "Touched", "Use"]
 
 _EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
-_COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 
 _AGING_NS = 100_000_000
 """The narrowest age bin is 20 times as wide; to look for each message would cost a tenth more."""
@@ -76,7 +75,6 @@ class History:
         are worth the same.
         """
         self._saved_s = saved_s
-        self._by_tokens = {_COLUMN[tier] for tier in by_tokens}
         self.blocks = Blocks()
         self.runs = Runs()
         """For the orders, and for those who check."""
@@ -88,9 +86,8 @@ class History:
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
         """By age bin that can be left, tickets of its runs, the oldest first."""
         self._ghosts = Ghosts(self.blocks, self.runs)
-        self._rankings: dict[int, Ranking] = {}
-        self._orders: dict[tuple[int, int], Order] = {}
-        """By tier and slot size."""
+        self.orders = Orders(self.blocks, self.runs, self._hazards, by_tokens)
+        """In which the blocks of each tier leave it."""
 
     @property
     def num_remembered(self) -> int:
@@ -106,11 +103,6 @@ class History:
     def num_resident(self) -> int:
         """Return how many blocks are in one tier at least."""
         return self.blocks.num_resident
-
-    def rank(self, tier: TierName, ranking: Ranking) -> None:
-        """Have the blocks of a tier leave by another order than that of density."""
-        assert not self._orders, "before anything is there"
-        self._rankings[_COLUMN[tier]] = ranking
 
     # What happens
 
@@ -202,7 +194,7 @@ class History:
 
         Blocks that are not remembered are taken in as seen once, without their chain.
         """
-        blocks, runs, column = self.blocks, self.runs, _COLUMN[tier]
+        blocks, runs, column = self.blocks, self.runs, COLUMN[tier]
         rows = blocks.find(keys)
         if (rows == NO_ROW).any():
             unknown = [key for key, row in zip(keys, rows, strict=True) if row == NO_ROW]
@@ -224,12 +216,12 @@ class History:
                 runs.last[column][run] = deepest
             runs.count[column][run] += end - first
             runs.ghost_ns[run] = 0
-            self.order_of(column, runs.size[run]).put(run)
+            self.orders.of(column, runs.size[run]).put(run)
             self._rank_above(run, column)
 
     def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
         """Note that blocks are resident in a tier no more, and why."""
-        blocks, column = self.blocks, _COLUMN[tier]
+        blocks, column = self.blocks, COLUMN[tier]
         rows = blocks.find(keys) if len(keys) > 1 else np.array([blocks.row(k) for k in keys], int)
         rows = rows[rows != NO_ROW]
         blocks.fate[rows] = FATES.index(fate)
@@ -269,7 +261,7 @@ class History:
         row = self.blocks.row(key)
         if row == NO_ROW:
             return 0, 0
-        return int(self.blocks.uses[row]), int(self.blocks.kids[row, _COLUMN[tier]])
+        return int(self.blocks.uses[row]), int(self.blocks.kids[row, COLUMN[tier]])
 
     def num_children(self, tier: TierName, key: bytes) -> int:
         """Return how many children of a block are in a tier, as far as is remembered."""
@@ -287,79 +279,6 @@ class History:
                 known[run] = hazards.p_reuse(runs.group[run], age_s, within_s)
             chances.append(known.get(run, 0.0))
         return chances
-
-    def scores(self, keys: Sequence[bytes], tier: TierName = TierName.SSD) -> list[float]:
-        """Return what each block earns in a tier: expected value per byte and second.
-
-        The larger the better; 0.0 where it is not remembered.
-        """
-        blocks, runs, density = self.blocks, self.runs, self._density(_COLUMN[tier])
-        runs_of = (
-            int(blocks.run[row]) if row != NO_ROW else NONE for row in blocks.find(keys).tolist()
-        )
-        return [density.score(runs, run) if run != NONE else 0.0 for run in runs_of]
-
-    def victims(
-        self,
-        tier: TierName,
-        payload_bytes: int,
-        is_spared: Callable[[bytes], bool] | None = None,
-    ) -> Generator[bytes, None, None]:
-        """Yield the next blocks of a tier to go, tails first, none with a child in the tier.
-
-        For slots that take a payload of that size. Let a block ``leave`` before asking for the
-        next: one that is still there then stays, with all it hangs on.
-        """
-        blocks, column = self.blocks, _COLUMN[tier]
-
-        def is_kept(row: int) -> bool:
-            return is_spared is not None and is_spared(blocks.key(row))
-
-        walk = self.order_of(column, slot_bytes(payload_bytes)).walk(is_kept)
-        try:
-            _, row = next(walk)
-            while True:
-                yield blocks.key(row)
-                _, row = walk.send(not blocks.where[row] & (1 << column))
-        except StopIteration:
-            return
-        finally:
-            walk.close()
-
-    def next_out(
-        self, tier: TierName, size: int, is_spared: Callable[[int], bool]
-    ) -> Generator[int, None, None]:
-        """Yield the same for slots of a size, by their numbers, as if all yielded before had gone.
-
-        Those for whose number ``is_spared`` holds stay.
-        """
-        number = self.blocks.number
-        walk = self.order_of(_COLUMN[tier], size).walk(lambda row: is_spared(int(number[row])))
-        for _, row in walk:
-            yield int(number[row])
-
-    def would_stay(self, use: Use, num_blocks: int, tier: TierName) -> int:
-        """Return how many of a chain's next ``num_blocks`` blocks are worth what they push out.
-
-        Those that the tier lacks, from the root on, each of which would push one out.
-        """
-        blocks, column = self.blocks, _COLUMN[tier]
-        order = self.order_of(column, slot_bytes(use.payload_bytes))
-        rows = blocks.find(use.keys).tolist()
-        own = set(rows)
-        lacking = (row for row in rows if row == NO_ROW or not blocks.where[row] & (1 << column))
-        victims = order.walk(own.__contains__)
-        num_staying = 0
-        for row, (score, _) in zip(lacking, victims, strict=False):
-            if num_staying == num_blocks:
-                break
-            if row != NO_ROW and order.score(int(blocks.run[row])) <= score:
-                break
-            num_staying += 1
-        else:
-            num_staying = num_blocks  # nothing is left to be pushed out
-        victims.close()
-        return num_staying
 
     # Across restarts
 
@@ -449,7 +368,7 @@ class History:
                 runs.last[column][run] = rows[here[-1]]
         for column, count in enumerate(runs.count):
             if count[run]:
-                self.order_of(column, runs.size[run]).put(run)
+                self.orders.of(column, runs.size[run]).put(run)
 
     def _value(self, use: Use, end: int) -> int:
         """Return what a hit on a block is worth per byte, in half octaves.
@@ -472,21 +391,7 @@ class History:
         self._hazards.expose(runs.group[run], age_bin, runs.weight[run] * runs.length(run))
         for column, bucket in enumerate(runs.bucket):
             if bucket[run] != NONE:
-                self.order_of(column, runs.size[run]).put(run)
-
-    def order_of(self, column: int, size: int) -> Order:
-        """Return the order in which blocks in slots of a size leave a tier, given by its column."""
-        order = self._orders.get((column, size))
-        if order is None:
-            ranking = self._rankings.get(column) or self._density(column)
-            order = self._orders[column, size] = Order(self.blocks, self.runs, column, ranking)
-        return order
-
-    def _density(self, column: int) -> Density:
-        """Return the ranking of a tier that was given no other."""
-        is_plain = column in self._by_tokens
-        values = self.runs.plain_value if is_plain else self.runs.value
-        return Density(self._hazards, values, self.runs.count[column + 1 :])
+                self.orders.of(column, runs.size[run]).put(run)
 
     # Residency
 
@@ -510,13 +415,13 @@ class History:
         childless = parents[blocks.kids[parents, column] == 0]
         for above in set(blocks.run[childless].tolist()):
             if runs.count[column][above]:
-                self.order_of(column, runs.size[above]).put(above)  # it may have been blocked
+                self.orders.of(column, runs.size[above]).put(above)  # it may have been blocked
 
     def _rank_above(self, run: int, column: int) -> None:
         """Let a run wait in its place in faster tiers: it may count there whether it is below."""
         for above in range(column):
             if self.runs.bucket[above][run] != NONE:
-                self.order_of(above, self.runs.size[run]).put(run)
+                self.orders.of(above, self.runs.size[run]).put(run)
 
     def _end_in(self, run: int, column: int) -> None:
         """Note that the last block of a run has left a tier."""

@@ -66,7 +66,7 @@ def _check_run(history: History, run: int) -> None:
         assert runs.last[tier][run] == next(there, NONE), "not the last of a run in a tier"
         if by_tier[tier]:
             is_blocked = blocks.kids[runs.last[tier][run], tier] > 0
-            is_waiting = history.order_of(tier, runs.size[run]).is_waiting(run)
+            is_waiting = history.orders.of(tier, runs.size[run]).is_waiting(run)
             assert is_waiting or is_blocked, "a run that could go is in no bucket"
         else:
             assert runs.bucket[tier][run] == NONE, "a run is in the order of a tier without it"

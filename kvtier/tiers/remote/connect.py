@@ -1,8 +1,8 @@
 """Connector: makes connections to servers of one address, by the library."""
 
 import socket
-import ssl
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from kvtier.errors import StartError, reason_of
+from kvtier.certificate import Certificates, read_authorities
+from kvtier.secret import Secret
 from kvtier.tiers.remote.address import Address, Place
 from kvtier.tiers.remote.resp import Command
 
@@ -45,15 +46,18 @@ class Connected(Protocol):
 class Connector:
     """Makes connections. Called on threads that may hang in a name or a connect.
 
-    ``address`` may be exchanged for one that differs in its login, by which the next ones go.
+    ``address`` may be exchanged for one that differs in its login, by which the next ones go, and
+    so may be what the file of ``authorities`` says.
     """
 
     def __init__(self, address: Address, timeout_s: float, tls_ca: Path | None) -> None:
-        if address.has_tls and tls_ca is not None:
-            _check_authorities(tls_ca)
         self.address = address
+        self.authorities: Secret[Certificates] | None = None
+        """Those that a server's certificate must descend from; None: the system's."""
         self._timeout_s = timeout_s
-        self._tls = {"ssl_ca_certs": str(tls_ca)} if address.has_tls and tls_ca else {}
+        if address.has_tls and tls_ca is not None:
+            read = partial(read_authorities, tls_ca, "remote.tls_ca")
+            self.authorities = Secret("remote_ca", lambda: (tls_ca,), read)
 
     def connect(self, place: Place) -> Connected:
         """Return a connection over which nothing was said yet.
@@ -101,6 +105,11 @@ class Connector:
         )
 
     @property
+    def _tls(self) -> dict[str, str]:
+        authorities = self.authorities
+        return {"ssl_ca_data": authorities.value.pem.decode("ascii")} if authorities else {}
+
+    @property
     def _common(self) -> dict[str, Any]:
         return {
             "socket_timeout": self._timeout_s,
@@ -109,17 +118,3 @@ class Connector:
             "protocol": 2,
             "driver_info": None,  # saves two round trips, and rights that an ACL must give
         }
-
-
-def _check_authorities(path: Path) -> None:
-    remedy = "name a file of certificates in PEM"
-    if not path.is_file():
-        raise StartError("remote.tls_ca", f"{path} is no file", remedy)
-    try:
-        ssl.create_default_context(cafile=str(path))
-    except ssl.SSLError:
-        raise StartError("remote.tls_ca", f"{path} has no certificate", remedy) from None
-    except OSError as error:
-        raise StartError(
-            "remote.tls_ca", f"{path} cannot be read: {reason_of(error)}", remedy
-        ) from None

@@ -162,6 +162,10 @@ class Server:
             link = self._made(patience_s)
         with self._lock:
             self._busy.add(link)
+            is_closed = self._is_closed  # meanwhile, by one who did not see it among the busy
+        if is_closed:
+            self._drop(link)
+            raise TierError("the remote tier is closed")
         return link
 
     def _idle_link(self) -> Link | None:
@@ -177,10 +181,8 @@ class Server:
     def _made(self, patience_s: float) -> Link:
         """Return a new connection, or raise; then the place in the queue is let go of."""
         made: Future[Link] = Future()
-        threading.Thread(
-            target=self._make, args=(made,), name="remote-connect", daemon=True
-        ).start()
         try:
+            self._begin(made)
             return made.result(patience_s)
         except FutureTimeout:
             with self._lock:
@@ -194,6 +196,15 @@ class Server:
         except BaseException:
             self._free.release()
             raise
+
+    def _begin(self, made: "Future[Link]") -> None:
+        making = threading.Thread(
+            target=self._make, args=(made,), name="remote-connect", daemon=True
+        )
+        try:
+            making.start()
+        except RuntimeError as error:
+            raise TierError(f"it cannot be connected to: {error}") from None
 
     def _make(self, made: "Future[Link]") -> None:
         try:

@@ -12,16 +12,16 @@ Rules
 * Credentials are in no message and no repr.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+from kvtier.certificate import Certificates
 from kvtier.core.identity import HASH_BYTES, BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.residency import TierName
 from kvtier.errors import TierError
+from kvtier.secret import Secret
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -40,6 +40,7 @@ from kvtier.tiers.remote.address import Address, Form, Place
 from kvtier.tiers.remote.connect import Connector
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.options import RemoteOptions
+from kvtier.tiers.remote.parts import Parts
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.topology import Topology
 from kvtier.tiers.remote.unlink import purge, unlink
@@ -90,7 +91,7 @@ class RemoteTier:
             )
 
         self._topology = Topology(self._address, connector, open_server)
-        self._threads = ThreadPoolExecutor(4 * options.num_workers, "remote-part")
+        self._at_once = Parts(4 * options.num_workers)
         self._lock = threading.Lock()
         self._num_faults = 0
         self._is_closed = False
@@ -102,6 +103,11 @@ class RemoteTier:
         """Go by other times from now on; what is stored keeps its own until it is renewed."""
         self._values.ttl_ms = int(ttl_s * 1000)
         self._values.max_age_s = max_age_s
+
+    @property
+    def authorities(self) -> Secret[Certificates] | None:
+        """Return what servers are trusted by, to be read again where its file changes."""
+        return self._connector.authorities
 
     def log_in_by(self, url: str) -> None:
         """Have connections made from now on log in by a URL of the same servers."""
@@ -203,7 +209,7 @@ class RemoteTier:
         """End the connections; calls that are under way fail. Idempotent."""
         self._is_closed = True
         self._topology.close()
-        self._threads.shutdown(wait=False)  # what waits there still runs, and fails at once
+        self._at_once.close()  # what waits there still runs, and fails at once
 
     def _exchange(self, server: Server, deadline_ns: int) -> Exchange:
         return Exchange(server, self._values, self._options.now_s(), deadline_ns)
@@ -244,7 +250,7 @@ class RemoteTier:
         ]
         results = [fallback] * len(blocks)
         faults: list[TierError] = []
-        for indexes, answer in zip(parts.values(), self._run(steps), strict=True):
+        for indexes, answer in zip(parts.values(), self._at_once.run(steps), strict=True):
             if isinstance(answer, TierError):
                 faults.append(answer)
                 self._count_fault(len(indexes))
@@ -254,19 +260,6 @@ class RemoteTier:
         if faults and len(faults) == len(parts) and not self._is_partial(parts):
             raise faults[0]
         return results
-
-    def _run(self, steps: Sequence[Callable[[], T]]) -> list[T | TierError]:
-        """Return what the steps return, or the faults they raise; one alone needs no thread."""
-        if len(steps) < 2:
-            return [_attempt(step) for step in steps]
-        running: list[Future[T | TierError]] = []
-        with contextlib.suppress(RuntimeError):  # the tier is being closed
-            running.extend(self._threads.submit(_attempt, step) for step in steps)
-        # Each ends by the deadline by itself, and may touch the caller's memory until it does.
-        wait(running)
-        if len(running) < len(steps):
-            raise TierError("the remote tier is closed")
-        return [step.result() for step in running]
 
     def _say(
         self,
@@ -301,10 +294,3 @@ class RemoteTier:
         seconds_left(deadline_ns)
         if self._is_closed:
             raise TierError("the remote tier is closed")
-
-
-def _attempt(step: Callable[[], T]) -> T | TierError:
-    try:
-        return step()
-    except TierError as error:
-        return error

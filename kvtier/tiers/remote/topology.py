@@ -140,7 +140,10 @@ class Topology:
         with self._looked:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="remote-look", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no thread is to be had: the next report tries again
+                    self._thread = None
 
     def _run(self) -> None:
         try:

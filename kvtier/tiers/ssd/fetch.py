@@ -135,8 +135,13 @@ class Fetcher:
             elif verdict.result in _GONE:
                 missed.append(each)
         forget(self._pool, missed)
-        for each in forget(self._pool, damaged):
+        found = forget(self._pool, damaged)
+        for each in found:
             self._quarantine.add(each.segment, [each.page])
+        names = {each.wanted.block_hash for each in found}
+        for each in damaged:
+            if each.wanted.block_hash not in names:  # removed while it was read, or moved
+                results[each.position] = MissReason.ABSENT
 
     def _read(self, run: list[Located], staging: memoryview) -> list[_Verdict]:
         pool = self._pool

@@ -43,6 +43,8 @@ class SsdOptions:
     """What may be written in a day, all told; 0: no limit."""
     max_age_s: int = 0
     """Blocks written longer ago are not served; 0: no limit."""
+    is_kept: bool = True
+    """Whether blocks outlive the tier: else it is emptied when it is opened, and when closed."""
     seal: Seal = field(default_factory=lambda: Seal(SealMode.OFF, None, "ssd"))
     """How blocks are protected at rest."""
     num_workers: int = 4

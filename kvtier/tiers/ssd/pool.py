@@ -67,6 +67,8 @@ class SegmentPool:
         self.active: Segment | None = None
         self.next_number = 1
         self.allocated_bytes = 0
+        self.is_closed = False
+        """Others may have the directory: no file of it is removed any more, whoever reads still."""
         self._evicted: list[BlockHash] = []
         self._unremoved: list[Segment] = []
         """Retired, and their files could not be removed."""
@@ -233,6 +235,8 @@ class SegmentPool:
         return self.is_within_capacity(1)
 
     def _remove_file(self, segment: Segment) -> None:
+        if self.is_closed:
+            return
         try:
             self.disk.unlink(segment.path)
         except OSError:

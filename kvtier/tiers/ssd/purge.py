@@ -66,6 +66,7 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
                 mark_records(pool.disk, segment, pages, RecordState.REMOVED)
             except OSError:
                 pool.give_up(segment)
+    remove_strangers(pool)
     return removed
 
 

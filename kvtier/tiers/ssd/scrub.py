@@ -112,7 +112,8 @@ class Scrubber:
         try:
             num_blocks, num_bytes = self._verify(max_bytes, deadline_ns) if max_bytes else (0, 0)
             damaged, self._damaged = tuple(self._damaged), []
-            expired, self._expired = tuple(self._expired), []
+            with self._pool.lock:
+                expired, self._expired = tuple(self._expired), []
             is_over = not self._segments
             return Scrubbed(num_blocks, num_bytes, damaged, expired, is_pass_over=is_over)
         finally:

@@ -88,30 +88,16 @@ class SsdTier:
         self._age = AgeLimit(options.max_age_s, options.now_s)
         self._directory_lock = DirectoryLock(directory)
         try:
-            self._disk = Disk(directory, options.direct_io, options.hook)
-            self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
-            self._recovered = recover(self._pool, self._age.oldest_s())
+            self._open(directory, capacity_bytes, segment_bytes, options)
         except OSError as error:
             self._directory_lock.release()
             raise StartError(
                 "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
             ) from error
-        except StartError:
+        except BaseException:
             self._directory_lock.release()
             raise
-        is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
-        self._quarantine = Quarantine()
-        self._appender = Appender(self._pool, options.seal, self._age, is_synced=is_synced)
-        self._reclaimer = Reclaimer(self._pool, options.seal, self._age, self._appender.staging)
-        self._fetcher = Fetcher(self._pool, options.seal, self._quarantine)
-        start = int.from_bytes(os.urandom(4))
-        self._scrubber = Scrubber(
-            self._pool, options.seal, self._age, self._quarantine, start=start
-        )
         self._writer_lock = threading.Lock()
-        self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)
-        for _ in range(options.num_workers):
-            self._stagings.put_nowait(new_staging())
         self._is_closed = False
 
     def tune(self, options: SsdOptions) -> None:
@@ -257,18 +243,46 @@ class SsdTier:
         finally:
             self._writer_lock.release()
 
+    def _open(
+        self, directory: Path, capacity_bytes: int, segment_bytes: int, options: SsdOptions
+    ) -> None:
+        """Take up what is there, and get ready to serve it. For whoever holds the lock."""
+        self._disk = Disk(directory, options.direct_io, options.hook)
+        self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
+        self._is_kept = options.is_kept
+        if not self._is_kept:  # what a crash has left behind
+            purge_all(self._pool)
+        self._recovered = recover(self._pool, self._age.oldest_s())
+        is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
+        self._quarantine = Quarantine()
+        self._appender = Appender(self._pool, options.seal, self._age, is_synced=is_synced)
+        self._reclaimer = Reclaimer(self._pool, options.seal, self._age, self._appender.staging)
+        self._fetcher = Fetcher(self._pool, options.seal, self._quarantine)
+        start = int.from_bytes(os.urandom(4))
+        self._scrubber = Scrubber(
+            self._pool, options.seal, self._age, self._quarantine, start=start
+        )
+        self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)
+        for _ in range(options.num_workers):
+            self._stagings.put_nowait(new_staging())
+
     def _end(self) -> None:
         with contextlib.suppress(OSError):  # what stays comes back as what it was
             self._pool.sweep()
         try:
+            if not self._is_kept:
+                purge_all(self._pool)
+                return
             while self._quarantine.mark(self._disk):
                 pass
             if self._pool.active is not None:
                 with contextlib.suppress(FileNotFoundError):  # removed by someone: a miss
                     self._disk.sync(self._pool.active.path)
         except OSError as error:
-            raise TierError(f"ssd: the last blocks may be lost: {error.strerror}") from error
+            harm = "the last blocks may be lost" if self._is_kept else "some files may be left"
+            raise TierError(f"ssd: {harm}: {error.strerror}") from error
         finally:
+            self._pool.is_closed = True
             self._directory_lock.release()
 
     def _headers_of(self, segment: Segment) -> Headers:

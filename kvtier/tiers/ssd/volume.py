@@ -52,10 +52,12 @@ class Volume:
             return "the file system is mounted read-only"
         free_bytes = volume.f_bavail * volume.f_frsize
         if free_bytes - num_bytes < self.free_space_floor_bytes:
-            return f"{free_bytes} bytes are free, too few for ssd.free_space_floor"
+            floor = f"ssd.free_space_floor ({self.free_space_floor_bytes >> 20} MiB)"
+            return f"{free_bytes >> 20} MiB are free, too few for {floor}"
         # Some file systems (btrfs) make inodes as they go, and count none.
         if volume.f_files and volume.f_favail - num_inodes < self.free_inodes_floor:
-            return f"{volume.f_favail} inodes are free, too few for ssd.free_inodes_floor"
+            floor = f"ssd.free_inodes_floor ({self.free_inodes_floor})"
+            return f"{volume.f_favail} inodes are free, too few for {floor}"
         return None
 
     def stop(self, reason: str) -> None:

@@ -98,9 +98,14 @@ function tiers({ tiers: all, tokens }) {
   const rows = Object.entries(all).map(([name, tier]) => {
     const full = tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : 0;
     const size = sized(tier.used_bytes, tier.capacity_bytes);
-    return [
+    const head = [
       html("b", { class: `key ${name}` }, named(name)),
       html("span", { class: `state is-${word(tier.state)}` }, stated(tier.state)),
+    ];
+    // What is not known is no zero.
+    if (tier.state === "untold") return [...head, null, null, null, null, null];
+    return [
+      ...head,
       html("span", { class: "gauge" }, bar(size, [[full, name]]), html("span", {}, size)),
       count(tier.blocks), count(tier.tokens),
       // What the GPU tier had is its engine's own account.
@@ -164,7 +169,7 @@ function engines(all) {
   if (!all.length) return html("p", { class: "none" }, "none is attached");
   const rows = all.map((engine) => {
     const { gpu_used_bytes: used, gpu_capacity_bytes: capacity, first_tokens: number } = engine;
-    const size = sized(used, capacity);
+    const size = capacity ? sized(used, capacity) : "–";
     const asked = engine.prompt_tokens;
     return [
       html("b", {}, engine.engine), `${engine.pid}`, engine.transport,

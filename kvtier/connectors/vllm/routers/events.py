@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from kvtier.connectors.vllm.routers.news import CPU, Block, Facts, News
+from kvtier.connectors.vllm.routers.block import CPU, Block, Facts
+from kvtier.connectors.vllm.routers.news import News
 
 __all__ = ["Events", "open_events"]
 

@@ -21,16 +21,15 @@ Rules
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.client.watch import Hear
+from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Block, Facts, Told, runs_of
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
 from kvtier.connectors.vllm.tracked import Tracked
 from kvtier.core.change import Change
@@ -38,11 +37,7 @@ from kvtier.core.identity import HASH_BYTES, BlockHash
 from kvtier.core.residency import TierName
 from kvtier.core.table import Keys, as_keys
 
-__all__ = ["CPU", "MEDIA", "STORAGE", "Block", "Describe", "Facts", "News", "Told"]
-
-CPU, STORAGE = 1, 2
-MEDIA = (CPU, STORAGE)
-"""As bits: SSD and Redis are one medium in vLLM's events."""
+__all__ = ["Describe", "News"]
 
 _STORAGE_TIERS = TIER_BIT[TierName.SSD] | TIER_BIT[TierName.REMOTE]
 
@@ -53,57 +48,11 @@ Where the table of what the daemon has must double, it is 0.15 us for each block
 second at 660,000, and once.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What vLLM calls the blocks of its own that make one of ours, and what they are of."""
-
-    names: tuple[Any, ...]
-    parent_name: Any
-    token_ids: npt.NDArray[np.uint32]
-    extra_keys: tuple[Any, ...] | None = None
-    lora: tuple[int, str] | None = None
-
-
-@dataclass(slots=True)
-class Block:
-    """One of our blocks that a request of this engine had."""
-
-    keys: tuple[BlockHash, ...]
-    """One for each rank."""
-    parent: BlockHash | None
-    """Of the first rank; None at the root."""
-    position: int
-    facts: Facts
-    media: int = 0
-    """In which it is announced."""
-    is_cleared: bool = False
-    """vLLM has said that it is gone."""
-    num_children: int = 0
-    """That are remembered."""
-
-
 Describe = Callable[[Any, int, int], Sequence[Facts]]
 """Tells of a request what vLLM calls its blocks from one index to before another.
 
 Of fewer, where vLLM has no names for the last of them yet.
 """
-
-
-@dataclass(slots=True)
-class Told:
-    """What is to be published: first what was withdrawn, by medium, then what came."""
-
-    withdrawn: dict[int, list[Any]] = field(default_factory=dict)
-    """Names of vLLM's."""
-    announced: list[tuple[int, list[Block]]] = field(default_factory=list)
-    """Runs of one medium, each block the child of the one before it; parents come first."""
-
-    def withdraw(self, block: Block, media: int) -> None:
-        """Add a block to what was withdrawn from media."""
-        for medium in MEDIA:
-            if media & medium:
-                self.withdrawn.setdefault(medium, []).extend(block.facts.names)
 
 
 class _Stale:
@@ -190,7 +139,7 @@ class News:
                         came[medium].append(block)
                 block.media, block.is_cleared = media, False
         for medium, blocks in came.items():
-            told.announced += [(medium, run) for run in _runs(blocks)]
+            told.announced += [(medium, run) for run in runs_of(blocks)]
         return told
 
     def announce_again(self) -> None:
@@ -298,18 +247,3 @@ def _hashes(keys: Keys) -> list[bytes]:
     """Return keys as block hashes, a million in a tenth of a second."""
     hashes: list[bytes] = np.ascontiguousarray(keys).view(f"V{HASH_BYTES}").reshape(-1).tolist()
     return hashes
-
-
-def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Yield blocks as runs of child after parent; no run comes before that of its parent."""
-    left = {block.keys[0]: block for block in blocks}
-    children = {block.parent: block for block in blocks if block.parent}
-    for start in sorted(blocks, key=lambda block: block.position):
-        run: list[Block] = []
-        each: Block | None = left.pop(start.keys[0], None)
-        while each is not None:
-            run.append(each)
-            child = children.get(each.keys[0])
-            each = left.pop(child.keys[0], None) if child else None
-        if run:
-            yield run

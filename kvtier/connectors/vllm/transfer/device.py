@@ -17,8 +17,7 @@ Rules
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -43,12 +42,7 @@ class Lane(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *fault: Any) -> None: ...
 
     def empty(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:
         """Make memory on the device. Raises MemoryError."""
@@ -153,13 +147,8 @@ class _CudaLane:
         self._current.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it out
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._current.__exit__(kind, error, trace)
+    def __exit__(self, *fault: Any) -> None:
+        self._current.__exit__(*fault)
 
     def empty(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:
         try:

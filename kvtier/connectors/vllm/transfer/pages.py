@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["Pages", "Plane"]
@@ -92,6 +93,11 @@ class Pages:
         for block in blocks:
             if not 0 <= block < self.num_blocks:
                 raise IndexError(f"vLLM has {self.num_blocks} blocks, and no block {block}")
+
+    def rows(self, slot: memoryview, num_blocks: int) -> npt.NDArray[np.generic]:
+        """Return a slot as rows of words, one for each of vLLM's blocks."""
+        assert len(slot) == num_blocks * self.block_bytes, "a slot is as long as its blocks"
+        return np.frombuffer(slot, self.host_word).reshape(num_blocks, self.block_words)
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

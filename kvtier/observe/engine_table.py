@@ -1,0 +1,123 @@
+"""Every metric of an engine, as a table, by the rules of ``table``."""
+
+from kvtier.core.residency import TierName
+from kvtier.observe.metric import TRANSFER_BUCKETS, Counter, Gauge, Histogram, Metric
+from kvtier.observe.table import BUILD, READY, REFUSED_SAMPLES, SECRET_REFUSED, Route
+
+__all__ = [
+    "ATTACHED",
+    "COPY_SECONDS",
+    "DECODE_TOKENS",
+    "ENGINE_METRICS",
+    "GENERATED_TOKENS",
+    "INTER_TOKEN_SECONDS",
+    "POOL_BLOCKS",
+    "POOL_BYTES",
+    "PREEMPTIONS",
+    "PREFILL_TOKENS",
+    "PROMPT_TOKENS",
+    "REQUESTS",
+    "REQUESTS_LOADING",
+    "REQUESTS_RUNNING",
+    "REQUESTS_WAITING",
+    "RESTORE_STALL_SECONDS",
+    "SKIPPED_BLOCKS",
+    "STEP_SECONDS",
+    "TIME_TO_FIRST_TOKEN_SECONDS",
+]
+
+# From a cached prompt on a GPU (5 ms) to a long one on a CPU (a minute).
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# 20 ms a token is what people read at; above half a second an answer looks stuck.
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+_SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
+_COPY = ("route", (Route.GPU_TO_CPU.value, Route.CPU_TO_GPU.value))
+"""What engines copy themselves."""
+
+PROMPT_TOKENS = Counter(
+    "kvtier_prompt_tokens_total", "Prompt tokens by what supplied their KV.", (_SOURCE,)
+)
+GENERATED_TOKENS = Counter("kvtier_generated_tokens_total", "Tokens of answers.")
+PREFILL_TOKENS = Counter(
+    "kvtier_prefill_tokens_total",
+    "Tokens computed as part of a prompt, those computed again after a preemption included.",
+)
+DECODE_TOKENS = Counter("kvtier_decode_tokens_total", "Tokens computed one at a time.")
+TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
+    "kvtier_time_to_first_token_seconds",
+    "From the arrival of a request to its first token, by the slowest source of its prompt's KV "
+    "below the GPU; gpu where the GPU held all but the last tokens, computed where no tier helped.",
+    (_SOURCE,),
+    buckets=_FIRST_TOKEN_BUCKETS,
+)
+INTER_TOKEN_SECONDS = Histogram(
+    "kvtier_inter_token_seconds",
+    "Time from one token of an answer to the next, by the source of its prompt's KV, as above.",
+    (_SOURCE,),
+    buckets=_STEP_BUCKETS,
+)
+STEP_SECONDS = Histogram(
+    "kvtier_step_seconds", "Time of one step of the engine.", buckets=_STEP_BUCKETS
+)
+REQUESTS = Counter(
+    "kvtier_requests_total",
+    "Requests that ended, by how; refused ones never reached the engine.",
+    (("outcome", ("stop", "length", "abort", "error", "refused")),),
+)
+PREEMPTIONS = Counter(
+    "kvtier_preemptions_total", "Requests that lost their blocks to earlier ones and began again."
+)
+RESTORE_STALL_SECONDS = Counter(
+    "kvtier_restore_stall_seconds_total",
+    "Time in which the engine had requests and computed nothing, because all that could have gone "
+    "on waited for a load or, where none was under way, for the answer to a lookup.",
+    (("waits_for", ("load", "lookup")),),
+)
+COPY_SECONDS = Histogram(
+    "kvtier_copy_seconds",
+    "Time of copying one block between the engine's pool and the CPU tier.",
+    (_COPY,),
+    buckets=TRANSFER_BUCKETS,
+)
+SKIPPED_BLOCKS = Counter(
+    "kvtier_skipped_blocks_total",
+    "Full blocks that were not offered to the tiers, because too many stores were open already.",
+)
+ATTACHED = Gauge("kvtier_attached", "1 while the engine has a session with a daemon.")
+POOL_BLOCKS = Gauge(
+    "kvtier_pool_blocks",
+    "Blocks of the engine's pool: used by a request or a transfer, cached, or free.",
+    (("state", ("used", "cached", "free")),),
+)
+POOL_BYTES = Gauge("kvtier_pool_bytes", "The same in bytes.", POOL_BLOCKS.labels)
+REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests not yet begun.")
+REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
+REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are on their way.")
+
+ENGINE_METRICS: tuple[Metric, ...] = (
+    PROMPT_TOKENS,
+    GENERATED_TOKENS,
+    PREFILL_TOKENS,
+    DECODE_TOKENS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
+    INTER_TOKEN_SECONDS,
+    STEP_SECONDS,
+    REQUESTS,
+    REQUESTS_WAITING,
+    REQUESTS_RUNNING,
+    REQUESTS_LOADING,
+    PREEMPTIONS,
+    RESTORE_STALL_SECONDS,
+    COPY_SECONDS,
+    SKIPPED_BLOCKS,
+    POOL_BLOCKS,
+    POOL_BYTES,
+    ATTACHED,
+    SECRET_REFUSED,
+    BUILD,
+    READY,
+    REFUSED_SAMPLES,
+)
+"""What an engine exposes."""

@@ -1,0 +1,81 @@
+"""Links of a client: what one that comes to nothing leaves behind, and what an old one may void."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.link import open_link
+from kvtier.client.watch import Watching
+from kvtier.core.change import START_AGAIN, Change
+from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
+from kvtier.tiers.host import HostArena
+from kvtier.transfer.door import knock
+from kvtier.transfer.shm import ArenaServer, arena_socket
+
+LAYOUT = KVLayout("test", 1, 16, 4096, "float32", "")
+SPACE = KeySpace(bytes(32), "{}", LAYOUT, "float32", "test")
+NO_NAME = "\ud800"
+"""Which no message can carry."""
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_engine_that_cannot_register_leaves_nothing_behind(tmp_path: Path) -> None:
+    socket_path, ended = tmp_path / "socket", list[str]()
+
+    async def scenario() -> None:
+        arena = HostArena(1, 65_536)
+        door = ArenaServer(arena, "boot", ended.append)
+        await door.start(arena_socket(socket_path))
+        most = 0
+        for num_tries in range(1, 5):
+            with pytest.raises(ValueError, match="surrogates"):
+                await asyncio.to_thread(open_link, socket_path, SPACE, NO_NAME)
+            most = most or num_descriptors()  # gRPC has some of its own from the first one on
+            async with asyncio.timeout(30):
+                while len(ended) < num_tries or num_descriptors() > most:
+                    await asyncio.sleep(0)
+        await door.stop()
+        arena.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_process_that_an_engine_starts_has_the_arena(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        arena = HostArena(1, 65_536)
+        door = ArenaServer(arena, "boot", lambda _ticket: None)
+        path = arena_socket(tmp_path / "socket")
+        await door.start(path)
+        lifeline, _, (fd,) = await asyncio.to_thread(knock, path, 10, 1)
+        assert not os.get_inheritable(fd)
+        os.close(fd)
+        lifeline.close()
+        await door.stop()
+        arena.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
+    heard: list[Change] = []
+
+    def hear(changes: Sequence[Change]) -> None:
+        heard.extend(changes)
+
+    watching = Watching(hear)
+    watching.begin("old")
+    watching.begin("new")
+    watching.end("old")
+    assert not heard
+    watching.follow("new", [[START_AGAIN]])
+    assert len(heard) == 1, "the new one is heard still"
+    watching.end("new")
+    watching.end("new")
+    assert len(heard) == 2
