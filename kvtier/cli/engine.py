@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,9 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
         loaded,
         model_id=config.engine.served_model_name or loaded.model_id,
         context_limit=min(loaded.context_limit, pool.num_blocks * settings.engine_block_tokens),
+        parse_special_in_messages=config.engine.parse_special_in_messages,
     )
+    _warn_of_template(served)
     app = create_app(
         runner,
         served,
@@ -168,6 +171,17 @@ def _load(config: EngineConfig, path: Path) -> "LoadedModel":
     gc.freeze()
     gc.enable()
     return loaded
+
+
+def _warn_of_template(served: "LoadedModel") -> None:
+    """Warn of a chat template whose turns a message can imitate, whatever becomes of tokens."""
+    with suppress(ValueError):  # no template, no chat
+        if not served.chat_template.marks_turns:
+            _log.warning(
+                "the chat template separates messages by plain text, which a message can imitate; "
+                "see docs/operations/security.md",
+                model=served.model_id,
+            )
 
 
 def _announce(config: Config, model_id: str, url: str) -> None:

@@ -97,6 +97,14 @@ class EngineConfig(Section):
         description="Most tokens of a prompt with its answer; 0: what the model was trained for.",
     )
 
+    parse_special_in_messages: bool = Field(
+        default=False,
+        json_schema_extra=why("Otherwise a message can pose as messages of other roles."),
+        description="Whether a special token that a chat message spells out becomes that token. "
+        "false: messages are plain text, and special tokens come from the chat template alone. "
+        "Prompts of /v1/completions are always parsed.",
+    )
+
     tenant_from: Literal["request", "api_key"] = Field(
         default="request",
         json_schema_extra=why("As other servers have it; api_key needs keys."),

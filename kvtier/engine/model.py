@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvtier.engine.attention import ATTENTION_NAME, register_attention
+from kvtier.engine.chat_template import ChatTemplate
 from kvtier.engine.fingerprint import weights_fingerprint
 from kvtier.engine.support import ARCHITECTURES, check_fields, check_model, refuse
 from kvtier.errors import StartError
@@ -46,6 +47,8 @@ class LoadedModel:
     context_limit: int
     """The most tokens, prompt and answer together, that a sequence may have."""
     eos_ids: frozenset[int]
+    parse_special_in_messages: bool = False
+    """Whether special tokens that a chat message spells out are parsed."""
     _tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -110,20 +113,22 @@ class LoadedModel:
         assert isinstance(text, str)
         return text
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Return the tokenizer's chat template. Raises ValueError where it has none."""
+        return ChatTemplate(self.tokenizer, parses_special=self.parse_special_in_messages)
+
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the prompt that asks the model for the next message of a conversation.
 
-        Raises ValueError where the model has no template or its template refuses the messages.
+        Raises ValueError where the model has no template or its template refuses the messages, and
+        MessageRefused, a ValueError, for a message that the model would not see as it was sent.
         """
         from jinja2 import TemplateError
 
         with self._tokenizer_lock:
             try:
-                return list(
-                    self.tokenizer.apply_chat_template(
-                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                    )
-                )
+                return self.chat_template.encode(messages)
             except TemplateError as error:
                 raise ValueError(f"the chat template refused the messages: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,13 @@ def test_a_loaded_model(tiny: LoadedModel) -> None:
     assert tiny.decode(tiny.encode("Hello there")) == "Hello there"
     messages = [{"role": "user", "content": "Hi"}]
     assert tiny.decode(tiny.apply_chat_template(messages)) == "user: Hi\nassistant: "
+
+
+def test_special_tokens_that_a_message_spells_out_are_text(tiny: LoadedModel) -> None:
+    messages = [{"role": "user", "content": "Hi<eos>"}]
+    assert tiny.encode("<eos>") == [2]
+    assert 2 not in tiny.apply_chat_template(messages)
+    assert 2 in replace(tiny, parse_special_in_messages=True).apply_chat_template(messages)
 
 
 def test_a_template_that_refuses(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from kvtier.api.http.body import ChatBody, CompletionBody, parse_body
 from kvtier.api.http.call import read_chat, read_completion
 from kvtier.api.http.error import ApiError
 from kvtier.client.wire import traits_fault
+from kvtier.engine.chat_template import MessageRefused
 from kvtier.testing.byte_model import ByteChatModel
 
 MODEL = ByteChatModel()
@@ -319,6 +320,17 @@ def test_an_answer_can_be_sent_back_as_it_came():
         "role": "assistant",
         "content": "hi",
     }
+
+
+def test_a_message_that_cannot_be_shown_is_named():
+    class Refuses(ByteChatModel):
+        def apply_chat_template(self, messages):
+            raise MessageRefused("messages[1].role", "no such role", "use user")
+
+    with pytest.raises(ApiError) as caught:
+        read_chat(chat(), Refuses())
+    assert caught.value.param == "messages[1].role"
+    assert caught.value.message == "messages[1].role: no such role; use user"
 
 
 def test_a_template_may_refuse():

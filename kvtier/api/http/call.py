@@ -6,6 +6,7 @@ from uuid import uuid4
 from kvtier.api.http.body import ChatBody, CompletionBody, Prompt
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.service import ChatModel
+from kvtier.engine.chat_template import MessageRefused
 from kvtier.engine.request import NO_HINTS, Request, Sampling
 
 __all__ = ["Call", "read_chat", "read_completion"]
@@ -39,6 +40,8 @@ def read_chat(body: ChatBody, model: ChatModel) -> Call:
     _check_length(sum(len(message.content) for message in body.messages), model, "messages")
     try:
         prompt = model.apply_chat_template([message.for_template for message in body.messages])
+    except MessageRefused as error:
+        raise ApiError(str(error), param=error.param) from error
     except ValueError as error:
         # What a template says when it refuses is meant for the client, but one line is enough.
         reason = (str(error).splitlines() or ["refused"])[0][:200]

@@ -1,0 +1,227 @@
+"""A model's chat template: a conversation in, the tokens of a prompt out.
+
+Theory
+------
+A template writes one text in which special tokens, such as ``<|im_end|>``, mark where a message
+ends and who speaks next. A tokenizer cannot tell the template's own ``<|im_end|>`` from one that a
+message spells out, so a message could end its turn and begin one in another role.
+
+Before rendering, a *guard*, a character that no message contains, is put into every special token
+that a message spells out: ``<`` guard ``|im_end|>`` matches no special token. The prompt is
+tokenized as a whole, and the tokens of the guards are dropped. So the text around a guard keeps its
+tokens, and a conversation that spells out no special token has no guards at all.
+
+The *outline* is the conversation rendered with a placeholder for each text. It shows what the
+template leaves out, and how many special tokens the template writes by itself.
+
+Newer transformers have ``sanitize_control_tokens`` for this. It tokenizes piece by piece, drops
+some private-use characters, and reads the ``<think>`` of earlier answers as text: the prompt would
+not be the one that is cached.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["ChatTemplate", "MessageRefused"]
+
+_Messages = Sequence[dict[str, str]]
+
+_COMMON_ROLES = frozenset({"system", "user", "assistant"})
+"""Roles that are the template's own business: it shows them, or refuses them in its own words."""
+
+_NO_ROLE = "kvtiernorole"
+"""A role that no template knows."""
+
+_REMEDIES: Mapping[str, str] = {
+    "content": "send its text in another message",
+    "name": "leave it out, or write it into the content",
+}
+"""The fields of a message that a model is to see, and what to do where a template has no place."""
+
+_PLACEHOLDER = re.compile(r"kvtier(\d+)(content|name)")
+"""Letters and digits: they outlive trimming and JSON, and no token is spelled with them."""
+
+_GUARDS: Sequence[str] = [chr(code) for code in range(0x10FFFF, 0x10FFBF, -1)]
+"""Noncharacters and the end of the last private plane: no vocabulary has merges for their bytes."""
+
+
+class MessageRefused(ValueError):
+    """A message that cannot be shown to the model as it is; ``param`` names it."""
+
+    def __init__(self, param: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{param}: {problem}; {remedy}")
+        self.param = param
+
+
+class ChatTemplate:
+    """The template of a tokenizer. Not safe for several threads, as the tokenizer is not."""
+
+    def __init__(self, tokenizer: Any, *, parses_special: bool = False) -> None:
+        """Raise ValueError where the tokenizer has no template."""
+        source = tokenizer.get_chat_template()
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        special.update(tokenizer.all_special_tokens)
+        # Such as <tool_response>. Models write some of these themselves (<think>), so that earlier
+        # answers have to keep them, and prompts of system and user teach how to use them.
+        markup = {token.content for token in added if token.content in source}
+        self._tokenizer = tokenizer
+        self._parses_special = parses_special
+        self._special = _first_characters(special)
+        self._markup = _first_characters(special | {token for token in markup if token.strip()})
+        backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        is_normalized = any(token.special and token.normalized for token in added)
+        self._normalizer = backend.normalizer if backend and is_normalized else None
+
+    def encode(self, messages: _Messages) -> list[int]:
+        """Return the prompt that asks the model for the next message.
+
+        Raises MessageRefused for a message that the model would not see as it was sent, and
+        ``jinja2.TemplateError`` where the template refuses the conversation.
+        """
+        messages = self._with_known_roles(messages)
+        outline = self._render(_with_placeholders(messages))
+        _check_shown(messages, outline)
+        if self._parses_special:
+            return self._tokenize(self._render(messages))
+        guard = _guard_for(messages)
+        guarded = [self._guarded(*each, guard) for each in enumerate(messages)]
+        prompt = self._render(guarded)
+        if self._num_special(prompt) > self._num_special(outline):
+            raise _unprotected("messages", "form a special token together with the chat template")
+        return self._tokenize_guarded(prompt, guard) if guard in prompt else self._tokenize(prompt)
+
+    @property
+    def marks_turns(self) -> bool:
+        """Tell whether special tokens separate messages; a message can imitate plain text."""
+        turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+        outline = self._attempt(_with_placeholders(turns))
+        return all(
+            self._special.search(outline, before.end(), after.start())
+            for before, after in pairwise(_PLACEHOLDER.finditer(outline))
+        )
+
+    def _with_known_roles(self, messages: _Messages) -> _Messages:
+        """Return the messages, ``developer`` as ``system`` where the template knows only that."""
+        for role in dict.fromkeys(message["role"] for message in messages):
+            if role in _COMMON_ROLES or self._knows(role, messages):
+                continue
+            if role != "developer":
+                index = [message["role"] for message in messages].index(role)
+                raise MessageRefused(
+                    f"messages[{index}].role",
+                    f"this model's chat template has no role {role[:32]!r}",
+                    "use system, user or assistant",
+                )
+            messages = _with_role(messages, role, "system")
+        return messages
+
+    def _knows(self, role: str, messages: _Messages) -> bool:
+        """Tell whether the template treats a role otherwise than a word it cannot know."""
+        outline = _with_placeholders(messages)
+        known = self._attempt(outline).lower()
+        unknown = self._attempt(_with_role(outline, role, _NO_ROLE)).lower()
+        return known != unknown.replace(_NO_ROLE, role.lower())
+
+    def _guarded(self, index: int, message: dict[str, str], guard: str) -> dict[str, str]:
+        """Return a message that spells out no special token. Raises MessageRefused."""
+        spelled = self._special if message["role"] in _COMMON_ROLES else self._markup
+        guarded = dict(message)
+        for field, text in message.items():
+            if field == "role" or text is None:
+                continue
+            guarded[field] = spelled.sub(rf"\g<0>{guard}", text)
+            normalize = self._normalizer.normalize_str if self._normalizer else str
+            if spelled.search(normalize(guarded[field])):
+                raise _unprotected(f"messages[{index}].{field}", "spells out a special token")
+        return guarded
+
+    def _render(self, messages: _Messages) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _attempt(self, messages: _Messages) -> str:
+        """Return what the template makes of messages, or says when it refuses them."""
+        try:
+            return self._render(messages)
+        except Exception as error:  # a template is a program, and may raise anything
+            return str(error)
+
+    def _num_special(self, text: str) -> int:
+        return len(self._special.findall(text))
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    def _tokenize_guarded(self, prompt: str, guard: str) -> list[int]:
+        """Return the tokens of a prompt without those of its guards."""
+        if not self._tokenizer.is_fast:  # no other kind tells which text a token stands for
+            raise _unprotected("messages", "spell out a special token")
+        encoded = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+        texts = [prompt[start:end] for start, end in encoded["offset_mapping"]]
+        if any(guard in text and text != guard for text in texts):
+            raise _unprotected("messages", "spell out a special token")
+        tokens = zip(encoded["input_ids"], texts, strict=True)
+        return [token_id for token_id, text in tokens if text != guard]
+
+
+def _first_characters(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return what matches the first character of each token in a text, overlapping ones too."""
+    by_first: dict[str, list[str]] = {}
+    for token in sorted(tokens):
+        by_first.setdefault(token[0], []).append(re.escape(token[1:]))
+    # One lookahead for all tokens that begin alike: models reserve hundreds of them.
+    choices = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in by_first.items())
+    return re.compile("|".join(choices) or "(?!)")
+
+
+def _with_role(messages: _Messages, role: str, other: str) -> _Messages:
+    return [m | {"role": other} if m["role"] == role else m for m in messages]
+
+
+def _text_fields(message: dict[str, str]) -> list[str]:
+    """Return the fields of a message in which there is something to see."""
+    return [field for field in _REMEDIES if (message.get(field) or "").strip()]
+
+
+def _with_placeholders(messages: _Messages) -> _Messages:
+    return [
+        message | {field: f"kvtier{index}{field}" for field in _text_fields(message)}
+        for index, message in enumerate(messages)
+    ]
+
+
+def _check_shown(messages: _Messages, outline: str) -> None:
+    """Raise MessageRefused for the first text that the template leaves out."""
+    shown = set(_PLACEHOLDER.findall(outline))
+    for index, message in enumerate(messages):
+        for field in _text_fields(message):
+            if (str(index), field) not in shown and "tool_calls" not in message:
+                raise MessageRefused(
+                    f"messages[{index}].{field}",
+                    f"this model's chat template leaves out the {field} of a message with the role "
+                    f"{message['role'][:32]!r} in this place",
+                    _REMEDIES[field],
+                )
+
+
+def _guard_for(messages: _Messages) -> str:
+    """Return a character that is in none of the messages."""
+    texts = [text for message in messages for text in message.values() if text is not None]
+    for guard in _GUARDS:
+        if not any(guard in text for text in texts):
+            return guard
+    raise _unprotected("messages", "hold all characters at the end of Unicode's private use")
+
+
+def _unprotected(param: str, problem: str) -> MessageRefused:
+    return MessageRefused(
+        param,
+        f"{problem}, which this model's tokenizer cannot read as text",
+        "change the text, or set engine.parse_special_in_messages",
+    )
