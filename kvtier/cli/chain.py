@@ -5,16 +5,20 @@ Only an engine knows how text becomes tokens, and tokens block hashes; see ``api
 
 import argparse
 import json
+import socket
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvtier.api.http.operator import engine_socket
 from kvtier.cli.options import config_of
 from kvtier.core.identity import HASH_BYTES
 from kvtier.errors import StartError, reason_of
@@ -81,8 +85,14 @@ def names_a_chain(options: argparse.Namespace) -> bool:
     return any(each is not None for each in (options.prompt, options.messages, options.tokens))
 
 
-def chain_of(options: argparse.Namespace, *, with_text: bool = False) -> NamedChain:
-    """Return the chain of the prompt that the options name. Raises StartError."""
+def chain_of(
+    options: argparse.Namespace, *, with_text: bool = False, daemon: Path | None = None
+) -> NamedChain:
+    """Return the chain of the prompt that the options name. Raises StartError.
+
+    With ``daemon``, its socket, the engine is asked over its own Unix socket beside that, where it
+    tells more.
+    """
     if not names_a_chain(options):
         raise StartError("--prompt", "is not given", "name one: --prompt, --messages or --tokens")
     body = _body(options) | ({"with_text": True} if with_text else {})
@@ -91,7 +101,10 @@ def chain_of(options: argparse.Namespace, *, with_text: bool = False) -> NamedCh
             raise StartError("--salt", "is empty", "give a salt, or leave the option out")
         body["cache_salt"] = checked_text("--salt", options.salt)
     url = _engine(options)
-    return _named(url, _asked(url, body, _key(options)))
+    path = None
+    if daemon is not None and (options.engine is None or _is_on_loopback(url)):
+        path = engine_socket(daemon, urlsplit(url).port or 80)
+    return _named(url, _asked(url, body, _key(options), path))
 
 
 def _body(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,6 +183,17 @@ def _engine(options: argparse.Namespace) -> str:
     return f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
 
 
+def _is_on_loopback(url: str) -> bool:
+    """Tell whether a URL is that of an engine on this machine, without a proxy before it."""
+    where = urlsplit(url)
+    if where.scheme != "http" or where.path:
+        return False
+    try:
+        return ip_address(where.hostname or "").is_loopback
+    except ValueError:
+        return where.hostname == "localhost"
+
+
 def _key(options: argparse.Namespace) -> str:
     if options.api_key_file is None:
         return ""
@@ -179,7 +203,37 @@ def _key(options: argparse.Namespace) -> str:
     return key
 
 
-def _asked(url: str, body: Mapping[str, Any], key: str) -> Any:
+class _EngineConnection(HTTPConnection):
+    """A connection over the engine's Unix socket ``path``, or over TCP where that is not open."""
+
+    def __init__(self, path: Path, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect. Raises OSError."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        try:
+            self.sock.connect(str(self._path))
+        except OSError:  # the engine is older, or this user is no operator
+            self.sock.close()
+            super().connect()
+
+
+class _OverEngineSocket(urllib.request.HTTPHandler):
+    """Opens http:// over an engine's Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        """Send a request, and return the answer."""
+        return self.do_open(partial(_EngineConnection, self._path), request)
+
+
+def _asked(url: str, body: Mapping[str, Any], key: str, path: Path | None) -> Any:
     """Return what the engine answers. Raises StartError."""
     headers = {"content-type": "application/json"}
     if key:
@@ -188,7 +242,8 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> Any:
         url + _PATH, json.dumps(body).encode(), headers
     )
     # Not by way of a proxy: an engine is near.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers = [_OverEngineSocket(path)] if path else []
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
     try:
         with opener.open(call, timeout=_TIMEOUT_S) as reply:
             return json.loads(reply.read(_REPLY_BYTES_MAX))

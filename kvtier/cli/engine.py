@@ -102,6 +102,8 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     from kvtier.api.http.app import create_app
+    from kvtier.api.http.guard import Allowed
+    from kvtier.api.http.operator import Operators
     from kvtier.api.http.server import serve
     from kvtier.engine.engine import Engine, create_pool
     from kvtier.engine.meter import EngineMeter
@@ -138,9 +140,15 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
         threading.Thread(
             target=_rotate, args=(tenants.keys, stopping), name="kvtier-secrets", daemon=True
         ).start()
-    listen = config.engine.listen
+    listen, daemon = config.engine.listen, config.daemon
     with serve(
-        app, listen.host, listen.port, field="engine.listen", grace_seconds=_GRACE_S
+        app,
+        listen.host,
+        listen.port,
+        field="engine.listen",
+        grace_seconds=_GRACE_S,
+        allowed=Allowed(config.engine.allowed_hosts, config.engine.cors_origins),
+        operators=None if is_alone else Operators(daemon.socket, daemon.allowed_uids),
     ) as server:
         _announce(config, served.model_id, server.url)
         while not stopping.wait(_METER_PERIOD_S):

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvtier.cli.call import Target, add_socket_options, ask, socket_of
@@ -38,7 +39,10 @@ def run(options: argparse.Namespace) -> int:
         raise StartError("--request", "is empty", "give the id of an answer")
     request_id = checked_text("--request", request_id or "")
     target = socket_of(options)
-    chain = chain_of(options, with_text=options.text) if names_a_chain(options) else None
+    daemon = target if isinstance(target, Path) else None
+    chain = None
+    if names_a_chain(options):
+        chain = chain_of(options, with_text=options.text, daemon=daemon)
     document = _explained(target, request_id, chain)
     if chain is not None:
         document["prompt"] = dict(chain.told)

@@ -39,6 +39,11 @@ def _prompt(prompt: _Document | None) -> Iterator[str]:
     whole = tokens // block_tokens
     line = f"{shown_count(tokens)} tokens: {shown_count(whole)} full blocks of {block_tokens}"
     yield from _said("prompt", f"{line}, {_salted(prompt['tenant'])}")
+    if "is_seen" not in prompt:
+        yield from _said(
+            "differs", "not known: the engine tells that to operators on its node only"
+        )
+        return
     if prompt["is_seen"]:
         yield from _said("", "this engine has seen it lately, whole or as the beginning of another")
     if not prompt["has_nearest"]:

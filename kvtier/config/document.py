@@ -47,7 +47,7 @@ def as_toml(name: str, value: object) -> str:
     if isinstance(value, float):
         return str(value)
     if isinstance(value, tuple):
-        return str(list(value))
+        return toml_of(list(value))
     return toml_of("" if value is None else str(value))
 
 
@@ -65,7 +65,8 @@ def default_of(name: str, field: FieldInfo) -> str:
 def example_of(name: str, field: FieldInfo) -> str:
     """Return a value that the field would take, in TOML."""
     if example := extra_of(field).get("example"):
-        return str(example) if kind_of(name, field) is Kind.NUMBERS else f'"{example}"'
+        is_list = kind_of(name, field) in {Kind.NUMBERS, Kind.TEXTS}
+        return str(example) if is_list else f'"{example}"'
     return as_toml(name, field.default)
 
 

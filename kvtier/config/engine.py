@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvtier.config.section import GIB, MIB, MS, SECOND, Address, Section, why
+from kvtier.config.section import GIB, MIB, MS, SECOND, Address, HostNames, Section, why
 from kvtier.errors import ConfigError
 
 __all__ = ["ClientConfig", "EngineConfig"]
@@ -79,6 +79,19 @@ class EngineConfig(Section):
         default=Address("127.0.0.1", 8000),
         json_schema_extra=why("Loopback, because it asks nobody for a key."),
         description="Host and port of the OpenAI-compatible server.",
+    )
+    allowed_hosts: HostNames = ()
+    cors_origins: tuple[
+        Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$")], ...
+    ] = Field(
+        default=(),
+        json_schema_extra=why(
+            "Web pages of other origins are refused, or any site could use a visitor's engine.",
+            shown="none",
+            example='["https://chat.example"]',
+        ),
+        description="Origins whose web pages may use the engine, as browsers write them: scheme, "
+        "host and port, without a path. * stands for any.",
     )
     served_model_name: str = Field(
         default="",

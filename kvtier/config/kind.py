@@ -21,6 +21,7 @@ class Kind(StrEnum):
     WHOLE = "whole number"
     NUMBER = "number"
     NUMBERS = "list of numbers"
+    TEXTS = "list of texts"
     CHOICE = "one of"
     PATH = "path"
     ADDRESS = "host:port"
@@ -31,7 +32,8 @@ _BY_TYPE = (
     (bool, Kind.FLAG),
     (int, Kind.WHOLE),
     (float, Kind.NUMBER),
-    (tuple, Kind.NUMBERS),
+    (tuple[int], Kind.NUMBERS),
+    (tuple[str], Kind.TEXTS),
     (Path, Kind.PATH),
     (Address, Kind.ADDRESS),
     (str, Kind.TEXT),
@@ -66,7 +68,10 @@ def _members(annotation: object) -> tuple[object, ...]:
 
 
 def _class(annotation: object) -> object:
-    """Return what an annotation is of, without what is said about it."""
-    if get_origin(annotation) is Annotated:
-        return get_args(annotation)[0]
-    return get_origin(annotation) or annotation
+    """Return the type of an annotation without its metadata; of a tuple, with its items' type."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return arguments[0]
+    if origin is tuple:
+        return tuple[_class(arguments[0])]  # type: ignore[misc]  # a value here, not an annotation
+    return origin or annotation

@@ -118,7 +118,7 @@ def _read(name: str, field: FieldInfo, value: object) -> object:
         return parse_size(value)
     if kind is Kind.DURATION:
         return parse_duration(value)
-    if kind is Kind.NUMBERS and isinstance(value, list):
+    if kind in {Kind.NUMBERS, Kind.TEXTS} and isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
         return value

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from kvtier.config.engine import ClientConfig, EngineConfig
-from kvtier.config.section import HOUR, MS, SECOND, Address, Section, key_of, live, why
+from kvtier.config.section import HOUR, MS, SECOND, Address, HostNames, Section, key_of, live, why
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
 from kvtier.errors import ConfigError
 
@@ -241,6 +241,7 @@ class HttpConfig(Section):
         json_schema_extra=why("On: it changes nothing, and tells little that /metrics does not."),
         description="Whether / is a page that shows what kvtier stat does; false: there is none.",
     )
+    allowed_hosts: HostNames = ()
 
 
 class Config(Section):

@@ -83,6 +83,8 @@ def _value(kind: Kind, field: FieldInfo) -> _Schema:
             return {"type": "number"} | _limits(field)
         case Kind.NUMBERS:
             return {"type": "array", "items": {"type": "integer"} | _limits(field)}
+        case Kind.TEXTS:
+            return {"type": "array", "items": {"type": "string"} | _limits(field)}
         case Kind.CHOICE:
             return {"enum": list(choices_of(field))}
         case Kind.ADDRESS:

@@ -11,9 +11,9 @@ Rules
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from kvtier.config.units import format_size
@@ -27,6 +27,7 @@ __all__ = [
     "PAGE",
     "SECOND",
     "Address",
+    "HostNames",
     "Section",
     "above",
     "extra_of",
@@ -95,6 +96,22 @@ class Section(BaseModel):
         for conflict in self.conflicts():
             raise conflict
         return self
+
+
+HostNames = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^(\*|[\w.-]+)$")], ...],
+    Field(
+        json_schema_extra=why(
+            "Any web page can have its own name resolve to loopback.",
+            shown="none",
+            example='["kvtier.example"]',
+        ),
+        description="Names, without a port, that Host may have in requests over loopback: what a "
+        "reverse proxy on this machine passes on. IP addresses, localhost and the machine's host "
+        "name are always allowed; * allows any.",
+    ),
+]
+"""What ``allowed_hosts`` of a server is."""
 
 
 def above(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> Iterable[ConfigError]:

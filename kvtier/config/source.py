@@ -130,12 +130,21 @@ def _typed(text: str, kind: Kind) -> object:
         case Kind.FLAG:
             return {"true": True, "false": False}.get(text.lower(), text)
         case Kind.NUMBERS:
-            items = text.strip("[] ").split(",") if text.strip("[] ") else []
-            return [_number(item.strip()) for item in items]
+            return [_number(item) for item in _items(text)]
+        case Kind.TEXTS:
+            return [item.strip("\"'") for item in _items(text)]
         case Kind.WHOLE | Kind.NUMBER | Kind.SIZE:
             return _number(text)
         case _:
             return text
+
+
+def _items(text: str) -> list[str]:
+    """Split a list written with or without its brackets."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1].strip()
+    return [item.strip() for item in text.split(",")] if text else []
 
 
 def _number(text: str) -> float | str:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.api.http.daemon import create_daemon_app
+from kvtier.api.http.guard import Allowed
 from kvtier.api.http.server import serve
 from kvtier.api.http.status import SharedDocument
 from kvtier.api.rpc.credentials import Credentials
@@ -53,8 +54,8 @@ class Sockets:
         self, health: NodeHealth, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]
     ) -> None:
         """Serve probes, metrics and the status page, where that is wanted."""
-        listen = self._config.http.listen
-        if listen is None:
+        http = self._config.http
+        if http.listen is None:
             return
         loop = asyncio.get_running_loop()
         page = SharedDocument(lambda: status() | {"ready": is_ready()}, loop)
@@ -63,10 +64,15 @@ class Sockets:
             is_ready=is_ready,
             tiers=health.document,
             registry=self._driver.node.metrics.registry,
-            status=page if self._config.http.status_page else None,
+            status=page if http.status_page else None,
         )
         server = serve(
-            app, listen.host, listen.port, field="http.listen", grace_seconds=_HTTP_GRACE_S
+            app,
+            http.listen.host,
+            http.listen.port,
+            field="http.listen",
+            grace_seconds=_HTTP_GRACE_S,
+            allowed=Allowed(http.allowed_hosts),
         )
         self.http_url = server.url
         stopping = partial(in_thread, server.stop, "kvtier-http-stop")

@@ -1,8 +1,14 @@
-"""A tiny model for the engines of these tests, made once."""
+"""A tiny model for the engines of these tests, and a browser, each made once."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
+
+SHOWN_MS = 30_000
+"""Within a few seconds, also on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +16,24 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.models import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start a browser to which evil.example is this machine."""
+    names = ("chromium-headless-shell", "chromium", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=SHOWN_MS)
+        browser = playwright.chromium.launch(
+            executable_path=program,
+            args=[
+                "--host-resolver-rules=MAP evil.example 127.0.0.1",
+                # Other browsers do not have it, so what we refuse must not depend on it.
+                "--disable-features=LocalNetworkAccessChecks",
+            ],
+        )
+        yield browser
+        browser.close()

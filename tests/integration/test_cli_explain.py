@@ -178,6 +178,11 @@ def test_what_is_not_known_is_said_to_be() -> None:
     check_shape(text)
     assert "9 tokens: 0 full blocks of 64, no salt" in text
     assert "there is no other recent prompt" in text
+    for name in ("is_seen", "nearest_tokens", "has_nearest"):
+        del bare[name]
+    text = explain_text({"request_id": "", "chain": whole, "decision": None, "prompt": bare})
+    check_shape(text)
+    assert "not known: the engine tells that to operators on its node only" in text
 
 
 def test_where_nothing_was_found_nothing_was_predicted() -> None:
@@ -300,6 +305,9 @@ def test_a_prompt_before_and_after_it_was_there(served: tuple[Served, str]) -> N
     assert told.returncode == 0, told.stderr
     check_shape(told.stdout.rstrip("\n"))
     assert "at token 200, in block 3" in told.stdout
+    assert "there" not in told.stdout
+    told = run(node, "explain", "--engine", url, "--tokens", "-", "--text", given=other)
+    assert "│" in told.stdout
     assert "block 3, from token 192 on" in told.stdout
     told = run(node, "explain", "--request", answer["id"])
     assert told.returncode == 0, told.stderr

@@ -74,7 +74,10 @@ def events_of(response: httpx.Response) -> list[dict]:
 
 def send_call(client: socket.socket, **fields: object) -> None:
     content = json.dumps(body(**fields)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
     client.sendall(head.encode() + content)
 
 
@@ -109,7 +112,8 @@ def test_a_client_that_leaves_aborts_its_requests(is_stream):
 def test_a_client_that_leaves_in_its_body_starts_nothing():
     with running() as (engine, server):
         client = socket.create_connection((server.host, server.port), timeout=20)
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        client.sendall(head + b"{")
         client.close()
         assert complete(server).status_code == 200
         assert len(engine.requests) == 1

@@ -80,12 +80,11 @@ def test_the_network_is_told_less_than_operators(client):
 
 @pytest.mark.parametrize("path", [*PATHS, "/status.json"])
 def test_every_answer_keeps_to_itself(client, path):
-    reply = client.get(path, headers={"origin": "https://elsewhere.example"})
+    reply = client.get(path)
     assert reply.status_code == 200
     assert reply.headers["cache-control"] == "no-store"
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["cross-origin-resource-policy"] == "same-origin"
-    assert "access-control-allow-origin" not in reply.headers
     policy = reply.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
     assert "frame-ancestors 'none'" in policy
@@ -114,32 +113,10 @@ def test_the_page_says_why_in_the_words_of_explain(client):
         assert f'  {reason}: "{sentence}",' in script
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:9464", 200),
-        ("127.0.0.1", 200),
-        ("[::1]:9464", 200),
-        ("localhost:9464", 200),
-        ("node7", 200),
-        ("kvtier.localhost:80", 200),
-        ("evil.example:9464", 421),
-        ("evil.example", 421),
-        ("127.0.0.1.evil.example:9464", 421),
-        ("evil.example.:9464", 421),
-        ("evil.example:9464:80", 421),
-        ("localhost.:9464", 421),
-        ("[::1].evil.example", 421),
-        ("[", 200),
-    ],
-)
-def test_over_loopback_no_other_sites_name_is_answered(client, host, status):
+def test_other_sites_are_told_nothing(client):
     for path in ("/", "/status.json"):
-        reply = client.get(path, headers={"host": host})
-        assert reply.status_code == status
-        if status == 421:
-            assert "localhost" in reply.json()["error"]["message"], "it names the remedy"
-    assert client.get("/healthz", headers={"host": host}).status_code == 200
+        assert client.get(path, headers={"host": "evil.example"}).status_code == 421
+        assert client.get(path, headers={"origin": "https://elsewhere.example"}).status_code == 403
 
 
 def test_without_the_page_there_is_none():

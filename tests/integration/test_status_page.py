@@ -1,7 +1,6 @@
 """The status page in a browser: it shows what ``stat`` says, and says when nobody answers."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,34 +8,20 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect
 
 from kvtier.cli.shown import shown_bytes, shown_count
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.integration.asking import Users
+from tests.integration.conftest import SHOWN_MS
 from tests.integration.pattern import PatternEngine
 from tests.unit.test_shown import SHOWN
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>" + "n" * 40
-SHOWN_MS = 30_000
-"""Within a few seconds, also on a busy machine."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    names = ("chromium-headless-shell", "chromium", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        pytest.skip("no Chromium is installed")
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=SHOWN_MS)
-        browser = playwright.chromium.launch(executable_path=program)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

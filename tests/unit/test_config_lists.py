@@ -1,4 +1,4 @@
-"""Lists of numbers: in the file, in a variable, on the command line, and in the documents."""
+"""Lists: in the file, in a variable, on the command line, and in the documents."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from kvtier.config import load_config
 from kvtier.config.document import render_example, render_reference
+from kvtier.config.effective import document
 from kvtier.errors import ConfigError
 
 KEY = "daemon.allowed_uids"
@@ -58,3 +59,37 @@ def test_a_file_is_taken_at_its_word(tmp_path, value):
 def test_the_documents_show_it_as_it_is_written():
     assert "# allowed_uids = [1000, 65532]\n" in render_example()
     assert "| `allowed_uids` | list of numbers | `none` |" in render_reference()
+
+
+def test_a_list_of_texts_is_spelled_the_same_way(tmp_path):
+    origins = ("https://chat.example", "http://[::1]:3000", "app://desk")
+    file = tmp_path / "k.toml"
+    file.write_text(f"[engine]\ncors_origins = {list(origins)}\n")
+    config = load_config(file, {}, {})
+    assert config.engine.cors_origins == origins
+    value = document(config)["engine.cors_origins"]["value"]  # an engine gets it as an option
+    for text in (str(value), ",".join(origins), " , ".join(origins)):
+        assert load_config(None, {"engine.cors_origins": text}, {}).engine.cors_origins == origins
+    for text in ("", "[]"):
+        assert load_config(None, {"engine.cors_origins": text}, {}).engine.cors_origins == ()
+    assert load_config(None, {"http.allowed_hosts": "*"}, {}).http.allowed_hosts == ("*",)
+    assert '# cors_origins = ["https://chat.example"]\n' in render_example()
+    assert "| `cors_origins` | list of texts | `none` |" in render_reference()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("engine.cors_origins", "null"),
+        ("engine.cors_origins", "chat.example"),
+        ("engine.cors_origins", "https://chat.example/"),
+        ("engine.cors_origins", "https://Chat.example"),
+        ("engine.cors_origins", "https://a.example,,https://b.example"),
+        ("engine.allowed_hosts", "chat.example:8000"),
+        ("http.allowed_hosts", "http://chat.example"),
+    ],
+)
+def test_what_no_browser_sends_is_refused(key, value):
+    with pytest.raises(ConfigError, match="is not of the right form") as refused:
+        load_config(None, {key: value}, {})
+    assert f"{key.partition('.')[2]} = [" in refused.value.remedy

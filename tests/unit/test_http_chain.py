@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity, Recent
+from kvtier.api.http.operator import Operators, engine_socket
 from kvtier.api.http.server import serve
 from kvtier.api.http.tenant import Tenants, api_keys, key_salt
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
@@ -25,16 +26,22 @@ Json = dict[str, Any]
 
 
 class Server:
-    def __init__(self, url: str) -> None:
-        self.url = url
+    """An engine's server, asked over its Unix socket, as operators do, or over TCP."""
 
-    def post(self, path: str, body: object, key: str = "") -> httpx.Response:
+    def __init__(self, url: str, unix_socket: Path) -> None:
+        self.url = url
+        self._operator = httpx.HTTPTransport(uds=str(unix_socket))
+
+    def post(
+        self, path: str, body: object, key: str = "", *, is_operator: bool = True
+    ) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=30)
+        with httpx.Client(transport=self._operator if is_operator else None, timeout=30) as client:
+            return client.post(f"{self.url}{path}", content=content, headers=headers)
 
-    def chain(self, key: str = "", **body: object) -> Json:
-        reply = self.post("/v1/kvtier/chain", body, key)
+    def chain(self, key: str = "", *, is_operator: bool = True, **body: object) -> Json:
+        reply = self.post("/v1/kvtier/chain", body, key, is_operator=is_operator)
         assert reply.status_code == 200, reply.text
         told: Json = reply.json()
         return told
@@ -45,8 +52,8 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    yield from served(Tenants())
+def server(tmp_path: Path) -> Iterator[Server]:
+    yield from served(Tenants(), tmp_path / "k.sock")
 
 
 @pytest.fixture
@@ -54,10 +61,10 @@ def guarded(tmp_path: Path) -> Iterator[Server]:
     keys = tmp_path / "keys"
     keys.write_text(f"{ALICE}\n{EVE}\n")
     keys.chmod(0o600)
-    yield from served(Tenants(True, api_keys(keys)))
+    yield from served(Tenants(True, api_keys(keys)), tmp_path / "guarded.sock")
 
 
-def served(tenants: Tenants) -> Iterator[Server]:
+def served(tenants: Tenants, daemon_socket: Path) -> Iterator[Server]:
     with FakeEngineService() as engine:
         app = create_app(
             engine,
@@ -66,8 +73,8 @@ def served(tenants: Tenants) -> Iterator[Server]:
             tenants=tenants,
             identity=ChainIdentity(SPACE, BLOCK_TOKENS),
         )
-        with serve(app, "127.0.0.1", 0) as listening:
-            yield Server(listening.url)
+        with serve(app, "127.0.0.1", 0, operators=Operators(daemon_socket)) as listening:
+            yield Server(listening.url, engine_socket(daemon_socket, listening.port))
 
 
 def hashes(tokens: bytes, salt: str | None = None) -> list[str]:
@@ -113,6 +120,18 @@ def test_it_says_where_a_prompt_leaves_the_nearest_one(server: Server) -> None:
     assert told["nearest_tokens"] == len("a system prompt, and question ")
     assert told["is_seen"] is False
     assert told["text"] == {"before": "uestion ", "here": "two", "there": "one"}
+
+
+def test_over_tcp_nothing_is_told_of_recent_prompts(server: Server, guarded: Server) -> None:
+    question: Json = {"prompt": "a system prompt, and question two"}
+    for one, key in ((server, ""), (guarded, ALICE)):
+        before = one.chain(key, is_operator=False, **question)
+        one.complete("a system prompt, and question one", key)
+        assert one.chain(key, is_operator=False, **question) == before
+        told = one.chain(key, **question)
+        assert told == before | {"is_seen": False, "nearest_tokens": 30, "has_nearest": True}
+        reply = one.post("/v1/kvtier/chain", question | {"with_text": True}, key, is_operator=False)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operators_only")
 
 
 def test_the_prompt_itself_is_not_its_own_neighbour(server: Server) -> None:
@@ -180,7 +199,7 @@ def test_without_an_identity_there_is_no_such_call() -> None:
     with FakeEngineService() as engine:
         app = create_app(engine, ByteChatModel(), registry=CollectorRegistry())
         with serve(app, "127.0.0.1", 0) as listening:
-            reply = Server(listening.url).post("/v1/kvtier/chain", {"prompt": "x"})
+            reply = httpx.post(f"{listening.url}/v1/kvtier/chain", json={"prompt": "x"})
             assert reply.status_code == 404
 
 

@@ -9,7 +9,8 @@ Rules
 * The prompt goes through the very functions that a completion goes through.
 * A prompt is compared with those of its own tenant and with no others, or the place where two
   differ would tell one tenant what another has asked.
-* Recent prompts are kept as token ids, up to a bound of bytes; text leaves only when asked for.
+* Recent prompts are kept as token ids, up to a bound of bytes. How much of a prompt they share is
+  told to operators only: others could guess them by it, token by token.
 """
 
 import asyncio
@@ -169,15 +170,16 @@ class Chains:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request; a prompt takes a place like any other."""
         key = self.tenants.key_of(request)
+        is_operator = getattr(request.state, "is_operator", False)  # see UnixConnection
         with self.gate.enter():
             raw = await read_body(request, self.limits)
             # In a thread: long texts take their time, and so do many recent prompts.
-            return JSONResponse(await asyncio.to_thread(self._document, raw, key))
+            document = await asyncio.to_thread(self._document, raw, key, is_operator=is_operator)
+            return JSONResponse(document)
 
-    def _document(self, raw: bytes, key: str) -> dict[str, Any]:
+    def _document(self, raw: bytes, key: str, *, is_operator: bool) -> dict[str, Any]:
         prompt, salt, has_text = self._read(raw, key)
         tenant = tenant_digest(salt)
-        nearest = self.recent.nearest(tenant, prompt)
         document: dict[str, Any] = {
             "key_space": self.identity.key_space.hex(),
             "tenant": tenant.hex(),
@@ -185,13 +187,25 @@ class Chains:
             "num_tokens": len(prompt),
             "hashes": self._hashes(tenant, prompt),
             "unsalted": [] if tenant == NO_TENANT else self._hashes(NO_TENANT, prompt),
+        }
+        if is_operator:
+            document |= self._comparison(tenant, prompt, has_text=has_text)
+        elif has_text:
+            raise _OPERATORS_ONLY
+        return document
+
+    def _comparison(
+        self, tenant: bytes, prompt: Sequence[int], *, has_text: bool
+    ) -> dict[str, Any]:
+        nearest = self.recent.nearest(tenant, prompt)
+        comparison: dict[str, Any] = {
             "is_seen": nearest.is_seen,
             "nearest_tokens": nearest.num_tokens,
             "has_nearest": bool(len(nearest.other)),
         }
         if has_text:
-            document["text"] = self._texts(prompt, nearest)
-        return document
+            comparison["text"] = self._texts(prompt, nearest)
+        return comparison
 
     def _read(self, raw: bytes, key: str) -> tuple[tuple[int, ...], str | None, bool]:
         """Return the prompt's tokens, its salt, and whether text is asked for."""
@@ -228,6 +242,15 @@ class Chains:
             "here": self.model.decode(list(prompt[at:end])),
             "there": self.model.decode(nearest.other[at:end].tolist()),
         }
+
+
+_OPERATORS_ONLY = ApiError(
+    "with_text: recent prompts are shown to operators only. Ask over the engine's Unix socket, as "
+    "kvtier explain does on the engine's node",
+    status=403,
+    param="with_text",
+    code="operators_only",
+)
 
 
 def _token_ids(value: object) -> object:

@@ -12,7 +12,9 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Connection"]
+from kvtier.api.http.operator import Operators
+
+__all__ = ["Connection", "UnixConnection"]
 
 _CONNECTIONS_MAX = 512
 """Half of the 1024 descriptors that a shell gives, and twice the prompts that may be inside."""
@@ -31,6 +33,20 @@ class Connection(H11Protocol):
             one = min(filter(_is_idle, self.connections), key=_patience)
             self.connections.discard(one)  # it would be chosen again before the loop has ended it
             one.transport.abort()
+
+
+class UnixConnection(Connection):
+    """A connection over the engine's Unix socket; its requests know whether an operator asks."""
+
+    def __init__(self, operators: Operators, **more: Any) -> None:
+        super().__init__(**more)
+        self._operators = operators
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Put ``is_operator`` into the state of the requests to come."""
+        super().connection_made(transport)
+        is_operator = self._operators.include(transport.get_extra_info("socket"))
+        self.app_state = {**self.app_state, "is_operator": is_operator}
 
 
 def _is_idle(connection: Any) -> bool:

@@ -3,12 +3,15 @@
 import asyncio
 import socket
 import threading
+from functools import partial
 from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvtier.api.http.connection import Connection
+from kvtier.api.http.connection import Connection, UnixConnection
+from kvtier.api.http.guard import Allowed, BrowserGuard
+from kvtier.api.http.operator import Operators, OperatorSocket
 from kvtier.errors import StartError
 from kvtier.observe.log import Log, Repeated
 
@@ -30,12 +33,23 @@ _BACKLOG = 128
 
 
 class HttpServer:
-    """A server that has begun to listen; ``stop`` ends it within its deadline."""
+    """A server that has begun to listen; ``stop`` ends it within its deadline.
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, grace_seconds: float) -> None:
+    With ``operators`` it serves on a Unix socket as well, where that can be opened.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        grace_seconds: float,
+        operators: Operators | None = None,
+    ) -> None:
         self.host, self.port = listener.getsockname()[:2]
         self._grace_seconds = grace_seconds
         self._listener = listener
+        self._unix_socket = operators.listen(self.port) if operators else None
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -48,7 +62,8 @@ class HttpServer:
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, round(grace_seconds)),
-            )
+            ),
+            self._unix_socket,
         )
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
 
@@ -82,32 +97,58 @@ class HttpServer:
             self._server.run(sockets=[self._listener])
         finally:
             self._listener.close()
+            if self._unix_socket:
+                self._unix_socket.close()
 
 
 def serve(
-    app: ASGIApp, host: str, port: int, *, field: str = "listen", grace_seconds: float = 10.0
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    field: str = "listen",
+    grace_seconds: float = 10.0,
+    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
+    operators: Operators | None = None,
 ) -> HttpServer:
     """Bind, start and return a server; port 0 takes any free one.
 
-    Raises ``StartError`` about ``field``, the configuration key that the address came from.
+    Web pages of other origins are kept away by a ``BrowserGuard``. Raises ``StartError`` about
+    ``field``, the configuration key that the address came from.
     """
-    server = HttpServer(app, _bind(host, port, field), grace_seconds=grace_seconds)
+    guarded = BrowserGuard(app, allowed)
+    listener = _bind(host, port, field)
+    server = HttpServer(guarded, listener, grace_seconds=grace_seconds, operators=operators)
     server.start()
     return server
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn that says when it has started, so that nobody has to poll."""
+    """Uvicorn that says when it has started, and serves on a Unix socket, too, if it gets one."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, unix_socket: OperatorSocket | None) -> None:
         super().__init__(config)
+        self._unix_socket = unix_socket
         self.has_begun = threading.Event()
         self._warnings = Repeated(_log)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._complain)
         await super().startup(sockets)
+        if self._unix_socket:
+            self.servers.append(await self._serve_unix(self._unix_socket))
         self.has_begun.set()
+
+    async def _serve_unix(self, unix_socket: OperatorSocket) -> asyncio.Server:
+        connect = partial(
+            UnixConnection,
+            unix_socket.operators,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.create_unix_server(connect, sock=unix_socket.listener)
 
     def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Say what nobody caught, once in a while.

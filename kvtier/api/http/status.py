@@ -8,9 +8,8 @@ hundred open pages cost the loop what one does, and a loop that hangs is asked o
 
 Rules
 -----
-* Nothing on the page comes from anywhere else, and no other page can read it: see ``_HEADERS``.
-* A request that came over loopback has to name this machine. A page of elsewhere whose own name was
-  pointed to 127.0.0.1 names itself, and is refused.
+* Nothing on the page comes from anywhere else, and no other page can frame it: see ``_HEADERS``.
+  What other pages may ask is for ``BrowserGuard`` to decide.
 * What the port tells to the network is less than what ``kvtier stat`` tells to operators:
   ``_SECTIONS``, and ids of requests cut short.
 """
@@ -18,10 +17,8 @@ Rules
 import asyncio
 import concurrent.futures
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +148,7 @@ class SharedDocument:
 def status_routes(document: SharedDocument) -> list[Route]:
     """Return the routes of the page, of what it is made of, and of ``/status.json``."""
 
-    async def status(request: Request) -> Response:
-        _check_name(request)
+    async def status(_request: Request) -> Response:
         return Response(await document.read(), media_type="application/json", headers=_HEADERS)
 
     files = [
@@ -163,43 +159,10 @@ def status_routes(document: SharedDocument) -> list[Route]:
 
 
 def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        _check_name(request)
+    async def answer(_request: Request) -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
 
     return answer
-
-
-def _check_name(request: Request) -> None:
-    """Refuse a request over loopback whose host name may be anybody's, as DNS rebinding has it."""
-    local, _ = request.scope.get("server") or ("", 0)
-    host = re.sub(r":\d*$", "", request.headers.get("host", ""))
-    name = host.removeprefix("[").removesuffix("]")
-    # No site outside has a name without a dot, and none under .localhost.
-    if not _is_loopback(local) or _is_address(name) or "." not in name:
-        return
-    if name.endswith(".localhost"):
-        return
-    raise ApiError(
-        "this page is not served on loopback under a name that another site could have; "
-        "ask for it as localhost, or by address",
-        status=421,
-        code="wrong_host",
-    )
-
-
-def _is_loopback(text: str) -> bool:
-    address = ip_address(text) if _is_address(text) else None
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address is not None and (mapped or address).is_loopback
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _public(document: _Document) -> bytes:

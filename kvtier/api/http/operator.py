@@ -1,0 +1,80 @@
+"""The engine's Unix socket: HTTP as on its TCP port, but the kernel says which user calls.
+
+What the engine remembers of recent prompts is told over it alone, to those who may operate the
+daemon.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.observe.log import Log
+from kvtier.transfer.door import peer_of, socket_mode
+
+__all__ = ["OperatorSocket", "Operators", "engine_socket"]
+
+_log = Log("kvtier.http")
+
+
+def engine_socket(daemon_socket: Path, port: int) -> Path:
+    """Return the Unix socket of the engine that listens on TCP port ``port``."""
+    return daemon_socket.with_name(f"{daemon_socket.name}.{port}")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSocket:
+    """A Unix socket that listens."""
+
+    listener: socket.socket
+    path: Path
+    operators: "Operators"
+
+    def close(self) -> None:
+        """Stop listening, and remove the file."""
+        self.listener.close()
+        self.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Who operates the daemon: root, this user and ``allowed_uids``; ``peer`` is for tests."""
+
+    daemon_socket: Path
+    allowed_uids: Collection[int] = ()
+    peer: Callable[[socket.socket], tuple[int, int]] = peer_of
+
+    def include(self, connection: socket.socket) -> bool:
+        """Tell whether the user at the other end of a connection is one."""
+        _, uid = self.peer(connection)
+        return uid in {0, os.geteuid(), *self.allowed_uids}
+
+    def listen(self, port: int) -> OperatorSocket | None:
+        """Open the socket of the engine on ``port``; None where that fails."""
+        path = engine_socket(self.daemon_socket, port)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            _remove_stale(path)
+            listener.bind(str(path))
+            path.chmod(socket_mode(self.allowed_uids))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            _log.info(
+                "cannot open the engine's Unix socket: kvtier explain will not compare prompts "
+                "with recent ones of this engine",
+                path=path,
+                error=error,
+            )
+            return None
+        return OperatorSocket(listener, path, self)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what a killed engine left behind. Raises OSError where another one listens."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.setblocking(False)
+        if caller.connect_ex(str(path)) == 0:  # same port, but in another network namespace
+            raise FileExistsError("another engine listens there")
+    path.unlink(missing_ok=True)
