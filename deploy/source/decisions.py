@@ -22,6 +22,7 @@ from kvtier.observe.table import (
     REGRET_SECONDS,
     REMEMBERED_BLOCKS,
     RESTORE_BYTES_PER_SECOND,
+    SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
     UNLOADED_TOKENS,
 )
@@ -74,9 +75,11 @@ _OUTCOMES = Section(
         ),
         Panel(
             title="Saved and lost, each second",
-            description="By the tier that the blocks came from.",
+            description="By the tier that the blocks came from. Measured: the part of what was "
+            "saved for which computing the same prompt was measured, and not only predicted.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(SAVED_SECONDS)})", "saved, {{tier}}"),
+                Query(f"sum({BOARD.rate(SAVED_MEASURED_SECONDS)})", "saved, measured"),
                 Query(f"-sum by (tier) ({BOARD.rate(LOST_SECONDS)})", "lost, {{tier}}"),
             ),
             unit="s",

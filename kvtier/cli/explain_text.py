@@ -166,6 +166,15 @@ def _judgement(judgement: _Document | None) -> Iterator[str]:
     if regret:
         parts.append(f"the other road would have saved {_time(regret)}")
     yield from _said("worth", "; ".join(parts) or "nothing, and the other road no more")
+    if judgement["taken"] == "restore":
+        cold_s = judgement["cold_s"]
+        line = f"checked by measurement: computing the same prompt took {_time(cold_s)}"
+        yield from _said(
+            "",
+            line
+            if cold_s is not None
+            else "as predicted: computing the same prompt was not measured",
+        )
 
 
 def _salted(tenant: str) -> str:

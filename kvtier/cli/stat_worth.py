@@ -18,6 +18,12 @@ def worth_lines(worth: _Document) -> Iterator[str]:
     """Yield what restoring was worth, and what was decided."""
     saved, lost = shown_seconds(worth["saved_s"]), shown_seconds(worth["lost_s"])
     yield f"saved {saved} of time to first token, lost {lost}; {_net(worth)}"
+    if worth["saved_s"]:
+        measured_s = worth["saved_measured_s"]
+        yield (
+            f"  of what is saved, {shown_seconds(measured_s)} measured, "
+            f"{shown_seconds(worth['saved_s'] - measured_s)} predicted"
+        )
     tiers = [
         f"{name} +{shown_seconds(each['saved_s'])} -{shown_seconds(each['lost_s'])}"
         for name, each in worth["tiers"].items()

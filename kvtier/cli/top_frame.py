@@ -106,7 +106,8 @@ def _worth(now: _Document) -> _Lines:
         line.append("no restore was reported")
     line.append(f" in the last {shown_while(minute['seconds'])}")
     whole = Text(
-        f"since the start: saved {shown_seconds(worth['saved_s'])}, "
+        f"since the start: saved {shown_seconds(worth['saved_s'])} "
+        f"({shown_seconds(worth['saved_measured_s'])} measured), "
         f"lost {shown_seconds(worth['lost_s'])}, regret {shown_seconds(worth['regret_s'])}"
     )
     return [line, whole]
@@ -231,11 +232,16 @@ def _request(request: _Document, columns: Sequence[int]) -> Text:
         f" {tiers[-1]}" if tiers else "",  # the slowest: it is what one waits for
         request["reason"],
         shown_seconds(first_s) if first_s is not None else "-",
-        _signed(saved_s) if tiers and saved_s is not None else "-",
+        _claimed(saved_s, request["cold_s"]) if tiers and saved_s is not None else "-",
     )
     line = Text(_row(columns, cells))
     line.stylize("dim" if not tiers else "red" if (saved_s or 0) < 0 else "green", -columns[-1])
     return line
+
+
+def _claimed(saved_s: float, cold_s: float | None) -> str:
+    """Return what was saved, marked where it is predicted: it was never measured without."""
+    return f"{'~' if cold_s is None else ''}{_signed(saved_s)}"
 
 
 def _widened(columns: Sequence[int], size: Size) -> Sequence[int]:

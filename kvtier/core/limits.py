@@ -13,6 +13,7 @@ __all__ = [
     "CHAIN_BLOCKS_MAX",
     "CLAIMS_MAX",
     "CLOSING_BLOCKS_MAX",
+    "COLD_TIMES_MAX",
     "COMING_BLOCKS_MAX",
     "DECISIONS_BYTES_MAX",
     "DECISIONS_MAX",
@@ -250,6 +251,9 @@ DECISIONS_MAX = 4096
 
 DECISIONS_BYTES_MAX = 32 << 20
 """Of the chains of these requests: 8 KiB each, which is a prompt of 32,000 tokens."""
+
+COLD_TIMES_MAX = 65_536
+"""Prompts whose measured compute time is remembered, to compare restores with: 10 MB."""
 
 OUTCOME_LATE_NS = 600_000_000_000
 """An outcome told later than ten minutes after its decision says more of the queue than of it."""

@@ -127,3 +127,5 @@ class Judgement:
     """What the other road would have saved; 0: this one was the better."""
     taken: str
     """``restore`` or ``recompute``."""
+    cold_s: float | None = None
+    """What computing the same prompt was measured to take; None: it is only predicted."""

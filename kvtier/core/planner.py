@@ -25,7 +25,7 @@ from typing import Any
 from kvtier.core.cost.engines import Engines
 from kvtier.core.cost.fit import number, table
 from kvtier.core.cost.guard import Guard
-from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of
+from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of, took_s
 from kvtier.core.cost.recompute import Engine
 from kvtier.core.cost.restore import Restores, transfer_blocks
 from kvtier.core.cost.roads import Road, Roads
@@ -259,11 +259,16 @@ class Planner:
         for step in steps:
             engine.note(step, now_ns)
 
-    def note_outcome(self, ask: Ask, plan: Plan, outcome: Outcome, now_ns: int) -> Judgement:
-        """Learn from what came of a plan, and say what it was worth."""
+    def note_outcome(
+        self, ask: Ask, plan: Plan, outcome: Outcome, now_ns: int, *, cold_s: float | None = None
+    ) -> Judgement:
+        """Learn from what came of a plan, and say what it was worth.
+
+        ``cold_s`` is what computing the same prompt was measured to take, if it was.
+        """
         self._now_ns = now_ns
         roads = self._roads(ask)
-        verdict = judge(ask, plan, outcome, roads)
+        verdict = judge(ask, plan, outcome, roads, cold_s)
         if plan.total_s <= plan.recompute_total_s:  # else it was not expected to pay
             for tier, gain in verdict.gains.items():
                 self._guard.note(tier, gain, now_ns)
@@ -307,12 +312,11 @@ class Planner:
 
     def _note_computed(self, ask: Ask, outcome: Outcome, roads: Roads) -> None:
         engine = self._engines.find(ask.key_space, ask.session)
-        took_s = seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s)
         # One that came to a full engine waited for others, and says little of its own computing.
         is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
         if engine is not None and engine.is_measured and is_alone:
             predicted_s = roads.recompute.mean_s / roads.engine_lag
-            engine.note_whole(predicted_s, took_s, self._now_ns)
+            engine.note_whole(predicted_s, took_s(outcome), self._now_ns)
 
     # What others ask
 

@@ -16,6 +16,7 @@ from kvtier.observe.table import (
     PREDICTED_SECONDS,
     REFUSED_BLOCKS,
     REGRET_SECONDS,
+    SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
     Route,
 )
@@ -78,6 +79,7 @@ class Account:
         lost = {tier: samples.sum(LOST_SECONDS, tier=tier) for tier in LOWER_TIERS}
         return {
             "saved_s": _seconds(sum(saved.values())),
+            "saved_measured_s": _seconds(samples.sum(SAVED_MEASURED_SECONDS)),
             "lost_s": _seconds(sum(lost.values())),
             "regret_s": _seconds(samples.sum(REGRET_SECONDS)),
             "regret_by_road_s": _by_label(samples, REGRET_SECONDS),

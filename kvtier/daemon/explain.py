@@ -275,6 +275,7 @@ def _judgement(judgement: Judgement) -> _Document:
         "saved_s": {tier.value: _number(seconds) for tier, seconds in judgement.saved_s.items()},
         "lost_s": {tier.value: _number(seconds) for tier, seconds in judgement.lost_s.items()},
         "regret_s": _number(judgement.regret_s),
+        "cold_s": None if judgement.cold_s is None else _number(judgement.cold_s),
     }
 
 

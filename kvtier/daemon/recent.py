@@ -53,6 +53,7 @@ def _request(decision: Decision, now_ns: int) -> _Document:
         "first_token_s": _seconds(outcome.ttft_s if outcome else None),
         "saved_s": _seconds(saved_s),
         "regret_s": _seconds(judgement.regret_s if judgement else None),
+        "cold_s": _seconds(judgement.cold_s if judgement else None),
     }
 
 

@@ -291,7 +291,8 @@ class Engine:
         sequence.append(token)
         self._num_generated += 1
         request = sequence.request
-        if token in self.loaded.eos_ids and not request.sampling.ignore_eos:
+        is_end = token in self.loaded.eos_ids and not request.sampling.ignore_eos
+        if is_end or token in request.stop_ids:
             self._end(sequence, FinishReason.STOP, token)
         elif (
             sequence.num_generated >= request.max_tokens

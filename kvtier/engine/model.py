@@ -19,6 +19,7 @@ import torch
 
 from kvtier.engine.attention import ATTENTION_NAME, register_attention
 from kvtier.engine.chat_template import ChatTemplate
+from kvtier.engine.end_tokens import end_tokens
 from kvtier.engine.fingerprint import weights_fingerprint
 from kvtier.engine.support import ARCHITECTURES, check_fields, check_model, refuse
 from kvtier.errors import StartError
@@ -47,6 +48,7 @@ class LoadedModel:
     context_limit: int
     """The most tokens, prompt and answer together, that a sequence may have."""
     eos_ids: frozenset[int]
+    """The tokens that end an answer."""
     parse_special_in_messages: bool = False
     """Whether special tokens that a chat message spells out are parsed."""
     _tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -60,6 +62,12 @@ class LoadedModel:
     def token_characters_max(self) -> int:
         """Return the length of the longest token; in the vocabulary a byte is a character."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Return the tokens that ``decode`` leaves out, by their name in the vocabulary."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
     @property
     def num_layers(self) -> int:
@@ -149,6 +157,7 @@ def load_model(
         config, limit = _read_config(path, context_limit)
         tokenizer = _load_tokenizer(path)
         model = _load_weights(path, config, torch_dtype)
+        eos_ids = end_tokens(path, model, tokenizer)
     model = model.to(device).requires_grad_(requires_grad=False)
     return LoadedModel(
         model=model,
@@ -156,7 +165,7 @@ def load_model(
         config=model.config,
         model_id=path.name.removesuffix(".gguf"),
         context_limit=limit,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=eos_ids,
     )
 
 
@@ -270,12 +279,3 @@ def _read_gguf(
     tensors = checkpoint["tensors"]
     assert isinstance(tensors, dict)
     return tensors
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every token that ends an answer, as the model, its defaults or its tokenizer say."""
-    found: set[int] = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)

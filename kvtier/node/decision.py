@@ -35,6 +35,7 @@ from kvtier.observe.table import (
     LOST_SECONDS,
     PREDICTED_SECONDS,
     REGRET_SECONDS,
+    SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
 )
 
@@ -121,7 +122,9 @@ class Decisions:
         decision = self.ledger.open(outcome.decision, session.token, now_ns)
         if self._planner is None or decision is None or not _is_sane(outcome, decision):
             return
-        judgement = self._planner.note_outcome(decision.ask, decision.plan, outcome, now_ns)
+        judgement = self._planner.note_outcome(
+            decision.ask, decision.plan, outcome, now_ns, cold_s=self.ledger.cold_s(decision)
+        )
         self.ledger.close(outcome.decision, outcome, judgement)
         session.tally.told(decision.ask, outcome, judgement)
         _log.debug(
@@ -137,6 +140,8 @@ class Decisions:
     def _count(self, plan: Plan, outcome: Outcome, judgement: Judgement) -> None:
         for tier, seconds in judgement.saved_s.items():
             self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
+            if judgement.cold_s is not None:
+                self._metrics.add(SAVED_MEASURED_SECONDS, seconds, tier=tier)
         for tier, seconds in judgement.lost_s.items():
             self._metrics.add(LOST_SECONDS, seconds, tier=tier)
         self._metrics.add(REGRET_SECONDS, judgement.regret_s, taken=judgement.taken)

@@ -4,13 +4,20 @@ It is what ``explain`` reads. An engine says what came of a decision within seco
 it says later, twice, or about another engine's decisions is not taken in.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from kvtier.core.cost.judge import took_s
 from kvtier.core.fate import Fate
-from kvtier.core.identity import NO_TENANT
-from kvtier.core.limits import DECISIONS_BYTES_MAX, DECISIONS_MAX, OUTCOME_LATE_NS
+from kvtier.core.identity import HASH_BYTES, NO_TENANT
+from kvtier.core.limits import (
+    COLD_TIMES_MAX,
+    DECISIONS_BYTES_MAX,
+    DECISIONS_MAX,
+    OUTCOME_LATE_NS,
+)
 from kvtier.core.plan import Outcome, Plan
 from kvtier.core.planner import Ask, Judgement
 from kvtier.core.residency import TierName
@@ -42,6 +49,16 @@ class Decision:
     hashes: bytes = b""
     """Of the request's chain, from the root on."""
 
+    @property
+    def is_cold(self) -> bool:
+        """Tell whether the outcome is that of computing the whole prompt."""
+        return (
+            self.outcome is not None
+            and not self.outcome.tiers
+            and not self.ask.first_token
+            and self.outcome.computed_tokens >= self.ask.num_tokens
+        )
+
 
 class Ledger:
     """The last ``DECISIONS_MAX`` decisions, or fewer where their chains are long."""
@@ -54,6 +71,8 @@ class Ledger:
         """The last decision about each request that has a name."""
         self._num_bytes = 0
         """Of their chains."""
+        self._cold_s: dict[bytes, float] = {}
+        """The shortest time that computing a prompt took, by its last full block, oldest first."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -111,5 +130,14 @@ class Ledger:
 
     def close(self, number: int, outcome: Outcome, judgement: Judgement) -> None:
         """Note what came of an open decision."""
-        decision = self._by_number[number]
-        self._by_number[number] = replace(decision, outcome=outcome, judgement=judgement)
+        decision = replace(self._by_number[number], outcome=outcome, judgement=judgement)
+        self._by_number[number] = decision
+        last = decision.hashes[-HASH_BYTES:]
+        if last and decision.is_cold:
+            self._cold_s[last] = min(took_s(outcome), self._cold_s.pop(last, math.inf))
+            if len(self._cold_s) > COLD_TIMES_MAX:
+                del self._cold_s[next(iter(self._cold_s))]
+
+    def cold_s(self, decision: Decision) -> float | None:
+        """Return what computing this prompt was measured to take, up to its last full block."""
+        return self._cold_s.get(decision.hashes[-HASH_BYTES:])

@@ -59,6 +59,7 @@ __all__ = [
     "REMEMBERED_BLOCKS",
     "RESTORE_BYTES_PER_SECOND",
     "RETAINED_BYTES",
+    "SAVED_MEASURED_SECONDS",
     "SAVED_SECONDS",
     "SCRUBBED_BYTES",
     "SECRET_REFUSED",
@@ -316,7 +317,13 @@ ACTUAL_SECONDS = Counter(
 )
 SAVED_SECONDS = Counter(
     "kvtier_saved_seconds_total",
-    "Time to first token that restoring saved against computing, by the tier the blocks came from.",
+    "Time to first token that restoring saved against computing, by the tier the blocks came from. "
+    "What computing takes was measured for the same prompt, or else is predicted.",
+    (_LOWER,),
+)
+SAVED_MEASURED_SECONDS = Counter(
+    "kvtier_saved_measured_seconds_total",
+    "The part of kvtier_saved_seconds_total for which computing the same prompt was measured.",
     (_LOWER,),
 )
 LOST_SECONDS = Counter(
@@ -443,6 +450,7 @@ DAEMON_METRICS: tuple[Metric, ...] = (
     PREDICTED_SECONDS,
     ACTUAL_SECONDS,
     SAVED_SECONDS,
+    SAVED_MEASURED_SECONDS,
     LOST_SECONDS,
     REGRET_SECONDS,
     GUARDED,

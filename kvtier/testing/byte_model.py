@@ -3,7 +3,7 @@
 __all__ = ["ByteChatModel"]
 
 _END = 256
-"""The one special token; it has no text."""
+"""The one special token, which ends an answer; it has no text."""
 
 
 class ByteChatModel:
@@ -13,6 +13,8 @@ class ByteChatModel:
         self.model_id = model_id
         self.context_limit = context_limit
         self.vocab_size = _END + 1
+        self.eos_ids = frozenset({_END})
+        self.special_tokens = {"<end>": _END}
         self.token_characters_max = 1
 
     def encode(self, text: str) -> list[int]:
@@ -20,8 +22,12 @@ class ByteChatModel:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the bytes; what is no UTF-8 is U+FFFD."""
-        return bytes(token for token in ids if token != _END).decode(errors="replace")
+        """Return the text of the bytes, without a space at its start, as SentencePiece does.
+
+        What is not UTF-8 is U+FFFD.
+        """
+        text = bytes(token for token in ids if token != _END).decode(errors="replace")
+        return text.removeprefix(" ")
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         """Return one line a message; refuses, as many templates do, a role it does not know."""

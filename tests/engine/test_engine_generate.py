@@ -105,6 +105,17 @@ def test_stops_at_an_eos_token_unless_told_not_to(tiny: LoadedModel, reference: 
     assert going_on.finish is FinishReason.LENGTH
 
 
+def test_stops_at_a_token_of_the_request(tiny: LoadedModel, reference: Reference) -> None:
+    drive = Drive(tiny)
+    expected = reference.generate(prompt(20), 12)
+    stop = expected[5]
+    answer = drive.ask(
+        prompt(20), 12, sampling=Sampling(ignore_eos=True), stop_ids=frozenset({stop})
+    )
+    assert answer.tokens == expected[: expected.index(stop) + 1]
+    assert answer.finish is FinishReason.STOP
+
+
 def test_ends_at_the_context_limit(tiny: LoadedModel) -> None:
     drive = Drive(tiny, pool_tokens=tiny.context_limit)
     length = tiny.context_limit - 3

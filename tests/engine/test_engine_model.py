@@ -4,10 +4,14 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
+from transformers import AutoTokenizer
 
+from kvtier.engine.end_tokens import end_tokens
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.errors import StartError
 from tests.engine.models import save_tiny
@@ -181,6 +185,64 @@ def test_special_tokens_that_a_message_spells_out_are_text(tiny: LoadedModel) ->
     assert tiny.encode("<eos>") == [2]
     assert 2 not in tiny.apply_chat_template(messages)
     assert 2 in replace(tiny, parse_special_in_messages=True).apply_chat_template(messages)
+
+
+def _add_special_tokens(folder: Path, *tokens: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(tokens)})
+    tokenizer.save_pretrained(folder)
+
+
+def test_end_tokens_of_the_generation_config(folder: Path) -> None:
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 7, 9]}))
+    assert load_model(folder).eos_ids == {2, 7, 9}
+
+
+def test_end_tokens_of_the_tokenizer_config(folder: Path) -> None:
+    _change(folder, eos_token_id=None)
+    (folder / "generation_config.json").unlink()
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text()) | {"extra_special_tokens": {"eot_token": "<pad>"}}
+    file.write_text(json.dumps(fields))
+    assert load_model(folder).eos_ids == {0, 2}
+
+
+TURNS = "{% for m in messages %}<turn>{{ m.role }} {{ m.content }} <turn_end>x\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (TURNS, ["<turn_end>x"]),
+        (TURNS.replace("x\n", "\n"), ["<turn_end>"]),
+        (TURNS.replace("<turn_end>x", ""), ["<turn>"]),  # another turn begins: this one is over
+        ("{{ raise_exception('no') }}", []),
+        ("{{ messages[0].nothing.at_all }}", []),
+        ("<turn_end>", []),
+        ("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+    ],
+)
+def test_end_token_of_the_chat_template(folder: Path, template: str, named: list[str]) -> None:
+    _add_special_tokens(folder, "<turn>", "<turn_end>", "<turn_end>x")
+    (folder / "chat_template.jinja").write_text(template)
+    loaded = load_model(folder)
+    assert loaded.eos_ids == {2, *(loaded.special_tokens[name] for name in named)}
+
+
+def test_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_eos_token_id(3)
+    writer.add_eot_token_id(5)
+    writer.add_eom_token_id(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = SimpleNamespace(eos_token_id=3)
+    model = SimpleNamespace(config=config, generation_config=config)
+    tokenizer = SimpleNamespace(chat_template=None, eos_token_id=3)
+    assert end_tokens(path, model, tokenizer) == {3, 5, 8}
 
 
 def test_a_template_that_refuses(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ DECISION: dict[str, Any] = {
         "saved_s": {"cpu": 0.8, "ssd": 0.0},
         "lost_s": {"ssd": 0.1},
         "regret_s": 0.05,
+        "cold_s": 1.99,
     },
     "model": None,
 }
@@ -137,6 +138,7 @@ def test_the_whole_story_in_eighty_columns() -> None:
         "3 blocks: it was here, and made room for others (evicted)",
         "loaded cpu 8, ssd 30 in 200 ms",
         "cpu saved 800 ms; ssd cost 100 ms; the other road would have saved 50 ms",
+        "checked by measurement: computing the same prompt took 1.99 s",
     ):
         assert said in " ".join(text.split()) or said in text, said
 

@@ -362,6 +362,7 @@ def test_what_came_of_a_decision_is_told_with_its_worth() -> None:
         judgement = decision["judgement"]
         assert judgement["taken"] == "restore"
         assert judgement["saved_s"]["cpu"] > 0.5, "128 tokens at a second for 64"
+        assert judgement["cold_s"] is None
         worth = node.stat()["worth"]
         assert worth["saved_s"] == pytest.approx(judgement["saved_s"]["cpu"], abs=0.01)
         assert worth["tiers"]["cpu"]["saved_s"] == worth["saved_s"]

@@ -146,6 +146,19 @@ def test_a_stop_string_ends_the_engines_request(is_stream, tokens_per_output):
     assert last["usage"]["prompt_tokens"] == 5
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_token_that_ends_an_answer_is_not_in_its_text(is_stream):
+    model = ByteChatModel()
+    model.eos_ids = frozenset(b"!")  # a token that would have text
+    with running(lambda _: Answer(tuple(b"Wow! Yes!")), model=model) as (_, server):
+        response = complete(server, stream=is_stream)
+    choices = [
+        each["choices"][0] for each in (events_of(response) if is_stream else [response.json()])
+    ]
+    assert "".join(choice["text"] for choice in choices) == "Wow! Yes"
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 def test_a_stop_string_that_is_not_completed_is_text():
     def script(_request: Request) -> Answer:
         return Answer(tuple(b"the EN"))

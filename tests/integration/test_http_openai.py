@@ -13,7 +13,8 @@ from kvtier.testing.byte_model import ByteChatModel
 from kvtier.testing.fake_engine_service import Answer, FakeEngineService
 
 TIERS = TierTokens(gpu=1, cpu=2, ssd=3, remote=4)
-ANSWER = "Grüße, 東京 😀!"
+ANSWER = " Grüße, 東京 😀!"
+"""With the space that the model's decoder strips from the start of a text."""
 
 
 def script(request: Request) -> Answer:

@@ -132,6 +132,15 @@ def test_numbers_are_those_of_the_command_line(browser: Browser, node: Served) -
     assert told == {name: [text for _, text in cases] for name, cases in SHOWN.items()}
 
 
+def test_what_was_saved_in_a_minute_is_not_extrapolated(browser: Browser, node: Served) -> None:
+    steps = [{"seconds": 5, "saved_s": 2.0 * (number == 2), "lost_s": 0} for number in range(20)]
+    with opened(browser, node) as watched:
+        told = watched.page.evaluate(
+            """async (steps) => (await import("/status/picture.js")).netByMinute(steps)""", steps
+        )
+    assert told == [0] * 2 + [2] * 12 + [0] * 6
+
+
 def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: Served) -> None:
     with opened(browser, node) as watched:
         page = watched.page

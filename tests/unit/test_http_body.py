@@ -92,6 +92,12 @@ def test_every_parameter_reaches_the_engine():
     assert (request.max_tokens, request.cache_salt) == (5, "salt")
     assert (request.max_offload_tokens, request.max_load_tokens) == (0, 64)
     assert (call.stops, call.is_stream, call.has_usage_chunk) == (("END",), True, True)
+    assert request.stop_ids == frozenset()
+
+
+def test_a_stop_that_is_a_special_token_stops_at_it():
+    (request,) = read_completion(completion(stop=["END", "<end>"]), MODEL).requests
+    assert request.stop_ids == {MODEL.special_tokens["<end>"]}
 
 
 def test_null_means_left_out():

@@ -134,6 +134,12 @@ def test_over_tcp_nothing_is_told_of_recent_prompts(server: Server, guarded: Ser
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operators_only")
 
 
+def test_texts_keep_their_spaces(server: Server) -> None:
+    server.complete("see the old hills")
+    told = server.chain(prompt="see the old, green hills", with_text=True)
+    assert told["text"] == {"before": " the old", "here": ", green hills", "there": " hills"}
+
+
 def test_the_prompt_itself_is_not_its_own_neighbour(server: Server) -> None:
     server.complete("a system prompt, and question one")
     server.complete("a system prompt, and question two")

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvtier.api.http.detokenizer import Detokenizer
+from kvtier.api.http.detokenizer import Detokenizer, continuation
 from kvtier.testing.byte_model import ByteChatModel
 
 BROKEN = "\ufffd"
@@ -23,8 +23,10 @@ def decode_byte_fallback(ids: list[int]) -> str:
         return BROKEN * len(ids)
 
 
-def pieces_of(decode: Callable[[list[int]], str], ids: list[int], sizes: list[int]) -> list[str]:
-    detokenizer = Detokenizer(decode)
+def pieces_of(
+    decode: Callable[[list[int]], str], ids: list[int], sizes: list[int], prompt: list[int] = ()
+) -> list[str]:
+    detokenizer = Detokenizer(decode, prompt)
     pieces = []
     sizes = sizes or [1]
     turn = 0
@@ -43,8 +45,9 @@ SIZES = st.lists(st.integers(1, 7), max_size=5)
 @example(text="é€😀" * 40, sizes=[1])
 @pytest.mark.parametrize("decode", [decode_bytes, decode_byte_fallback])
 def test_text_comes_out_as_it_is_and_never_in_halves(decode, text, sizes):
-    pieces = pieces_of(decode, list(text.encode()), sizes)
-    assert "".join(pieces) == text
+    ids = list(text.encode())
+    pieces = pieces_of(decode, ids, sizes)
+    assert "".join(pieces) == decode(ids)
     if BROKEN not in text:
         assert not any(BROKEN in piece for piece in pieces)
 
@@ -113,10 +116,86 @@ def test_a_trained_byte_level_tokenizer():
     assert not any(BROKEN in piece for piece in pieces)
 
 
-def test_a_leading_space_that_the_decoder_drops_is_kept_between_words():
-    words = ["▁Hello", "▁world", "▁again"]
+def tokenizer_of(decoder: decoders.Decoder, tokens: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, tokens[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
 
-    def decode(ids: list[int]) -> str:
-        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
-    assert "".join(pieces_of(decode, [0, 1, 2, 1], [1])) == "Hello world again world"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+BYTE_LEVEL = sorted(pre_tokenizers.ByteLevel.alphabet())
+WORDS = ["▁old", "▁hills", "s", "▁", "▁▁▁", ".", "▁.", "\n", "字"]
+SENTENCEPIECE = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
+WORDPIECES = ["do", "##n", "n", "'", "t", ".", "##ing", "##字"]
+
+TOKENIZERS = {
+    "sentencepiece": tokenizer_of(SENTENCEPIECE, WORDS + BYTES),
+    "metaspace": tokenizer_of(decoders.Metaspace(), WORDS),
+    "byte level": tokenizer_of(decoders.ByteLevel(), BYTE_LEVEL),
+    "wordpiece": tokenizer_of(decoders.WordPiece(), WORDPIECES),
+    "end of word": tokenizer_of(decoders.BPEDecoder(), ["old</w>", "hill", "s</w>", ".</w>"]),
+}
+
+
+def units_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Draw the tokens of something that is whole: a word, a special token, or a character."""
+    ids = tokenizer.get_vocab()
+    is_byte_level = BYTE_LEVEL[0] in ids
+    words = [] if is_byte_level else [i for token, i in ids.items() if token not in BYTES]
+    units = [st.sampled_from([*words, ids["</s>"]]).map(lambda token_id: [token_id])]
+    if is_byte_level:
+        encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        spelled = st.text(min_size=1, max_size=1).map(lambda c: encode.pre_tokenize_str(c)[0][0])
+        units.append(spelled.map(lambda letters: [ids[letter] for letter in letters]))
+    elif BYTES[0] in ids:
+        units.append(
+            st.text(min_size=1, max_size=1).map(lambda c: [ids[BYTES[b]] for b in c.encode()])
+        )
+    return st.one_of(units)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=list(TOKENIZERS))
+@given(drawn=st.data())
+def test_an_answer_is_what_it_adds_to_the_text_of_its_prompt(tokenizer, drawn):
+    units = drawn.draw(st.lists(units_of(tokenizer), max_size=60))
+    ids = [token_id for unit in units for token_id in unit]
+    # Also inside a character, which the answer then completes.
+    num_prompt = drawn.draw(st.integers(0, len(ids)))
+    prompt, answer = ids[:num_prompt], ids[num_prompt:]
+    whole = tokenizer.decode(ids)
+    before = tokenizer.decode(prompt)
+    while not whole.startswith(before):
+        before = before[:-1]
+    expected = whole[len(before) :]
+    pieces = pieces_of(tokenizer.decode, answer, drawn.draw(SIZES), prompt)
+    assert "".join(pieces) == expected
+    assert continuation(tokenizer.decode, prompt, answer) == expected
+
+
+@pytest.mark.parametrize("num_special", [0, 1, 20, 200])
+def test_the_space_before_the_first_word_of_an_answer_is_kept(num_special):
+    tokenizer = TOKENIZERS["sentencepiece"]
+    old, hills, end = [tokenizer.token_to_id(token) for token in ("▁old", "▁hills", "</s>")]
+    prompt = [old] * 3 + [end] * num_special
+    assert pieces_of(tokenizer.decode, [hills, old], [1], prompt) == [" hills", " old", ""]
+    assert "".join(pieces_of(tokenizer.decode, [hills, *[end] * 100, old], [1])) == "hills old"
+
+
+def test_a_long_prompt_costs_no_more_than_a_short_one():
+    num_decoded = 0
+
+    def decode(window: list[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(window)
+        return decode_bytes(window)
+
+    pieces_of(decode, list(b"word " * 20), [1], list(b"prompt " * 10_000))
+    assert num_decoded <= 40 * 100

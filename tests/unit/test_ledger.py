@@ -1,16 +1,22 @@
 """The ledger: the last decisions, by number and by request, each concluded once."""
 
+from dataclasses import replace
+
+import pytest
+
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import (
     CHAIN_BLOCKS_MAX,
+    COLD_TIMES_MAX,
     DECISIONS_BYTES_MAX,
     DECISIONS_MAX,
     OUTCOME_LATE_NS,
 )
 from kvtier.core.plan import Outcome, Plan, PlanReason
 from kvtier.core.planner import Ask, Judgement
+from kvtier.core.residency import TierName
 from kvtier.node.ledger import Decision, Ledger
 
 ASK = Ask(bytes(16), (), 0, 640, 64, 3000, None, EngineLoad(), can_split=False)
@@ -87,6 +93,51 @@ def test_an_outcome_is_taken_once_from_whom_it_concerns_and_in_time():
     ledger.close(number, outcome_of(number), WORTH)
     assert ledger.find(number).judgement is WORTH
     assert ledger.open(number, "s", 10) is None
+
+
+def conclude(ledger, hashes, outcome, ask=ASK):
+    """Note a decision and its outcome; returns it as it was before."""
+    number = ledger.next_number()
+    plan = Plan(number, 0, PlanReason.NOTHING)
+    decision = Decision(number, "", "s", "engine", 0, ask, plan, hashes=hashes)
+    ledger.add(decision)
+    ledger.close(number, replace(outcome, decision=number), WORTH)
+    return decision
+
+
+def test_what_computing_a_prompt_took_is_known_of_the_same_prompt():
+    ledger = Ledger()
+    cold = replace(outcome_of(0), ttft_s=2.5, wait_s=0.5)
+    decision = conclude(ledger, b"a" * HASH_BYTES + b"b" * HASH_BYTES, cold)
+    assert ledger.cold_s(decision) == 2.0
+    conclude(ledger, decision.hashes, replace(cold, ttft_s=2.0))
+    conclude(ledger, decision.hashes, replace(cold, ttft_s=9.0))
+    assert ledger.cold_s(decision) == 1.5, "the shortest of them"
+    assert ledger.cold_s(replace(decision, hashes=b"a" * HASH_BYTES)) is None, "a shorter prompt"
+    assert ledger.cold_s(replace(decision, hashes=b"")) is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "outcome"),
+    [
+        (ASK, replace(outcome_of(0), tiers=((TierName.CPU, 1),))),
+        (ASK, replace(outcome_of(0), computed_tokens=639)),
+        (replace(ASK, first_token=64), outcome_of(0)),
+    ],
+    ids=["restored", "shared with another request", "partly on the GPU"],
+)
+def test_what_was_not_computed_whole_is_no_cold_time(ask, outcome):
+    ledger = Ledger()
+    assert ledger.cold_s(conclude(ledger, b"a" * HASH_BYTES, outcome, ask)) is None
+
+
+def test_the_oldest_cold_times_are_forgotten():
+    ledger = Ledger()
+    first = conclude(ledger, bytes(HASH_BYTES), outcome_of(0))
+    for number in range(1, COLD_TIMES_MAX + 1):
+        last = conclude(ledger, number.to_bytes(HASH_BYTES), outcome_of(0))
+    assert ledger.cold_s(first) is None
+    assert ledger.cold_s(last) == pytest.approx(0.1)
 
 
 def test_what_did_not_come_is_added():

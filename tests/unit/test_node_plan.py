@@ -23,6 +23,7 @@ from kvtier.observe.table import (
     LOST_SECONDS,
     PREDICTED_SECONDS,
     REGRET_SECONDS,
+    SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
 )
 from kvtier.testing.stage import Stage, StageSettings
@@ -468,6 +469,22 @@ def test_what_decisions_came_to_is_counted_as_it_was_judged():
     told = summed(stage, PREDICTED_SECONDS, "of")
     assert told["first_token"] == pytest.approx(predicted_s)
     assert told["restore"] == pytest.approx(sum(each.plan.restore.mean_s for each in judgements))
+
+
+def test_what_was_measured_is_told_apart_from_what_is_predicted():
+    stage = open_stage()
+    engine = engine_on(stage)
+    engine.measured(steps=[StepSample(64, 0, 2048.0, 0, 0.5)] * 20)
+    known, unknown = engine.chain(range(4)), engine.chain(range(10, 14))
+    cold = ask(engine, known).plan
+    engine.measured(outcomes=[Outcome(cold.decision, (), 0.0, 4 * 64, 1.0, 0.0, 1.0)])
+    for blocks in (known, unknown):
+        engine.store(blocks)
+        plan = ask(engine, blocks).plan
+        engine.measured(outcomes=[an_outcome(plan, ttft_s=0.4, restore_s=0.3)])
+    measured = metric(stage, SAVED_MEASURED_SECONDS.name, tier=CPU)
+    assert measured == pytest.approx(0.6)
+    assert metric(stage, SAVED_SECONDS.name, tier=CPU) > measured + 1.0, "2 s were predicted"
 
 
 def test_what_is_found_and_left_is_counted_by_the_decision():

@@ -414,6 +414,59 @@ def test_seconds_lost_are_those_of_whom_it_waited_for():
     assert not judged.saved_s
 
 
+def test_no_more_is_claimed_than_was_measured_of_the_same_prompt():
+    made, asked = planner(ssd=FAST), ask((SSD, 64))
+    plan = made.plan(asked, 1, 0)
+    restored = outcome([(SSD, 64)], 0.1, 0.11)
+    assert plan.recompute_total_s > 0.6
+    judged = made.note_outcome(asked, plan, restored, 0, cold_s=0.5)
+    assert judged.saved_s == {SSD: pytest.approx(0.39)}
+    assert judged.cold_s == 0.5
+    judged = made.note_outcome(asked, plan, restored, 0, cold_s=60.0)
+    assert judged.saved_s[SSD] < plan.recompute_total_s, "nor more than is predicted"
+    judged = made.note_outcome(asked, plan, restored, 0, cold_s=0.1)
+    assert not judged.saved_s
+    assert not judged.lost_s, "predictions say that it paid"
+
+
+def test_a_prompt_that_was_partly_on_the_gpu_is_bounded_and_not_measured():
+    made, asked = planner(ssd=FAST), ask((SSD, 64), first_token=64 * TOKENS, num_tokens=8300)
+    plan = made.plan(asked, 1, 0)
+    predicted = made.note_outcome(asked, plan, outcome([(SSD, 64)], 0.1, 0.11), 0)
+    assert predicted.saved_s[SSD] > 0.5
+    judged = made.note_outcome(asked, plan, outcome([(SSD, 64)], 0.1, 0.11), 0, cold_s=0.5)
+    assert judged.saved_s == {SSD: pytest.approx(0.39)}
+    assert judged.cold_s is None
+    late = outcome([(SSD, 64)], 1.9, 2.0)
+    unbounded = made.note_outcome(asked, plan, late, 0)
+    assert made.note_outcome(asked, plan, late, 0, cold_s=9.0).lost_s == unbounded.lost_s
+
+
+def test_a_loss_is_no_larger_than_was_measured_of_the_same_prompt():
+    made, asked = planner(ssd=FAST), ask((SSD, 64))
+    plan = made.plan(asked, 1, 0)
+    late = outcome([(SSD, 64)], 1.9, 2.0)
+    assert made.note_outcome(asked, plan, late, 0).lost_s[SSD] > 1.0
+    judged = made.note_outcome(asked, plan, late, 0, cold_s=1.5)
+    assert judged.lost_s == {SSD: pytest.approx(0.5)}
+    assert judged.regret_s == judged.lost_s[SSD]
+    judged = made.note_outcome(asked, plan, late, 0, cold_s=3.0)
+    assert (judged.saved_s, judged.lost_s, judged.regret_s) == ({}, {}, 0)
+
+
+def test_the_first_steps_of_an_engine_are_no_base_for_a_claim():
+    made, asked = Planner(PlannerSettings(mode="always")), ask((SSD, 64))
+    slow = StepSample(512, 0, 512 * 256.0, 0, 5.0)  # as a first step often is
+    made.note_steps(KEY_SPACE, [slow], 0)
+    plan = made.plan(asked, 1, 0)
+    restored = outcome([(SSD, 64)], 0.1, 0.11)
+    assert plan.recompute_total_s > 30
+    assert not made.note_outcome(asked, plan, restored, 0).saved_s
+    assert made.note_outcome(asked, plan, restored, 0, cold_s=6.0).saved_s[SSD] < 6.0
+    made.note_steps(KEY_SPACE, [slow] * 7, 0)
+    assert made.note_outcome(asked, plan, restored, 0).saved_s
+
+
 def test_computing_what_would_have_been_restored_sooner_is_regretted():
     made, asked = planner(ssd=SLOW), ask((SSD, 64))
     plan = made.plan(asked, 1, 0)

@@ -44,6 +44,7 @@ def test_a_request_is_told_before_its_engine_has_said_what_came_of_it() -> None:
         "first_token_s": None,
         "saved_s": None,
         "regret_s": None,
+        "cold_s": None,
     }
 
 

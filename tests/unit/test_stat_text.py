@@ -48,6 +48,7 @@ def document() -> dict[str, Any]:
         "config": {"file": "", "reloads": 0, "last_reload": None},
         "worth": {
             "saved_s": 0.0,
+            "saved_measured_s": 0.0,
             "lost_s": 0.0,
             "regret_s": 0.0,
             "regret_by_road_s": {"restore": 0.0, "recompute": 0.0},
@@ -98,6 +99,7 @@ def busy() -> dict[str, Any]:
     full = document()
     worth = full["worth"]
     worth |= {"saved_s": 123_456.7, "lost_s": 89.1, "regret_s": 1234.5}
+    worth["saved_measured_s"] = 3_456.7
     worth["tiers"] = {
         name: {"saved_s": 41_000.0, "lost_s": 30.0} for name in ("cpu", "ssd", "remote")
     }
@@ -166,7 +168,8 @@ def test_what_it_is_worth_stands_on_top() -> None:
     assert lines[1] == (
         "saved 123,457 s of time to first token, lost 89.1 s; it is worth 123,368 s"
     )
-    assert "cpu +" in lines[2]
+    assert lines[2] == "  of what is saved, 3,457 s measured, 120,000 s predicted"
+    assert "cpu +" in lines[3]
 
 
 def test_a_fresh_daemon_claims_nothing() -> None:

@@ -83,6 +83,7 @@ def requests(count: int) -> Iterator[dict[str, Any]]:
             "reason": "nothing",
             "first_token_s": 999.4 if number else None,
             "saved_s": -1234.5 if number % 2 else 98_765.4,
+            "cold_s": None if number % 3 else 99_999.0,
         }
 
 
@@ -153,6 +154,8 @@ def test_it_says_what_restoring_saved_of_what() -> None:
     minute = now["grown"]["minute"]
     minute |= {"seconds": 60.0, "saved_s": 5.0, "lost_s": 1.0, "actual_s": 6.0}
     assert shown(View(now))[1] == "saved 4 s of 10 s of time to first token in the last 60 s"
+    now["worth"] |= {"saved_s": 4.5, "saved_measured_s": 1.5}
+    assert "since the start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(View(now))[2]
     minute |= {"seconds": 5.0, "saved_s": 0.0, "lost_s": 0.0}
     assert shown(View(now))[1] == "no restore was reported in the last 5 s"
 

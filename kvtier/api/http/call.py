@@ -107,6 +107,10 @@ def _call(
         seed=body.seed,
         ignore_eos=bool(body.ignore_eos),
     )
+    stops = tuple(body.stop or ())
+    # Special tokens have no text in which a stop string could be found.
+    special = model.special_tokens
+    stop_ids = frozenset(special[stop] for stop in stops if stop in special)
     transfer = body.kv_transfer_params
     requests = []
     for index, prompt in enumerate(prompts):
@@ -120,15 +124,14 @@ def _call(
             prompt=tuple(prompt),
             max_tokens=asked or min(default, room),
             sampling=sampling,
+            stop_ids=stop_ids,
             cache_salt=body.cache_salt,
             max_offload_tokens=transfer.max_offload_tokens if transfer else None,
             max_load_tokens=transfer.max_load_tokens if transfer else None,
             hints=transfer.hints if transfer else NO_HINTS,
         )
         requests.append(request)
-    return Call(
-        call_id, tuple(requests), tuple(body.stop or ()), bool(body.stream), body.has_usage_chunk
-    )
+    return Call(call_id, tuple(requests), stops, bool(body.stream), body.has_usage_chunk)
 
 
 def _too_long(context_limit: int, num_prompt: int, asked: int | None, param: str) -> ApiError:

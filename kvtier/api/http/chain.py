@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, parse_object, read_body
 from kvtier.api.http.call import read_chat, read_completion
+from kvtier.api.http.detokenizer import continuation
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.gate import Gate
 from kvtier.api.http.limits import ServerLimits
@@ -238,9 +239,9 @@ class Chains:
         at = nearest.num_tokens
         start, end = max(0, at - _TEXT_BEFORE), at + _TEXT_AFTER
         return {
-            "before": self.model.decode(list(prompt[start:at])),
-            "here": self.model.decode(list(prompt[at:end])),
-            "there": self.model.decode(nearest.other[at:end].tolist()),
+            "before": continuation(self.model.decode, prompt[:start], prompt[start:at]),
+            "here": continuation(self.model.decode, prompt[:at], prompt[at:end]),
+            "there": continuation(self.model.decode, prompt[:at], nearest.other[at:end].tolist()),
         }
 
 

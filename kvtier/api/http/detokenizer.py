@@ -1,70 +1,122 @@
-"""Tokens to text, as they come.
+"""Incremental detokenization: token ids to text, as they are generated.
 
 Theory
 ------
-A token is a piece of bytes, not of text: a character may be spread over several, and some
-tokenizers look at the token before (SentencePiece drops a leading space). So each step decodes a
-short window that begins before the new tokens, and gives out what is longer than last time. While
-the text ends with U+FFFD its end may still become a character, and is held back.
+The text of an answer is ``decode(prompt + answer)`` without what it has in common with
+``decode(prompt)``. It is not ``decode(answer)``: SentencePiece decoders strip the space at the
+start of a text, so an answer that is decoded alone loses the space before its first word.
 
-The window moves on whenever the text ends clean, which bounds it for text. Garbage never ends
-clean, so after ``_WINDOW_TOKENS`` the window moves anyway: output stays linear in its length.
+Each step decodes a short window of tokens that begins before the new ones, and returns what the
+window's text has gained. The first window begins with the last tokens of the prompt. A token holds
+bytes, not characters: while the text ends with U+FFFD, its last character may still be incomplete
+and is held back.
+
+The window moves on whenever the text ends with a complete character. Invalid UTF-8 never does, so
+after ``_WINDOW_TOKENS`` the window moves anyway, which bounds the cost of each token.
+
+Limits
+------
+Byte-fallback decoders replace every byte of a run with U+FFFD if one of them is invalid. Characters
+of that run that were already returned stay as they are.
 """
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "continuation"]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _WINDOW_TOKENS = 32
-"""Real text ends clean every few tokens; this many in a row without is garbage."""
+"""Real text ends with a complete character every few tokens; 32 in a row without are garbage."""
 
 _CONTEXT_TOKENS = 8
 """A character is at most four bytes, thus four tokens; twice that leaves it whole in the window."""
 
+_PROMPT_TOKENS_MAX = 256
+"""How far to look back in a prompt for text; prompts do not end with more special tokens."""
+
+_Decode = Callable[[list[int]], str]
+
 
 class Detokenizer:
-    """The text of one completion. Never gives out half a character."""
+    """The text of one completion. Never returns half a character."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: _Decode, prompt: Sequence[int] = ()) -> None:
+        """Start after ``prompt``, whose own text is not returned."""
         self._decode = decode
-        self._window: list[int] = []
-        self._num_context = 0
-        """Leading tokens of the window whose text has all been given out."""
-        self._num_given = 0
-        """Leading characters of the window's text that have been given out."""
+        self._window = _prompt_end(decode, prompt)
+        self._num_context = len(self._window)
+        """Leading tokens of the window that the next one can do without."""
+        self._given = decode(self._window)
+        """Leading part of the window's text that is not to be returned (again)."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens and return the text that is now certain; how they are cut up is all one.
+        """Take more tokens and return the text that is now certain.
 
-        One by one: where a character ends can only be seen there.
+        The result does not depend on how tokens are grouped into calls: they are decoded one by
+        one, because only that shows where a character ends.
         """
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return what was held back, broken or not: no more tokens come."""
-        piece = self._decode(self._window)[self._num_given :]
-        self._num_given += len(piece)
+        """Return what was held back, complete or not: no more tokens come."""
+        text = self._decode(self._window)
+        piece = text[_num_common(self._given, text) :]
+        self._given = text
         return piece
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
+        start = _num_common(self._given, text)
         certain = text.rstrip(_BROKEN)
         is_clean = len(certain) == len(text)
-        if not is_clean and len(self._window) > _WINDOW_TOKENS:
+        is_long = len(self._window) - self._num_context > _WINDOW_TOKENS
+        if not is_clean and is_long:
             certain = text[:-1]  # only the last broken character can still become whole
-        piece = certain[self._num_given :]
-        self._num_given = max(self._num_given, len(certain))
+        piece = certain[start:]
+        if piece:
+            if start < len(self._given):  # it completes the prompt's last character
+                self._num_context = 0
+            self._given = certain
         if is_clean and piece:
             self._move(self._num_context, num_held=0)
-        elif len(self._window) > _WINDOW_TOKENS:
+        elif is_clean and self._given:
+            self._window.pop()  # special tokens have no text and would push the context out
+        elif is_long:
             self._move(len(self._window) - _CONTEXT_TOKENS, num_held=len(text) - len(certain))
         return piece
 
     def _move(self, first: int, num_held: int) -> None:
-        """Forget the tokens before ``first``; the last ``num_held`` characters are not given."""
+        """Forget the tokens before ``first``; the last ``num_held`` characters are still held."""
         del self._window[:first]
         self._num_context = len(self._window)
-        self._num_given = max(0, len(self._decode(self._window)) - num_held)
+        text = self._decode(self._window)
+        self._given = text[: len(text) - num_held]
+
+
+def continuation(decode: _Decode, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the text of tokens that follow a prompt."""
+    detokenizer = Detokenizer(decode, prompt)
+    return detokenizer.push(token_ids) + detokenizer.flush()
+
+
+def _num_common(given: str, text: str) -> int:
+    """Return how many first characters two texts have in common."""
+    length = min(len(given), len(text))
+    while given[:length] != text[:length]:
+        length -= 1
+    return length
+
+
+def _prompt_end(decode: _Decode, prompt: Sequence[int]) -> list[int]:
+    """Return the last tokens of a prompt, from where they decode as they do in the whole prompt.
+
+    They must have text, or a decoder takes what follows for the start of a text; and they must not
+    begin inside a character, or a byte-fallback decoder breaks the characters after it, too.
+    """
+    length = _CONTEXT_TOKENS
+    longest = min(len(prompt), _PROMPT_TOKENS_MAX)
+    while length < longest and decode(list(prompt[-length:]))[:1] in {"", _BROKEN}:
+        length += max(1, length // _CONTEXT_TOKENS)
+    return list(prompt[-length:])

@@ -154,7 +154,7 @@ class _Choice:
         self.is_open = False
         """Submitted, and its last output has not come."""
         self._backend = backend
-        self._text = Detokenizer(backend.model.decode)
+        self._text = Detokenizer(backend.model.decode, request.prompt)
         self._stop = StopFinder(stops)
         self._num_tokens = 0
         self._last_seconds = began_seconds
@@ -174,7 +174,7 @@ class _Choice:
         if not self._stop.is_found:
             self._note_time(output, seconds)
             self._num_tokens += len(output.token_ids)
-            text = self._stop.push(self._text.push(output.token_ids))
+            text = self._stop.push(self._text.push(self._without_end(output)))
             if output.finish is not None and not self._stop.is_found:
                 text += self._stop.push(self._text.flush())
             if output.finish is not None and not self._stop.is_found:
@@ -184,6 +184,13 @@ class _Choice:
         if output.finish is None:
             return Piece(self.index, text)
         return self._last_piece(text, output)
+
+    def _without_end(self, output: Output) -> tuple[int, ...]:
+        """Return the tokens that are part of the text: the one that ended it is not."""
+        tokens = output.token_ids
+        ends = self._backend.model.eos_ids | self.request.stop_ids
+        is_end = output.finish is FinishReason.STOP and tokens and tokens[-1] in ends
+        return tokens[:-1] if is_end else tokens
 
     def close(self, outcome: Outcome) -> None:
         """Abort if still open."""

@@ -1,5 +1,6 @@
 """What the HTTP server needs from the rest: an engine, a model, and someone who counts."""
 
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import Protocol
 
@@ -61,6 +62,14 @@ class ChatModel(Protocol):
     @property
     def token_characters_max(self) -> int:
         """Return the most characters of a text that become one token."""
+
+    @property
+    def eos_ids(self) -> Set[int]:
+        """Return the tokens that end an answer."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Return the tokens that ``decode`` leaves out, by name."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special ones that the model starts with."""

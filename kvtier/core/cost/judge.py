@@ -3,6 +3,12 @@
 Of that road nobody knows what it would have taken. Computing is predicted by the model that was
 fitted to the engine's real steps, restoring by what is known of the tiers by now. All figures are
 bounded by the times they are made of, so that a wrong report spoils no sum.
+
+Predictions of an engine that was busy while it was measured are too high. So where the same prompt
+was computed before, no more is claimed than the difference to the time which that took; and
+nothing is claimed as saved that rests on the first few steps of an engine alone.
+
+The guard goes by predictions, which know the engine's load.
 """
 
 from collections.abc import Mapping
@@ -13,7 +19,7 @@ from kvtier.core.cost.roads import Roads
 from kvtier.core.plan import Ask, Judgement, Outcome, Plan
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Verdict", "judge", "planned_blocks", "restored_blocks", "seconds_of"]
+__all__ = ["Verdict", "judge", "planned_blocks", "restored_blocks", "seconds_of", "took_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +60,36 @@ def seconds_of(value: float) -> float:
     return min(value, SECONDS_MAX) if value > 0 else 0.0
 
 
-def judge(ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> Verdict:
-    """Say what a plan's outcome was worth."""
-    took_s = max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
-    computing_s = roads.recompute.mean_s
+def took_s(outcome: Outcome) -> float:
+    """Return the time to the first token without the wait in the engine's queue."""
+    return max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
+
+
+def judge(
+    ask: Ask, plan: Plan, outcome: Outcome, roads: Roads, cold_s: float | None = None
+) -> Verdict:
+    """Say what an outcome was worth; ``cold_s`` is what the same prompt was measured to take."""
+    own_s, computing_s = took_s(outcome), roads.recompute.mean_s
     if not plan.num_blocks:
         other_s = _best_restore_s(ask, roads)
-        regret_s = min(max(computing_s - other_s, 0.0), took_s)
+        regret_s = min(max(computing_s - other_s, 0.0), own_s)
         return Verdict(Judgement({}, {}, regret_s, "recompute"), {})
-    gain_s = min(max(computing_s - took_s, -took_s), _worth_s(plan, roads))
+    gain_s = min(max(computing_s - own_s, -own_s), _worth_s(plan, roads))
     restored = restored_blocks(outcome, plan)
-    saved_s = _shared(restored, gain_s) if gain_s > 0 else {}
-    lost_s: dict[TierName, float] = {}
-    if gain_s < 0:
-        lost_s = _shared(_awaited(ask, plan, restored, roads), -gain_s)
-    gain = gain_s / max(computing_s, 1e-6)
-    gains = dict.fromkeys(lost_s or restored, gain)
-    return Verdict(Judgement(saved_s, lost_s, max(-gain_s, 0.0), "restore"), gains)
+    blamed = restored if gain_s >= 0 else _awaited(ask, plan, restored, roads)
+    # With part of the prompt on the GPU, computing all of it is a bound but no measurement.
+    measured_s = None if ask.first_token else cold_s
+    claim_s = gain_s
+    if gain_s > 0 and cold_s is not None:
+        claim_s = min(gain_s, max(cold_s - own_s, 0.0))
+    elif measured_s is not None:
+        claim_s = max(gain_s, min(measured_s - own_s, 0.0))
+    if measured_s is None and not roads.is_settled:
+        claim_s = min(claim_s, 0.0)
+    saved_s = _shared(restored, claim_s) if claim_s > 0 else {}
+    lost_s = _shared(blamed, -claim_s) if claim_s < 0 else {}
+    gains = dict.fromkeys(blamed, gain_s / max(computing_s, 1e-6))
+    return Verdict(Judgement(saved_s, lost_s, max(-claim_s, 0.0), "restore", measured_s), gains)
 
 
 def _worth_s(plan: Plan, roads: Roads) -> float:

@@ -28,6 +28,9 @@ that nothing is restored on a mere guess where computing might have been faster.
 _FLOOR_GUESS_S = 0.01
 """Such a model's weights are read in that time."""
 
+_SETTLED_STEPS = 8
+"""Prefill steps from which on a single slow one no longer moves the fit by much."""
+
 _FIRST_TAIL = 2.0
 _CHUNK_GUESS = 512
 _WAITING_MAX = 10**8
@@ -120,6 +123,11 @@ class Engine:
         return self.is_measured or self._is_recalled
 
     @property
+    def is_settled(self) -> bool:
+        """Tell whether more is known than its first steps, which are often slow."""
+        return self._is_recalled or self._prefill.num_noted >= _SETTLED_STEPS
+
+    @property
     def is_measured(self) -> bool:
         """Tell whether a prompt's step was ever measured."""
         return self._prefill.num_noted > 0
@@ -168,7 +176,9 @@ class Engine:
         """Tell whether a step took the floor alone, as far as one knows."""
         floor_s = self._floor_s()
         base_s, token_s, _ = self._prefill.rates
-        is_below = self._prefill.num_noted >= 8 and base_s + num_tokens * token_s < floor_s
+        is_below = (
+            self._prefill.num_noted >= _SETTLED_STEPS and base_s + num_tokens * token_s < floor_s
+        )
         return is_below and 0.7 * floor_s < seconds < 1.3 * floor_s
 
     def _note_small(self, seconds: float) -> None:

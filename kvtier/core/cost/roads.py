@@ -67,6 +67,8 @@ class Roads:
         self._speeds = [restores.route(tier).speed(ask.block_bytes) for tier in LOWER_TIERS]
         self._queued_s = self._queues()
         self._pace = engine.pace(ask.load)
+        self.is_settled = engine.is_settled
+        """What computing takes rests on more than the engine's first steps."""
         self.wait_s = engine.wait_s(ask.load, self._pace)
         """Until the engine gets to the request."""
         self._first = ask.first_token

@@ -40,34 +40,49 @@ export function draw(told) {
 
 const perSecond = (amount, { seconds: time }) => (time ? amount / time : 0);
 
-function worth({ saved_s: saved, lost_s: lost, regret_s: regret }) {
+function worth(told) {
+  const { saved_s: saved, saved_measured_s: measured, lost_s: lost, regret_s: regret } = told;
   const net = saved - lost;
   return html("p", { class: "worth" },
     html("strong", { class: net < 0 ? "bad" : "" }, signed(net)),
     html("span", {}, " of waiting for first tokens ", net < 0 ? "lost" : "saved",
       " since the start"),
-    html("small", {}, `saved ${seconds(saved)} · lost ${seconds(lost)}`
+    html("small", {}, `saved ${seconds(saved)}, ${seconds(measured)} of it measured`
+      + ` and ${seconds(saved - measured)} predicted · lost ${seconds(lost)}`
       + (regret ? ` · the other road would have saved ${seconds(regret)}` : "")));
 }
 
 // What grew in the last minute, as a number, and in each step of the history, as a curve.
 function dials(minute, history) {
-  const dial = (name, measure, unit) => {
-    const steps = history.map(measure);
-    const [now, most] = [measure(minute), Math.max(...steps.filter((each) => each !== null), 0)];
+  const drawn = (name, now, steps, unit) => {
+    const most = Math.max(...steps.filter((each) => each !== null), 0);
     const values = [...Array(STEPS_MAX - steps.length).fill(null), ...steps];
     return html("figure", {},
       html("figcaption", {}, name), html("b", {}, now === null ? "–" : unit(now)),
       spark(values, most, `${name} over five minutes, at most ${unit(most)}`),
       html("small", {}, `5 min, at most ${unit(most)}`));
   };
+  const dial = (name, measure, unit) => drawn(name, measure(minute), history.map(measure), unit);
   return html("div", { class: "dials" },
-    dial("saved a minute", (grown) => 60 * perSecond(grown.saved_s - grown.lost_s, grown), signed),
+    drawn("saved in a minute", netSaved(minute), netByMinute(history), signed),
     dial("tokens found", (grown) => ratio(grown.found_tokens, grown.asked_tokens), share),
     dial("restored", (grown) => perSecond(grown.restored_bytes, grown),
       (rate) => `${bytes(rate)}/s`),
     dial("first token", (grown) => ratio(grown.first_token_s, grown.first_tokens), seconds));
 }
+
+const netSaved = (grown) => grown.saved_s - grown.lost_s;
+
+// What was saved in the minute up to each step. Extrapolating a step of five seconds would turn
+// one restore into twelve.
+export const netByMinute = (history) => history.map((_, end) => {
+  let [net, time] = [0, 0];
+  for (let place = end; place >= 0 && time < 60; place -= 1) {
+    net += netSaved(history[place]);
+    time += history[place].seconds;
+  }
+  return net;
+});
 
 const ratio = (part, whole) => (whole ? part / whole : null);
 
@@ -213,8 +228,16 @@ function request(told) {
       html("span", {}, told.restored_tokens ? label : "not told yet")),
     html("span", { title: REASONS[told.reason] ?? "" }, told.reason),
     optional(told.first_token_s), optional(told.predicted_s),
-    typeof saved === "number" ? html("span", { class: better(saved) }, signed(saved)) : null,
+    typeof saved === "number" ? claim(told) : null,
   ];
+}
+
+// A prediction is marked: computing this prompt was never measured.
+function claim({ saved_s: saved, cold_s: cold }) {
+  const isMeasured = typeof cold === "number";
+  const title = isMeasured
+    ? `measured: computing the same prompt took ${seconds(cold)}` : "predicted";
+  return html("span", { class: better(saved), title }, isMeasured ? "" : "~", signed(saved));
 }
 
 const signed = (value) => `${value < 0 ? "−" : ""}${seconds(Math.abs(value))}`;
