@@ -5,14 +5,18 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli.hangup import hangup_stops
 from kvtier.cli.options import add_config_options, config_of
-from kvtier.cli.preflight import check_free, check_packages, check_pool
+from kvtier.cli.preflight import check_free, check_limits, check_packages, check_pool
 from kvtier.config import Config, EngineConfig
+from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.api.http.chain import ChainIdentity
+    from kvtier.api.http.server import HttpServer
     from kvtier.api.http.tenant import Tenants
     from kvtier.engine.engine import Engine
     from kvtier.engine.model import LoadedModel
@@ -40,8 +45,11 @@ __all__ = ["add_options", "run"]
 _log = Log("kvtier.engine")
 
 _METER_PERIOD_S = 1.0
-_GRACE_S = 5.0
-"""What running answers get when the engine is told to stop."""
+_CUT_SHARE = 0.1
+"""Of the grace, what is left to end the requests that are still running."""
+
+_CUT_S = 1.0
+"""For a running step to end, and again for clients to take their last event."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, SIGINT or the end of the terminal."""
     config = config_of(options)
+    check_limits()
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
@@ -83,19 +92,36 @@ def run(options: argparse.Namespace) -> int:
     check_pool(config)
     check_model(config.engine.model, config.engine.context_limit)  # before torch, which is slow
     check_free("engine.listen", config.engine.listen)
-    _serve(config, config.engine.model, is_alone=options.alone)
+    stop = Stop(config.daemon.stop_grace_ns / 1e9, log=_log)
+    reactions = _reactions(stop, is_supervised=bool(options.supervised))
+    _serve(config, config.engine.model, stop, reactions, is_alone=options.alone)
     return 0
 
 
-def _told_to_stop() -> threading.Event:
-    """Return what SIGTERM and SIGINT set from now on; before, they end the process at once."""
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopping.set())
-    return stopping
+def _reactions(stop: Stop, *, is_supervised: bool) -> dict[signal.Signals, Reaction]:
+    """Return what signals do: the first begins to stop, and the second, or SIGQUIT, ends at once.
+
+    A supervised engine may get the first one twice, from its daemon and with its process group.
+    """
+    told = stop.told_once if is_supervised else stop.told
+    reactions: dict[signal.Signals, Reaction] = {
+        signal.SIGTERM: told,
+        signal.SIGINT: told,
+        signal.SIGQUIT: stop.cut,
+    }
+    if not is_supervised and hangup_stops():  # else it stays blocked
+        reactions[signal.SIGHUP] = stop.told_once
+    return reactions
 
 
-def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
+def _serve(
+    config: Config,
+    path: Path,
+    stop: Stop,
+    reactions: Mapping[signal.Signals, Reaction],
+    *,
+    is_alone: bool,
+) -> None:
     """Load the model, then serve until told to stop."""
     tenants = _tenants(config)
     loaded = _load(config.engine, path)
@@ -111,8 +137,6 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
 
     settings = _settings(config)
     pool = create_pool(loaded, settings)
-    # Not earlier: a large model loads for minutes, in which there is nothing to stop in order.
-    stopping = _told_to_stop()
     meter = EngineMeter(CollectorRegistry())
     ProcessCollector(registry=meter.metrics.registry)
     attached = None if is_alone else _Attached(config, loaded, settings, pool, meter.copied)
@@ -138,30 +162,56 @@ def _serve(config: Config, path: Path, *, is_alone: bool) -> None:
     )
     if tenants.keys:
         threading.Thread(
-            target=_rotate, args=(tenants.keys, stopping), name="kvtier-secrets", daemon=True
+            target=_rotate, args=(tenants.keys, stop.begun), name="kvtier-secrets", daemon=True
         ).start()
+
+    def update() -> None:
+        meter.update(
+            engine.snapshot(),
+            engine.take_reports(),
+            is_ready=runner.is_ready,
+            is_attached=attached is not None and attached.client.is_attached,
+        )
+        if keys := tenants.keys:
+            meter.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
+
     listen, daemon = config.engine.listen, config.daemon
-    with serve(
+    server = serve(
         app,
         listen.host,
         listen.port,
         field="engine.listen",
-        grace_seconds=_GRACE_S,
+        grace_seconds=_CUT_S,
         allowed=Allowed(config.engine.allowed_hosts, config.engine.cors_origins),
         operators=None if is_alone else Operators(daemon.socket, daemon.allowed_uids),
-    ) as server:
+    )
+    # Signals are handled from here on: loading takes minutes and has nothing to end in order.
+    with signals_heard(reactions), server:
+        stop.abandon = partial(_end_requests, runner, server)
+        stop.stage = "serving"
         _announce(config, served.model_id, server.url)
-        while not stopping.wait(_METER_PERIOD_S):
-            meter.update(
-                engine.snapshot(),
-                engine.take_reports(),
-                is_ready=runner.is_ready,
-                is_attached=attached is not None and attached.client.is_attached,
-            )
-            if keys := tenants.keys:
-                meter.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
-    if not runner.stop(_GRACE_S):
+        while not stop.begun.wait(_METER_PERIOD_S):
+            update()
+        _drain(runner, stop, update)
+        _end_requests(runner, server)
+
+
+def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> None:
+    """Let the requests that were taken end, as far as the grace allows; take no more."""
+    stop.stage = "waiting for running requests"
+    runner.drain()
+    cut_s = _CUT_SHARE * stop.left_s
+    while (rest_s := stop.left_s - cut_s) > 0:
+        if runner.await_idle(min(_METER_PERIOD_S, rest_s)):
+            return
+        update()
+
+
+def _end_requests(runner: "EngineRunner", server: "HttpServer") -> None:
+    """End what is still running, and let clients read that it was ended. Idempotent."""
+    if not runner.stop(_CUT_S):
         _log.error("the engine did not stop in time")
+    server.stop()
 
 
 def _load(config: EngineConfig, path: Path) -> "LoadedModel":

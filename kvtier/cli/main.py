@@ -4,6 +4,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
+from kvtier.cli.hangup import hold_hangups
 from kvtier.errors import KvtierError, StartError
 
 __all__ = ["main"]
@@ -11,11 +12,16 @@ __all__ = ["main"]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """What the device says that our output goes to; of other files a command says it itself."""
 
+_SERVERS = frozenset({"serve", "engine"})
+"""Commands that a SIGHUP without a closing terminal does not end."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 1 for a failure, 2 for something to put right."""
     words = sys.argv[1:] if arguments is None else arguments
     called = [word for word in words if not word.startswith("-")][:1]
+    if called and called[0] in _SERVERS:
+        hold_hangups()  # before the imports, which take a second
     try:
         from kvtier.cli.parser import make_parser  # an interrupt is quiet from here on
 
@@ -28,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KvtierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        remedy = "free memory, or raise its limit (ulimit -v, LimitAS=, a container's)"
+        detail = f": {error}" if str(error) else ""
+        print(f"kvtier: out of memory{detail}; {remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

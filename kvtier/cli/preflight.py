@@ -6,7 +6,9 @@ to make: directories that are missing are created, because that is how writing i
 
 import importlib.util
 import os
+import resource
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvtier.api.rpc.credentials import Credentials
 from kvtier.config import Address, Config
 from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
+from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
 from kvtier.daemon.room import check_ssd, check_writable
 from kvtier.daemon.supervisor import engine_is_running
@@ -25,6 +28,7 @@ from kvtier.transfer.shm import arena_socket
 
 __all__ = [
     "check_free",
+    "check_limits",
     "check_memory",
     "check_packages",
     "check_pool",
@@ -65,6 +69,7 @@ def lacks(config: Config) -> list[StartError]:
 
 def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]]:
     """Yield what is to be checked, in this order; each raises StartError."""
+    yield check_limits
     yield partial(check_memory, config, files)
     yield partial(_check_place, config)
     if config.rpc.listen is not None:
@@ -101,6 +106,49 @@ def check_free(field: str, address: Address) -> None:
             raise StartError(
                 field, f"cannot listen on {address}: {error.strerror}", "use a free port"
             ) from error
+
+
+def check_limits() -> None:
+    """Check what this process may have of files and threads; raises StartError.
+
+    Its limit of open files is raised as far as it may be. Without either, gRPC ends the process by
+    a signal.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most < OPEN_FILES_LEAST:
+        raise StartError(
+            "open files",
+            f"the hard limit (RLIMIT_NOFILE) is {most}, and at least {OPEN_FILES_LEAST} are needed",
+            "raise it: ulimit -n 65536, LimitNOFILE=65536 in a unit, --ulimit nofile=65536 for a "
+            "container",
+        )
+    num_threads = _startable_threads()
+    if num_threads < THREADS_LEAST:
+        raise StartError(
+            "threads",
+            f"only {num_threads} can be started, and at least {THREADS_LEAST} are needed",
+            "raise the limit: ulimit -u (RLIMIT_NPROC), TasksMax= in a unit, --pids-limit for a "
+            "container (pids.max), or ulimit -v (RLIMIT_AS)",
+        )
+
+
+def _startable_threads() -> int:
+    """Return how many threads can be started now, up to ``THREADS_LEAST``; none is left."""
+    enough = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(THREADS_LEAST):
+            thread = threading.Thread(target=enough.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        pass  # this is the limit
+    finally:
+        enough.set()
+    for thread in started:
+        thread.join()
+    return len(started)
 
 
 def check_pool(config: Config, files: MemoryFiles | None = None) -> None:

@@ -6,9 +6,10 @@ import signal
 from collections.abc import Sequence
 from functools import partial
 
+from kvtier.cli.hangup import hangup_stops
 from kvtier.cli.options import add_config_options, config_of, read_again
 from kvtier.cli.parent import end_with
-from kvtier.cli.preflight import check_start
+from kvtier.cli.preflight import check_limits, check_start
 from kvtier.config import Config
 from kvtier.config.effective import document
 from kvtier.config.secret import with_url
@@ -41,12 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; SIGHUP has the configuration read again."""
-    early: list[int] = []  # a SIGHUP by then would end the process, and must not be lost either
-    signal.signal(signal.SIGHUP, lambda number, _frame: early.append(number))
+    """Serve until SIGTERM, SIGINT or the end of the terminal; other SIGHUPs reload."""
     if options.ends_with is not None:
         end_with(options.ends_with)
     config = with_url(config_of(options))
+    check_limits()  # before the log, which takes a thread
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
@@ -64,12 +64,11 @@ def run(options: argparse.Namespace) -> int:
     reactions: dict[signal.Signals, Reaction] = {
         signal.SIGTERM: stop.told,
         signal.SIGINT: stop.told,
-        signal.SIGHUP: lambda _number: reload.told(),
+        signal.SIGQUIT: stop.cut,
+        signal.SIGHUP: stop.told_once if hangup_stops() else lambda _number: reload.told(),
     }
     daemon = Daemon(config, ring=ring, stop=stop, systemd=systemd, reload=reload)
     with signals_heard(reactions):
-        if early:
-            reload.told()
         return asyncio.run(_serve(daemon, stop))
 
 

@@ -97,7 +97,11 @@ class Screen:
             signal.SIGTSTP: self._suspend,
             signal.SIGWINCH: self._note_size,
         }
-        self._signals = {number: signal.signal(number, hear[number]) for number in hear}
+        self._signals = {
+            number: signal.signal(number, hear[number])
+            for number in hear
+            if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+        }
         try:
             self._take()
         except BaseException:  # also a signal that came meanwhile

@@ -39,6 +39,7 @@ __all__ = [
     "KIND_CHARACTERS_MAX",
     "LEASES_PER_SESSION_MAX",
     "LINGERING_STORES_MAX",
+    "OPEN_FILES_LEAST",
     "OUTCOMES_MAX",
     "OUTCOME_LATE_NS",
     "OUTCOME_RUNS_MAX",
@@ -62,6 +63,7 @@ __all__ = [
     "STEPS_MAX",
     "STORE_ARENA_SHARE",
     "TENANTS_COUNTED_MAX",
+    "THREADS_LEAST",
     "TRANSFER_BLOCKS",
     "TRANSFER_BLOCKS_MAX",
     "TRANSFER_BYTES",
@@ -317,3 +319,9 @@ before requests have their turn: two milliseconds, and some three seconds for a 
 FEED_ROWS_AT_ONCE = 16_384
 """Of the index that are looked at for a reader before others have their turn: a millisecond. As
 many blocks go in one message, of 256 KiB."""
+
+OPEN_FILES_LEAST = 256
+"""For gRPC, the store, engines and scrapes. With less than 30, gRPC crashes as it starts."""
+
+THREADS_LEAST = 32
+"""For gRPC, the log, the tiers and HTTP, which are 24 on two cores."""

@@ -32,16 +32,17 @@ _MARGIN_MAX_S = 1.0
 _LAST_WORDS_S = 0.3
 """For the last line of the log: nobody waits for whoever does not read it."""
 
-Reaction = Callable[[signal.Signals], None]
+Reaction = Callable[[signal.Signals], object]
 """What a signal does; on the thread that hears signals."""
 
 
 @contextlib.contextmanager
 def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
-    """Have signals answered by ``reactions`` on a thread of their own; on the main thread only.
+    """Handle signals by ``reactions`` on a thread of their own; call it on the main thread.
 
-    One that goes wrong is logged, and the next is heard all the same. Afterwards they are ignored:
-    the process is ending already, with a code of its own.
+    Signals of ``reactions`` that were blocked until now are delivered. A reaction that raises is
+    logged, and later signals are still handled. On exit the signals are ignored: the process is
+    ending with an exit code of its own.
     """
     hearing, telling = socket.socketpair()
     telling.setblocking(False)
@@ -56,6 +57,7 @@ def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None
 
     listener = threading.Thread(target=hear, name="kvtier-signals", daemon=True)
     listener.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, reactions)
     try:
         yield
     finally:
@@ -80,14 +82,19 @@ class Stop:
     ``end`` ends it, given its exit code.
     """
 
-    def __init__(self, grace_s: float, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, grace_s: float, end: Callable[[int], object] = os._exit, log: Log = _log
+    ) -> None:
         self._end_process = end
+        self._log = log
         self.stage = "starting"
         """What is being done, for the last words."""
         self.grace_s = grace_s
         """May be changed until the end begins."""
         self._lock = threading.Lock()
         self._began_s: float | None = None
+        self.begun = threading.Event()
+        """Set once the stop has begun."""
         self._wake: Callable[[], None] = lambda: None
         self.hanging: Callable[[], str] = str
         """Whom to ask what hangs; from any thread."""
@@ -106,15 +113,28 @@ class Stop:
     @property
     def has_begun(self) -> bool:
         """Tell whether the end has begun; from any thread."""
-        return self._began_s is not None
+        return self.begun.is_set()
 
     def told(self, number: signal.Signals) -> None:
-        """Begin to stop; told again, end at once. From any thread but the loop's."""
+        """Begin to stop; if it has begun, end at once. From any thread but the loop's."""
+        if not self.told_once(number):
+            self.cut(number)
+
+    def told_once(self, number: signal.Signals) -> bool:
+        """Begin to stop; returns False if it has begun, and then changes nothing.
+
+        For signals that come several times for one reason: a closing terminal sends SIGHUP from the
+        kernel and from the shell.
+        """
         if not self.begin():
-            self._end(f"told again to stop, by {number.name}")
-            return
+            return False
         self._wake()
-        _log.info("stopping", signal=number.name, grace_s=self.grace_s)
+        self._log.info("stopping", signal=number.name, grace_s=self.grace_s)
+        return True
+
+    def cut(self, number: signal.Signals) -> None:
+        """End at once. From any thread."""
+        self._end(f"told to stop at once, by {number.name}")
 
     def attach(self) -> asyncio.Event:
         """Return the event of the running loop that is set when it is to stop."""
@@ -126,7 +146,7 @@ class Stop:
                 loop.call_soon_threadsafe(stopping.set)
 
         self._wake = wake
-        if self._began_s is not None:
+        if self.has_begun:
             stopping.set()
         return stopping
 
@@ -136,6 +156,7 @@ class Stop:
             if self._began_s is not None:
                 return False
             self._began_s = time.monotonic()
+            self.begun.set()
         late = threading.Timer(self.grace_s, self._end, ["the grace is over"])
         late.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread is to be had: a second signal ends it
@@ -153,5 +174,5 @@ class Stop:
 
     def _say_last_words(self, why: str) -> None:
         hanging = "; ".join(part for part in (self.stage, self.hanging()) if part)
-        _log.warning("ended before everything was in order", why=why, hanging=hanging)
+        self._log.warning("ended before everything was in order", why=why, hanging=hanging)
         flush_log()

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +26,17 @@ __all__ = ["Supervisor", "engine_is_running", "engine_lock"]
 
 _log = Log("kvtier.supervisor")
 
-_STOP_SHARE = 0.45
-"""Of the grace, what an engine gets to end its requests, before it is killed."""
+_DRAIN_SHARE = 0.7
+"""Of the grace, what running requests get to end. The rest is for blocks that are not written."""
 
-_UNWANTED_STOP_S = 15.0
-"""The same for one that is stopped for another reason than the daemon's end."""
+_CUT_SHARE = 0.1
+"""Of the grace, what the engine then gets to tell the other clients that it stops."""
+
+_UNWANTED_STOP_S = 20.0
+"""Stands for the grace where an engine is stopped and the daemon is not."""
+
+_SUDDEN_CUT_MS = 1000
+"""What it gets for that where the daemon ends at once."""
 
 _KILL_S = 2.0
 """For the kernel to end a killed process; one in a dead disk is left to it."""
@@ -85,8 +92,13 @@ class Supervisor:
         ]
 
     def kill(self) -> None:
-        """End the engine at once; from any thread."""
+        """End the engine within a second, so that its clients are told; from any thread."""
         with contextlib.suppress(OSError):  # there is none, or it has ended
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # where it still loads
+            signal.pidfd_send_signal(self._descriptor, signal.SIGQUIT)
+            ending = select.poll()  # select() takes no descriptor beyond 1023
+            ending.register(self._descriptor, select.POLLIN)
+            ending.poll(_SUDDEN_CUT_MS)
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     async def run(self, stopping: asyncio.Event) -> int:
@@ -117,11 +129,15 @@ class Supervisor:
 
     async def _run_child(self, stopping: asyncio.Event) -> int | None:
         """Start an engine and wait for its end; returns its exit code where there is one."""
+        # SIGHUP stays blocked in the engine: who sends one to the whole group means the daemon.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             child = await asyncio.create_subprocess_exec(*self._command)
         except (OSError, RuntimeError) as error:  # no memory, descriptor or thread left, for now
             _log.error("the engine cannot be started", error=error)
             return None
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         _log.info("engine started", pid=child.pid)
         with self._watched(child.pid):
             return await self._attend(child, stopping)
@@ -136,13 +152,13 @@ class Supervisor:
                 return False
             if is_same:
                 _log.info("adopted the engine of an earlier daemon", pid=pid)
-                await self._await_end(descriptor, stopping, lambda: _STOP_SHARE * self._stop.left_s)
+                await self._await_end(pid, descriptor, stopping, lambda: self._stop.left_s)
                 return True
             _log.info("stopping an engine with other options", pid=pid)
             unwanted = asyncio.Event()
             unwanted.set()
-            most_s = min(_UNWANTED_STOP_S, self._stop.left_s)
-            await self._await_end(descriptor, unwanted, lambda: most_s)
+            grace_s = min(_UNWANTED_STOP_S, self._stop.left_s)
+            await self._await_end(pid, descriptor, unwanted, lambda: grace_s)
         return True
 
     async def _attend(
@@ -153,22 +169,21 @@ class Supervisor:
         told = asyncio.create_task(stopping.wait())
         await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
-        if ended.done():
-            return ended.result()
-        self._stop.stage = "waiting for the engine to end"
-        child.terminate()
-        await asyncio.wait({ended}, timeout=_STOP_SHARE * self._stop.left_s)
         if not ended.done():
-            _log.error("engine did not stop in time and is killed", pid=child.pid)
-            child.kill()
-            await asyncio.wait({ended}, timeout=_KILL_S)
+            self._stop.stage = "waiting for the engine to end"
+            for number, timeout_s in _endings(child.pid, self._stop.left_s):
+                with contextlib.suppress(ProcessLookupError):  # it ends just now
+                    child.send_signal(number)
+                await asyncio.wait({ended}, timeout=timeout_s)
+                if ended.done():
+                    break
         if ended.done():
             return ended.result()
         ended.cancel()
         return None
 
     async def _await_end(
-        self, descriptor: int, stopping: asyncio.Event, grace_s: Callable[[], float]
+        self, pid: int, descriptor: int, stopping: asyncio.Event, grace_s: Callable[[], float]
     ) -> None:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -178,11 +193,14 @@ class Supervisor:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
-            for number, timeout_s in ((signal.SIGTERM, grace_s()), (signal.SIGKILL, _KILL_S)):
-                if not ended.is_set():
-                    with contextlib.suppress(ProcessLookupError):  # it ends just now
-                        signal.pidfd_send_signal(descriptor, number)
-                    await _passed(ended, timeout_s)
+            if ended.is_set():
+                return
+            for number, timeout_s in _endings(pid, grace_s()):
+                with contextlib.suppress(ProcessLookupError):  # it ends just now
+                    signal.pidfd_send_signal(descriptor, number)
+                await _passed(ended, timeout_s)
+                if ended.is_set():
+                    return
         finally:
             loop.remove_reader(descriptor)
 
@@ -212,6 +230,17 @@ class Supervisor:
             match = re.search(r"held by pid (\d+)", held.problem)
             return int(match.group(1)) if match else 0, held.problem.endswith(self._note)
         return 0, False
+
+
+def _endings(pid: int, grace_s: float) -> Iterator[tuple[signal.Signals, float]]:
+    """Yield the signals that end an engine, and how long to wait after each for its end.
+
+    Not SIGTERM twice: an engine may get it from systemd or a terminal as well, and would be cut.
+    """
+    yield signal.SIGTERM, _DRAIN_SHARE * grace_s
+    yield signal.SIGQUIT, _CUT_SHARE * grace_s
+    _log.error("engine did not stop in time and is killed", pid=pid)
+    yield signal.SIGKILL, _KILL_S
 
 
 async def _passed(event: asyncio.Event, most_s: float) -> None:

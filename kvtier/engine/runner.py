@@ -42,8 +42,10 @@ class EngineRunner:
         self._orders: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_woken = False
+        self._is_draining = False
         self._is_stopping = False
-        self._is_busy = False
+        self._idle = threading.Event()
+        self._idle.set()
         self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
         self.last_progress_ns = clock_ns()
         engine.port.bind(self.wake)
@@ -53,13 +55,13 @@ class EngineRunner:
     @property
     def is_ready(self) -> bool:
         """Tell whether requests are taken."""
-        return self._thread.is_alive() and not self._is_stopping
+        return self._thread.is_alive() and not (self._is_draining or self._is_stopping)
 
     @property
     def is_stuck(self) -> bool:
         """Tell whether there is work and nothing has moved for a minute."""
         is_late = self._clock_ns() - self.last_progress_ns > _STUCK_AFTER_NS
-        return self._is_busy and is_late
+        return not self._idle.is_set() and is_late
 
     def start(self) -> None:
         """Begin to take requests."""
@@ -118,6 +120,15 @@ class EngineRunner:
             self._is_woken = True
             self._changed.notify()
 
+    def drain(self) -> None:
+        """Take no more requests; those that were taken go on."""
+        with self._changed:  # after this no submit is under way
+            self._is_draining = True
+
+    def await_idle(self, timeout_s: float) -> bool:
+        """Wait until all requests and their stores have ended; returns False at the timeout."""
+        return self._idle.wait(timeout_s)
+
     def stop(self, deadline_s: float = 10.0) -> bool:
         """End all requests and the thread; False if it is still in a step at the deadline."""
         with self._changed:
@@ -131,7 +142,7 @@ class EngineRunner:
 
     def _push(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
-        self._is_busy = True
+        self._idle.clear()
         self._changed.notify()
 
     def _abort(self, request_id: str) -> None:
@@ -151,6 +162,7 @@ class EngineRunner:
             self._sleep()
         self._follow_orders()
         self.engine.fail_all("the engine is stopping")
+        self._idle.set()
         self.engine.port.close()
 
     def _follow_orders(self) -> bool:
@@ -168,8 +180,10 @@ class EngineRunner:
 
     def _sleep(self) -> None:
         with self._changed:
-            self._is_busy = not self.engine.is_idle or bool(self._orders)
-            if not self._is_busy:
+            if self.engine.is_idle and not self._orders:
+                self._idle.set()
                 self.last_progress_ns = self._clock_ns()
+            else:
+                self._idle.clear()
             if not (self._is_woken or self._orders or self._is_stopping):
                 self._changed.wait(_SLEEP_MAX_S)

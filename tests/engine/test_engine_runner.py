@@ -113,6 +113,20 @@ def test_call_returns_results_faults_and_deadlines(runner: EngineRunner) -> None
     assert runner.call(lambda engine: engine.is_idle)
 
 
+def test_a_drain_takes_no_more_and_waits_for_the_rest(runner: EngineRunner) -> None:
+    assert runner.await_idle(0)
+    outputs: queue.Queue[Output] = queue.Queue()
+    runner.submit(Request("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
+    runner.drain()
+    assert not runner.is_ready
+    with pytest.raises(QueueFull):
+        runner.submit(Request("late", prompt(20), 1), outputs.put)
+    assert not runner.await_idle(0)
+    runner.abort("long")
+    assert _collect(outputs)[-1].finish is FinishReason.ABORT
+    assert runner.await_idle(DEADLINE_S)
+
+
 def test_stop_ends_every_request(tiny: LoadedModel) -> None:
     runner = EngineRunner(Drive(tiny, MemoryPort()).engine)
     runner.start()

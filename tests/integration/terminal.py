@@ -95,9 +95,19 @@ class Terminal:
         """Send the program a signal."""
         self._popen.send_signal(number)
 
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the program has ended."""
+        return self._popen.poll() is not None
+
+    def close(self) -> None:
+        """Close the window: what runs in it gets SIGHUP."""
+        os.close(self._master)
+        self._master = -1
+
     def wait(self) -> int:
         """Wait for its end, and return its exit code."""
-        self.await_true(lambda: self._popen.poll() is not None, "it ends", _STOP_TIMEOUT_S)
+        self.await_true(lambda: self.is_over, "it ends", _STOP_TIMEOUT_S)
         while select.select([self._master], [], [], 0)[0]:
             self._read()
         code: int = self._popen.returncode
@@ -121,8 +131,9 @@ class Terminal:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        if self._popen.poll() is None:
+        if not self.is_over:
             self._popen.kill()
             self._popen.wait(_STOP_TIMEOUT_S)
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
         os.close(self._slave)

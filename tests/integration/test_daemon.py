@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -178,6 +179,40 @@ def test_what_cannot_be_is_said_in_one_line(node: Served, key: str, value: str, 
     assert part in said
     assert ";" in said, "there is a remedy"
     assert not node.socket.exists()
+
+
+def limited(node: Served, command: str, *limits: str) -> Child:
+    """Start a command under limits that ``prlimit`` sets."""
+    words = kvtier_command(command, *node.arguments(), "--set", "engine.model=/nowhere")
+    return Child(["prlimit", *limits, *words], node.directory / "limited.log")
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+@pytest.mark.parametrize(
+    ("limit", "part"),
+    [
+        ("--nofile=20:20", "open files: the hard limit (RLIMIT_NOFILE) is 20, and at least 256"),
+        ("--nofile=24:24", "ulimit -n"),
+        ("--as=314572800", "ulimit -v"),  # bytes: too few for all the stacks of threads
+    ],
+)
+def test_a_limit_that_is_too_low_is_said_in_one_line(
+    node: Served, command: str, limit: str, part: str
+) -> None:
+    with limited(node, command, limit) as child:
+        assert child.wait() in {1, 2}, child.log
+    (said,) = child.log.splitlines()
+    assert said.startswith("kvtier: ")
+    assert part in said
+
+
+def test_the_soft_limit_of_open_files_is_raised(node: Served) -> None:
+    words = kvtier_command("serve", *node.arguments())
+    command = ["prlimit", "--nofile=64:4096", *words]
+    with Child(command, node.directory / "serve.log") as daemon:
+        daemon.await_log("event=ready")
+        assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (4096, 4096)
+        assert daemon.stop() == 0
 
 
 def test_a_configuration_file_is_held_to_the_same(node: Served) -> None:

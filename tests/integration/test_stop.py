@@ -140,7 +140,7 @@ def test_a_second_signal_ends_it_at_once_also_while_it_closes(
                 daemon.send(signal.SIGTERM)
                 assert daemon.wait() == 0
                 assert time.monotonic() - start_s < LATE_S
-                assert "told again to stop" in daemon.log
+                assert "told to stop at once" in daemon.log
                 assert "hanging=" in daemon.log
 
 

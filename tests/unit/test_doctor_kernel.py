@@ -19,7 +19,7 @@ from kvtier.errors import StartError, TierError
 GIB = 1 << 30
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
 Max locked memory         8388608              8388608              bytes
-Max open files            {}                 524288               files
+Max open files            64                   {}                 files
 """
 
 

@@ -46,6 +46,17 @@ def test_told_once_it_wakes_the_loop_and_told_twice_it_ends() -> None:
     assert killed.is_set(), "a child is not left behind"
 
 
+def test_a_signal_that_counts_once_does_not_end_it_and_another_does() -> None:
+    ended = Ended()
+    stop = Stop(60, ended)
+    stop.told_once(signal.SIGHUP)
+    stop.told_once(signal.SIGHUP)
+    assert stop.begun.is_set()
+    assert not ended.happened.is_set()
+    stop.cut(signal.SIGQUIT)
+    assert ended.code == 0
+
+
 def test_told_before_there_is_a_loop() -> None:
     stop = Stop(60, Ended())
     stop.told(signal.SIGTERM)

@@ -86,7 +86,7 @@ def overloaded() -> ApiError:
 def not_ready() -> ApiError:
     """Say that the engine is loading or stopping."""
     return ApiError(
-        "the engine takes no requests: it is loading or stopping",
+        "the engine is loading or stopping; retry in a moment",
         status=503,
         kind="server_error",
         code="engine_not_ready",

@@ -1,6 +1,8 @@
 """An application on a TCP port, in a thread of its own."""
 
 import asyncio
+import contextlib
+import math
 import socket
 import threading
 from functools import partial
@@ -22,8 +24,8 @@ _log = Log("kvtier.http")
 _START_SECONDS = 10.0
 """Starting takes milliseconds; past this the machine is in trouble, and it is better said."""
 
-_CANCEL_SECONDS = 5.0
-"""What cancelled calls get to abort their requests, after the graceful part of a stop."""
+_CUT_SECONDS = 2
+"""For calls to end after their connections were cut. Uvicorn cancels those that do not."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
@@ -61,7 +63,7 @@ class HttpServer:
                 server_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(grace_seconds)),
+                timeout_graceful_shutdown=math.ceil(grace_seconds) + _CUT_SECONDS,
             ),
             self._unix_socket,
         )
@@ -80,9 +82,15 @@ class HttpServer:
             raise StartError("listen", "the HTTP server did not start in time", "look at the log")
 
     def stop(self) -> None:
-        """Take no more connections, let answers end until the deadline, then cut. Idempotent."""
+        """Take no more connections, let answers end until the deadline, then cut. Idempotent.
+
+        Clients that are cut see a broken connection, and what they asked for is aborted.
+        """
         self._server.should_exit = True
-        self._thread.join(self._grace_seconds + _CANCEL_SECONDS)
+        self._thread.join(self._grace_seconds)
+        if self._thread.is_alive():
+            self._server.cut()
+            self._thread.join(2 * _CUT_SECONDS)
         if self._thread.is_alive():
             _log.error("the HTTP server did not stop in time and is left behind")
 
@@ -133,7 +141,8 @@ class _Uvicorn(uvicorn.Server):
         self._warnings = Repeated(_log)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._complain)
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._complain)
         await super().startup(sockets)
         if self._unix_socket:
             self.servers.append(await self._serve_unix(self._unix_socket))
@@ -149,6 +158,15 @@ class _Uvicorn(uvicorn.Server):
         )
         loop = asyncio.get_running_loop()
         return await loop.create_unix_server(connect, sock=unix_socket.listener)
+
+    def cut(self) -> None:
+        """Break all connections; from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._abort_connections)
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Say what nobody caught, once in a while.

@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     from kvtier.cli.demo.tour import Tour
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_parent()) as directory,
         Progress() as progress,

@@ -10,6 +10,7 @@ from kvtier import __version__
 from kvtier.cli.doctor.check import Finding, fail, ok, warn
 from kvtier.cli.doctor.subject import Subject
 from kvtier.cli.shown import shown_bytes
+from kvtier.core.limits import OPEN_FILES_LEAST
 
 __all__ = [
     "look_at_clock",
@@ -28,7 +29,6 @@ _KERNEL_LEAST = (5, 4)
 _KERNEL_GOOD = (5, 14)
 """Makes page table entries of the arena ahead, so that the first use of a page is no slower."""
 
-_DESCRIPTORS_LEAST = 256
 _DESCRIPTORS_GOOD = 4096
 """An engine takes three, a scrape one, a hung disk a few; the rest is for crowds."""
 
@@ -123,10 +123,10 @@ def look_at_gpu(subject: Subject) -> Finding:
 
 def look_at_descriptors(subject: Subject) -> Finding:
     """Look how many files and connections may be open."""
-    limit, whose = subject.limit("Max open files")
+    limit, whose = subject.hard_limit("Max open files")  # kvtier raises the soft one to it
     found = f"{limit:,.0f} open files, {whose} limit"
     remedy = "set LimitNOFILE=65536 in the unit, or ulimit -n 65536"
-    if limit < _DESCRIPTORS_LEAST:
+    if limit < OPEN_FILES_LEAST:
         return fail(found, remedy)
     return warn(found, remedy) if limit < _DESCRIPTORS_GOOD else ok(found)
 

@@ -41,15 +41,22 @@ class Subject:
         return MemoryFiles(root / "proc/meminfo", root / "proc/self/cgroup", root / "sys/fs/cgroup")
 
     def limit(self, name: str) -> tuple[float, str]:
-        """Return a resource limit, such as ``Max open files``, and whose it is.
+        """Return a soft resource limit, such as ``Max locked memory``, and whose it is.
 
-        The running daemon's where there is one: a shell has other ones than a service.
+        It is the running daemon's if there is one: a shell has other limits than a service.
         """
+        return self._limit(name, 0)
+
+    def hard_limit(self, name: str) -> tuple[float, str]:
+        """Return the hard limit likewise."""
+        return self._limit(name, 1)
+
+    def _limit(self, name: str, column: int) -> tuple[float, str]:
         whose, folder = ("this shell's", "self")
         if self.running and self.read(f"proc/{self.running.pid}/limits"):
             whose, folder = "the running daemon's", str(self.running.pid)
         for line in self.read(f"proc/{folder}/limits").splitlines():
             if line.startswith(name):
-                soft = line.removeprefix(name).split()[0]
-                return (float("inf") if soft == "unlimited" else float(soft)), whose
+                limit = line.removeprefix(name).split()[column]
+                return (float("inf") if limit == "unlimited" else float(limit)), whose
         return float("inf"), whose

@@ -1,0 +1,27 @@
+"""SIGHUP means that the terminal has closed, or that an operator asks for a reload.
+
+Without a controlling terminal (under systemd or setsid, in most containers) only operators send it.
+A process that was started with SIGHUP ignored, as by nohup, is to outlive its terminal.
+"""
+
+import os
+import signal
+
+__all__ = ["hangup_stops", "hold_hangups"]
+
+
+def hangup_stops() -> bool:
+    """Return whether SIGHUP stops this process because it means that the terminal has closed."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return False
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:  # no controlling terminal
+        return False
+    return True
+
+
+def hold_hangups() -> None:
+    """Block SIGHUP where it does not stop this process: until it is handled it would be fatal."""
+    if not hangup_stops():
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
