@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier.errors import StartError
 
-__all__ = ["hold_lock", "let_go"]
+__all__ = ["PathLock", "hold_lock", "let_go"]
 
 _NOTE_BYTES_MAX = 256
 
@@ -57,6 +57,34 @@ def let_go(lock: int) -> None:
     """Let another process in."""
     _write_note(lock, b"")
     os.close(lock)
+
+
+class PathLock:
+    """A lock held as by ``hold_lock``, which can be renewed if somebody removes its file."""
+
+    def __init__(self, path: Path, field: str, subject: str) -> None:
+        self._path, self._field, self._subject = path, field, subject
+        self._fd = hold_lock(path, field, subject)
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to the file that is locked."""
+        try:
+            return os.path.samestat(self._path.lstat(), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def renew(self) -> None:
+        """Lock the file that is at the path now, creating it if it is missing; may take 50 ms.
+
+        Raises StartError if another process holds it. Use it only if the lock is not in place.
+        """
+        renewed = hold_lock(self._path, self._field, self._subject)
+        let_go(self._fd)
+        self._fd = renewed
+
+    def release(self) -> None:
+        """Let another process in."""
+        let_go(self._fd)
 
 
 def _lock(fd: int) -> None:

@@ -30,6 +30,8 @@ from kvtier.secret import Secret
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from starlette.applications import Starlette
+
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.api.http.server import HttpServer
     from kvtier.api.http.tenant import Tenants
@@ -128,9 +130,6 @@ def _serve(
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     from kvtier.api.http.app import create_app
-    from kvtier.api.http.guard import Allowed
-    from kvtier.api.http.operator import Operators
-    from kvtier.api.http.server import serve
     from kvtier.engine.engine import Engine, create_pool
     from kvtier.engine.meter import EngineMeter
     from kvtier.engine.runner import EngineRunner
@@ -175,16 +174,7 @@ def _serve(
         if keys := tenants.keys:
             meter.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
 
-    listen, daemon = config.engine.listen, config.daemon
-    server = serve(
-        app,
-        listen.host,
-        listen.port,
-        field="engine.listen",
-        grace_seconds=_CUT_S,
-        allowed=Allowed(config.engine.allowed_hosts, config.engine.cors_origins),
-        operators=None if is_alone else Operators(daemon.socket, daemon.allowed_uids),
-    )
+    server = _listen(config, app, is_alone=is_alone)
     # Signals are handled from here on: loading takes minutes and has nothing to end in order.
     with signals_heard(reactions), server:
         stop.abandon = partial(_end_requests, runner, server)
@@ -194,6 +184,24 @@ def _serve(
             update()
         _drain(runner, stop, update)
         _end_requests(runner, server)
+
+
+def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer":
+    """Serve the application on the engine's TCP port, and on a Unix socket beside the daemon's."""
+    from kvtier.api.http.guard import Allowed
+    from kvtier.api.http.operator import Operators
+    from kvtier.api.http.server import serve
+
+    daemon = config.daemon
+    return serve(
+        app,
+        config.engine.listen.host,
+        config.engine.listen.port,
+        field="engine.listen",
+        grace_seconds=_CUT_S,
+        allowed=Allowed(config.engine.allowed_hosts, config.engine.cors_origins),
+        operators=None if is_alone else Operators(daemon.socket, daemon.allowed_uids),
+    )
 
 
 def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> None:
@@ -284,6 +292,7 @@ def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
 
 
 def _identity(loaded: "LoadedModel", settings: "EngineSettings") -> "ChainIdentity":
+
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.engine.engine import block_layout
     from kvtier.engine.fingerprint import key_space

@@ -20,7 +20,7 @@ from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
-from kvtier.daemon.room import check_ssd, check_writable
+from kvtier.daemon.room import check_owner, check_ssd, check_writable, directory_mode
 from kvtier.daemon.supervisor import engine_is_running
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
@@ -91,7 +91,7 @@ def _check_place(config: Config) -> None:
     """Check that there is a place for the daemon's socket."""
     path, is_shared = config.daemon.socket, bool(config.daemon.allowed_uids)
     _check_name(path)
-    check_writable("daemon.socket", path.parent, 0o711 if is_shared else 0o700)
+    check_writable("daemon.socket", path.parent, directory_mode(is_shared=is_shared))
     check_socket(path, os.geteuid(), is_shared=is_shared)
 
 
@@ -192,14 +192,7 @@ def check_socket(path: Path, uid: int, *, is_shared: bool) -> None:
     Its directory exists. Changes nothing; raises StartError.
     """
     _check_name(path)
-    # The fallback is under /tmp, where anyone may have made the directory first.
-    owner = path.parent.stat().st_uid
-    if owner not in {0, uid}:
-        raise StartError(
-            "daemon.socket",
-            f"{path.parent} belongs to user {owner}, who could replace the socket",
-            "use a directory of your own",
-        )
+    check_owner(path.parent, uid)
     if is_shared:
         _check_passable(path.parent)
 

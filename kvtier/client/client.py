@@ -26,10 +26,15 @@ steps it does not know what computing costs, without outcomes it cannot tell whe
 ``lookup``, ``hold``, ``load`` and ``store`` wait for the daemon, no longer than their deadlines,
 and raise ``DaemonUnavailable``: then the engine computes. So does ``clear``. What is only noted or
 announced never waits and never raises.
+
+A session belongs to the process that started the client. In a forked child every call raises
+``DaemonUnavailable``; a client that the child makes has a session of its own.
 """
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +143,8 @@ class Client:
         self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._reporter = threading.Thread(target=self._report, name="kvtier-report", daemon=True)
         self._announcer = threading.Thread(target=self._announce, name="kvtier-said", daemon=True)
+        self._is_forked = False
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def start(self) -> None:
         """Begin to look for the daemon; returns at once.
@@ -320,6 +327,10 @@ class Client:
         ``ids`` say in the log what the call was about.
         """
         ids = {name: number for name, number in ids.items() if number}
+        if self._is_forked:
+            error = DaemonUnavailable("the client was started before this process was forked")
+            self._warnings.warning("the client cannot be used", error=error)
+            raise error
         if time.monotonic() < self._slow_until_s:
             raise DaemonUnavailable("the daemon was too slow a moment ago")
         with self._changed:
@@ -344,6 +355,19 @@ class Client:
             with self._changed:
                 link.num_users -= 1
                 self._changed.notify_all()
+
+    def leave_to_parent(self) -> None:
+        """Close, in a forked child, what it has inherited of the session."""
+        if self._keeper.ident is None:
+            return  # not started: it can be started here
+        self._is_forked = True
+        # Threads of the parent may have held their locks.
+        self._changed = threading.Condition()
+        self._outbox = Outbox()
+        self._warnings = Repeated(_log)
+        link, self._link = self._link, None
+        if link is not None:
+            link.attachment.abandon()
 
     def _complain(self, traits: Traits) -> str:
         """Return what is wrong with traits, if anything is, and log it."""
@@ -494,3 +518,8 @@ class Client:
 
     def _own(self) -> OwnTier:
         return self._own_tier() if self._own_tier else OwnTier(0, 0, 0, 0)
+
+
+def _leave_to_parent(client: "weakref.ref[Client]") -> None:
+    if (found := client()) is not None:
+        found.leave_to_parent()

@@ -28,6 +28,7 @@ from kvtier.client.wire import (
     outcome_to_wire,
     plan_from_wire,
     purpose_to_wire,
+    quiet_channel,
     step_to_wire,
     tiers_from_wire,
     traits_to_wire,
@@ -91,7 +92,7 @@ class Link:
         lease_s = reply.lease_ms / 1000
         self._lease_s = lease_s - min(_LEASE_MARGIN_S, lease_s / 2)
         self._channel = channel
-        self._stub = engine_pb2_grpc.EngineStub(channel)
+        self._stub = engine_pb2_grpc.EngineStub(quiet_channel(channel))
         self._space = space
         self._block_bytes = space.layout.block_bytes
         self.is_broken = threading.Event()
@@ -458,7 +459,7 @@ def open_link(
             rank=rank,
         )
         with _faults():
-            stub = engine_pb2_grpc.EngineStub(channel)
+            stub = engine_pb2_grpc.EngineStub(quiet_channel(channel))
             reply = stub.Register(request, timeout=_CONNECT_TIMEOUT_S)
         link = Link(attachment, channel, reply, space)
         undo.pop_all()

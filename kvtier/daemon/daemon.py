@@ -21,6 +21,7 @@ from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import Closing
+from kvtier.daemon.health import NodeHealth
 from kvtier.daemon.notify import Systemd
 from kvtier.daemon.parts import Parts
 from kvtier.daemon.past import NOTED_EVERY_S
@@ -31,7 +32,7 @@ from kvtier.daemon.sockets import Sockets
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.tiers import allowance, open_tier, open_tiers, slow_tier, tune_tier
 from kvtier.daemon.yardstick import without_probes
-from kvtier.lock import hold_lock, let_go
+from kvtier.lock import PathLock
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
@@ -54,6 +55,7 @@ _HEALTH_PERIOD_S = 0.5
 _GAUGES_PERIOD_S = 1.0
 _SCRUB_PERIOD_S = 1.0
 _BUDGET_PERIOD_S = 1.0
+_SOCKETS_PERIOD_S = 2.0
 _RESERVE_PERIOD_S = 10.0
 """Between attempts to get memory that was not there."""
 
@@ -116,8 +118,8 @@ class Daemon:
         self._systemd.starting("opening the tiers")
         async with Closing(self._stop) as closing:
             path = self.config.daemon.socket
-            lock = hold_lock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
-            closing.add("letting go of the lock", partial(let_go, lock))
+            lock = PathLock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
+            closing.add("letting go of the lock", lock.release)
             driver, arena = self._open_node(closing)
             parts = Parts(
                 driver,
@@ -128,8 +130,9 @@ class Daemon:
                 reload=self._reload,
                 ring=self._ring,
             )
-            sockets = Sockets(self.config, closing, driver)
-            sockets.open_http(parts.health, self._is_serving, parts.status.page)
+            sockets = Sockets(self.config, closing, driver, lock=lock, health=parts.health)
+            is_serving = partial(self._is_serving, parts.health)
+            sockets.open_http(is_serving, parts.status.page)
             self._begin(closing, parts)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
             closing.add("ending changes of tiers", parts.roster.stop, most_s=_ROSTER_END_S)
@@ -142,6 +145,9 @@ class Daemon:
             # What there is now stays: the collector need not walk it again and again.
             gc.collect()
             gc.freeze()
+            watching = Background(self.metrics)
+            watching.every(_SOCKETS_PERIOD_S, "sockets", partial(self._check, sockets, is_serving))
+            closing.add("stopping the check of the sockets", watching.stop)  # before they close
             self._note_ready(sockets)
             self._reload.begin(partial(self._adopt, driver))
             closing.add("ending reloads", self._reload.end)
@@ -150,8 +156,12 @@ class Daemon:
             self._is_ready = False
             self.metrics.set(READY, 0)
 
-    def _is_serving(self) -> bool:
-        return self._is_ready and not self._stop.has_begun
+    def _is_serving(self, health: NodeHealth) -> bool:
+        return self._is_ready and not self._stop.has_begun and not health.unreachable
+
+    async def _check(self, sockets: Sockets, is_serving: Callable[[], bool]) -> None:
+        await sockets.check()
+        self.metrics.set(READY, is_serving())
 
     def _own_tiers(self, config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
         return open_tiers(config, ring, self._policies.history.orders.scores)

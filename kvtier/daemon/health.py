@@ -42,6 +42,8 @@ class NodeHealth:
         self._beat_s = clock_s()
         self._stalled: tuple[TierName, ...] = ()
         self._tiers: Mapping[TierName, Health] = {}
+        self.unreachable = ""
+        """Why no client can connect, or nothing where they can. Set on the loop, read anywhere."""
         driver.node.metrics.follow(LOOP_SILENT_SECONDS, self._silent_s)
 
     def of(self, name: TierName) -> Health | None:
@@ -83,6 +85,11 @@ class NodeHealth:
     def document(self) -> dict[str, Any]:
         """Return state and reason of each tier there is, as noted last. From any thread."""
         return {name: told(health) for name, health in self._tiers.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Return what ``/readyz`` tells beside the verdict. From any thread."""
+        reason = {"reason": self.unreachable} if self.unreachable else {}
+        return reason | {"tiers": self.document()}
 
     def _silent_s(self) -> float:
         return self._clock_s() - self._beat_s

@@ -83,7 +83,8 @@ class Systemd:
         if not self._is_serving:
             return
         complaint = health.complaint()
-        facts = [_status(complaint or _tiers(health)), *([] if complaint else ["WATCHDOG=1"])]
+        status = _status(complaint or health.unreachable or _tiers(health))
+        facts = [status, *([] if complaint else ["WATCHDOG=1"])]
         if not self._is_known:  # systemd would take it for still starting
             facts.append("READY=1")
         self._is_known |= self._tell(*facts)

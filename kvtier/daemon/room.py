@@ -16,7 +16,14 @@ from kvtier.config.units import format_size
 from kvtier.errors import StartError, reason_of
 from kvtier.tiers.ssd.segment import segment_number
 
-__all__ = ["check_space", "check_ssd", "check_writable", "floor_beside_system"]
+__all__ = [
+    "check_owner",
+    "check_space",
+    "check_ssd",
+    "check_writable",
+    "directory_mode",
+    "floor_beside_system",
+]
 
 _SYSTEM_SHARE = 0.15
 """Of the system's own drive: with less free a kubelet evicts pods, at last for their images."""
@@ -91,6 +98,22 @@ def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
             f"{directory} cannot be written: {reason_of(error)}",
             "give a directory that this user may write",
         ) from error
+
+
+def directory_mode(*, is_shared: bool) -> int:
+    """Return the mode of a new directory for sockets, which other users pass where they may."""
+    return 0o711 if is_shared else 0o700
+
+
+def check_owner(directory: Path, uid: int) -> None:
+    """Check that nobody but root and user ``uid`` can replace a socket in the directory."""
+    owner = directory.stat().st_uid  # the default is in /tmp, where anyone may have made it first
+    if owner not in {0, uid}:
+        raise StartError(
+            "daemon.socket",
+            f"{directory} belongs to user {owner}, who could replace the socket",
+            "use a directory of your own",
+        )
 
 
 def _segments_bytes(directory: Path) -> int:

@@ -1,9 +1,11 @@
 """Where others reach the daemon: HTTP for probes and eyes, the arena's door, and gRPC."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.guard import Allowed
@@ -18,17 +20,23 @@ from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
 from kvtier.config import Config
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.room import check_owner, check_writable, directory_mode
 from kvtier.daemon.roster import Roster
+from kvtier.errors import StartError, reason_of
+from kvtier.lock import PathLock
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import Scrubber
 from kvtier.node.workers import in_thread
+from kvtier.observe.log import Log
 from kvtier.secret import Secret
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import Door
 from kvtier.transfer.shm import ArenaServer, arena_socket
 
 __all__ = ["Sockets"]
+
+_log = Log("kvtier.daemon")
 
 _CALLS_GRACE_S = 1.0
 """For calls under way; new ones are refused at once, so that engines compute for themselves."""
@@ -39,20 +47,43 @@ _CALLS_END_S = 3.0
 _HTTP_GRACE_S = 1.0
 
 
-class Sockets:
-    """Opens what ``config`` says, one after the other; ``closing`` is to end each."""
+class _Listener(Protocol):
+    """What listens on a Unix socket."""
 
-    def __init__(self, config: Config, closing: Closing, driver: Driver) -> None:
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the socket's file is still ours."""
+
+    async def reopen(self) -> None:
+        """Listen at the same path with a new file. Raises StartError, and OSError."""
+
+
+class Sockets:
+    """Opens what ``config`` says, one after the other; ``closing`` is to end each.
+
+    ``lock`` is held for the path of ``daemon.socket``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        closing: Closing,
+        driver: Driver,
+        *,
+        lock: PathLock,
+        health: NodeHealth,
+    ) -> None:
         self.http_url = ""
         self.rpc_port = 0
         self._config = config
         self._closing = closing
         self._driver = driver
+        self._lock = lock
+        self._health = health
         self._passing: ArenaServer | None = None
+        self._listeners: dict[Path, _Listener] = {}
 
-    def open_http(
-        self, health: NodeHealth, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]
-    ) -> None:
+    def open_http(self, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]) -> None:
         """Serve probes, metrics and the status page, where that is wanted."""
         http = self._config.http
         if http.listen is None:
@@ -60,9 +91,9 @@ class Sockets:
         loop = asyncio.get_running_loop()
         page = SharedDocument(lambda: status() | {"ready": is_ready()}, loop)
         app = create_daemon_app(
-            complaint=health.complaint,
+            complaint=self._health.complaint,
             is_ready=is_ready,
-            tiers=health.document,
+            report=self._health.report,
             registry=self._driver.node.metrics.registry,
             status=page if http.status_page else None,
         )
@@ -88,7 +119,7 @@ class Sockets:
             self._config.daemon.allowed_uids,
         )
         await passing.start(path)
-        self._closing.add("removing a socket", partial(path.unlink, missing_ok=True))
+        self._listeners[path] = passing.door
         self._closing.add("closing the arena's door", passing.stop, most_s=_CALLS_END_S)
 
     async def open_rpc(
@@ -105,10 +136,11 @@ class Sockets:
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
         door_path = operator_door(daemon.socket)
         await door.start(door_path)
-        self._closing.add("removing a socket", partial(door_path.unlink, missing_ok=True))
+        self._listeners[door_path] = door
         self._closing.add("closing the operators' door", door.stop, most_s=_CALLS_END_S)
         engine = EngineService(self._driver, self._passing)
         server = await open_unix(daemon.socket, door, daemon.allowed_uids, engine, operator)
+        self._listeners[daemon.socket] = server
         self._close_calls(server.stop)
         secrets: Sequence[Secret[Any]] = ()
         if listen is not None:
@@ -118,6 +150,37 @@ class Sockets:
             self._close_calls(remote.stop)
         self._closing.add("ending orders", self._driver.end_orders)
         return secrets
+
+    async def check(self) -> None:
+        """Create socket files again that somebody removed, and note why clients cannot connect.
+
+        A file that another process has put in their place is left alone.
+        """
+        try:
+            await self._mend()
+            problem = ""
+        except StartError as error:
+            problem = f"{error.problem}; {error.remedy}"
+        except OSError as error:
+            problem = f"cannot create {self._config.daemon.socket}: {reason_of(error)}"
+        if problem and problem != self._health.unreachable:
+            _log.warning("no client can connect", error=problem)
+        elif self._health.unreachable and not problem:
+            _log.info("clients can connect again", socket=self._config.daemon.socket)
+        self._health.unreachable = problem
+
+    async def _mend(self) -> None:
+        lost = {path: each for path, each in self._listeners.items() if not each.is_in_place}
+        if lost:
+            daemon = self._config.daemon
+            mode = directory_mode(is_shared=bool(daemon.allowed_uids))
+            check_writable("daemon.socket", daemon.socket.parent, mode)
+            check_owner(daemon.socket.parent, os.geteuid())
+        if not self._lock.is_in_place():
+            await in_thread(self._lock.renew, "kvtier-lock")
+        for path, listener in lost.items():
+            await listener.reopen()
+            _log.warning("a socket file was removed and has been created again", path=path)
 
     def _close_calls(self, stop: Callable[[float], Any]) -> None:
         self._closing.add("ending calls", partial(stop, _CALLS_GRACE_S), most_s=_CALLS_END_S)

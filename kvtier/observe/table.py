@@ -284,6 +284,7 @@ BACKGROUND_FAULTS = Counter(
                 "learned",
                 "budget",
                 "systemd",
+                "sockets",
                 "secrets",
             ),
         ),
@@ -388,7 +389,10 @@ LOOP_SILENT_SECONDS = Gauge(
     "Time from the last move of the daemon's loop to the scrape: up to a second where it is well. "
     "While it stands still it goes on growing, for it is not the loop that tells.",
 )
-READY = Gauge("kvtier_ready", "1 while the process serves, 0 while it starts or stops.")
+READY = Gauge(
+    "kvtier_ready",
+    "1 while the process serves; 0 while it starts or stops, or while nobody can connect to it.",
+)
 _CERTIFICATE = ("secret", ("rpc_certificate", "remote_ca"))
 CERTIFICATE_NOT_AFTER = Gauge(
     "kvtier_certificate_not_after_timestamp_seconds",

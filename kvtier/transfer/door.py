@@ -5,8 +5,12 @@ Theory
 gRPC does not tell a server which user calls, but the kernel tells it of each connection. So a
 client first connects here. If its user is one that may, it is sent a ticket, which nobody can
 guess, and shows it with each call it makes elsewhere. The connection stays open without another
-byte: it is the client's lifeline. When the client's process ends, however it ends, the kernel
-closes the connection, and the ticket is worth nothing from then on.
+byte: it is the client's lifeline. The ticket is invalid once the client closes it or its process
+ends. A pidfd watches the process, because a child that it forked may hold the connection open. On
+kernels without pidfds, only the end of the connection counts.
+
+A client has to use its ticket within some seconds. One that does not is disconnected, or earlier if
+there is no other place for a new client.
 
 A client in another user namespace is seen under its id outside; one that has none there is seen as
 user 65534, as is every other such client.
@@ -14,6 +18,7 @@ user 65534, as is every other such client.
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -25,11 +30,17 @@ from pathlib import Path
 
 from kvtier.errors import DaemonUnavailable
 from kvtier.observe.log import Log, Repeated
+from kvtier.transfer.socket_file import SocketFile
 
-__all__ = ["Door", "Greeting", "Visitor", "knock", "peer_of", "socket_mode"]
+__all__ = ["Door", "Greeting", "Visitor", "knock", "peer_of", "pidfd_of", "socket_mode"]
 
 _MESSAGE_BYTES_MAX = 1024
 _ACCEPT_PAUSE_S = 0.2
+_SO_PEERPIDFD = 77
+"""Since Linux 6.5; the module ``socket`` does not have it."""
+
+_PATIENCE_S = 10.0
+"""For a client to use its ticket: attaching takes milliseconds, and gives up after 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +77,51 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def pidfd_of(connection: socket.socket, pid: int, option: int = _SO_PEERPIDFD) -> int | None:
+    """Return a pidfd of the process that connected, readable once it has ended; the caller closes.
+
+    None if there is no way to get one. Raises ProcessLookupError if the process has ended already.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, option)
+    except OSError as error:
+        if error.errno in {errno.ESRCH, errno.EINVAL}:
+            raise ProcessLookupError from error
+    if not pid:  # it is in a PID namespace that this process does not see
+        return None
+    try:
+        # Another process may have the number by now, but only if the client is dead. Then only the
+        # end of the connection counts.
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
 def socket_mode(allowed_uids: Collection[int]) -> int:
     """Return the mode of a socket file: open to all where the door asks who it is."""
     return 0o666 if allowed_uids else 0o600
 
 
+@dataclass(slots=True)
+class _Inside:
+    """A visitor, with all that is let go of when it ends."""
+
+    visitor: Visitor
+    connection: socket.socket
+    pidfd: int | None
+    limit: asyncio.TimerHandle | None = None
+    """Ends the visitor; None: it stays as long as it lives."""
+    is_used: bool = False
+    """It has shown its ticket."""
+
+
 class Door:
     """Lets in root, this process's own user and ``allowed_uids``, ``num_places`` at a time.
 
-    ``greet`` says what a visitor is sent; ``on_end`` is told when one is gone.
+    ``greet`` says what a visitor is sent; ``on_end`` is told when one is gone. A visitor that
+    ``keep`` is not called for within ``patience_s`` is disconnected.
     """
 
     def __init__(
@@ -85,43 +132,79 @@ class Door:
         greet: Callable[[Visitor], Greeting] = _no_greeting,
         on_end: Callable[[Visitor], None] = _nothing,
         peer: Callable[[socket.socket], tuple[int, int]] = peer_of,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self._mode = socket_mode(allowed_uids)
         self._uids = {0, os.geteuid(), *allowed_uids}
         self._greet = greet
         self._on_end = on_end
         self._peer = peer
-        self._inside: dict[str, tuple[Visitor, socket.socket]] = {}
+        self._patience_s = patience_s
+        self._inside: dict[str, _Inside] = {}
         self._places = list(range(num_places))
+        self._num_places = num_places
+        self._file: SocketFile | None = None
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._warnings = Repeated(Log("kvtier.transfer"))
 
     async def start(self, path: Path) -> None:
-        """Listen at ``path``; a socket that an earlier daemon left there is replaced."""
-        path.unlink(missing_ok=True)
+        """Listen at ``path``; a socket that an earlier daemon left there is replaced.
+
+        Raises StartError if another process listens there, and OSError.
+        """
+        self._file = SocketFile(path, self._mode)
+        await self.reopen()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the socket's file is still ours."""
+        return self._file is not None and self._file.is_in_place()
+
+    async def reopen(self) -> None:
+        """Listen at the same path with a new file; visitors stay. Raises like ``start``."""
+        assert self._file is not None
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(self._mode)
-        listener.listen(len(self._places))
+        try:
+            listener.setblocking(False)
+            with self._file.placing() as fresh:
+                listener.bind(str(fresh))
+                listener.listen(socket.SOMAXCONN)  # beyond it a client is not even told why
+        except BaseException:
+            listener.close()
+            raise
+        await self._close_listener()
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener))
 
     def visitor(self, ticket: str) -> Visitor | None:
         """Return who holds a ticket, or None where nobody does any more."""
         found = self._inside.get(ticket)
-        return found[0] if found else None
+        return found.visitor if found else None
+
+    def keep(self, ticket: str, seconds: float | None = None) -> bool:
+        """Let a visitor stay for so long, None: until it ends. Returns False if it is gone."""
+        found = self._inside.get(ticket)
+        if found is None:
+            return False
+        found.is_used = True
+        self._limit(found, seconds)
+        return True
 
     async def stop(self) -> None:
         """Let nobody in any more and let all visitors go."""
+        if self._file is not None:
+            self._file.remove()
+        await self._close_listener()
+        for ticket in list(self._inside):
+            self._end(ticket)
+
+    async def _close_listener(self) -> None:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
         if self._listener is not None:
             self._listener.close()
-        for ticket in list(self._inside):
-            self._end(ticket)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -145,39 +228,83 @@ class Door:
             self._warnings.warning("a user was turned away", uid=uid, pid=pid)
             remedy = "add it to daemon.allowed_uids, or run as the daemon's own user"
             _turn_away(connection, f"user {uid} may not attach or operate; {remedy}")
-        elif not self._places:
+        elif not self._has_place():
+            self._warnings.warning("no room for another client", places=self._num_places, pid=pid)
             _turn_away(connection, "there is no room for another client")
         else:
             self._let_in(connection, pid, uid)
 
+    def _has_place(self) -> bool:
+        """Return whether there is a place; the oldest visitor without any use leaves for it."""
+        if not self._places:
+            unused = (ticket for ticket, each in self._inside.items() if not each.is_used)
+            if (ticket := next(unused, None)) is not None:
+                self._send_away(ticket, "there was no room for another one")
+        return bool(self._places)
+
     def _let_in(self, connection: socket.socket, pid: int, uid: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            pidfd = pidfd_of(connection, pid)
+        except ProcessLookupError:
+            connection.close()
+            return
         visitor = Visitor(secrets.token_hex(16), self._places.pop(), pid, uid)
-        self._inside[visitor.ticket] = (visitor, connection)
+        ticket = visitor.ticket
+        inside = self._inside[ticket] = _Inside(visitor, connection, pidfd)
         try:
             greeting = self._greet(visitor)
-            message = json.dumps({"ticket": visitor.ticket, **greeting.fields}).encode()
+            message = json.dumps({"ticket": ticket, **greeting.fields}).encode()
             socket.send_fds(connection, [message], list(greeting.fds))
-            asyncio.get_running_loop().add_reader(connection, self._listen, visitor.ticket)
+            loop.add_reader(connection, self._listen, ticket)
+            if pidfd is not None:
+                loop.add_reader(pidfd, self._end, ticket)
+            self._limit(inside, self._patience_s)
         except BaseException as error:
-            self._end(visitor.ticket)
+            self._end(ticket)
             if not isinstance(error, ConnectionError):  # else he is gone again
                 raise
+
+    def _limit(self, inside: _Inside, seconds: float | None) -> None:
+        """Have a visitor leave after so long from now; None: only when it ends."""
+        if inside.limit is not None:
+            inside.limit.cancel()
+            inside.limit = None
+        if seconds is not None:
+            loop, ticket = asyncio.get_running_loop(), inside.visitor.ticket
+            inside.limit = loop.call_later(seconds, self._expire, ticket)
+
+    def _expire(self, ticket: str) -> None:
+        if self._inside[ticket].is_used:
+            self._end(ticket)
+        else:
+            self._send_away(ticket, f"it did not register within {self._patience_s:g} s")
+
+    def _send_away(self, ticket: str, why: str) -> None:
+        visitor = self._inside[ticket].visitor
+        self._warnings.warning("idle client disconnected", why=why, pid=visitor.pid)
+        self._end(ticket)
 
     def _listen(self, ticket: str) -> None:
         """Notice the end of a visitor. One that says something breaks the protocol."""
         try:
             with contextlib.suppress(ConnectionError):
-                self._inside[ticket][1].recv(1)
+                self._inside[ticket].connection.recv(1)
         except BlockingIOError:
             return
         self._end(ticket)
 
     def _end(self, ticket: str) -> None:
-        visitor, connection = self._inside.pop(ticket)
-        asyncio.get_running_loop().remove_reader(connection)
-        connection.close()
-        self._places.append(visitor.place)
-        self._on_end(visitor)
+        inside = self._inside.pop(ticket)
+        loop = asyncio.get_running_loop()
+        self._limit(inside, None)
+        loop.remove_reader(inside.connection)
+        inside.connection.close()
+        if inside.pidfd is not None:
+            loop.remove_reader(inside.pidfd)
+            os.close(inside.pidfd)
+        self._places.append(inside.visitor.place)
+        self._on_end(inside.visitor)
 
 
 def _turn_away(connection: socket.socket, reason: str) -> None:

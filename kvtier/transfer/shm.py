@@ -3,8 +3,8 @@
 Theory
 ------
 A client that is let in at the arena's door is sent the arena's file descriptor beside its ticket.
-While it holds the ticket's lifeline it may have the arena mapped; once the kernel has closed that,
-the daemon knows at once that nobody maps the arena under that ticket any more.
+While it holds the ticket's lifeline it may have the arena mapped; once its process or that
+connection has ended, the daemon knows that nobody writes to the arena under that ticket any more.
 
 The mapping is proved rather than assumed. The daemon leaves a random pattern in the arena's last
 page and the client must answer with a digest of what it reads there; the client leaves a digest in
@@ -61,8 +61,13 @@ class ArenaServer:
         self._patterns: dict[str, bytes] = {}
         self._door = Door(allowed_uids, SESSIONS_MAX, greet=self._greet, on_end=self._end)
 
+    @property
+    def door(self) -> Door:
+        """Return where clients come in."""
+        return self._door
+
     async def start(self, path: Path) -> None:
-        """Listen at ``path``, in place of what an earlier daemon left there."""
+        """Listen at ``path``, in place of what an earlier daemon left there. Raises StartError."""
         await self._door.start(path)
 
     def proves(self, ticket: str, proof: bytes) -> bool:
@@ -79,6 +84,10 @@ class ArenaServer:
         """Return the process that holds a ticket, as the kernel tells it; 0 if it is gone."""
         visitor = self._door.visitor(ticket)
         return visitor.pid if visitor else 0
+
+    def keep(self, ticket: str) -> None:
+        """Let a client that has registered stay for as long as it lives."""
+        self._door.keep(ticket)
 
     async def stop(self) -> None:
         """Accept nobody any more and let all clients go."""
@@ -180,6 +189,11 @@ class Attachment:
                 self._view.release()
                 self._mapping.close()
             self._connection.close()
+
+    def abandon(self) -> None:
+        """Close, in a forked child, what it has inherited; the parent's session goes on."""
+        self._pin = None  # a device is not usable after a fork
+        self.close()
 
 
 def attach(socket_path: Path, timeout_s: float, pin: Pin | None = None) -> Attachment:

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -10,10 +10,11 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtier.api.http import connection
+from kvtier.api.http import server as server_module
 from kvtier.api.http.server import HttpServer, serve
 
 MOST = 8
@@ -84,3 +85,55 @@ def test_where_all_are_being_answered_one_more_is_refused(slow: Slow, server: Ht
         slow.may_answer.set()
         assert {each.result(60).text for each in late} == {"at last"}
     assert httpx.get(server.url).text == "here", "and then there is room"
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nhost: here\r\n", b"GET"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_head_of_a_request_has_a_deadline(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.2)
+    with (
+        serve(slow.app, "127.0.0.1", 0, grace_seconds=1) as server,
+        socket.create_connection((server.host, server.port), timeout=20) as client,
+    ):
+        if not is_first:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+            while not client.recv(1000).endswith(b"here"):
+                pass
+            said = said or b"G"  # a connection that only idles may do so for longer
+        client.sendall(said)
+        assert is_cut(client)
+
+
+def test_a_request_that_is_being_answered_has_no_deadline(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.05)
+    with serve(slow.app, "127.0.0.1", 0, grace_seconds=1) as server, ThreadPoolExecutor(1) as other:
+        late = other.submit(httpx.get, f"{server.url}/slow", timeout=60)
+        assert slow.asked.acquire(timeout=20)
+        with socket.create_connection((server.host, server.port), timeout=20) as stranger:
+            assert is_cut(stranger), "the time of a head has passed"
+        slow.may_answer.set()
+        assert late.result(60).text == "at last"
+
+
+def test_who_does_not_read_the_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    async def much() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield bytes(1 << 20)
+        is_over.set()  # what follows a lost connection goes nowhere, and takes no time
+
+    async def answer(_request: Request) -> Response:
+        return StreamingResponse(much())
+
+    monkeypatch.setattr(server_module, "_UNREAD_SECONDS", 1)
+    app = Starlette(routes=[Route("/", answer)])
+    with serve(app, "127.0.0.1", 0, grace_seconds=1) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((server.host, server.port))
+        client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert is_over.wait(30)

@@ -144,7 +144,7 @@ def daemon_app(
     return create_daemon_app(
         complaint=complaint,
         is_ready=is_ready,
-        tiers=tiers,
+        report=lambda: {"tiers": tiers()},
         registry=registry or CollectorRegistry(),
     )
 

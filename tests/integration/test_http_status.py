@@ -44,7 +44,7 @@ def page(make: Callable[[], Any] | None, loop: asyncio.AbstractEventLoop) -> Ite
     app = create_daemon_app(
         complaint=str,
         is_ready=lambda: True,
-        tiers=dict,
+        report=dict,
         registry=CollectorRegistry(),
         status=SharedDocument(make, loop) if make else None,
     )

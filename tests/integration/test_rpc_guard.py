@@ -1,9 +1,10 @@
 """The gRPC servers alone: which calls come through, over the Unix socket and over TCP."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvtier.errors import DaemonUnavailable, StartError
 from kvtier.secret import read_tokens
 from kvtier.testing.child import await_true, work_directory
 from kvtier.transfer.door import Door, knock
-from kvtier.v1 import engine_pb2, engine_pb2_grpc, operator_pb2_grpc
+from kvtier.v1 import engine_pb2, engine_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.certificates import Authority, Pair, write_secret
 
@@ -141,6 +142,59 @@ def test_an_engine_shows_its_session_instead() -> None:
         assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
+# Messages that cannot be parsed
+
+METHODS = [
+    (f"/{service.full_name}/{method.name}", method.server_streaming)
+    for module, name in ((engine_pb2, "Engine"), (operator_pb2, "Operator"))
+    for service in [module.DESCRIPTOR.services_by_name[name]]
+    for method in service.methods
+]
+NO_MESSAGE = b"\xff"
+"""Ends within a number."""
+
+
+def call_raw(
+    channel: grpc.Channel, method: str, *, streaming: bool, message: bytes = NO_MESSAGE, **more: Any
+) -> tuple[grpc.StatusCode, str]:
+    """Send bytes as they are; returns how the call ended, which is with an error."""
+    if streaming:
+        return code_of(lambda: list(channel.unary_stream(method)(message, timeout=10, **more)))
+    return code_of(lambda: channel.unary_unary(method)(message, timeout=10, **more))
+
+
+def test_every_method_refuses_what_it_cannot_parse(caplog: pytest.LogCaptureFixture) -> None:
+    with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
+        lifeline, message, _ = knock(operator_door(path), 5)
+        shown = (("authorization", f"Bearer {message['ticket']}"),)
+        for method, streaming in METHODS:
+            code, said = call_raw(channel, method, streaming=streaming, metadata=shown)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, method
+            assert method in said
+        lifeline.close()
+    assert len(METHODS) > 20
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "cannot parse a request")
+    ], "one for all of them, without a traceback"
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "code"),
+    [
+        ("/kvtier.v1.Engine/None", b"", grpc.StatusCode.UNIMPLEMENTED),
+        ("/nothing", NO_MESSAGE, grpc.StatusCode.PERMISSION_DENIED),
+        ("/kvtier.v1.Operator/Stat", NO_MESSAGE, grpc.StatusCode.PERMISSION_DENIED),
+        ("/kvtier.v1.Engine/Lookup", bytes(5 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_not_an_error_of_the_daemon(
+    caplog: pytest.LogCaptureFixture, method: str, message: bytes, code: grpc.StatusCode
+) -> None:
+    with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
+        assert call_raw(channel, method, streaming=False, message=message)[0] is code
+    assert not caplog.records
+
+
 # TCP
 
 
@@ -214,6 +268,60 @@ def test_engines_do_not_come_over_tcp(address: str, authority: Authority) -> Non
         stub = engine_pb2_grpc.EngineStub(channel)
         code, _ = code_of(lambda: stub.Lookup(engine_pb2.LookupRequest(), timeout=10))
         assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_stranger_does_not_get_as_far_as_a_message(
+    address: str, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It neither fills the log, nor takes the places of the calls by never sending its message."""
+    ca, may_send = authority.path.read_bytes(), threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        may_send.wait(60)
+        yield from ()
+
+    with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca)) as channel:
+        for _ in range(20):
+            call = channel.stream_unary("/kvtier.v1.Operator/Ping")
+            code, _ = code_of(lambda call=call: call(requests(), timeout=10))
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+        for method, streaming in METHODS:
+            code, _ = call_raw(channel, method, streaming=streaming)
+            assert code is not grpc.StatusCode.INVALID_ARGUMENT, method
+        with dial(Remote(address, TOKEN, ca)) as stub:
+            assert ping(stub) == "here"
+        may_send.set()
+    assert not caplog.records
+
+
+def test_who_shows_the_token_is_told_that_a_message_cannot_be_parsed(
+    address: str, authority: Authority
+) -> None:
+    credentials = grpc.ssl_channel_credentials(authority.path.read_bytes())
+    shown = (("authorization", f"Bearer {TOKEN}"),)
+    with grpc.secure_channel(address, credentials) as channel:
+        for method, streaming in METHODS:
+            if "Operator" in method:
+                code, _ = call_raw(channel, method, streaming=streaming, metadata=shown)
+                assert code is grpc.StatusCode.INVALID_ARGUMENT, method
+
+
+def test_a_connection_that_says_nothing_is_closed(address: str) -> None:
+    """Within 10 s, where gRPC's own limit is two minutes."""
+    host, _, port = address.rpartition(":")
+    client_hello = bytes.fromhex("1603010200010001fc0303")  # and 500 bytes that never come
+    with unix_server() as path, ExitStack() as stack:
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.connect(str(path))
+        remote = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in "ab"]
+        remote[1].sendall(client_hello)
+        for client in (local, *remote):
+            client.settimeout(30)
+            try:
+                while client.recv(1000):
+                    pass
+            except ConnectionResetError:
+                pass
 
 
 def test_without_tls_nothing_is_said(address: str) -> None:

@@ -3,18 +3,24 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvtier.client.link import open_link
 from kvtier.client.watch import Watching
+from kvtier.client.wire import quiet_channel
 from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
+from kvtier.errors import DaemonUnavailable
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import knock
 from kvtier.transfer.shm import ArenaServer, arena_socket
+from kvtier.v1 import engine_pb2 as pb
+from kvtier.v1 import engine_pb2_grpc
 
 LAYOUT = KVLayout("test", 1, 16, 4096, "float32", "")
 SPACE = KeySpace(bytes(32), "{}", LAYOUT, "float32", "test")
@@ -79,3 +85,36 @@ def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
     watching.end("new")
     watching.end("new")
     assert len(heard) == 2
+
+
+def test_replies_that_cannot_be_parsed_leave_no_traceback_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a daemon of another version."""
+    socket_path = tmp_path / "socket"
+    server = grpc.server(ThreadPoolExecutor(2))
+    replies = {
+        "Register": grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"\xff"),
+        "Watch": grpc.unary_stream_rpc_method_handler(lambda _request, _context: iter([b"\xff"])),
+    }
+    handler = grpc.method_handlers_generic_handler("kvtier.v1.Engine", replies)
+    server.add_generic_rpc_handlers((handler,))
+    server.add_insecure_port(f"unix:{socket_path}")
+    server.start()
+
+    async def scenario() -> None:
+        arena = HostArena(1, 65_536)
+        door = ArenaServer(arena, "boot", lambda _ticket: None)
+        await door.start(arena_socket(socket_path))
+        with pytest.raises(DaemonUnavailable, match="INTERNAL"):
+            await asyncio.to_thread(open_link, socket_path, SPACE, "test")
+        await door.stop()
+        arena.close()
+
+    asyncio.run(scenario())
+    with grpc.insecure_channel(f"unix:{socket_path}") as channel:
+        stub = engine_pb2_grpc.EngineStub(quiet_channel(channel))
+        with pytest.raises(grpc.RpcError, match="INTERNAL"):
+            list(stub.Watch(pb.WatchRequest(), timeout=10))
+    server.stop(None)
+    assert not caplog.records

@@ -1,10 +1,15 @@
 """The door: who is let in, with what, for how long. Runs on real sockets in one process."""
 
 import asyncio
+import errno
+import logging
 import os
+import select
+import signal
 import socket
 import stat
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +17,7 @@ import pytest
 
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
-from kvtier.transfer.door import Door, Greeting, Visitor, knock, peer_of
+from kvtier.transfer.door import Door, Greeting, Visitor, knock, peer_of, pidfd_of
 
 SELF = (os.getpid(), os.geteuid())
 STRANGER = (4711, 65_533)
@@ -104,9 +109,11 @@ def test_a_door_that_passes_no_file_is_not_the_one_wanted() -> None:
 
 
 def test_a_full_house_says_so_and_has_room_again() -> None:
-    async def test(_door: Door, path: Path) -> None:
-        first, _ = await enter(path)
-        second, _ = await enter(path)
+    async def test(door: Door, path: Path) -> None:
+        first, message = await enter(path)
+        second, other = await enter(path)
+        for each in (message, other):
+            assert door.keep(str(each["ticket"]))
         with pytest.raises(DaemonUnavailable, match="no room"):
             await enter(path)
         first.close()
@@ -124,6 +131,149 @@ def test_a_full_house_says_so_and_has_room_again() -> None:
         second.close()
 
     at_the_door(test)
+
+
+def test_one_who_does_not_register_makes_room_for_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(door: Door, path: Path) -> None:
+        registered, message = await enter(path)
+        assert door.keep(str(message["ticket"]))
+        idle = [await enter(path) for _ in range(5)]
+        assert [door.visitor(str(told["ticket"])) is not None for _, told in idle] == [
+            False
+        ] * 4 + [True], "the newest one has the place"
+        assert door.visitor(str(message["ticket"])) is not None
+        for lifeline in (registered, *(each for each, _ in idle)):
+            lifeline.close()
+
+    with caplog.at_level(logging.WARNING, "kvtier.transfer"):
+        at_the_door(test)
+    assert [record.message for record in caplog.records] == ["idle client disconnected"]
+
+
+def test_who_is_turned_away_for_lack_of_room_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(door: Door, path: Path) -> None:
+        lifeline, message = await enter(path)
+        assert door.keep(str(message["ticket"]))
+        for _ in range(3):
+            with pytest.raises(DaemonUnavailable, match="no room"):
+                await enter(path)
+        lifeline.close()
+
+    with caplog.at_level(logging.WARNING, "kvtier.transfer"):
+        at_the_door(test, partial(Door, (), 1))
+    assert [record.message for record in caplog.records] == ["no room for another client"]
+
+
+def test_who_does_not_register_in_time_is_disconnected() -> None:
+    async def test(door: Door, path: Path) -> None:
+        idle, _ = await enter(path)
+        assert await asyncio.to_thread(idle.recv, 1) == b""
+        idle.close()
+
+    at_the_door(test, partial(Door, (), 2, patience_s=0.05))
+
+
+def test_who_registered_is_kept_for_as_long_as_was_said() -> None:
+    async def test(door: Door, path: Path) -> None:
+        engine, message = await enter(path)
+        tool, other = await enter(path)
+        assert door.keep(str(message["ticket"]))
+        assert door.keep(str(other["ticket"]), 0.05)
+        assert await asyncio.to_thread(tool.recv, 1) == b"", "its time is over"
+        assert not door.keep(str(other["ticket"]))
+        assert door.visitor(str(message["ticket"])) is not None
+        for lifeline in (engine, tool):
+            lifeline.close()
+
+    at_the_door(test, partial(Door, (), 2, patience_s=60))
+
+
+def forked(child: Callable[[], object]) -> int:
+    """Run ``child`` in a forked process, which then waits until it is killed; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kept = child()
+            while kept is not None:
+                signal.pause()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # it was another process's child
+        os.waitpid(pid, 0)
+
+
+def test_a_ticket_ends_with_its_process_although_a_fork_of_it_lives() -> None:
+    async def test(door: Door, path: Path) -> None:
+        told, tell = os.pipe()
+
+        def enter_and_fork() -> object:
+            lifeline, message, _ = knock(path, 5)
+            orphan = forked(lambda: lifeline)
+            os.write(tell, f"{message['ticket']} {orphan}".encode())
+            return lifeline
+
+        client = forked(enter_and_fork)
+        ticket, orphan = (await asyncio.to_thread(os.read, told, 100)).decode().split()
+        is_known = door.keep(ticket)
+        kill(client)
+        try:
+            assert is_known
+            await until(partial(door_is_empty, door, ticket), "the session is over")
+            os.kill(int(orphan), 0)
+        finally:
+            kill(int(orphan))
+            os.close(told)
+            os.close(tell)
+
+    at_the_door(test)
+
+
+@pytest.mark.parametrize("option", [77, 32_000])
+def test_a_process_is_watched_with_or_without_so_peerpidfd(option: int) -> None:
+    """The kernel does not know option 32,000, as one older than Linux 6.5 does not know 77."""
+    with work_directory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "s"))
+        listener.listen(1)
+
+        def connect() -> object:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(str(directory / "s"))
+            return connection
+
+        client = forked(connect)
+        connection, _ = listener.accept()
+        with connection:
+            pidfd = pidfd_of(connection, client, option)
+            assert pidfd is not None
+            assert not select.select([pidfd], [], [], 0)[0]
+            kill(client)
+            assert select.select([pidfd], [], [], 20)[0]
+            os.close(pidfd)
+            with pytest.raises(ProcessLookupError):
+                pidfd_of(connection, client, 32_000)
+
+
+def test_a_process_that_cannot_be_seen_is_watched_by_its_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert pidfd_of(ours, 0, 32_000) is None, "it is in another PID namespace"
+
+        def forbidden(_pid: int) -> int:
+            raise PermissionError(errno.EPERM, "by a seccomp filter")
+
+        monkeypatch.setattr(os, "pidfd_open", forbidden)
+        assert pidfd_of(ours, os.getpid(), 32_000) is None
 
 
 def test_one_who_speaks_is_let_go() -> None:
@@ -264,3 +414,35 @@ def test_one_whom_the_kernel_does_not_know_keeps_out_nobody_else() -> None:
         lifeline.close()
 
     at_the_door(test, partial(Door, (), 2, peer=peer))
+
+
+def test_a_door_whose_file_was_removed_opens_again_and_keeps_who_is_inside() -> None:
+    async def test(door: Door, path: Path) -> None:
+        lifeline, message = await enter(path)
+        path.unlink()
+        assert not door.is_in_place
+        await door.reopen()
+        assert door.is_in_place
+        assert door.visitor(str(message["ticket"])) is not None
+        second, _ = await enter(path)
+        for each in (lifeline, second):
+            each.close()
+
+    at_the_door(test)
+
+
+def test_a_door_removes_no_file_of_another_one() -> None:
+    async def run() -> None:
+        with work_directory() as directory:
+            path = directory / "k.sock.door"
+            first, second = Door((), 2), Door((), 2)
+            await first.start(path)
+            path.unlink()
+            await second.start(path)
+            await first.stop()
+            lifeline, _ = await enter(path)
+            lifeline.close()
+            await second.stop()
+            assert not path.exists()
+
+    asyncio.run(run())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import StartError
-from kvtier.lock import hold_lock, let_go
+from kvtier.lock import PathLock, hold_lock, let_go
 
 
 @contextmanager
@@ -62,3 +62,29 @@ def test_who_only_looks_whether_it_is_held_keeps_nobody_out(
     monkeypatch.setattr(time, "sleep", pause)
     let_go(hold_lock(tmp_path / "lock", "daemon.socket", "it"))
     assert not looking
+
+
+def test_a_lock_whose_file_was_removed_is_held_again(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = PathLock(path, "daemon.socket", "it")
+    assert lock.is_in_place()
+    path.unlink()
+    assert not lock.is_in_place()
+    lock.renew()
+    assert lock.is_in_place()
+    with pytest.raises(StartError, match="it is held by pid"):
+        hold_lock(path, "daemon.socket", "it")
+    lock.release()
+    let_go(hold_lock(path, "daemon.socket", "it"))
+
+
+def test_a_lock_that_another_process_holds_by_now_is_not_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = PathLock(path, "daemon.socket", "it")
+    path.unlink()
+    other = hold_lock(path, "daemon.socket", "it")
+    with pytest.raises(StartError, match="it is held by pid"):
+        lock.renew()
+    let_go(other)
+    lock.renew()
+    lock.release()

@@ -17,21 +17,21 @@ def create_daemon_app(
     *,
     complaint: Callable[[], str],
     is_ready: Callable[[], bool],
-    tiers: Callable[[], Mapping[str, Any]],
+    report: Callable[[], Mapping[str, Any]],
     registry: CollectorRegistry,
     status: SharedDocument | None = None,
 ) -> Starlette:
     """Return the application; the callables must return at once.
 
-    ``complaint`` says why the process is not alive, or nothing; ``tiers`` how each one does.
-    Without ``status`` there is no page.
+    ``complaint`` says why the process is not alive, or nothing; ``report`` is what ``/readyz`` has
+    beside the verdict. Without ``status`` there is no page.
     """
     routes = probe_routes(
         is_alive=lambda: not complaint(),
         is_ready=is_ready,
         registry=registry,
         complaint=complaint,
-        report=lambda: {"tiers": tiers()},
+        report=report,
     )
     if status is not None:
         routes += status_routes(status)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.errors import StartError
 from kvtier.observe.log import Log
 from kvtier.transfer.door import peer_of, socket_mode
+from kvtier.transfer.socket_file import SocketFile
 
 __all__ = ["OperatorSocket", "Operators", "engine_socket"]
 
@@ -28,13 +30,13 @@ class OperatorSocket:
     """A Unix socket that listens."""
 
     listener: socket.socket
-    path: Path
+    file: SocketFile
     operators: "Operators"
 
     def close(self) -> None:
-        """Stop listening, and remove the file."""
+        """Remove the file, and stop listening. Idempotent."""
+        self.file.remove()
         self.listener.close()
-        self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +54,19 @@ class Operators:
 
     def listen(self, port: int) -> OperatorSocket | None:
         """Open the socket of the engine on ``port``; None where that fails."""
-        path = engine_socket(self.daemon_socket, port)
+        file = SocketFile(engine_socket(self.daemon_socket, port), socket_mode(self.allowed_uids))
         listener = socket.socket(socket.AF_UNIX)
         try:
-            _remove_stale(path)
-            listener.bind(str(path))
-            path.chmod(socket_mode(self.allowed_uids))
-            listener.listen()
-        except OSError as error:
+            with file.placing() as path:
+                listener.bind(str(path))
+                listener.listen()
+        except (OSError, StartError) as error:
             listener.close()
             _log.info(
                 "cannot open the engine's Unix socket: kvtier explain will not compare prompts "
                 "with recent ones of this engine",
-                path=path,
+                path=file.path,
                 error=error,
             )
             return None
-        return OperatorSocket(listener, path, self)
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove what a killed engine left behind. Raises OSError where another one listens."""
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.setblocking(False)
-        if caller.connect_ex(str(path)) == 0:  # same port, but in another network namespace
-            raise FileExistsError("another engine listens there")
-    path.unlink(missing_ok=True)
+        return OperatorSocket(listener, file, self)

@@ -33,6 +33,9 @@ _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 128
 """So many are let in at once: with those that have to leave for them, within 1024 descriptors."""
 
+_UNREAD_SECONDS = 60
+"""For a client that is gone, or does not read its answer; what it is sent waits in memory."""
+
 
 class HttpServer:
     """A server that has begun to listen; ``stop`` ends it within its deadline.
@@ -194,6 +197,9 @@ def _bind(host: str, port: int, field: str) -> socket.socket:
     try:
         # Connections of a server that was just stopped linger for minutes; they are no conflict.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000
+        )  # connections inherit it
         listener.bind(target)
         listener.listen()
     except OSError as error:

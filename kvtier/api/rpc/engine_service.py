@@ -99,6 +99,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             ),
         )
         assert isinstance(answer, ac.Registered)
+        self._arena.keep(ticket)
         return pb.RegisterReply(
             session=answer.session,
             boot=answer.boot,

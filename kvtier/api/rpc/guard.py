@@ -1,19 +1,28 @@
-"""Who may operate: each call of an operator shows a ticket (Unix socket) or a token (TCP).
+"""What stands before the services: who may operate, and which messages can be read.
 
-Both travel as ``authorization: Bearer …``. Engines need neither here: what lets them register is
-the ticket of the arena's door and the proof that they map it, and each later call names the
-session that came of it, which nobody can guess.
+Each call of an operator shows a ticket (Unix socket) or a token (TCP). Both travel as
+``authorization: Bearer …``. Engines need neither here: what lets them register is the ticket of the
+arena's door and the proof that they map it, and each later call names the session that came of it,
+which nobody can guess.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-__all__ = ["Guard"]
+from kvtier.observe.log import Log, Repeated
+
+__all__ = ["Guard", "MessageCheck"]
 
 _ENGINE_CALLS = "/kvtier.v1.Engine/"
 _SCHEME = "bearer "
+_WARNING_PERIOD_NS = 60 * 10**9
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
@@ -36,7 +45,72 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         is_bearer = isinstance(shown, str) and shown[: len(_SCHEME)].lower() == _SCHEME
         if is_bearer and self._admits(str(shown)[len(_SCHEME) :]):
             return await continuation(details)
-        return grpc.unary_unary_rpc_method_handler(self._refuse)
+        # As a stream, for which gRPC does not wait until the caller has sent a message.
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
 
-    async def _refuse(self, _request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _refuse(self, _requests: Any, context: _Context) -> None:
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, self._remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a request that could not be parsed."""
+
+    error: str
+
+
+class MessageCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
+    """Answers a request that cannot be parsed with INVALID_ARGUMENT.
+
+    gRPC would answer UNKNOWN and log an error with a traceback for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._warnings = Repeated(Log("kvtier.rpc"), _WARNING_PERIOD_NS)
+        self._checked: dict[str, Any] = {}
+        """By method; there are only those of the services."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return what serves a call, with the check before it."""
+        method = details.method
+        if method not in self._checked:
+            call = await continuation(details)
+            if call is None:
+                return None
+            self._checked[method] = self._check(method, call)
+        return self._checked[method]
+
+    def _check(self, method: str, call: Any) -> Any:
+        def parse(raw: bytes) -> Any:
+            try:
+                return call.request_deserializer(raw)
+            except DecodeError as error:
+                return _Unreadable(str(error))
+
+        async def answer(request: Any, context: _Context) -> Any:
+            await self._refuse_unreadable(method, request, context)
+            return await call.unary_unary(request, context)
+
+        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+            await self._refuse_unreadable(method, request, context)
+            async with contextlib.aclosing(call.unary_stream(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+
+        make, behaviour = (
+            (grpc.unary_stream_rpc_method_handler, stream)
+            if call.response_streaming
+            else (grpc.unary_unary_rpc_method_handler, answer)
+        )
+        return make(behaviour, parse, call.response_serializer)
+
+    async def _refuse_unreadable(self, method: str, request: Any, context: _Context) -> None:
+        if isinstance(request, _Unreadable):
+            peer, error = context.peer(), request.error
+            self._warnings.warning("cannot parse a request", method=method, peer=peer, error=error)
+            details = f"cannot parse the request to {method}: {error}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from kvtier.client.wire import quiet_channel
 from kvtier.transfer.door import knock
 from kvtier.v1 import operator_pb2_grpc
 
@@ -35,7 +36,7 @@ def open_operator(
         ticket = grpc.access_token_call_credentials(str(message["ticket"]))
         both = grpc.composite_channel_credentials(transport, ticket)
         with grpc.secure_channel(f"unix:{socket_path}", both) as channel:
-            yield operator_pb2_grpc.OperatorStub(channel)
+            yield operator_pb2_grpc.OperatorStub(quiet_channel(channel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,4 @@ def dial(remote: Remote) -> Iterator[operator_pb2_grpc.OperatorStub]:
     token = grpc.access_token_call_credentials(remote.token)
     both = grpc.composite_channel_credentials(transport, token)
     with grpc.secure_channel(remote.address, both) as channel:
-        yield operator_pb2_grpc.OperatorStub(channel)
+        yield operator_pb2_grpc.OperatorStub(quiet_channel(channel))

@@ -1,0 +1,86 @@
+"""The file of a Unix socket: put in place complete, and removed only by the process that owns it.
+
+A listener is bound under a private name and renamed to its path. So nobody connects before it has
+its mode, and a library that unlinks the name it was bound to (gRPC does, when a server stops) never
+removes the file that another process has put at the path since.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.errors import StartError, reason_of
+
+__all__ = ["SocketFile"]
+
+
+class SocketFile:
+    """A socket file at ``path`` with the permissions ``mode``."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self.path = path
+        self._mode = mode
+        self._own: os.stat_result | None = None
+        """Device and inode cannot be reused while the socket that was bound is open."""
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[Path]:
+        """Yield the name to bind a listener to; it is renamed to ``path`` on leaving.
+
+        A file that nobody listens on is replaced. Raises StartError if another process listens
+        there or the file is not a socket, and OSError.
+        """
+        self._check_unused()
+        # As short as the shortest name it can have, for sun_path has room for 107 bytes.
+        fresh = self.path.with_name(f".{secrets.token_hex(3)}")
+        try:
+            yield fresh
+            fresh.chmod(self._mode)
+            own = fresh.lstat()
+            fresh.replace(self.path)
+            self._own = own
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+
+    def is_in_place(self) -> bool:
+        """Return whether ``path`` still leads to the socket that was placed."""
+        try:
+            return self._own is not None and os.path.samestat(self.path.lstat(), self._own)
+        except OSError:
+            return False
+
+    def remove(self) -> None:
+        """Remove the file if it is still the one that was placed. The listener must be open."""
+        if self.is_in_place():
+            self.path.unlink(missing_ok=True)
+        self._own = None
+
+    def _check_unused(self) -> None:
+        if self.is_in_place():
+            return
+        try:
+            mode = self.path.stat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise self._refusal("is not a socket", "remove it or set another path")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # the kernel connects at once, or the queue is full
+            try:
+                probe.connect(str(self.path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                return
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                why = f"exists and cannot be connected to: {reason_of(error)}"
+                raise self._refusal(why, "remove it or set another path") from error
+        raise self._refusal("is in use by another process", "stop it or set another path")
+
+    def _refusal(self, why: str, remedy: str) -> StartError:
+        return StartError("daemon.socket", f"{self.path} {why}", remedy)
