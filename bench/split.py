@@ -122,8 +122,7 @@ def serving(config: Config, tier: ThrottleTier) -> Iterator[None]:
     loop, begun, stopping = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        tiers = {TierName.SSD: BreakerTier(tier)}
-        async with Daemon(config, open_tiers=lambda _config, _ring: tiers).serving():
+        async with Daemon(config, open_tier=lambda _config, _name: BreakerTier(tier)).serving():
             begun.set()
             await stopping.wait()
 

@@ -5,7 +5,8 @@ whose fault it is:
 
     KvtierError
     ├── StartError              the operator's: bad input or a missing resource; exit code 2
-    │   └── ConfigError         one key of the configuration
+    │   ├── ConfigError         one key of the configuration
+    │   └── LockHeld            another process uses it
     ├── TierError               a medium's: the disk, the network, a server
     │   ├── TierTimeout         no answer before the deadline
     │   └── TierFull            no room, although the tier tried to make some
@@ -21,6 +22,7 @@ __all__ = [
     "DaemonSlow",
     "DaemonUnavailable",
     "KvtierError",
+    "LockHeld",
     "RegistrationRefused",
     "StartError",
     "TierError",
@@ -46,6 +48,10 @@ class StartError(KvtierError):
 
 class ConfigError(StartError):
     """One key of the configuration has a value that cannot be used."""
+
+
+class LockHeld(StartError):
+    """Another process holds the lock of what this one needs for itself."""
 
 
 class TierError(KvtierError):

@@ -1,13 +1,14 @@
 """A file lock that names its holder, and that ends with its holder, however that ends."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
 import time
 from pathlib import Path
 
-from kvtier.errors import StartError
+from kvtier.errors import LockHeld, StartError
 
 __all__ = ["PathLock", "hold_lock", "let_go"]
 
@@ -24,10 +25,10 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
 
     The file tells who holds it, and ``note``, where that can be written.
 
-    Raises StartError naming ``field``, and who holds ``subject`` where somebody does.
+    Raises StartError naming ``field``: LockHeld, with who holds ``subject``, if somebody does.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = _open(path)
     except OSError as error:
         raise StartError(
             field,
@@ -43,7 +44,7 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
             raise StartError(
                 field, f"cannot lock {path}: {error.strerror}", "use a local file system"
             ) from None
-        raise StartError(
+        raise LockHeld(
             field,
             f"{subject} is held by {holder or 'another process'}",
             "stop that one or name another one",
@@ -85,6 +86,16 @@ class PathLock:
     def release(self) -> None:
         """Let another process in."""
         let_go(self._fd)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, flags | os.O_RDONLY)  # it can be locked, only not say who holds it
 
 
 def _lock(fd: int) -> None:

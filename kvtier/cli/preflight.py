@@ -24,6 +24,7 @@ from kvtier.daemon.room import check_owner, check_ssd, check_writable, directory
 from kvtier.daemon.supervisor import engine_is_running
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
+from kvtier.private import check_parents
 from kvtier.transfer.shm import arena_socket
 
 __all__ = [
@@ -51,15 +52,18 @@ _ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers"
 
 
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
-    """Check all that the daemon and its engine need; raises StartError for the first lack."""
-    for check in _checks(config, files or MemoryFiles()):
+    """Check all that the daemon and its engine need; raises StartError for the first lack.
+
+    The daemon can do without an SSD tier unless ``ssd.required`` says otherwise.
+    """
+    for check in _checks(config, files or MemoryFiles(), needs_ssd=config.ssd.required):
         check()
 
 
 def lacks(config: Config) -> list[StartError]:
-    """Return all that the daemon and its engine lack."""
+    """Return all that the daemon and its engine lack, also what they can do without."""
     found: list[StartError] = []
-    for check in _checks(config, MemoryFiles()):
+    for check in _checks(config, MemoryFiles(), needs_ssd=True):
         try:
             check()
         except StartError as lack:
@@ -67,7 +71,9 @@ def lacks(config: Config) -> list[StartError]:
     return found
 
 
-def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]]:
+def _checks(
+    config: Config, files: MemoryFiles, *, needs_ssd: bool
+) -> Iterator[Callable[[], object]]:
     """Yield what is to be checked, in this order; each raises StartError."""
     yield check_limits
     yield partial(check_memory, config, files)
@@ -77,7 +83,7 @@ def _checks(config: Config, files: MemoryFiles) -> Iterator[Callable[[], object]
         yield partial(Credentials, config.rpc)
     if config.http.listen is not None:
         yield partial(check_free, "http.listen", config.http.listen)
-    if config.ssd.enabled:
+    if config.ssd.enabled and needs_ssd:
         yield partial(check_ssd, config)
     yield partial(with_url, config)
     if config.engine.model is not None:
@@ -193,6 +199,7 @@ def check_socket(path: Path, uid: int, *, is_shared: bool) -> None:
     """
     _check_name(path)
     check_owner(path.parent, uid)
+    check_parents(path, "daemon.socket", uid)
     if is_shared:
         _check_passable(path.parent)
 

@@ -53,6 +53,13 @@ class SsdConfig(Section):
         json_schema_extra=why("It is what outlives a restart."),
         description="Whether there is an SSD tier.",
     )
+    required: bool = Field(
+        default=False,
+        json_schema_extra=why("A cache without its disk is worth more than none."),
+        description="Whether the daemon refuses to start without this tier. false: while the "
+        "directory cannot be used it serves without the tier, and opens it as soon as that works; "
+        "on a volume with less room than ssd.capacity it uses what there is.",
+    )
     directory: Path = Field(
         default_factory=default_cache_directory,
         json_schema_extra=why(

@@ -13,16 +13,25 @@ from functools import partial
 from kvtier.config import Config
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import TierName
-from kvtier.daemon.room import check_ssd
+from kvtier.daemon.tiers import configured
 from kvtier.daemon.yardstick import without_probes
-from kvtier.errors import StartError, TierError
+from kvtier.errors import LockHeld, StartError, TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
 from kvtier.tiers.base import Tier
 from kvtier.tiers.wrap.breaker import BreakerTier
 
-__all__ = ["PLACES", "OpenTier", "opened", "place_of", "tell_blocks"]
+__all__ = [
+    "PLACES",
+    "OpenTier",
+    "Opening",
+    "begin_opening",
+    "open_at_start",
+    "opened",
+    "place_of",
+    "tell_blocks",
+]
 
 PLACES: Mapping[TierName, str] = {
     TierName.SSD: "ssd.directory",
@@ -33,8 +42,15 @@ PLACES: Mapping[TierName, str] = {
 _TOUCH_LIMIT_NS = 2_000_000_000
 """For the first touch of a medium; a connection over TLS takes a tenth of that."""
 
+_START_WAIT_S = 10.0
+"""For the SSD tier at the start. A drive that does not answer must not keep the others from
+serving; one with very many files is put on when it has been read."""
+
 OpenTier = Callable[[Config, TierName], BreakerTier]
 """Opens one tier; may block, and raises StartError."""
+
+Opening = asyncio.Future[BreakerTier]
+"""A tier that is being opened on a thread."""
 
 
 def place_of(config: Config, name: TierName) -> str:
@@ -42,12 +58,43 @@ def place_of(config: Config, name: TierName) -> str:
     return str(config.ssd.directory if name is TierName.SSD else config.remote.url)
 
 
-async def opened(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
-    """Open a tier, however long it takes. Raises StartError.
+async def open_at_start(
+    config: Config, open_tier: OpenTier
+) -> tuple[dict[TierName, BreakerTier], dict[TierName, Opening]]:
+    """Open the configured tiers; returns those that are open, and those still to come.
+
+    Unless it is required, the SSD tier may come later: it takes long, or cannot be opened now for a
+    reason that may pass. Any other fault raises StartError, and no tier stays open.
+    """
+    openings = {
+        name: in_thread(partial(open_tier, config, name), f"kvtier-{name}-open")
+        for name in configured(config)
+    }
+    try:
+        if openings:
+            wait_s = None if config.ssd.required else _START_WAIT_S
+            await asyncio.wait(openings.values(), timeout=wait_s)
+        tiers = {}
+        for name, opening in openings.items():
+            if opening.done() and not _may_pass(config, name, opening.exception()):
+                tiers[name] = opening.result()
+    except BaseException:
+        for opening in openings.values():
+            opening.add_done_callback(_close_late)
+        raise
+    return tiers, {name: each for name, each in openings.items() if name not in tiers}
+
+
+def begin_opening(config: Config, name: TierName, open_tier: OpenTier) -> Opening:
+    """Begin to open a tier and to touch its medium."""
+    return in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
+
+
+async def opened(opening: Opening) -> BreakerTier:
+    """Wait for a tier, however long it takes. Raises StartError.
 
     Where this is cancelled, it is closed as soon as it is open.
     """
-    opening = in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -73,9 +120,22 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
             await asyncio.sleep(0)
 
 
+def _may_pass(config: Config, name: TierName, error: BaseException | None) -> bool:
+    """Tell whether a tier that could not be opened may be opened later, without a new start.
+
+    A store that another process holds is a mistake of whoever started this one: a daemon whose
+    predecessor has not ended yet is refused by the lock of its socket before that.
+    """
+    return (
+        name is TierName.SSD
+        and not config.ssd.required
+        and isinstance(error, StartError)
+        and not isinstance(error, LockHeld)
+        and error.field == PLACES[name]
+    )
+
+
 def _open(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
-    if name is TierName.SSD:
-        check_ssd(config)
     tier = open_tier(config, name)
     try:
         tier.probe(time.monotonic_ns() + _TOUCH_LIMIT_NS)

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, TierName
+from kvtier.daemon.arrival import OpenTier, open_at_start
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.health import NodeHealth
@@ -30,7 +31,7 @@ from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.sockets import Sockets
 from kvtier.daemon.stop import Stop
-from kvtier.daemon.tiers import allowance, open_tier, open_tiers, slow_tier, tune_tier
+from kvtier.daemon.tiers import allowance, open_tier, slow_tier, tune_tier
 from kvtier.daemon.yardstick import without_probes
 from kvtier.lock import PathLock
 from kvtier.node import event as ev
@@ -47,11 +48,14 @@ from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
 from kvtier.tiers.wrap.breaker import BreakerTier
 
-__all__ = ["Daemon", "OpenTiers"]
+__all__ = ["Daemon"]
 
 _log = Log("kvtier.daemon")
 
 _HEALTH_PERIOD_S = 0.5
+_RETRY_PERIOD_S = 2.0
+"""Between attempts to open a tier that could not be opened at the start."""
+
 _GAUGES_PERIOD_S = 1.0
 _SCRUB_PERIOD_S = 1.0
 _BUDGET_PERIOD_S = 1.0
@@ -79,9 +83,6 @@ _HUNG_CLOSE_S = 1.0
 _ROSTER_END_S = 2.0
 """For tiers that come or go just then."""
 
-OpenTiers = Callable[[Config, KeyRing | None], dict[TierName, BreakerTier]]
-"""Opens the tiers below the CPU."""
-
 
 class Daemon:
     """One daemon of ``config``, with the keys of ``ring``. Use ``serving`` once."""
@@ -92,7 +93,7 @@ class Daemon:
         *,
         ring: KeyRing | None = None,
         stop: Stop | None = None,
-        open_tiers: OpenTiers | None = None,
+        open_tier: OpenTier | None = None,
         systemd: Systemd | None = None,
         reload: Reload | None = None,
     ) -> None:
@@ -103,7 +104,7 @@ class Daemon:
         ProcessCollector(registry=self.metrics.registry)
         self._policies = policies(config)
         self._ring = ring
-        self._open_tiers = open_tiers or self._own_tiers
+        self._open_tier = open_tier or self._own_tier
         # Without one from outside this is a guest in a process that others end.
         self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
         self._systemd = systemd or Systemd()
@@ -120,7 +121,8 @@ class Daemon:
             path = self.config.daemon.socket
             lock = PathLock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
             closing.add("letting go of the lock", lock.release)
-            driver, arena = self._open_node(closing)
+            tiers, late = await open_at_start(self.config, self._open_tier)
+            driver, arena = self._open_node(tiers, closing)
             parts = Parts(
                 driver,
                 arena,
@@ -133,6 +135,7 @@ class Daemon:
             sockets = Sockets(self.config, closing, driver, lock=lock, health=parts.health)
             is_serving = partial(self._is_serving, parts.health)
             sockets.open_http(is_serving, parts.status.page)
+            parts.roster.expect(late)
             self._begin(closing, parts)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
             closing.add("ending changes of tiers", parts.roster.stop, most_s=_ROSTER_END_S)
@@ -163,18 +166,13 @@ class Daemon:
         await sockets.check()
         self.metrics.set(READY, is_serving())
 
-    def _own_tiers(self, config: Config, ring: KeyRing | None) -> dict[TierName, BreakerTier]:
-        return open_tiers(config, ring, self._policies.history.orders.scores)
-
-    def _open_tier(self, config: Config, name: TierName) -> BreakerTier:
-        """Open one that an operator puts on; whoever opens tiers otherwise opens this one too."""
-        if self._open_tiers != self._own_tiers:
-            return self._open_tiers(config, self._ring)[name]
+    def _own_tier(self, config: Config, name: TierName) -> BreakerTier:
         return open_tier(config, name, self._ring, self._policies.history.orders.scores)
 
-    def _open_node(self, closing: Closing) -> tuple[Driver, HostArena]:
-        """Open tiers and arena, and a node that knows what they hold."""
-        tiers = self._open_tiers(self.config, self._ring)
+    def _open_node(
+        self, tiers: dict[TierName, BreakerTier], closing: Closing
+    ) -> tuple[Driver, HostArena]:
+        """Open the arena, and a node that knows what the tiers hold."""
         # The last one is closed first: the SSD has something to lose by not being closed.
         for name in reversed(SLOW_TIERS):
             closing.add(f"closing the {name} tier", partial(self._close, name, tiers))
@@ -217,6 +215,7 @@ class Daemon:
         closing.add("stopping the background tasks", background.stop)
         for name in SLOW_TIERS:
             background.every(_HEALTH_PERIOD_S, "health", partial(driver.check_health, name))
+        background.every(_RETRY_PERIOD_S, "health", parts.roster.retry)
         background.every(_GAUGES_PERIOD_S, "gauges", parts.gauges.refresh)
         background.every(NOTED_EVERY_S, "gauges", parts.status.note)
         background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))

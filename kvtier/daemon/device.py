@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Collection
 
 import psutil
 
@@ -13,12 +14,12 @@ __all__ = ["devices_of"]
 _DIGITS = 12
 
 
-def devices_of(config: Config) -> dict[TierName, str]:
-    """Return a name for each medium of a configuration; the SSD's directory is there."""
+def devices_of(config: Config, tiers: Collection[TierName]) -> dict[TierName, str]:
+    """Return a name for the medium of each of some tiers; may block as long as the disk does."""
     devices = {}
-    if config.ssd.enabled:
+    if TierName.SSD in tiers:
         devices[TierName.SSD] = _volume(os.path.realpath(config.ssd.directory))
-    if config.remote.url:
+    if TierName.REMOTE in tiers:
         place = config.remote.url.rpartition("@")[2]  # another login is no other server
         devices[TierName.REMOTE] = hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]
     return devices

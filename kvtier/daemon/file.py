@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from kvtier.private import is_of_others
+
 __all__ = ["read_file", "replace_file"]
 
 _NAME_CHARACTERS_MAX = 64
@@ -42,12 +44,15 @@ def replace_file(
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return the beginning of a file; raises OSError, as well for what is a link or no file.
+    """Return the beginning of a file; raises OSError, also for a link, no file, and another user's.
 
     Opening a pipe would wait for whoever writes to it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no file", str(path))
+        if is_of_others(found):
+            raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
         return file.read(most_bytes)

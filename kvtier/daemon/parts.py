@@ -49,7 +49,7 @@ class Parts:
     ) -> None:
         """``config`` returns what holds by then."""
         now = config()
-        directory = now.ssd.directory if now.ssd.enabled else None
+        directory = now.ssd.directory if TierName.SSD in driver.tiers else None
         block_tokens = now.engine.block_tokens
         self.driver = driver
         self.reload = reload
@@ -71,7 +71,7 @@ class Parts:
         self.explainer = Explainer(driver.node, self.spaces, block_tokens)
         # Two daemons of one host may share a remote tier.
         node_name = f"{socket.gethostname()} {now.daemon.socket}"
-        self.prober = Prober(driver, policies.planner, node_name, devices_of(now))
+        self.prober = Prober(driver, policies.planner, node_name, devices_of(now, driver.tiers))
         learners: dict[str, Learner] = {
             "probe": self.prober,
             "cost": policies.planner,
@@ -117,7 +117,7 @@ class Parts:
 
     async def _moved(self, name: TierName, config: Config) -> None:
         """Have what is kept beside a tier's blocks, or known of its medium, go with it."""
-        devices = await in_thread(partial(devices_of, config), "kvtier-devices")
+        devices = await in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.prober.renew(name, devices.get(name, ""))
         if name is TierName.SSD:
             await self.spaces.move_to(config.ssd.directory)

@@ -15,16 +15,27 @@ Rules
 * Whoever waits has a deadline. What was begun goes on without him, but a detachment that waits for
   rest: then the tier stays drained.
 * Nothing of it is kept: the next start does what the configuration says.
+* A tier that could not be opened at the start is out until it can be; then it is put on as if an
+  operator had attached it. An operator who detaches it meanwhile ends the attempts.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, Residency, TierName
-from kvtier.daemon.arrival import PLACES, OpenTier, opened, place_of, tell_blocks
+from kvtier.daemon.arrival import (
+    PLACES,
+    Opening,
+    OpenTier,
+    begin_opening,
+    opened,
+    place_of,
+    tell_blocks,
+)
 from kvtier.daemon.departure import Departure
 from kvtier.daemon.tiers import configured, slow_tier, tune_tier
 from kvtier.errors import StartError, TierError
@@ -32,7 +43,7 @@ from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
 from kvtier.node.transfer import Duty, Lane
-from kvtier.observe.log import Log
+from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["Roster"]
@@ -41,6 +52,8 @@ _log = Log("kvtier.daemon")
 
 _LOOK_S = 0.02
 """Between two looks whether a tier is at rest."""
+
+_NOT_YET = Health(HealthState.OUT, "is being opened since the start")
 
 _SWITCHES: Mapping[TierName, str] = {
     TierName.SSD: "ssd.enabled",
@@ -66,13 +79,22 @@ class Roster:
         self._config = config
         self._open_tier = open_tier
         self._places = {name: place_of(config(), name) for name in driver.tiers}
+        self._late: dict[TierName, Opening] = {}
+        self._unopened: dict[TierName, Health] = {}
+        """Tiers that the start did not wait for, or could not open, and why."""
         self._arrivals: dict[TierName, asyncio.Task[None]] = {}
         self._num_told: dict[TierName, int] = {}
         """Of a tier that comes, the blocks that the node knows of so far."""
         self._departures: list[Departure] = []
         """Tiers that left and were not closed when another one did."""
+        self._warnings = Repeated(_log)
         self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
         """Called before a tier is put on."""
+
+    def expect(self, late: Mapping[TierName, Opening]) -> None:
+        """Put on tiers that the start did not wait for, or could not open, once that works."""
+        self._late = dict(late)
+        self._unopened = dict.fromkeys(late, _NOT_YET)
 
     # What there is
 
@@ -87,6 +109,8 @@ class Roster:
 
         On the loop's thread.
         """
+        if (unopened := self._unopened.get(name)) is not None:
+            return unopened
         lane, crew = self._lane(name), self._driver.crews.get(name)
         if lane is None and name not in self._arrivals:
             return None
@@ -139,8 +163,10 @@ class Roster:
         elif name in self._arrivals:
             self._arrivals[name].cancel()
             await asyncio.wait({self._arrivals[name]}, timeout=wait_s)
-        elif self._lane(name) is None:
+        elif self._lane(name) is None and name not in self._unopened:
             self._in_use(name)  # says why not
+        if name in self._unopened:
+            self._unopened[name] = Health(HealthState.DETACHED, "by an operator")
         for departure in self._leaving(name):
             await departure.closed(max(0.0, until_s - time.monotonic()))
         return not self._leaving(name)
@@ -152,18 +178,22 @@ class Roster:
             raise StartError(name, "is not detached", f"`kvtier tier resume {name}` has it written")
         if duty is Duty.FULL:
             return True
-        if name not in self._arrivals:
-            self._check_wanted(name)
-            self._num_told[name] = 0
-            self._arrivals[name] = asyncio.create_task(self._arrive(name))
-            self._arrivals[name].add_done_callback(partial(self._arrived, name))
-        arrival = self._arrivals[name]
+        arrival = self._arrivals.get(name) or self._begin_arrival(name)
         await asyncio.wait({arrival}, timeout=wait_s)
         if arrival.cancelled():
             raise StartError(name, "was detached before it was attached", "agree on it")
         if arrival.done():
             arrival.result()
         return arrival.done()
+
+    async def retry(self) -> None:
+        """Try again to open the tiers that could not be opened at the start."""
+        for name, health in list(self._unopened.items()):
+            if name not in configured(self._config()):  # it has been configured away
+                del self._unopened[name]
+            elif health.state is HealthState.OUT and name not in self._arrivals:
+                with contextlib.suppress(StartError):  # an earlier attempt is not closed yet
+                    self._begin_arrival(name)
 
     async def stop(self) -> None:
         """End what is under way: the process is about to end, and every lock with it."""
@@ -263,11 +293,20 @@ class Roster:
                 "mend what hangs, or name another one",
             )
 
+    def _begin_arrival(self, name: TierName) -> asyncio.Task[None]:
+        self._check_wanted(name)
+        self._num_told[name] = 0
+        arrival = asyncio.create_task(self._arrive(name))
+        self._arrivals[name] = arrival
+        arrival.add_done_callback(partial(self._arrived, name))
+        return arrival
+
     async def _arrive(self, name: TierName) -> None:
         for departure in self._departures:
             await departure.forgotten()
         config = self._config()
-        tier = await opened(config, name, self._open_tier)
+        opening = self._late.pop(name, None) or begin_opening(config, name, self._open_tier)
+        tier = await opened(opening)
         try:
             self._driver.post(ev.TierSettings(slow_tier(config, tier)))
             await tell_blocks(self._driver, tier, partial(self._count_told, name))
@@ -283,6 +322,7 @@ class Roster:
         tune_tier(now, tier)
         self._driver.post(ev.TierSettings(slow_tier(now, tier)))
         self._driver.put_on(tier)
+        self._unopened.pop(name, None)
         _log.info("a tier was attached", tier=name, blocks=self._num_told[name])
 
     def _count_told(self, name: TierName, num_blocks: int) -> None:
@@ -290,7 +330,12 @@ class Roster:
 
     def _arrived(self, name: TierName, arrival: asyncio.Task[None]) -> None:
         del self._arrivals[name]
-        if not arrival.cancelled() and (error := arrival.exception()) is not None:
+        if arrival.cancelled() or (error := arrival.exception()) is None:
+            return
+        if name in self._unopened and self._unopened[name].state is HealthState.OUT:
+            self._unopened[name] = Health(HealthState.OUT, str(error))
+            self._warnings.warning("a tier cannot be opened", tier=name, error=error)
+        else:
             _log.error("a tier could not be attached", tier=name, error=error)
 
 

@@ -9,7 +9,7 @@ from kvtier.config import Config
 from kvtier.config.units import format_size
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import ssd_eviction
-from kvtier.daemon.room import floor_beside_system
+from kvtier.daemon.room import check_space, check_ssd, floor_beside_system
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.log import Log
@@ -34,7 +34,6 @@ __all__ = [
     "is_login_alone",
     "load_keys",
     "open_tier",
-    "open_tiers",
     "slow_tier",
     "tune_tier",
 ]
@@ -56,24 +55,6 @@ def load_keys(config: Config) -> KeyRing | None:
     return KeyRing.load(config.seal.key_file) if config.seal.key_file else None
 
 
-def open_tiers(
-    config: Config, ring: KeyRing | None, worth: Worth | None = None
-) -> dict[TierName, BreakerTier]:
-    """Open the tiers below the CPU; a server is not asked yet. All or none. Raises StartError.
-
-    ``worth`` tells what blocks are worth, where the policy goes by that.
-    """
-    tiers: dict[TierName, BreakerTier] = {}
-    try:
-        for name in configured(config):
-            tiers[name] = open_tier(config, name, ring, worth)
-    except StartError:
-        for tier in tiers.values():
-            tier.close()
-        raise
-    return tiers
-
-
 def configured(config: Config) -> tuple[TierName, ...]:
     """Return the tiers below the CPU that a configuration wants, fastest first."""
     wanted = {TierName.SSD: config.ssd.enabled, TierName.REMOTE: bool(config.remote.url)}
@@ -83,7 +64,10 @@ def configured(config: Config) -> tuple[TierName, ...]:
 def open_tier(
     config: Config, name: TierName, ring: KeyRing | None, worth: Worth | None = None
 ) -> BreakerTier:
-    """Open one of them, as ``open_tiers`` does. Raises StartError."""
+    """Open a tier below the CPU; a server is not asked yet. Raises StartError.
+
+    ``worth`` tells what blocks are worth, where the policy goes by that.
+    """
     tier: Tier
     if name is TierName.SSD:
         tier = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"), worth)
@@ -173,12 +157,27 @@ def allowance(config: Config, tier: Tier) -> float | None:
 
 def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
     ssd = config.ssd
+    if ssd.required:
+        check_ssd(config)
     options = replace(
         _ssd_options(config),
         seal=seal,
         worth=worth if ssd_eviction(config) != "lru" else None,
     )
     tier = SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
+    _warn_of_room(config)
+    return tier
+
+
+def _warn_of_room(config: Config) -> None:
+    """Log what is wrong with the room for the SSD tier, which is open and goes by what there is."""
+    ssd = config.ssd
+    try:
+        check_space(config, ssd.directory)
+    except StartError as lack:
+        _log.warning(
+            "the SSD tier has less room than ssd.capacity", problem=lack.problem, remedy=lack.remedy
+        )
     with contextlib.suppress(OSError):  # a volume that fails is told of by the tier
         if floor_bytes := floor_beside_system(config, ssd.directory):
             _log.warning(
@@ -187,7 +186,6 @@ def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
                 remedy="use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
                 f"{format_size(floor_bytes)}",
             )
-    return tier
 
 
 def _ssd_options(config: Config) -> SsdOptions:

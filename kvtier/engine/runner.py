@@ -31,6 +31,8 @@ several of them."""
 _ORDERS_MAX = 4096
 """Far more than the engine takes in between two steps; beyond it, clients are turned away."""
 
+_STOPPING = "the engine is stopping"
+
 
 class EngineRunner:
     """Runs an engine on a thread of its own, for callers on any thread."""
@@ -40,6 +42,8 @@ class EngineRunner:
         self._clock_ns = clock_ns
         self._faults = Repeated(_log)
         self._orders: deque[Callable[[], None]] = deque()
+        self._open: dict[object, tuple[str, Deliver]] = {}
+        """Requests without their last output, by a key of their own."""
         self._changed = threading.Condition()
         self._is_woken = False
         self._is_draining = False
@@ -70,23 +74,30 @@ class EngineRunner:
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing.
 
-        ``deliver`` is called on the engine's thread, the last time with a finish reason.
+        ``deliver`` is called on the engine's thread, the last time with a finish reason. That one
+        comes from ``stop`` where the engine's thread hangs.
         """
         self.engine.check_request(request)
+        key = object()
+
+        def deliver_open(output: Output) -> None:
+            has_more = output.finish is None
+            if (self._open.get(key) if has_more else self._open.pop(key, None)) is not None:
+                deliver(output)
 
         def order() -> None:
             try:
-                self.engine.submit(request, deliver, self._clock_ns())
+                self.engine.submit(request, deliver_open, self._clock_ns())
             except (QueueFull, RequestRefused) as refusal:
-                error = Output(request.request_id, (), FinishReason.ERROR, error=str(refusal))
-                deliver(error)
+                deliver_open(_error(request.request_id, str(refusal)))
 
         with self._changed:
             if not self.is_ready:
-                raise QueueFull("the engine is stopping")
+                raise QueueFull(_STOPPING)
             waiting = self.engine.num_waiting + len(self._orders)
             if waiting >= min(_ORDERS_MAX, self.engine.settings.max_num_waiting):
                 raise QueueFull(f"{waiting} requests wait already")
+            self._open[key] = (request.request_id, deliver)
             self._push(order)
 
     def abort(self, request_id: str) -> None:
@@ -130,12 +141,19 @@ class EngineRunner:
         return self._idle.wait(timeout_s)
 
     def stop(self, deadline_s: float = 10.0) -> bool:
-        """End all requests and the thread; False if it is still in a step at the deadline."""
+        """End all requests and the thread; False if it is still in a step at the deadline.
+
+        Requests get their last output all the same.
+        """
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
+        for key in list(self._open):
+            if (left := self._open.pop(key, None)) is not None:  # else the engine was faster
+                request_id, deliver = left
+                deliver(_error(request_id, _STOPPING))
         return not self._thread.is_alive()
 
     # On the engine's thread
@@ -161,7 +179,7 @@ class EngineRunner:
                 continue
             self._sleep()
         self._follow_orders()
-        self.engine.fail_all("the engine is stopping")
+        self.engine.fail_all(_STOPPING)
         self._idle.set()
         self.engine.port.close()
 
@@ -187,3 +205,7 @@ class EngineRunner:
                 self._idle.clear()
             if not (self._is_woken or self._orders or self._is_stopping):
                 self._changed.wait(_SLEEP_MAX_S)
+
+
+def _error(request_id: str, problem: str) -> Output:
+    return Output(request_id, (), FinishReason.ERROR, error=problem)

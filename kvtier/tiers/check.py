@@ -6,7 +6,10 @@ from kvtier.core.identity import BlockHeader, HeaderError
 from kvtier.errors import TierTimeout
 from kvtier.tiers.base import BlockRead, MissReason
 
-__all__ = ["check_header", "check_payload", "seconds_left"]
+__all__ = ["NO_DEADLINE_NS", "check_header", "check_payload", "seconds_left"]
+
+NO_DEADLINE_NS = (1 << 63) - 1
+"""A deadline that never passes."""
 
 
 def seconds_left(deadline_ns: int) -> float:

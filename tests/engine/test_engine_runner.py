@@ -127,6 +127,29 @@ def test_a_drain_takes_no_more_and_waits_for_the_rest(runner: EngineRunner) -> N
     assert runner.await_idle(DEADLINE_S)
 
 
+def test_a_stop_ends_requests_of_an_engine_that_hangs(runner: EngineRunner) -> None:
+    has_begun, release = threading.Event(), threading.Event()
+    outputs: queue.Queue[Output] = queue.Queue()
+    runner.submit(Request("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
+    assert outputs.get(timeout=DEADLINE_S).finish is None
+
+    def hang(_: Engine) -> None:
+        has_begun.set()
+        release.wait(DEADLINE_S)
+
+    calling = threading.Thread(target=runner.call, args=(hang, DEADLINE_S))
+    calling.start()
+    assert has_begun.wait(DEADLINE_S)
+    try:
+        assert not runner.stop(0)
+        assert _collect(outputs)[-1].finish is FinishReason.ERROR
+    finally:
+        release.set()
+        calling.join(DEADLINE_S)
+    assert runner.stop(DEADLINE_S)
+    assert outputs.empty(), "nobody is told twice"
+
+
 def test_stop_ends_every_request(tiny: LoadedModel) -> None:
     runner = EngineRunner(Drive(tiny, MemoryPort()).engine)
     runner.start()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvtier.config import Config
-from kvtier.core.residency import TierName
 from kvtier.daemon.daemon import Daemon
 from kvtier.tiers.wrap import BreakerTier
 
@@ -19,7 +18,7 @@ def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[None]:
     stopping = asyncio.Event()
 
     async def serve() -> None:
-        daemon = Daemon(config, open_tiers=lambda _config, _ring: {TierName.SSD: make()})
+        daemon = Daemon(config, open_tier=lambda _config, _name: make())
         async with daemon.serving():
             begun.set()
             await stopping.wait()

@@ -174,7 +174,7 @@ def test_an_http_port_in_use_is_refused_soon(node: Served) -> None:
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(node: Served, key: str, value: str, part: str) -> None:
-    said = refusal(node, **{key.replace(".", "__"): value})
+    said = refusal(node, **{"ssd__required": "true", key.replace(".", "__"): value})
     assert said.startswith(f"{key}: "), said
     assert part in said
     assert ";" in said, "there is a remedy"
@@ -231,7 +231,8 @@ def test_a_directory_of_others_is_refused(node: Served) -> None:
         pytest.skip("root may write anywhere")
     closed = node.directory / "closed"
     closed.mkdir(mode=0o500)
-    assert refusal(node, ssd__directory=str(closed / "ssd")).startswith("ssd.directory: ")
+    said = refusal(node, ssd__directory=str(closed / "ssd"), ssd__required="true")
+    assert said.startswith("ssd.directory: ")
 
 
 def test_stat_tells_the_same_on_the_command_line(node: Served) -> None:

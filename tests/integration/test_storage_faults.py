@@ -59,6 +59,11 @@ def in_use_again(node: Served, traffic: Traffic) -> None:
     print(f"in use again after {time.monotonic() - start_s:.2f} s")
 
 
+def tier_of(node: Served) -> Mapping[str, str]:
+    document: Mapping[str, str] = node.stat()["tiers"]["ssd"]
+    return document
+
+
 def ended_well(node: Served) -> None:
     status = node.await_idle(20)
     assert (status["pins"], status["leases"]) == (0, 0)
@@ -133,6 +138,48 @@ def test_a_disk_that_is_gone_for_a_while(
         ended_well(node)
         assert "Traceback" not in daemon.log
         assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("faults", "states", "reason"),
+    [
+        pytest.param(FULL, ("degraded",), "read-only", id="full"),
+        pytest.param(READ_ONLY, ("out", "degraded"), "read-only", id="mounted read-only"),
+        pytest.param({Call.OPEN_WRITE: fail(errno.EIO)}, ("out",), "error", id="no write"),
+        pytest.param({Call.OPEN_WRITE: fail(errno.ENOSPC)}, ("out",), "space", id="no inodes"),
+        pytest.param({Call.OPEN_WRITE: fail(errno.EACCES)}, ("out",), "denied", id="not writable"),
+        pytest.param(HANGING, ("out",), "opened", id="hanging"),
+    ],
+)
+def test_a_daemon_starts_on_a_disk_that_is_gone_for_a_while(
+    disk: tuple[Served, StorageShim],
+    faults: Mapping[Call, Fault],
+    states: tuple[str, ...],
+    reason: str,
+) -> None:
+    node, shim = disk
+    with node.daemon(), Traffic(node, seed=110) as traffic:
+        traffic.await_loaded("ssd")
+    with shim.suffering(faults), node.daemon() as daemon, Traffic(node, seed=110) as traffic:
+        await_true(lambda: tier_of(node)["state"] in states, "it is told", 20)
+        assert reason in tier_of(node)["reason"].lower()
+        traffic.await_loaded("cpu")
+        shim.clear()
+        in_use_again(node, traffic)
+        assert "Traceback" not in daemon.log
+        assert daemon.stop() == 0
+
+
+def test_a_daemon_that_requires_its_disk_does_not_start_without_it(
+    disk: tuple[Served, StorageShim],
+) -> None:
+    node, shim = disk
+    with (
+        shim.suffering({Call.OPEN_WRITE: fail(errno.EIO)}),
+        node.start("serve", ssd__required="true") as daemon,
+    ):
+        assert daemon.wait(20) == 2
+    assert "ssd.directory" in daemon.log
 
 
 def test_a_full_volume_keeps_what_it_has(disk: tuple[Served, StorageShim]) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli.preflight import check_pool, check_start
+from kvtier.cli.preflight import check_pool, check_start, lacks
 from kvtier.config import Config, load_config
 from kvtier.daemon import room
 from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
@@ -33,6 +33,7 @@ def configured(tmp_path: Path, **overrides: str) -> Config:
         "ssd.capacity": "8MiB",
         "ssd.segment": "1MiB",
         "ssd.free_space_floor": "0B",
+        "ssd.required": "true",
         "cpu.capacity": "64MiB",
         "http.listen": "127.0.0.1:0",
     }
@@ -169,6 +170,12 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 def test_no_ssd_tier_needs_no_directory(tmp_path):
     config = configured(tmp_path, ssd__directory="/proc/kvtier", ssd__enabled="false")
     check_start(config, machine(tmp_path))
+
+
+def test_what_keeps_an_ssd_tier_out_does_not_keep_a_daemon_from_starting(tmp_path):
+    config = configured(tmp_path, ssd__directory="/proc/kvtier", ssd__required="false")
+    check_start(config, machine(tmp_path))
+    assert [lack.field for lack in lacks(config)] == ["ssd.directory"]
 
 
 def test_more_disk_than_there_is(tmp_path):

@@ -104,5 +104,6 @@ def test_another_login_is_no_other_server(url: str, is_alone: bool) -> None:
 
 
 def test_another_login_is_no_other_medium() -> None:
-    names = {devices_of(by_url(URL.replace(SECRET, word)))[TierName.REMOTE] for word in ("a", "b")}
+    urls = [URL.replace(SECRET, word) for word in ("a", "b")]
+    names = {devices_of(by_url(url), [TierName.REMOTE])[TierName.REMOTE] for url in urls}
     assert len(names) == 1, "what was measured of it counts on"

@@ -2,14 +2,17 @@
 
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TierTimeout
+from kvtier.testing.block import make_block
 from kvtier.tiers.remote.link import Link
 from kvtier.tiers.remote.resp import Command, Garbled, Refusal, Reply, ReplyReader, encode
+from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, kept_of
 
 LONG = bytes(range(256)) * 200
 
@@ -87,6 +90,7 @@ def test_a_value_goes_where_it_belongs(rooms: list[int], length: int, cuts: list
         b"$x\r\n",
         b"$3\r\nabcd\r\n",
         b"*5000000\r\n",
+        b"*1\r\n" * 2000,
         b":\r\n",
         b"+" + b"x" * 20_000 + b"\r\n",
     ],
@@ -94,6 +98,21 @@ def test_a_value_goes_where_it_belongs(rooms: list[int], length: int, cuts: list
 def test_garbage_is_told_from_replies(garbage: bytes) -> None:
     with pytest.raises(Garbled):
         ReplyReader(Wire(garbage, [1 << 20]).receive).read()
+
+
+@pytest.mark.parametrize(
+    "element", [b"$1000000\r\n" + b"x" * 1_000_000 + b"\r\n", b"*1000\r\n" + b":1\r\n" * 1000]
+)
+def test_a_reply_without_end_is_given_up(element: bytes) -> None:
+    wire = Wire(b"", [1 << 20])
+
+    def receive(view: memoryview) -> int:
+        wire._stream = wire._stream or element
+        return wire.receive(view)
+
+    wire._stream = b"*1000000\r\n"
+    with pytest.raises(Garbled):
+        ReplyReader(receive).read()
 
 
 def test_a_refusal_is_a_word_of_its_own_and_never_quotes() -> None:
@@ -141,6 +160,12 @@ class Connection:
 
     def disconnect(self) -> None:
         self._sock.close()
+
+
+def test_a_block_counts_for_no_more_than_lies_there() -> None:
+    header = replace(make_block(1, 100).header, payload_bytes=1 << 63)
+    assert kept_of(header.pack(), HEAD_BYTES + 100).num_bytes <= PARTS_MAX * 100
+    assert kept_of(make_block(1, 100).header.pack(), HEAD_BYTES + 100).num_bytes == 100
 
 
 def test_no_more_bytes_are_asked_for_than_a_server_should_hold() -> None:

@@ -4,6 +4,7 @@ import argparse
 import errno
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk, no_hook
 from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
 from kvtier.tiers.ssd.pool import METADATA_BYTES
-from kvtier.tiers.ssd.segment import _CHECK, _HEADER
+from kvtier.tiers.ssd.segment import _CHECK, _HEADER, _TRAILER, ENTRY_DTYPE, footer_bytes
 
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 6 * SEGMENT_BYTES + METADATA_BYTES
@@ -75,6 +76,18 @@ class Store:
         check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
         self.damage(segment, 0, packed + check + b"\xaa" * 10_000)
         return self.path(segment).rename(path)
+
+    def declare(self, segment: int, payload_bytes: int) -> None:
+        """Have the footer say that of its second block, under a checksum that holds."""
+        content = bytearray(self.path(segment).read_bytes())
+        end = SEGMENT_BYTES - _TRAILER.size - _CHECK.size
+        (count,) = struct.unpack_from("<I", content, end + 16)
+        start = SEGMENT_BYTES - footer_bytes(count)
+        stop = start + count * ENTRY_DTYPE.itemsize
+        struct.pack_into("<Q", content, start + ENTRY_DTYPE.itemsize + 80, payload_bytes)
+        check = xxhash.xxh3_64_intdigest(content[start:stop] + content[end : end + _TRAILER.size])
+        _CHECK.pack_into(content, end + _TRAILER.size, check)
+        self.path(segment).write_bytes(content)
 
     def harm_footerless(self, segment: int, record: int) -> None:
         self.drop_footer(segment)
@@ -328,6 +341,22 @@ def test_a_sector_that_cannot_be_read_is_left_alone(kept: Store) -> None:
     report = kept.fsck(Purpose.REPAIR, hook)
     assert (report.unreadable_records, report.num_left) == (35, 35)
     assert kept.content() == before
+
+
+@pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES + 4096, 1 << 31, (1 << 64) - 1])
+def test_a_footer_with_a_size_that_does_not_fit_is_not_believed(
+    kept: Store, payload_bytes: int
+) -> None:
+    kept.declare(1, payload_bytes)
+    tier = kept.open()
+    assert tier.usage().detail["footers_refused_at_start"] == 1
+    assert tier._pool.index.payload_bytes.max() == BLOCK_BYTES
+    tier.close()
+    assert kept.served() == set(range(35))  # the records say what the footer does not
+    kept.declare(2, payload_bytes)
+    assert kept.fsck().footers_wrong == 1
+    assert kept.fsck(Purpose.REPAIR).repaired == {"footers written": 1}
+    assert kept.fsck().num_faults == 0
 
 
 def test_strangers_are_counted_and_left_alone(kept: Store) -> None:

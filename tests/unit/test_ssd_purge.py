@@ -28,6 +28,7 @@ from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd import disk as disk_module
+from kvtier.tiers.ssd.segment import entries_of
 
 ALICE, BOB = tenant_digest("alice"), tenant_digest("bob")
 OF_ALICE = Selection(tenant=ALICE)
@@ -219,6 +220,29 @@ def test_a_deadline_is_kept_between_segments(ssd: Opener) -> None:
     deadlines.clear()
     assert tier.purge(OF_ALICE, soon()).num_blocks == 10
     assert not traces(ssd.directory, alices)
+
+
+def test_a_truncated_segment_does_not_stop_a_purge(ssd: Opener) -> None:
+    tier, blocks = ssd(), blocks_of(range(24))
+    store(tier, *blocks)
+    os.truncate(ssd.segments()[0], 100_000)
+    other = make_block(24, BLOCK_BYTES, key_space=b"another space...")
+    tier.purge(Selection(key_space=other.header.key_space), soon())
+    assert fetch(tier, *blocks[10:]) == [None] * 14
+    assert [each is None for each in fetch(tier, *blocks[:10])] == [True] * 3 + [False] * 7
+    tier.purge(Selection(key_space=TEST_KEY_SPACE), soon())
+    assert present(tier, blocks) == [False] * 24
+    tier.probe(soon())
+    store(tier, other)
+    assert fetch(tier, other) == [None]
+
+
+def test_looking_for_records_in_a_damaged_segment_has_a_deadline(ssd: Opener) -> None:
+    tier = ssd()
+    store(tier, *blocks_of(range(11)))
+    damage(ssd.segments()[0], SEGMENT_BYTES - 4096, bytes(4096))  # without a footer it is searched
+    with pytest.raises(TierTimeout):
+        entries_of(tier._disk, tier._pool.segments[1], deadline_ns=time.monotonic_ns())
 
 
 def test_a_file_that_cannot_be_read_goes_whole(ssd: Opener) -> None:

@@ -473,7 +473,7 @@ def test_a_second_process_is_told_who_holds_the_directory(ssd: Opener) -> None:
         timeout=60,
     )
     assert other.returncode != 0
-    assert "StartError: ssd.directory" in other.stderr
+    assert "LockHeld: ssd.directory" in other.stderr
     assert f"held by pid {os.getpid()} on host {socket.gethostname()}" in other.stderr
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvtier.config import load_config
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import policies
-from kvtier.daemon.tiers import open_tiers, tune_tier
+from kvtier.daemon.tiers import configured, open_tier, tune_tier
 from kvtier.tiers.ssd.budget import DAY_S, WriteBudget
 
 
@@ -57,7 +57,8 @@ def test_tiers_that_are_open_take_their_limits_anew(tmp_path: Path) -> None:
         "ssd.free_space_floor": "0",
         "remote.url": "redis://127.0.0.1:1",
     }
-    tiers = open_tiers(load_config(None, given, {}), None)
+    config = load_config(None, given, {})
+    tiers = {name: open_tier(config, name, None) for name in configured(config)}
     try:
         limits = {"ssd.write_budget": "1GiB", "ssd.free_space_floor": "1000000TiB"}
         config = load_config(None, given | limits, {})

@@ -15,6 +15,7 @@ from kvtier.cli.shown import shown_bytes
 from kvtier.config.units import format_size
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.daemon.room import check_space, floor_beside_system
+from kvtier.private import check_parents
 
 __all__ = [
     "look_at_direct_io",
@@ -47,6 +48,8 @@ def look_at_directory(subject: Subject) -> Finding:
         return fail(f"{found} is no directory", "remove it, or name another ssd.directory")
     if not os.access(found, os.W_OK | os.X_OK):
         return fail(f"user {os.geteuid()} may not write {found}", remedy)
+    # Root looks on behalf of the daemon's user, whose directory it then is.
+    check_parents(wanted, "ssd.directory", os.geteuid() or found.stat().st_uid)
     if found != wanted:
         return ok(f"{wanted} will be made")
     mode = found.stat().st_mode & 0o777

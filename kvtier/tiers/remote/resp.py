@@ -18,6 +18,15 @@ _STRING_BYTES_MAX = 1 << 20
 """A string that nobody gave a place to; only keys that are not ours are longer."""
 
 _ARRAY_LENGTH_MAX = 1 << 20
+_DEPTH_MAX = 8
+"""Of arrays within arrays: a cluster's map has three."""
+
+_REPLY_BYTES_MAX = 64 << 20
+"""Of one reply with all its elements: a page of SCAN or a cluster's map has far less."""
+
+_ELEMENT_BYTES = 64
+"""What an element takes in memory besides its text."""
+
 _JOINED_BYTES_MAX = 2 << 10
 """Shorter pieces are sent with their neighbours: a copy costs less than an element of a vector."""
 
@@ -91,10 +100,17 @@ class ReplyReader:
         self._bytes = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._bytes)
         self._start = self._end = 0
+        self._left_bytes = 0
+        """What the reply that is being read may still take."""
 
     def read(self, into: Sequence[memoryview] = ()) -> Reply:
         """Return the next reply. Raises Garbled, after which nothing more can be read."""
+        self._left_bytes = _REPLY_BYTES_MAX
+        return self._read(into, 0)
+
+    def _read(self, into: Sequence[memoryview], depth: int) -> Reply:
         line = self._line()
+        self._take_memory(len(line) + _ELEMENT_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -105,13 +121,18 @@ class ReplyReader:
         if kind == b"$":
             return self._string(_number(rest), into)
         if kind == b"*":
-            return self._array(_number(rest))
+            return self._array(_number(rest), depth + 1)
         raise Garbled("unknown kind of reply")
 
-    def _array(self, length: int) -> Reply:
-        if length > _ARRAY_LENGTH_MAX:
-            raise Garbled("an array longer than any that was asked for")
-        return None if length < 0 else [self.read() for _ in range(length)]
+    def _array(self, length: int, depth: int) -> Reply:
+        if length > _ARRAY_LENGTH_MAX or depth > _DEPTH_MAX:
+            raise Garbled("an array longer or deeper than any that was asked for")
+        return None if length < 0 else [self._read((), depth) for _ in range(length)]
+
+    def _take_memory(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
+        if self._left_bytes < 0:
+            raise Garbled("a reply larger than any that was asked for")
 
     def _string(self, length: int, into: Sequence[memoryview]) -> Reply:
         if length < 0:
@@ -124,6 +145,7 @@ class ReplyReader:
                 left -= len(part)
             self._skip(left)
         elif length <= _STRING_BYTES_MAX:
+            self._take_memory(length)
             text = bytearray(length)
             self._fill(memoryview(text))
         else:

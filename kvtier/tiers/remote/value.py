@@ -183,7 +183,8 @@ def kept_of(packed: Reply, length: Reply) -> Kept:
         return Kept(None, stored_bytes, 1)
     is_split = 0 < stored_bytes < header.payload_bytes
     num_parts = min(PARTS_MAX, -(-header.payload_bytes // stored_bytes)) if is_split else 1
-    return Kept(header, header.payload_bytes, num_parts)
+    # A header may declare any size; no more than what is there can be freed.
+    return Kept(header, min(header.payload_bytes, num_parts * stored_bytes), num_parts)
 
 
 def _pieces(payload: memoryview, split_bytes: int) -> Iterator[memoryview]:

@@ -21,7 +21,7 @@ from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.disk import PageWriter, new_staging
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.record import RecordHead, padded, record_bytes
-from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, footer_bytes
+from kvtier.tiers.ssd.segment import ENTRY_DTYPE, PAYLOAD_BYTES_MAX, Segment, footer_bytes
 from kvtier.tiers.ssd.volume import NO_SPACE
 
 __all__ = ["Appender", "StoredRecord", "note_fault", "write_records"]
@@ -31,9 +31,6 @@ _RUN_BYTES_MAX = 32 << 20
 
 _SEALED_RUN_BYTES_MAX = 8 << 20
 """Bytes of one run whose ciphertext waits in memory; a larger block is a run of its own."""
-
-_PAYLOAD_BYTES_MAX = (1 << 32) - 1
-"""What a row of the index can say."""
 
 _FAULTS_MAX = 2
 """Failed runs in a row after which a segment is left: its next pages may be bad, not the disk."""
@@ -202,4 +199,4 @@ def note_fault(pool: SegmentPool, segment: Segment, error: OSError) -> None:
 def _is_too_large(pool: SegmentPool, block: BlockWrite) -> bool:
     payload_bytes = len(block.payload)
     room_bytes = pool.segment_bytes - PAGE_BYTES - footer_bytes(1)
-    return record_bytes(payload_bytes) > room_bytes or payload_bytes > _PAYLOAD_BYTES_MAX
+    return record_bytes(payload_bytes) > room_bytes or payload_bytes > PAYLOAD_BYTES_MAX

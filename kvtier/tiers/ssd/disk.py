@@ -20,6 +20,7 @@ import numpy as np
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import StartError
 from kvtier.tiers.ssd.record import padded
+from kvtier.tiers.ssd.volume import NO_WRITES
 
 __all__ = [
     "STAGING_BYTES",
@@ -113,12 +114,24 @@ class Disk:
         self._probe(os.O_DIRECT if self.is_direct else 0)
 
     def _probe_direct(self) -> bool:
-        """Write and read a page past the page cache, in the very directory."""
+        """Write and read a page past the page cache, in the very directory; raises OSError.
+
+        A volume that takes no writes now is asked by opening a file.
+        """
         try:
             self._probe(os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, *NO_WRITES}:
+                raise
+            return error.errno in NO_WRITES and self._opens_direct()
+        return True
+
+    def _opens_direct(self) -> bool:
+        try:
+            with _opened(self.directory / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT):
+                return True
         except OSError:
             return False
-        return True
 
     def _probe(self, flags: int) -> None:
         path = self.directory / _PROBE_NAME

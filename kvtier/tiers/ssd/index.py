@@ -4,6 +4,7 @@ Only what a look-up needs is here; the rest of a block's header is read from the
 its payload, and is what counts: a row may be wrong, and then the block is a miss.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,6 +52,8 @@ class Index:
         self.written_s: _Column = np.zeros(capacity, np.uint32)
         self.reads: npt.NDArray[np.uint8] = np.zeros(capacity, np.uint8)
         """Since the block was written or last moved, up to ``READS_MAX``."""
+        self._num_blocks: Counter[int] = Counter()
+        """By segment. Numbers of segments come from file names, so no array is sized by them."""
         self.payload_total_bytes = 0
         """Of all blocks: who watches asks each second, of millions."""
 
@@ -88,7 +91,9 @@ class Index:
             self._grow()
         touched = np.unique(rows)
         before = self.sizes_of(touched[self.segment[touched] != NOWHERE])
+        self._count(touched, -1)
         self.segment[rows] = segments
+        self._count(touched, 1)
         self.page[rows] = entries["page"]
         self.payload_bytes[rows] = headers["payload_bytes"]
         self.space[rows] = space_mark(headers["space"])
@@ -99,6 +104,7 @@ class Index:
     def drop(self, rows: Rows) -> None:
         """Forget the blocks of distinct rows that are in use."""
         self._table.remove(self._table.keys[rows])
+        self._count(rows, -1)
         self.segment[rows] = NOWHERE
         self.payload_total_bytes -= self.sizes_of(rows).num_bytes
 
@@ -131,18 +137,23 @@ class Index:
         """Halve all counts of reads, so that what was read long ago counts less and less."""
         self.reads[: self._table.extent] >>= 1
 
-    def weigh(self, first: int, last: int) -> tuple[Weights, Weights]:
-        """Return the blocks of each segment ``[first, last]``, and the bytes of those read.
+    def count_blocks(self, segments: Sequence[int]) -> Weights:
+        """Return how many blocks each of some segments has. Needs no lock."""
+        return np.array([self._num_blocks[segment] for segment in segments], np.int64)
+
+    def read_bytes(self, segments: Sequence[int]) -> Weights:
+        """Return the bytes of blocks that were read in each of some segments, in ascending order.
 
         Needs no lock: it may be off by what happens meanwhile.
         """
         extent = self._table.extent
-        segments = self.segment[:extent]
         read = np.flatnonzero(self.reads[:extent].copy())  # others count while it is looked through
         sizes = self.payload_bytes[:extent][read] + np.float64(PAGE_BYTES)
-        num_blocks = np.bincount(segments, minlength=last + 1)
-        read_bytes = np.bincount(segments[read], sizes, last + 1)
-        return num_blocks[first : last + 1], read_bytes[first : last + 1].astype(np.int64)
+        numbers = np.array(segments, np.uint32)
+        found = self.segment[:extent][read]
+        places = np.searchsorted(numbers, found)
+        places[~np.isin(found, numbers)] = len(numbers)
+        return np.bincount(places, sizes, len(numbers) + 1)[:-1].astype(np.int64)
 
     def hashes_of(self, rows: Rows) -> list[BlockHash]:
         """Return the blocks of rows that are in use."""
@@ -154,8 +165,16 @@ class Index:
 
     def live_segments(self) -> set[int]:
         """Return the segments that have blocks."""
-        counts = np.bincount(self.segment[: self._table.extent])
-        return set(np.flatnonzero(counts).tolist()) - {NOWHERE}
+        return set(self._num_blocks)
+
+    def _count(self, rows: Rows, step: int) -> None:
+        """Count the blocks of distinct rows in, or out."""
+        segments, counts = np.unique(self.segment[rows], return_counts=True)
+        for segment, count in zip(segments.tolist(), counts.tolist(), strict=True):
+            if segment != NOWHERE:
+                self._num_blocks[segment] += step * count
+                if not self._num_blocks[segment]:
+                    del self._num_blocks[segment]
 
     def _grow(self) -> None:
         added = np.zeros(self._table.capacity - len(self.segment), np.uint32)

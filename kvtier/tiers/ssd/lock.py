@@ -12,10 +12,7 @@ _FIELD = "ssd.directory"
 
 
 class DirectoryLock:
-    """Holds a directory, made where needed, until ``release``.
-
-    A directory made here is 0700; one that exists keeps its mode. Raises StartError.
-    """
+    """Holds a directory, made where needed with mode 0700, until ``release``. Raises StartError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -5,24 +5,30 @@ exchanged for another finds out here, and gives up what is gone. A read may find
 block whose file is not there is a miss.
 """
 
-import errno
+import contextlib
 
 from kvtier.errors import StartError, TierError
+from kvtier.private import keep_private
 from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.purge import remove_strangers
 from kvtier.tiers.ssd.segment import Segment, is_in_place
-from kvtier.tiers.ssd.volume import NO_SPACE
+from kvtier.tiers.ssd.volume import NO_WRITES
 
 __all__ = ["check_presence"]
 
 
 def check_presence(pool: SegmentPool, lock: DirectoryLock) -> None:
-    """Touch the directory as reads and writes do. For the one writer.
+    """Touch the directory as reads and writes do, and keep it private. For the one writer.
 
     Raises OSError where it does not work, and TierError where something was gone and the store has
     begun without it. A volume that takes no more is no fault here, as long as it can be read.
     """
+    with contextlib.suppress(FileNotFoundError):  # it is made again
+        try:
+            keep_private(pool.disk.directory, "ssd.directory")
+        except StartError as error:
+            raise TierError(f"ssd: {error}") from error
     num_lost = 0
     if not lock.is_in_place():
         try:
@@ -36,7 +42,7 @@ def check_presence(pool: SegmentPool, lock: DirectoryLock) -> None:
     try:
         pool.disk.probe()
     except OSError as error:
-        if error.errno not in NO_SPACE | {errno.EROFS}:
+        if error.errno not in NO_WRITES:
             raise
         pool.volume.stop(f"the volume takes no more: {error.strerror}")
         num_lost += _give_up_missing(pool, list(pool.segments.values())[:1])

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtier.core.identity import BlockHash, Selection
+from kvtier.errors import TierTimeout
 from kvtier.tiers.base import Removed
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.ssd.pool import SegmentPool
@@ -81,16 +82,16 @@ def purge_all(pool: SegmentPool) -> Removed:
 def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) -> Removed:
     """Take a selection out of each file in turn; raises TierTimeout between two of them.
 
-    A file that cannot be read or changed, or that another version wrote, may hide what is meant,
-    and is removed whole; raises OSError where one stays.
+    A file that cannot be read in time or changed, or that another version wrote, may hide what is
+    meant, and is removed whole; raises OSError where one stays.
     """
     removed = Removed()
     with _settling(pool):
         for segment in sorted(pool.segments.values(), key=lambda each: each.number):
             seconds_left(deadline_ns)
             try:
-                removed += _purge_segment(pool, segment, selection)
-            except OSError:
+                removed += _purge_segment(pool, segment, selection, deadline_ns)
+            except (OSError, TierTimeout):
                 removed += _give_up(pool, segment)
     remove_strangers(pool)
     return removed
@@ -113,10 +114,12 @@ def remove_strangers(pool: SegmentPool) -> None:
         pool.disk.sync_directory()
 
 
-def _purge_segment(pool: SegmentPool, segment: Segment, selection: Selection) -> Removed:
+def _purge_segment(
+    pool: SegmentPool, segment: Segment, selection: Selection, deadline_ns: int
+) -> Removed:
     if segment.is_set_aside:
         return _give_up(pool, segment)
-    entries = entries_of(pool.disk, segment)
+    entries = entries_of(pool.disk, segment, deadline_ns=deadline_ns)
     is_meant = selection.mask(entries["header"]["space"]) & ~is_erased(entries)
     with pool.lock:
         rows = pool.index.rows_at(entries[is_meant], segment.number)

@@ -33,6 +33,7 @@ import numpy as np
 
 from kvtier.core.identity import BlockHash
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.errors import TierTimeout
 from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.ssd.age import AgeLimit
@@ -94,13 +95,13 @@ class Reclaimer:
             rows = pool.index.find([block.header.block_hash for block in blocks])
             protected = set(pool.index.segment[rows[rows >= 0]].tolist())
         victim = pool.victim(protected, pool.order.to_clean)
-        kept = self._worth_keeping(victim, share_bytes) if victim else []
+        kept = self._worth_keeping(victim, share_bytes, deadline_ns) if victim else []
         if victim and kept:
             # Half of the time is left for the write itself.
             self._move(victim, kept, active, (time.monotonic_ns() + deadline_ns) // 2)
             pool.give_up(victim)
 
-    def _worth_keeping(self, victim: Segment, most_bytes: int) -> list[_Kept]:
+    def _worth_keeping(self, victim: Segment, most_bytes: int, deadline_ns: int) -> list[_Kept]:
         """Return the records to move, the best first; all within the bounds."""
         pool, index = self._pool, self._pool.index
         if pool.budget.is_limited:
@@ -109,9 +110,11 @@ class Reclaimer:
             rows = index.rows_of(victim.number)
             rows = rows[index.written_s[rows] >= self._age.oldest_s()]
         try:
-            rows = pool.order.worth_moving(index, rows, lambda: entries_of(pool.disk, victim))
-        except OSError:
-            return []  # what is in it cannot be read
+            rows = pool.order.worth_moving(
+                index, rows, lambda: entries_of(pool.disk, victim, deadline_ns=deadline_ns)
+            )
+        except (OSError, TierTimeout):
+            return []  # what is in it cannot be read in time
         with pool.lock:
             columns = index.page[rows], index.payload_bytes[rows], index.reads[rows]
             hashes = index.hashes_of(rows)

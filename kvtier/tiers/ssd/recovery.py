@@ -8,11 +8,14 @@ the oldest segments, before the first block is served.
 """
 
 import contextlib
+import stat
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from kvtier.private import is_of_others
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.segment import (
     STRUCK_S,
@@ -31,8 +34,12 @@ _ENTRIES_AT_ONCE = 1 << 14
 Four times as many leave 35 MB of holes in the heap behind."""
 
 
-_NUMBER_MAX = (1 << 32) - 2
-"""Of segments: what a row of the index can say. A file of another number is nothing of ours."""
+_NUMBER_MAX = 1 << 31
+"""Of segments: half of what a row of the index can say, so that there are numbers left for those to
+come. A file of another number is nothing of ours."""
+
+_OPENING_MAX = 1 << 31
+"""Of a segment that is appended to: half of what a record can say, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Recovered:
     num_unreadable: int
     num_set_aside: int = 0
     """Of another version."""
+    num_footers_refused: int = 0
+    """Whole, but with records that do not fit into their segment."""
 
 
 def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
@@ -56,6 +65,11 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
     unreadable: set[int] = set()
     batch = _Batch(pool)
     for number, path in _segment_paths(pool.disk.directory):
+        if not _is_ours(path):
+            with contextlib.suppress(OSError):
+                pool.disk.unlink(path)
+            num_dropped += 1
+            continue
         try:
             loaded = load_segment(pool.disk, path)
             # What must not grow old may not lie where nobody can tell its age.
@@ -73,7 +87,8 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
             pool.next_number = number + 1
             continue
         if loaded is None:
-            pool.disk.unlink(path)
+            with contextlib.suppress(OSError):  # a read-only volume: it is looked at next time
+                pool.disk.unlink(path)
             num_dropped += 1
             continue
         segment, entries = loaded
@@ -81,13 +96,14 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
         pool.next_number = number + 1
         batch.add(number, entries)
     batch.flush()
+    num_footers_refused = sum(segment.is_footer_refused for segment in pool.segments.values())
     pool.budget.recall(pool.index.written_bytes(pool.budget.day_ago_s()))
     pool.index.drop(pool.index.expired_rows(max(oldest_s, STRUCK_S + 1)))
     num_dropped += _retire_surplus(pool, pool.index.live_segments() | unreadable)
     for segment in pool.segments.values():
         _resume(pool, segment)
     num_set_aside = sum(segment.is_set_aside for segment in pool.segments.values())
-    return Recovered(num_dropped, len(unreadable), num_set_aside)
+    return Recovered(num_dropped, len(unreadable), num_set_aside, num_footers_refused)
 
 
 def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
@@ -100,21 +116,36 @@ def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
     )
 
 
+def _is_ours(path: Path) -> bool:
+    """Tell whether no other user wrote a file, and close it to others if it was open to them."""
+    found = path.lstat()
+    if is_of_others(found):
+        return False
+    if stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+        with contextlib.suppress(OSError):
+            path.chmod(0o600)
+    return True
+
+
 def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
     """Give back empty segments, then the oldest until the rest is within the capacity.
 
-    Those that are set aside go before all others, and only where the capacity does not hold them.
+    Files that are larger than the capacity go first, since no store has room for one, then those
+    that are set aside.
     """
     for segment in list(pool.segments.values()):
         if segment.number not in needed and not segment.is_set_aside:
             pool.retire(segment)
     num_retired = 0
     while pool.segments and not pool.is_within_capacity(0):
-        pool.retire(
-            min(pool.segments.values(), key=lambda each: (not each.is_set_aside, each.number))
-        )
+        pool.retire(min(pool.segments.values(), key=partial(_keeping_order, pool)))
         num_retired += 1
     return num_retired
+
+
+def _keeping_order(pool: SegmentPool, segment: Segment) -> tuple[bool, bool, int]:
+    is_possible = segment.size_bytes <= pool.capacity_bytes
+    return is_possible, not segment.is_set_aside, segment.number
 
 
 class _Batch:
@@ -145,7 +176,7 @@ def _resume(pool: SegmentPool, segment: Segment) -> None:
     """Go on with the last segment where it has room, and seal the others."""
     if segment.has_footer or segment.tail_bytes >= segment.size_bytes:
         segment.entries = bytearray()
-    elif segment.number == max(pool.segments):
+    elif segment.number == max(pool.segments) and segment.opening < _OPENING_MAX:
         segment.opening += 1
         pool.active = segment
     else:

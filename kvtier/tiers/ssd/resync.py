@@ -10,6 +10,7 @@ import errno
 import os
 
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.check import NO_DEADLINE_NS, seconds_left
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead
 
 __all__ = ["find_record"]
@@ -19,15 +20,30 @@ _CHUNK_BYTES = 1 << 20
 pages, half of it for looking at them)."""
 
 
-def find_record(fd: int, segment_number: int, opening: int, start: int, end: int) -> int | None:
+def find_record(
+    fd: int,
+    segment_number: int,
+    opening: int,
+    start: int,
+    end: int,
+    *,
+    deadline_ns: int = NO_DEADLINE_NS,
+) -> int | None:
     """Return where the first record of a segment begins in ``[start, end)``, whole pages.
 
     Those of an earlier ``opening`` are leftovers. Holes are skipped, as are pages that cannot be
-    read: of a segment that was never filled hardly anything is looked at.
+    read: of a segment that was never filled hardly anything is looked at. The file may be shorter
+    than ``end``, since somebody may truncate it at any time. Raises TierTimeout.
     """
-    while (start := _next_content(fd, start)) < end:
+    while (start := _next_content(fd, start, end)) < end:
+        seconds_left(deadline_ns)
         chunk = _read(fd, start, min(_CHUNK_BYTES, end - start))
-        for at in range(0, max(len(chunk), 1), PAGE_BYTES):
+        if chunk is None:
+            start += PAGE_BYTES
+            continue
+        if not chunk:
+            return None  # the file ends here
+        for at in range(0, len(chunk), PAGE_BYTES):
             head = RecordHead.unpack(chunk[at : at + RECORD_HEAD_BYTES], segment_number)
             if head is not None and head.opening >= opening:
                 return start + at
@@ -35,22 +51,23 @@ def find_record(fd: int, segment_number: int, opening: int, start: int, end: int
     return None
 
 
-def _next_content(fd: int, start: int) -> int:
-    """Return the first page from ``start`` on that was ever written, where that can be told."""
+def _next_content(fd: int, start: int, end: int) -> int:
+    """Return the first page from ``start`` on that was ever written; ``end`` if there is none.
+
+    Returns ``start`` where the file system cannot tell.
+    """
     try:
         found = os.lseek(fd, start, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:
-            return os.fstat(fd).st_size
-        return start
+        return end if error.errno == errno.ENXIO else start
     return max(start, found // PAGE_BYTES * PAGE_BYTES)
 
 
-def _read(fd: int, start: int, size_bytes: int) -> bytes:
-    """Return what can be read: all of it, else the first page, else nothing."""
+def _read(fd: int, start: int, size_bytes: int) -> bytes | None:
+    """Read all of it or else the first page; returns None where neither can be read."""
     for length in (size_bytes, PAGE_BYTES):
         try:
             return os.pread(fd, length, start)
         except OSError:
             continue
-    return b""
+    return None

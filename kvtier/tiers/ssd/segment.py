@@ -28,6 +28,7 @@ import xxhash
 
 from kvtier.core.identity import PACKED_HEADER
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.check import NO_DEADLINE_NS, seconds_left
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.record import (
     RECORD_HEAD_BYTES,
@@ -40,6 +41,7 @@ from kvtier.tiers.ssd.resync import find_record
 
 __all__ = [
     "ENTRY_DTYPE",
+    "PAYLOAD_BYTES_MAX",
     "STRUCK_S",
     "Entries",
     "Segment",
@@ -78,6 +80,12 @@ ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("written_s"
 STRUCK_S = 0
 """``written_s`` of a record that no longer counts."""
 
+PAYLOAD_BYTES_MAX = (1 << 32) - 1
+"""What a row of the index can say of a block's size."""
+
+_SEGMENT_BYTES_MAX = 16 << 30
+"""What ``ssd.segment`` can be set to: a file that declares more is no segment."""
+
 _LATEST_S = (1 << 32) - 1
 """What an entry can say of when."""
 
@@ -98,6 +106,8 @@ class Segment:
     entries: bytearray = field(default_factory=bytearray)
     """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
     has_footer: bool = False
+    is_footer_refused: bool = False
+    """It has one that is whole, and that lists records which cannot be in this file."""
     is_unknown: bool = False
     """It could not be read at the start: the index does not know what is in it."""
     is_set_aside: bool = False
@@ -290,8 +300,8 @@ def is_in_place(disk: Disk, segment: Segment) -> bool:
 
 def declared_size(fd: int, number: int | None) -> int | None:
     """Return the size in a segment's header; None where that is not the header of this one."""
-    header = _read_header(fd, number)
-    return header[1] if header and header[0] == _FORMAT_VERSION else None
+    version, size_bytes = _read_header(fd, number) or (None, 0)
+    return size_bytes if version == _FORMAT_VERSION and size_bytes <= _SEGMENT_BYTES_MAX else None
 
 
 def is_of_other_version(disk: Disk, path: Path) -> bool:
@@ -314,17 +324,19 @@ def _read_header(fd: int, number: int | None) -> tuple[int, int] | None:
     return (int(version), int(size_bytes)) if is_this else None
 
 
-def entries_of(disk: Disk, segment: Segment) -> Entries:
+def entries_of(disk: Disk, segment: Segment, *, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
     """Return the entries of all records, struck ones included: from memory, or read.
 
-    Of a segment that is appended to, the caller keeps others from appending.
+    Of a segment that is appended to, the caller keeps others from appending. Raises TierTimeout
+    where the records have to be walked and that takes too long.
     """
     if segment.entries:
         return np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
     with disk.opened_buffered(segment.path) as fd:
         entries = _read_footer(fd, segment)
         if entries is None:
-            entries = _walk(fd, Segment(segment.path, segment.number, segment.size_bytes))
+            walked = Segment(segment.path, segment.number, segment.size_bytes)
+            entries = _walk(fd, walked, deadline_ns)
     return entries
 
 
@@ -348,20 +360,45 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
     (check,) = _CHECK.unpack_from(trailer, _TRAILER.size)
     if check != xxhash.xxh3_64_intdigest(packed + trailer[: _TRAILER.size]):
         return None
+    entries = np.frombuffer(packed, ENTRY_DTYPE)
+    if not _are_within(entries, start):
+        segment.is_footer_refused = True
+        return None
     segment.has_footer = True
     segment.opening = opening
-    return np.frombuffer(packed, ENTRY_DTYPE)
+    return entries
 
 
-def _walk(fd: int, segment: Segment) -> Entries:
+def _are_within(entries: Entries, end: int) -> bool:
+    """Tell whether records follow one another between the header page and ``end``.
+
+    A checksum does not vouch for that: sizes are trusted from here on, and memory is taken by them.
+    """
+    sizes = entries["header"]["payload_bytes"]
+    if (sizes > min(end, PAYLOAD_BYTES_MAX)).any():
+        return False  # before any sum, which could overflow
+    starts = entries["page"].astype(np.int64) * PAGE_BYTES
+    ends = starts + PAGE_BYTES + -(-sizes.astype(np.int64) // PAGE_BYTES) * PAGE_BYTES
+    edges_before = np.concatenate([[PAGE_BYTES], ends])
+    return bool((edges_before <= np.concatenate([starts, [end]])).all())
+
+
+def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
     """Hop from record to record, and over what is none to the next that is; sets the tail."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     end = segment.tail_bytes
     while True:
+        seconds_left(deadline_ns)
         head = _head_at_tail(fd, segment)
         if head is None:
-            start = segment.tail_bytes + PAGE_BYTES
-            found = find_record(fd, segment.number, segment.opening, start, segment.size_bytes)
+            found = find_record(
+                fd,
+                segment.number,
+                segment.opening,
+                segment.tail_bytes + PAGE_BYTES,
+                segment.size_bytes,
+                deadline_ns=deadline_ns,
+            )
             if found is None:
                 break
             segment.tail_bytes = found
@@ -383,4 +420,5 @@ def _head_at_tail(fd: int, segment: Segment) -> RecordHead | None:
     head = RecordHead.unpack(packed, segment.number)
     if head is None or head.opening < segment.opening:
         return None
-    return head if segment.fitting([head.payload_bytes]) else None
+    is_possible = head.payload_bytes <= PAYLOAD_BYTES_MAX and segment.fitting([head.payload_bytes])
+    return head if is_possible else None

@@ -29,6 +29,8 @@ import numpy as np
 from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierTimeout
+from kvtier.observe.log import Log
+from kvtier.private import keep_private
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -63,6 +65,8 @@ from kvtier.tiers.ssd.worth import WorthOrder
 
 __all__ = ["SsdTier"]
 
+_log = Log("kvtier.tiers")
+
 _CLOSE_S = 10
 """How long ``close`` waits for a write to end: what a slow drive may take for one, and no more."""
 
@@ -86,14 +90,13 @@ class SsdTier:
             TierName.SSD, is_persistent=True, is_shared=False, num_workers=options.num_workers
         )
         self._age = AgeLimit(options.max_age_s, options.now_s)
+        _keep_private(directory)
         self._directory_lock = DirectoryLock(directory)
         try:
             self._open(directory, capacity_bytes, segment_bytes, options)
         except OSError as error:
             self._directory_lock.release()
-            raise StartError(
-                "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
-            ) from error
+            raise _unusable(directory, error) from error
         except BaseException:
             self._directory_lock.release()
             raise
@@ -219,6 +222,7 @@ class SsdTier:
             "quarantined_blocks": self._quarantine.num_blocks,
             "files_dropped_at_start": self._recovered.num_dropped,
             "files_unreadable_at_start": self._recovered.num_unreadable,
+            "footers_refused_at_start": self._recovered.num_footers_refused,
             "files_set_aside_at_start": self._recovered.num_set_aside,
             "files_set_aside": len(others),
             "set_aside_bytes": sum(others),
@@ -265,6 +269,7 @@ class SsdTier:
         self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)
         for _ in range(options.num_workers):
             self._stagings.put_nowait(new_staging())
+        self._pool.volume.look()
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):  # what stays comes back as what it was
@@ -338,6 +343,24 @@ class SsdTier:
             yield staging
         finally:
             self._stagings.put_nowait(staging)
+
+
+def _keep_private(directory: Path) -> None:
+    """Check who may write to the directory, before anything is done there; raises StartError."""
+    try:
+        is_narrowed = keep_private(directory, "ssd.directory")
+    except FileNotFoundError:
+        return  # it is made with the right mode
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    if is_narrowed:
+        _log.warning("other users could write to a directory; its mode is 0700 now", path=directory)
+
+
+def _unusable(directory: Path, error: OSError) -> StartError:
+    return StartError(
+        "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
+    )
 
 
 def _new_pool(

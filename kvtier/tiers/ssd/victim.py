@@ -87,14 +87,12 @@ def choose_victim(
     """Return the segment to reclaim, as ``Order`` does, by the counts of reads."""
     if not candidates:
         return None
-    first, last = candidates[0], candidates[-1]
     numbers = np.array(candidates)
-    num_blocks, read_bytes = (each[numbers - first] for each in index.weigh(first, last))
-    dead = dead_segment(numbers, num_blocks, unknown)
+    dead = dead_segment(numbers, index.count_blocks(candidates), unknown)
     if dead is not None:
         return dead
-    kept = read_bytes / segment_bytes
-    gain = (1 - kept) * (last + 1 - numbers) / (1 + kept)
+    kept = index.read_bytes(candidates) / segment_bytes
+    gain = (1 - kept) * (candidates[-1] + 1 - numbers) / (1 + kept)
     if (kept <= MOVED_SHARE).any():
         gain[kept > MOVED_SHARE] = 0
     return int(numbers[np.argmax(gain)])  # the first, and so the oldest, of equals

@@ -14,10 +14,13 @@ import errno
 import os
 from collections.abc import Callable
 
-__all__ = ["NO_SPACE", "Volume"]
+__all__ = ["NO_SPACE", "NO_WRITES", "Volume"]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that giving up a segment may cure."""
+
+NO_WRITES = NO_SPACE | {errno.EROFS}
+"""Errors of a volume that takes no writes, and may still be read."""
 
 _RELIEF_S = 60
 """From one segment given up in vain to the next."""
@@ -59,6 +62,11 @@ class Volume:
             floor = f"ssd.free_inodes_floor ({self.free_inodes_floor})"
             return f"{volume.f_favail} inodes are free, too few for {floor}"
         return None
+
+    def look(self) -> None:
+        """Be read-only if the volume has less left than the floors, or is mounted read-only."""
+        if (reason := self.shortage(0, 0)) is not None:
+            self.stop(reason)
 
     def stop(self, reason: str) -> None:
         """Be read-only from now on."""

@@ -115,9 +115,7 @@ class WorthOrder:
         """Score some segments, and return the one with the least loss."""
         if not candidates:
             return None
-        numbers = np.array(candidates)
-        num_blocks, _ = index.weigh(candidates[0], candidates[-1])
-        dead = dead_segment(numbers, num_blocks[numbers - candidates[0]], unknown)
+        dead = dead_segment(np.array(candidates), index.count_blocks(candidates), unknown)
         if dead is not None:
             return dead
         if candidates[0] in unknown:
