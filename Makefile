@@ -64,7 +64,7 @@ test-all: setup $(KUBECTL)  ## run every test, those that take minutes too
 
 VLLM        ?= 0.32 0.30 0.28
 VLLM_MODELS := .vllm/models
-VLLM_FILES  := $(addprefix $(VLLM_MODELS)/,tiny/config.json other/config.json smol/config.json)
+VLLM_FILES  := $(patsubst %,$(VLLM_MODELS)/%/config.json,tiny other mla smol)
 
 .PHONY: vllm
 vllm: setup $(VLLM_FILES)  ## make an environment with vLLM for each release in VLLM, and models
@@ -74,6 +74,8 @@ $(VLLM_MODELS)/tiny/config.json: scripts/vllm_model.py | $(READY)
 	$(BIN)/python $< tiny $(@D)
 $(VLLM_MODELS)/other/config.json: scripts/vllm_model.py | $(READY)
 	$(BIN)/python $< tiny $(@D) 1
+$(VLLM_MODELS)/mla/config.json: scripts/vllm_model.py | $(READY)
+	$(BIN)/python $< mla $(@D)
 $(VLLM_MODELS)/smol/config.json: scripts/vllm_model.py | $(MODEL)
 	$(BIN)/python $< gguf $(MODEL) $(@D)
 

@@ -1,10 +1,12 @@
 """Make a model folder that vLLM serves, with nothing fetched; for tests and for trying it out.
 
     python scripts/vllm_model.py tiny FOLDER [SEED]
+    python scripts/vllm_model.py mla FOLDER
     python scripts/vllm_model.py gguf FILE.gguf FOLDER
 
 ``tiny`` is a Llama with random weights, the same ones for each seed, and one token for each byte of
-a text. ``gguf`` is what the file holds, as numbers of 32 bits, for vLLM does not read such files.
+a text. ``mla`` is the same as a DeepSeek-V2, whose attention is multi-head latent. ``gguf`` is what
+the file holds, as numbers of 32 bits, for vLLM does not read such files.
 """
 
 import sys
@@ -12,7 +14,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from kvtier.engine.model import load_model
 
@@ -24,15 +32,6 @@ _CHAT = (
 
 def make_tiny(folder: Path, *, seed: int = 0, num_layers: int = 4) -> None:
     """Write a Llama with random weights, and a tokenizer of bytes, to ``folder``."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<s>", "</s>"]
-    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
-    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytewise.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, bos_token="<s>", eos_token="</s>", chat_template=_CHAT
-    )
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=384,
@@ -50,6 +49,54 @@ def make_tiny(folder: Path, *, seed: int = 0, num_layers: int = 4) -> None:
         dtype=torch.float32,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def make_mla(folder: Path) -> None:
+    """Write a DeepSeek-V2 with random weights, and a tokenizer of bytes, to ``folder``."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=384,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,  # the kernel for CPUs takes no other sizes than these two
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        head_dim=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        first_k_dense_replace=3,  # no layer with experts: they are not what is tested
+        max_position_embeddings=16384,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        dtype=torch.float32,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<s>", "</s>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, bos_token="<s>", eos_token="</s>", chat_template=_CHAT
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -65,6 +112,8 @@ def main(words: list[str]) -> None:
     match words:
         case ["tiny", folder]:
             make_tiny(Path(folder))
+        case ["mla", folder]:
+            make_mla(Path(folder))
         case ["tiny", folder, seed]:
             make_tiny(Path(folder), seed=int(seed))
         case ["gguf", file, folder]:

@@ -244,6 +244,19 @@ class Index:
         column: npt.NDArray[np.uint8] = self.state[rows, _COLUMN[tier]]
         return column
 
+    def lacks(self, rows: Rows, tier: TierName) -> npt.NDArray[np.bool_]:
+        """Return which rows should be written to a tier: absent there, or unverified."""
+        state = self.residency(rows, tier)
+        is_lacking: npt.NDArray[np.bool_] = state == Residency.ABSENT
+        is_lacking |= state == Residency.UNVERIFIED
+        return is_lacking
+
+    def held(self, rows: Rows, tier: TierName) -> Rows:
+        """Return those of ``rows`` that a tier has, or had when it was last asked."""
+        state = self.residency(rows, tier)
+        held: Rows = rows[(state == Residency.READY) | (state == Residency.UNVERIFIED)]
+        return held
+
     def cell(self, row: int, tier: TierName) -> int:
         """Return the state of one row in a tier."""
         return int(self.state[row, _COLUMN[tier]])

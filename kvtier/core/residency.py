@@ -28,3 +28,5 @@ class Residency(IntEnum):
     WRITING = 1
     READY = 2
     EVICTING = 3
+    UNVERIFIED = 4
+    """It was ready, but the tier may have lost it since. It is not served until it was found."""

@@ -39,6 +39,7 @@ from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.scrub import Scrubber
+from kvtier.node.verify import Verifier
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
@@ -58,6 +59,7 @@ _RETRY_PERIOD_S = 2.0
 
 _GAUGES_PERIOD_S = 1.0
 _SCRUB_PERIOD_S = 1.0
+_VERIFY_PERIOD_S = 1.0
 _BUDGET_PERIOD_S = 1.0
 _SOCKETS_PERIOD_S = 2.0
 _RESERVE_PERIOD_S = 10.0
@@ -220,6 +222,8 @@ class Daemon:
         background.every(NOTED_EVERY_S, "gauges", parts.status.note)
         background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
         background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, parts.scrubber))
+        verifier = Verifier(driver, TierName.REMOTE)
+        background.every(_VERIFY_PERIOD_S, "verify", verifier.step)
         background.every(_RESERVE_PERIOD_S, "reserve", parts.reservation.step)
         report = partial(self._systemd.report, parts.health)
         background.every(self._systemd.period_s, "systemd", report)

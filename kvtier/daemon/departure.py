@@ -23,6 +23,8 @@ _log = Log("kvtier.daemon")
 _PAUSE_S = 0.5
 """Between two looks at a store in which something hangs."""
 
+_HELD = (Residency.READY, Residency.UNVERIFIED)
+
 _STOP_S = 1.0
 """For a store to be closed in order when the daemon stops just then."""
 
@@ -73,7 +75,7 @@ class Departure:
     async def _forget(self) -> None:
         """Have the node forget its blocks, a little at a time."""
         index, first = self._driver.node.cache.index, 0
-        while index.num_in(self.name, Residency.READY):
+        while any(index.num_in(self.name, state) for state in _HELD):
             self._driver.post(ev.Forget(self.name, first, first + ROWS_TOLD_AT_ONCE))
             first += ROWS_TOLD_AT_ONCE
             await asyncio.sleep(0)

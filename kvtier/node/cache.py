@@ -103,8 +103,7 @@ class Cache:
             rows = index.rows()
             here = index.residency(rows, TierName.CPU) != Residency.ABSENT
             here |= index.residency(rows, TierName.SSD) != Residency.ABSENT
-            is_ready = index.residency(rows, TierName.REMOTE) == Residency.READY
-            forgettable = rows[~here & is_ready]
+            forgettable = index.held(rows[~here], TierName.REMOTE)
             index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
             index.forget_absent(forgettable)
         return max(0, INDEX_ROWS_MAX - len(index))
@@ -238,6 +237,10 @@ class Cache:
     def state(self, row: int, tier: TierName) -> int:
         """Return a row's residency in a tier."""
         return self.index.cell(row, tier)
+
+    def lacks(self, row: int, tier: TierName) -> bool:
+        """Tell whether a row should be written to a tier: absent there, or unverified."""
+        return self.state(row, tier) in {Residency.ABSENT, Residency.UNVERIFIED}
 
     def checksum(self, row: int) -> bytes:
         """Return the checksum of a row that is ready in the CPU tier."""

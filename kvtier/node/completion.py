@@ -7,14 +7,15 @@ import numpy as np
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.residency import Residency, TierName
-from kvtier.core.table import as_keys
+from kvtier.core.table import Rows, as_keys
 from kvtier.node.action import Action
 from kvtier.node.cache import Cache
-from kvtier.node.event import Lost, ReadDone, WriteDone
+from kvtier.node.event import Lost, ReadDone, Verified, WriteDone
 from kvtier.node.load import Loads
 from kvtier.node.measurement import Measurements
 from kvtier.node.probe import Probes
 from kvtier.node.transfer import Lane, Transfers
+from kvtier.node.writes import Writes
 from kvtier.observe.table import (
     EVICTED_BLOCKS,
     MISS_BLOCKS,
@@ -46,12 +47,14 @@ class Completions:
         self,
         cache: Cache,
         transfers: Transfers,
+        writes: Writes,
         loads: Loads,
         probes: Probes,
         measurements: Measurements,
     ) -> None:
         self._cache = cache
         self._transfers = transfers
+        self._writes = writes
         self._loads = loads
         self._probes = probes
         self._measurements = measurements
@@ -110,9 +113,27 @@ class Completions:
         index.forget_absent(np.array(rows))
         self._forget(lane, event.evicted, "capacity")
 
-    def lost(self, event: Lost) -> None:
+    def lost(self, event: Lost, now_ns: int) -> None:
         """Note what a tier found by itself that it can serve no more."""
-        self._forget(self._transfers.lanes[event.tier], event.hashes, event.reason)
+        lane = self._transfers.lanes[event.tier]
+        rows = self._forget(lane, event.hashes, event.reason)
+        if event.reason != "expired":
+            self._writes.lost(lane, rows, now_ns)
+
+    def verified(self, event: Verified, now_ns: int) -> None:
+        """Note which blocks in doubt a tier still has. One written since is not in doubt."""
+        lane, index = self._transfers.lanes[event.tier], self._cache.index
+        rows = index.find(as_keys(event.hashes))
+        is_meant = rows >= 0
+        is_meant &= index.residency(rows, event.tier) == Residency.UNVERIFIED
+        present = np.array([is_there is True for is_there in event.present], bool)
+        absent = np.array([is_there is False for is_there in event.present], bool)
+        index.move(rows[is_meant & present], event.tier, Residency.READY)
+        lost = rows[is_meant & absent]
+        index.move(lost, event.tier, Residency.ABSENT)
+        self._metrics.add(EVICTED_BLOCKS, len(lost), tier=event.tier, reason="lost")
+        self._writes.lost(lane, lost, now_ns)
+        index.forget_absent(lost)
 
     def _missed(self, tier: TierName, row: int, reason: MissReason, now_ns: int) -> list[Action]:
         self._metrics.add(MISS_BLOCKS, tier=tier, reason=reason)
@@ -123,10 +144,10 @@ class Completions:
             self._cache.index.move(row, tier, Residency.ABSENT)
         return self._loads.block_missed(row, fate, now_ns)
 
-    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> None:
-        """Note which blocks a tier has let go."""
+    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> Rows:
+        """Note which blocks a tier has let go; returns the rows of those known elsewhere."""
         if not hashes:
-            return
+            return np.zeros(0, np.int64)
         if reason == "corrupt":
             num_blocks = len(hashes) // HASH_BYTES
             self._metrics.add(QUARANTINED_BLOCKS, num_blocks, tier=lane.tier.name)
@@ -136,8 +157,10 @@ class Completions:
         rows = rows[index.residency(rows, tier) == Residency.READY]
         with self._cache.whereabouts.leaving(_FATES.get(reason, Fate.EVICTED)):
             index.move(rows, tier, Residency.ABSENT)
-        index.forget_absent(rows)
         self._metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
+        kept: Rows = rows[(index.state[rows] != Residency.ABSENT).any(axis=1)]
+        index.forget_absent(rows)
+        return kept
 
     def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
         num_bytes = self._cache.payload_bytes(rows)

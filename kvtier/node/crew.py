@@ -55,6 +55,7 @@ class Crew:
         self._warnings = Repeated(self._log)
         self.told = Health()
         """How the tier did at the last check, which is what the node acts upon."""
+        self._generation = tier.usage().generation
         self.is_probing = False
         """Whether a probe is under way, or waits for its thread."""
         name, num_workers = tier.properties.name, tier.properties.num_workers
@@ -115,6 +116,11 @@ class Crew:
             on_change(before, health.state)
         if not self.is_probing and self.tier.needs_probe(_PROBE_PERIOD_NS):
             self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
+
+    def has_new_generation(self) -> bool:
+        """Tell, once, whether the medium may have lost blocks since this was asked last."""
+        before, self._generation = self._generation, self.tier.usage().generation
+        return self._generation != before
 
     @property
     def is_at_rest(self) -> bool:

@@ -20,7 +20,6 @@ from kvtier.core.limits import (
     DEMOTION_WINDOW_SHARE,
     DEMOTION_WINDOW_SHARE_MAX,
 )
-from kvtier.core.residency import Residency
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
@@ -107,7 +106,7 @@ class Demotion:
         for lane in self._transfers.lanes.values():
             if lane.tier.write is WriteMode.DEMOTE and lane.duty is Duty.FULL:
                 is_missed = index.past[rows] & WAS_DEMOTED == 0
-                is_missed &= index.residency(rows, lane.tier.name) == Residency.ABSENT
+                is_missed &= index.lacks(rows, lane.tier.name)
                 self._cache.metrics.add(
                     REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=Rule.FULL
                 )
@@ -171,7 +170,7 @@ class Demotion:
     def _offer(self, row: int, lane: Lane, now_ns: int) -> int | None:
         """Offer a row to a tier; returns how many were taken, None where there is no room."""
         index, name = self._cache.index, lane.tier.name
-        if index.cell(row, name) != Residency.ABSENT:
+        if not self._cache.lacks(row, name):
             if index.past[row] & WAS_FLUSHED:
                 self._writes.note_written(lane, row, now_ns)
             return 0
@@ -185,8 +184,7 @@ class Demotion:
 
     def _is_below(self, row: int) -> bool:
         """Tell whether some slower tier has a block, or is about to."""
-        index = self._cache.index
-        return any(index.cell(row, tier) != Residency.ABSENT for tier in self._transfers.lanes)
+        return any(not self._cache.lacks(row, tier) for tier in self._transfers.lanes)
 
     def _mark(self, row: int, *, is_taken: bool) -> None:
         index = self._cache.index

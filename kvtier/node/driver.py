@@ -11,7 +11,8 @@ from functools import partial
 from itertools import count
 
 from kvtier.core.change import Change
-from kvtier.core.residency import TierName
+from kvtier.core.limits import ROWS_TOLD_AT_ONCE
+from kvtier.core.residency import Residency, TierName
 from kvtier.errors import TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -218,8 +219,22 @@ class Driver:
     async def check_health(self, name: TierName) -> None:
         """Tell the node whether a tier is up, and have it touched if it is time."""
         crew = self.crews.get(name)
-        if crew is not None:
-            crew.check(partial(self._note_health, name))
+        if crew is None:
+            return
+        if crew.has_new_generation():  # before the node hears that the tier is up again
+            await self.doubt(name, "its server restarted or another took over")
+        crew.check(partial(self._note_health, name))
+
+    async def doubt(self, name: TierName, why: str) -> None:
+        """Have nothing that a tier held count as there until it was verified."""
+        index, first = self.node.cache.index, 0
+        if not (num_blocks := index.num_in(name, Residency.READY)):
+            return
+        self._log.warning("verifying what a tier holds", tier=name, blocks=num_blocks, why=why)
+        while first < index.extent:
+            self.post(ev.Doubt(name, first, first + ROWS_TOLD_AT_ONCE))
+            first += ROWS_TOLD_AT_ONCE
+            await asyncio.sleep(0)  # requests have their turn
 
     def stalled(self, limit_s: float) -> list[TierName]:
         """Return the tiers that count as up, have work queued, and moved nothing for so long."""

@@ -103,8 +103,7 @@ class Drops:
         self._transfers.lanes[event.tier].purging = None
         if not event.fault:
             index = self._cache.index
-            rows = index.in_state(event.tier, Residency.READY)
-            rows = index.selected(rows, event.selection)
+            rows = index.selected(index.held(index.rows(), event.tier), event.selection)
             with self._cache.whereabouts.leaving(Fate.DROPPED):
                 index.move(rows, event.tier, Residency.ABSENT)
             index.forget_absent(rows)
@@ -222,8 +221,8 @@ class Drops:
             drop.purging.discard(tier)
             drop.report(tier, Removed(), error=_DETACHED)
         elif is_overdue:
-            rows = self._cache.index.in_state(tier, Residency.READY)
-            kept = len(self._cache.index.selected(rows, selection))
+            index = self._cache.index
+            kept = len(index.selected(index.held(index.rows(), tier), selection))
             drop.purging.discard(tier)
             drop.report(tier, Removed(), kept=kept, error="not emptied before the deadline")
         elif lane.purging is None and not self._transfers.writing(lane, selection):

@@ -20,7 +20,7 @@ from kvtier.core.residency import Residency
 from kvtier.core.table import as_keys
 from kvtier.node.action import Action
 from kvtier.node.cache import Cache
-from kvtier.node.event import Forget, Recovered, TierDuty, TierSettings
+from kvtier.node.event import Doubt, Forget, Recovered, TierDuty, TierSettings
 from kvtier.node.load import Loads
 from kvtier.node.transfer import Duty, Lane, Transfers
 from kvtier.observe.table import MISS_BLOCKS
@@ -56,10 +56,17 @@ class Duties:
         assert self._transfers.lanes[event.tier].duty is Duty.NONE
         index = self._cache.index
         rows = np.arange(event.first_row, min(event.end_row, index.extent))
-        rows = rows[index.residency(rows, event.tier) == Residency.READY]
+        rows = index.held(rows, event.tier)
         with self._cache.whereabouts.leaving(Fate.DETACHED):
             index.move(rows, event.tier, Residency.ABSENT)
         index.forget_absent(rows)
+
+    def doubt(self, event: Doubt) -> None:
+        """Count on some rows of a tier no more until it was asked for them."""
+        index = self._cache.index
+        rows = np.arange(event.first_row, min(event.end_row, index.extent))
+        rows = rows[index.residency(rows, event.tier) == Residency.READY]
+        index.move(rows, event.tier, Residency.UNVERIFIED)
 
     def recovered(self, event: Recovered) -> None:
         """Learn what a tier holds; what is known already is in one tier more."""
@@ -78,7 +85,7 @@ class Duties:
         """Let the tier be offered what others were offered while it was not written to."""
         index = self._cache.index
         rows = np.arange(index.extent)
-        rows = rows[index.residency(rows, lane.tier.name) == Residency.ABSENT]
+        rows = rows[index.lacks(rows, lane.tier.name)]
         index.past[rows] &= ~np.uint8(WAS_DEMOTED)
 
     def _let_go(self, lane: Lane, now_ns: int) -> list[Action]:

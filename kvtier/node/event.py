@@ -22,6 +22,7 @@ __all__ = [
     "Announced",
     "Closing",
     "CompleteStore",
+    "Doubt",
     "Drop",
     "Event",
     "Forget",
@@ -44,6 +45,7 @@ __all__ = [
     "TierSettings",
     "TierUp",
     "Tuned",
+    "Verified",
     "Warm",
     "WriteDone",
 ]
@@ -252,7 +254,7 @@ class ProbeDone:
     """A shared tier answered which blocks it may have; empty where it did not."""
 
     probe: int
-    present: tuple[bool, ...]
+    present: tuple[bool | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,25 @@ class Lost:
     hashes: bytes
     reason: str
     """``corrupt``, ``expired`` or ``lost``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A shared tier may have lost what it held in these rows of the index, and is asked again."""
+
+    tier: TierName
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A shared tier was asked for blocks that were in doubt; ``hashes`` are joined."""
+
+    tier: TierName
+    hashes: bytes
+    present: tuple[bool | None, ...]
+    """None where it is still unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +389,8 @@ Event = (
     | ProbeDone
     | PurgeDone
     | Lost
+    | Doubt
+    | Verified
     | TierUp
     | TierDuty
     | TierSettings

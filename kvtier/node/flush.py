@@ -112,14 +112,14 @@ class Flush:
         row = int(self._cache.index.find(as_keys(key))[0])
         if row < 0 or self._cache.state(row, TierName.CPU) != Residency.READY:
             return  # it was dropped, or found corrupt
-        if self._cache.state(row, lane.tier.name) == Residency.ABSENT:
+        if self._cache.lacks(row, lane.tier.name):
             self._transfers.write(lane, [row], now_ns)
 
     def _worthy(self, lane: Lane, now_ns: int) -> list[bytes]:
         """Return what a tier would take of what it lacks, most worth first."""
         index = self._cache.index
         rows = index.in_state(TierName.CPU, Residency.READY)
-        rows = rows[index.residency(rows, lane.tier.name) == Residency.ABSENT]
+        rows = rows[index.lacks(rows, lane.tier.name)]
         if len(rows) > CLOSING_BLOCKS_MAX:
             latest = np.argpartition(index.stamp[rows], -CLOSING_BLOCKS_MAX)[-CLOSING_BLOCKS_MAX:]
             rows = rows[latest]

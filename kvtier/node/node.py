@@ -136,7 +136,7 @@ class Node:
         self.cache.before_eviction = self._demotion.note_evicted
         self.cache.hold_back = self._demotion.hold_back
         self._completions = Completions(
-            self.cache, self.transfers, self.loads, self.probes, self.measurements
+            self.cache, self.transfers, self.writes, self.loads, self.probes, self.measurements
         )
         self._num_sessions = 0
         self._reactions = self._all_reactions()
@@ -205,6 +205,8 @@ class Node:
             ev.ProbeDone: self._probe_done,
             ev.PurgeDone: self._purge_done,
             ev.Lost: self._lost,
+            ev.Doubt: self._doubt,
+            ev.Verified: self._verified,
             ev.TierUp: self._tier_up,
             ev.TierDuty: self._tier_duty,
             ev.TierSettings: self._tier_settings,
@@ -471,8 +473,16 @@ class Node:
         self._completions.written(event, now_ns)
         return []
 
-    def _lost(self, event: ev.Lost, _now_ns: int) -> list[Action]:
-        self._completions.lost(event)
+    def _lost(self, event: ev.Lost, now_ns: int) -> list[Action]:
+        self._completions.lost(event, now_ns)
+        return []
+
+    def _doubt(self, event: ev.Doubt, _now_ns: int) -> list[Action]:
+        self._duties.doubt(event)
+        return []
+
+    def _verified(self, event: ev.Verified, now_ns: int) -> list[Action]:
+        self._completions.verified(event, now_ns)
         return []
 
     def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:

@@ -92,7 +92,7 @@ class Probes:
         length = next((i for i, is_there in enumerate(event.present) if not is_there), None)
         if length is None:
             length = len(event.present)
-        else:
+        elif event.present[length] is False:
             gap = lookup.chain.keys[lookup.first + length]
             self._absent.add(BlockHash(gap.tobytes()), now_ns)
         self._count("found" if length else "absent")
@@ -144,7 +144,7 @@ class Probes:
                 payload_bytes=lookup.chain.payload_bytes,
             )
         )
-        fresh = rows[index.residency(rows, TierName.REMOTE) == Residency.ABSENT]
+        fresh = rows[index.lacks(rows, TierName.REMOTE)]
         index.move(fresh, TierName.REMOTE, Residency.READY)
 
     def _take(self, is_meant: Callable[[PendingLookup], bool]) -> list[PendingLookup]:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.core.admission import Admission, Admit, Occasion, Offer, Rule, Throttle
-from kvtier.core.index import NEEDED_BY, WAS_DEMOTED, WAS_REFUSED, Scope
+from kvtier.core.index import NEEDED_BY, WAS_DEMOTED, WAS_FLUSHED, WAS_REFUSED, Scope
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
-from kvtier.core.table import Keys
+from kvtier.core.table import Keys, Rows
 from kvtier.node.cache import Cache
 from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
 from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
@@ -95,7 +95,7 @@ class Writes:
             row
             for row in rows
             if self._cache.state(row, TierName.CPU) == Residency.READY
-            and self._cache.state(row, name) == Residency.ABSENT
+            and self._cache.lacks(row, name)
         ]
         if not lacking or lane.is_closed(self._cache.index.scope_of(lacking[0])):
             return 0
@@ -114,6 +114,15 @@ class Writes:
         self.note_needed(lane, lacking[:taken])
         return taken
 
+    def lost(self, lane: Lane, rows: Rows, now_ns: int) -> None:
+        """Offer again what a tier has lost and the CPU tier still has: now, or before it leaves."""
+        index = self._cache.index
+        rows = rows[index.residency(rows, TierName.CPU) == Residency.READY]
+        index.past[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)
+        if lane.tier.write is not WriteMode.DEMOTE:
+            for row in rows.tolist():
+                self.offer(lane, [row], Occasion.STORED, now_ns)
+
     def would_take(self, lane: Lane, row: int, now_ns: int) -> bool:
         """Tell whether a row would be written before the daemon stops, were there room for it."""
         offer = self._offer(lane, [row], Occasion.CLOSING, now_ns, has_room=True)
@@ -131,7 +140,7 @@ class Writes:
         index = self._cache.index
         parents = index.parent_rows(np.array(rows))
         parents = parents[parents >= 0]
-        parents = parents[index.residency(parents, lane.tier.name) == Residency.ABSENT]
+        parents = parents[index.lacks(parents, lane.tier.name)]
         index.past[parents] |= NEEDED_BY[lane.tier.name]
         # One that had its turn before, and was not taken, gets another.
         index.past[parents] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)

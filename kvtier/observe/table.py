@@ -278,6 +278,7 @@ BACKGROUND_FAULTS = Counter(
             (
                 "health",
                 "scrub",
+                "verify",
                 "gauges",
                 "reserve",
                 "probe",

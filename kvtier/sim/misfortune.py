@@ -55,7 +55,30 @@ class Misfortune:
         self._world.tiers[self._world.some_tier()].rot()
 
     def _lose(self) -> None:
-        self._world.tiers[self._world.some_tier()].lose()
+        name = self._world.some_tier()
+        self._world.tiers[name].lose()
+        if name is TierName.REMOTE:
+            self._verify(name)
+
+    def _verify(self, name: TierName) -> None:
+        """Put all blocks of a tier in doubt, as after a restart; then ask it for them."""
+        world, draw = self._world, self._world.draw
+        stage, num_leaves, index = world.stage, world.num_leaves[name], world.stage.node.cache.index
+
+        def is_same() -> bool:
+            return stage is world.stage and num_leaves == world.num_leaves[name]
+
+        def ask() -> None:
+            rows = index.in_state(name, Residency.UNVERIFIED)
+            hashes = [index.hash_of(row) for row in rows.tolist()]
+            present: list[bool | None] = [*world.tiers[name].contains(hashes, _FAR_NS)]
+            if hashes and draw.random() < 0.2:
+                present[0] = None
+            event = ev.Verified(name, b"".join(hashes), tuple(present))
+            world.at(draw.randint(0, 20) * MS, lambda: stage.post(event) if is_same() else None)
+
+        stage.post(ev.Doubt(name, 0, index.extent))
+        world.at(draw.randint(0, 200) * MS, lambda: ask() if is_same() else None)
 
     def _scrub(self) -> None:
         name = self._world.some_tier()

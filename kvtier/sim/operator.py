@@ -9,7 +9,7 @@ from collections.abc import Generator
 from dataclasses import replace
 
 from kvtier.core.identity import EVERYTHING
-from kvtier.core.residency import Residency, TierName
+from kvtier.core.residency import TierName
 from kvtier.node import event as ev
 from kvtier.node.transfer import Duty
 from kvtier.sim.fleet import Fleet
@@ -82,7 +82,7 @@ class Operator:
             yield draw.choice((0, 0, 0, 1)) * MS
             stage.post(ev.Forget(name, first, first + _ROWS_AT_ONCE))
             first += _ROWS_AT_ONCE
-        assert not index.num_in(name, Residency.READY), "a tier that left still has blocks"
+        assert not len(index.held(index.rows(), name)), "a tier that left still has blocks"
 
     def _use_otherwise(self, name: TierName) -> None:
         """Let another daemon have the medium: it drops blocks, and stores its own."""

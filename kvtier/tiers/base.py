@@ -171,6 +171,9 @@ class TierUsage:
     used_bytes: int
     capacity_bytes: int
     detail: dict[str, str | int | float | bool] = field(default_factory=dict)
+    generation: int = 0
+    """Changes when the medium may have lost blocks unnoticed: a server restarted, or another took
+    over."""
 
 
 class Tier(Protocol):
@@ -186,8 +189,8 @@ class Tier(Protocol):
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
         """Fetch blocks: for each its verified header, or why it is a miss."""
 
-    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
-        """Tell for each hash whether a read may hit; changes nothing."""
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
+        """Tell for each hash whether a read may hit, None where unknown; changes nothing."""
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Forget blocks; unknown hashes are ignored."""

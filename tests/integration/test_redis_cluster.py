@@ -204,6 +204,21 @@ def test_a_handover_is_followed(remote: RemoteTier, cluster: RedisCluster) -> No
     replica = next(port for port in cluster.ports if port not in before)
     _hand_over(cluster, replica)
     await_true(lambda: _serves(remote, blocks), "it is followed")
+    await_true(lambda: remote.usage().generation > 0, "the change of the primary is noticed")
+
+
+def test_what_a_lost_primary_has_is_unknown_and_not_absent(
+    remote: RemoteTier, cluster: RedisCluster
+) -> None:
+    blocks = make_chain(range(20))
+    store(remote, *blocks)
+    hashes = [block.header.block_hash for block in blocks]
+    frozen = cluster.primaries()[0]
+    owners = [owner_of(cluster, frozen)(each) for each in hashes]
+    with cluster.child(frozen).stopped():
+        expected = [None if owner == frozen else True for owner in owners]
+        assert list(remote.contains(hashes, soon())) == expected
+    await_true(lambda: _is_up(remote), "every primary is in use", FAILOVER_S)
 
 
 def _hand_over(cluster: RedisCluster, replica: int) -> None:

@@ -126,6 +126,7 @@ def test_a_connection_that_is_dropped_silently(server: RedisServer, child: Child
         proxy.silence()
         assert isinstance(fails(tier, block), TierTimeout)
         assert fetch(tier, block) == [None], "all the others that are dead are not tried"
+        assert tier.usage().generation == 0, "the server is the same"
 
 
 def test_a_server_without_the_replicas_it_wants(server: RedisServer) -> None:
@@ -236,6 +237,7 @@ def test_a_restart_that_comes_back_empty(server: RedisServer, child: Child) -> N
     block = make_block(1)
     with opened(server.url) as tier:
         store(tier, block)
+        generation = tier.usage().generation
         child.kill()
         error = fails(tier, block)
         assert not isinstance(error, TierTimeout), "it is known at once"
@@ -243,6 +245,7 @@ def test_a_restart_that_comes_back_empty(server: RedisServer, child: Child) -> N
         fails(tier, block)
         with server.start():
             assert fetch(tier, block) == [MissReason.ABSENT]
+            assert tier.usage().generation == generation + 1
             assert tier.health() == Health()
             store(tier, block)
             assert fetch(tier, block) == [None]

@@ -1,5 +1,6 @@
 """A remote tier that hangs, seen by a client: loads end in time, and nothing stays held."""
 
+import contextlib
 import signal
 import sys
 import time
@@ -105,3 +106,56 @@ def test_a_daemon_stops_although_a_server_hangs(
             print(f"stopped after {time.monotonic() - start_s:.2f} s")
             assert "Traceback" not in daemon.log
             assert daemon.wait() == 0
+
+
+@pytest.mark.parametrize("how", ["restart", "flush"])
+def test_a_server_that_lost_its_blocks_gets_them_again(
+    node: Served, server: tuple[RedisServer, Child], how: str
+) -> None:
+    redis_server, child = server
+    with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
+        for prompt in range(1, 6):
+            assert engine.store(prompt, 32) == 32
+        node.await_blocks("remote", 160)
+        node.drop("cpu")
+        assert engine.load(1, 32) == (["remote"] * 32, "complete")
+        with contextlib.ExitStack() as stack:
+            if how == "restart":
+                child.kill()
+                stack.enter_context(redis_server.start())
+                daemon.await_log('event="verified what a tier holds"')
+            else:
+                client = stack.enter_context(redis_server.client())
+                client.flushall()
+            # What the CPU tier still has is written again, and nothing else counts as held.
+            node.await_blocks("remote", 32)
+            client = stack.enter_context(redis_server.client())
+            assert client.dbsize() == 32
+            assert engine.store(2, 32) == 32, "what is gone is not taken for present"
+            node.await_blocks("remote", 64)
+            assert client.dbsize() == 64
+            node.drop("cpu")
+            assert engine.load(1, 32) == (["remote"] * 32, "complete")
+            assert engine.load(2, 32) == (["remote"] * 32, "complete")
+        assert "Traceback" not in daemon.log
+
+
+def test_a_server_that_restarts_with_its_blocks_keeps_counting(
+    node: Served, server: tuple[RedisServer, Child]
+) -> None:
+    redis_server, child = server
+    with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
+        assert engine.store(1, 32) == 32
+        node.await_blocks("remote", 32)
+        with redis_server.client() as client:
+            client.save()
+        assert engine.store(2, 32) == 32
+        node.await_blocks("remote", 64)
+        node.drop("cpu")
+        child.kill()
+        with redis_server.start():
+            node.await_blocks("remote", 32)
+            daemon.await_log('event="verified what a tier holds"')
+            assert node.metric("kvtier_evicted_blocks_total", tier="remote", reason="lost") == 32
+            assert engine.load(1, 32) == (["remote"] * 32, "complete")
+            assert engine.load(2, 32)[0] == []

@@ -1,12 +1,13 @@
 """Dialogues: a lookup asks the shared tier only when that can pay."""
 
 import pytest
-from dialogue import CPU, MS, REMOTE, empty_cpu, engine_on, metric, open_stage
+from dialogue import CPU, MS, REMOTE, drop, empty_cpu, engine_on, metric, open_stage
 
 from kvtier.core.limits import ABSENT_NS, PROBE_PAUSE_NS
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.probe import _Absent
+from kvtier.node.transfer import Duty
 from kvtier.testing.stage import Stage, StageSettings
 from kvtier.tiers.memory import MemoryTier
 
@@ -145,3 +146,92 @@ def test_a_node_without_a_shared_tier_asks_nobody():
     engine.store(engine.chain([1]))
     assert engine.found(engine.chain([1, 2])) == (CPU,)
     assert outcomes(stage) == {}
+
+
+def stored_and_doubted(num_blocks=4, *, in_cpu=False):
+    """A stage whose remote tier has blocks that the node is no longer sure of."""
+    stage, engine = asking()
+    blocks = engine.chain(range(num_blocks))
+    engine.store(blocks)
+    stage.settle()
+    if not in_cpu:
+        empty_cpu(stage)
+    stage.post(ev.Doubt(REMOTE, 0, stage.node.cache.index.extent))
+    return stage, engine, blocks
+
+
+def verified(stage, blocks, *present):
+    hashes = b"".join(block.header.block_hash for block in blocks)
+    stage.post(ev.Verified(REMOTE, hashes, present))
+
+
+def test_blocks_in_doubt_are_asked_for_before_they_count():
+    stage, engine, blocks = stored_and_doubted()
+    assert not any(stage.holds(block.header, REMOTE) for block in blocks)
+    stage.tiers[REMOTE].remove([blocks[3].header.block_hash], 1 << 62)
+    call = engine.lookup(blocks)
+    assert isinstance(stage.waiting[0], ac.Probe)
+    stage.settle()
+    assert engine.answer(call).runs == ((REMOTE, 3),)
+    stage.check_idle()
+
+
+def test_a_block_in_doubt_is_stored_again():
+    stage, engine, blocks = stored_and_doubted()
+    engine.store(blocks)
+    (work,) = stage.waiting
+    assert (work.tier, len(work.blocks)) == (REMOTE, 4)
+    verified(stage, blocks, *[False] * 4)  # an answer from before the write changes nothing
+    stage.settle()
+    assert all(stage.holds(block.header, REMOTE) for block in blocks)
+
+
+def test_what_is_verified_counts_again_and_what_is_lost_does_not():
+    stage, _, blocks = stored_and_doubted()
+    verified(stage, blocks, True, False, None, True)
+    assert [stage.holds(block.header, REMOTE) for block in blocks] == [True, False, False, True]
+    assert len(stage.node.cache.index) == 3, "the one that is lost is forgotten"
+    assert metric(stage, "kvtier_evicted_blocks_total", tier="remote", reason="lost") == 1
+    verified(stage, blocks, *[True] * 4)
+    assert stage.holds(blocks[2].header, REMOTE)
+    stage.check_idle()
+
+
+@pytest.mark.parametrize("how", ["verified", "lost"])
+def test_what_a_tier_lost_is_written_to_it_again_from_the_cpu_tier(how):
+    stage, engine, blocks = stored_and_doubted(in_cpu=True)
+    hashes = [block.header.block_hash for block in blocks]
+    stage.tiers[REMOTE].remove(hashes[:2], 1 << 62)
+    verified(stage, blocks, how == "lost", how == "lost", True, True)
+    if how == "lost":
+        stage.post(ev.Lost(REMOTE, b"".join(hashes[:2]), "lost"))
+    stage.settle()
+    assert stage.tiers[REMOTE].contains(hashes, 1 << 62) == [True] * 4
+    empty_cpu(stage)
+    assert engine.found(blocks) == (REMOTE,) * 4
+
+
+def test_blocks_in_doubt_are_dropped_like_others():
+    stage, _, _ = stored_and_doubted()
+    call = drop(stage, REMOTE)
+    stage.settle()
+    assert stage.answers[call][0].num_blocks == 4
+    assert len(stage.node.cache.index) == 0
+
+
+def test_a_tier_that_leaves_takes_its_blocks_in_doubt_along():
+    stage, _, _ = stored_and_doubted()
+    stage.post(ev.TierDuty(REMOTE, Duty.NONE))
+    stage.post(ev.Forget(REMOTE, 0, stage.node.cache.index.extent))
+    assert len(stage.node.cache.index) == 0
+
+
+def test_a_gap_that_is_unknown_is_asked_for_again():
+    stage, engine = asking()
+    blocks = engine.chain(range(3))
+    call = engine.lookup(blocks)
+    (probe,) = stage.waiting
+    stage.waiting.clear()
+    stage.post(ev.ProbeDone(probe.probe, (None, True, True)))
+    engine.answer(call)
+    assert look(stage, engine, blocks), "the server with its first block may be back"

@@ -175,7 +175,7 @@ def config_of(**settings: Any) -> Any:
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
         speculative_config=None,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
@@ -344,7 +344,7 @@ def check_release() -> None:
     try:
         for version in ("0.27.2", "0.33.0", "1.0.0", "dev"):
             vllm.__version__ = version
-            assert refused() == f"kvtier serves vLLM 0.28 to 0.32, and this is {version}"
+            assert f"serves vLLM 0.28 to 0.32, and this is {version}: " in refused()
     finally:
         vllm.__version__ = found
 

@@ -58,7 +58,7 @@ def config(**changed: Any) -> Any:
             "max_model_len": 4096,
             "quantization": None,
         },
-        "cache_config": {"cache_dtype": "auto"},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "kv_transfer_config": {"kv_role": "kv_both"},
         "load_config": {"load_format": "auto"},
         "parallel_config": {
@@ -98,6 +98,8 @@ def test_a_plain_model_is_served() -> None:
     [
         ({"kv_transfer__kv_role": "kv_producer"}, "kv_role kv_producer splits prefill from decode"),
         ({"kv_transfer__kv_role": "kv_consumer"}, "kv_role kv_consumer splits prefill from decode"),
+        ({"cache__enable_prefix_caching": False}, "vLLM's own prefix caching is off"),
+        ({"model__is_prefix_caching_supported": False}, "vLLM does not support prefix caching"),
         ({"load__load_format": "dummy"}, "weights of load format dummy"),
         ({"load__load_format": "tensorizer"}, "weights of load format tensorizer"),
         ({"load__load_format": "npcache"}, "weights of load format npcache"),

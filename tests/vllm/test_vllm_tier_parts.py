@@ -311,14 +311,16 @@ def test_what_a_tier_cannot_tell_apart_is_refused(monkeypatch: pytest.MonkeyPatc
         weight_transfer_config=object(),
         model_config=SimpleNamespace(model="m", is_multimodal_model=True, enable_sleep_mode=True),
         load_config=SimpleNamespace(load_format="dummy"),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="xxhash"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="xxhash", enable_prefix_caching=False
+        ),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
         speculative_config=None,
         lora_config=object(),
     )
     with pytest.raises(ValueError, match="dummy") as refused:
         model_facts(config, SimpleNamespace(kv_cache_groups=[]), (0, 28), Path, Future())
-    reasons = ("xxhash", "PYTHONHASHSEED", "LoRA", "media", "0 groups")
+    reasons = ("xxhash", "prefix caching is off", "PYTHONHASHSEED", "LoRA", "media", "0 groups")
     for reason in (*reasons, "kv_consumer", "weight_transfer_config", "enable_sleep_mode"):
         assert reason in str(refused.value)
 

@@ -16,8 +16,8 @@ Rules
 -----
 * Nothing here raises into vLLM, and no call from its step waits for the daemon.
 * Blocks are bytes. How they are arranged is declared, and part of their identity.
-* Only ``connector``, ``messages``, ``metrics``, ``plugin``, ``release``, ``identity.description``
-  and ``routers.events`` import vLLM.
+* Only ``connector``, ``idle``, ``messages``, ``metrics``, ``plugin``, ``release``,
+  ``identity.description`` and ``routers.events`` import vLLM.
 
 Where to begin: ``connector`` has the hooks, ``scheduler`` and ``worker`` the halves, ``order`` what
 they say to each other; ``start``, ``refusal`` and ``site`` what comes before. A request is
@@ -34,9 +34,19 @@ __all__ = ["KvtierConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the connector where it is asked for: it needs vLLM, and its parts do not."""
+    """Import the connector where it is asked for: it needs vLLM, and its parts do not.
+
+    If it cannot be imported, whatever the reason, vLLM gets one that serves nothing.
+    """
     if name != "KvtierConnector":
         raise AttributeError(name)
-    from kvtier.connectors.vllm.connector import KvtierConnector
+    try:
+        from kvtier.connectors.vllm.release import check_release
 
+        check_release()
+        from kvtier.connectors.vllm.connector import KvtierConnector
+    except Exception as error:
+        from kvtier.connectors.vllm.idle import idle_connector, reason_of
+
+        return idle_connector(reason_of(error))
     return KvtierConnector

@@ -26,7 +26,6 @@ from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sourc
 from kvtier.connectors.vllm.order import Orders, RankFacts
 from kvtier.connectors.vllm.plugin import register
 from kvtier.connectors.vllm.pool import own_tier
-from kvtier.connectors.vllm.release import check_release
 from kvtier.connectors.vllm.reports import Reports
 from kvtier.connectors.vllm.routers.events import Events
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
@@ -50,7 +49,6 @@ _open = partial(guarded, _log)
 _FOREIGN = RankFacts(None, "MultiConnector has passed on another connector's handshake")
 """It passes on that of the first one that has any, to all."""
 
-check_release()
 register()  # MultiConnector looks for the classes of what it counts by their short names
 
 

@@ -1,7 +1,7 @@
 """Makes the connector known to vLLM by its name alone; vLLM calls it in each of its processes.
 
 It names a module and imports nothing of it, so that it costs nothing where another connector is
-used, or none, and so that a release which is not served is refused by whoever asks for it.
+used, or none.
 """
 
 from kvtier.observe.log import Log
@@ -21,4 +21,7 @@ def register() -> None:
     except ValueError:
         return  # it is registered: vLLM may call this more than once
     except Exception as error:  # of another vLLM, which may lack anything
-        Log("kvtier.vllm").warning("vLLM does not know the short name", error=error)
+        remedy = "set kv_connector_module_path to kvtier.connectors.vllm"
+        Log("kvtier.vllm").warning(
+            "cannot register KvtierConnector with vLLM", error=error, remedy=remedy
+        )

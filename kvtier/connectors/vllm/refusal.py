@@ -47,6 +47,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     reasons = [
         *_of_role(vllm_config),
+        *_of_cached_context(vllm_config),
         *_of_weights(vllm_config),
         *_of_kv(vllm_config),
         *_of_groups(groups),
@@ -68,6 +69,21 @@ def _of_role(config: Any) -> Iterator[str]:
             f"kv_role {role} splits prefill from decode, and kvtier does not: use kv_both"
             " (kv_connector_extra_config.only stores or loads alone)"
         )
+
+
+def _of_cached_context(config: Any) -> Iterator[str]:
+    """Yield why vLLM should not compute from cached context, from wherever it comes.
+
+    vLLM switches its own prefix caching off where its kernels or the model are not made for that,
+    and does not keep who has switched it off.
+    """
+    if not config.cache_config.enable_prefix_caching:
+        yield (
+            "vLLM's own prefix caching is off: by --no-enable-prefix-caching, or because vLLM does"
+            " not compute this model right from cached context here (see its log)"
+        )
+    elif not getattr(config.model_config, "is_prefix_caching_supported", True):
+        yield "vLLM does not support prefix caching with this model, although it is switched on"
 
 
 def _of_weights(config: Any) -> Iterator[str]:

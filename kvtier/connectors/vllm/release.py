@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import vllm
 
+from kvtier import __version__
 from kvtier.connectors.vllm.identity.fingerprint import began_ns
 from kvtier.connectors.vllm.identity.weights import hub_snapshot
+from kvtier.connectors.vllm.idle import UnservedRelease
 
 __all__ = ["check_release", "instruction_set", "layout_name", "local_model", "release"]
 
@@ -28,10 +30,13 @@ def release() -> tuple[int, int]:
 
 
 def check_release() -> None:
-    """Raise ImportError for a release that is not served."""
+    """Raise UnservedRelease, with the remedy, for a release that is not served."""
     if not _OLDEST <= release() <= _NEWEST:
         served = " to ".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
-        raise ImportError(f"kvtier serves vLLM {served}, and this is {vllm.__version__}")
+        raise UnservedRelease(
+            f"kvtier {__version__} serves vLLM {served}, and this is {vllm.__version__}: look for a"
+            " newer kvtier (pip install --upgrade kvtier), or use a vLLM that is served"
+        )
 
 
 def local_model(vllm_config: Any) -> Path:

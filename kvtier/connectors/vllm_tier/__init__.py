@@ -21,7 +21,7 @@ Rules
 -----
 * Nothing here raises into vLLM, and no hook waits for the daemon but a drain, which is bounded.
 * Once a job is reported, nothing touches vLLM's memory for it.
-* Only ``connector``, ``tier`` and ``release`` import vLLM.
+* Only ``connector``, ``idle``, ``tier`` and ``release`` import vLLM.
 """
 
 from typing import TYPE_CHECKING
@@ -34,13 +34,25 @@ __all__ = ["KvtierOffloadingConnector", "KvtierTier"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for: both need vLLM, and their parts do not."""
-    if name == "KvtierTier":
-        from kvtier.connectors.vllm_tier.tier import KvtierTier
+    """Import what is asked for: both need vLLM, and their parts do not.
 
-        return KvtierTier
-    if name == "KvtierOffloadingConnector":
+    If it cannot be imported, whatever the reason, vLLM gets one that serves nothing.
+    """
+    if name not in __all__:
+        raise AttributeError(name)
+    try:
+        from kvtier.connectors.vllm.release import check_release
+
+        check_release()
+        if name == "KvtierTier":
+            from kvtier.connectors.vllm_tier.tier import KvtierTier
+
+            return KvtierTier
         from kvtier.connectors.vllm_tier.connector import KvtierOffloadingConnector
+    except Exception as error:
+        from kvtier.connectors.vllm.idle import reason_of
+        from kvtier.connectors.vllm_tier.idle import idle_offloading_connector, idle_tier
 
-        return KvtierOffloadingConnector
-    raise AttributeError(name)
+        reason = reason_of(error)
+        return idle_tier(reason) if name == "KvtierTier" else idle_offloading_connector(reason)
+    return KvtierOffloadingConnector

@@ -20,16 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvtier.connectors.guard import guarded
 from kvtier.connectors.vllm.identity.description import arrangement
-from kvtier.connectors.vllm.refusal import layer_specs
-from kvtier.connectors.vllm.release import check_release, local_model, release
+from kvtier.connectors.vllm.refusal import layer_specs, refusal
+from kvtier.connectors.vllm.release import local_model, release
 from kvtier.connectors.vllm_tier.identity import ModelFacts, model_facts, side_by_side
 from kvtier.observe.log import Log
 
 __all__ = ["KvtierOffloadingConnector"]
 
 _log = Log("kvtier.vllm")
-
-check_release()
 
 
 @dataclass
@@ -52,8 +50,10 @@ class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # v
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """Tell the scheduling half how this worker's pages are arranged."""
+        config, blocks = self._vllm_config, self._kv_cache_config
         try:
-            return _Handshake(_arranged(self._vllm_config, self._kv_cache_config))
+            # A worker may know more: its layers may have switched prefix caching off.
+            return _Handshake(_arranged(config, blocks), refusal(config, blocks))
         except Exception as error:  # of whatever a device or backend has: vLLM starts all the same
             return _Handshake("", str(error) or type(error).__name__)
 

@@ -26,7 +26,6 @@ from kvtier.connectors.guard import guarded
 from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns, record_path
 from kvtier.connectors.vllm.identity.weights import FileDigests
 from kvtier.connectors.vllm.log import join_log
-from kvtier.connectors.vllm.release import check_release
 from kvtier.connectors.vllm.settings import Settings, read_settings, why_kept
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
@@ -60,8 +59,6 @@ _RESULTS: Mapping[Answer, LookupResult] = {
 }
 
 _open = partial(guarded, _log)
-
-check_release()
 
 
 @dataclass(frozen=True, slots=True)

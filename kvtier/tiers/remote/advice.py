@@ -5,12 +5,16 @@ from kvtier.observe.log import Log
 from kvtier.tiers.remote.address import Place
 from kvtier.tiers.remote.resp import Command, Reply
 
-__all__ = ["QUESTIONS", "advise", "check_alone", "facts_of"]
+__all__ = ["IDENTITY", "QUESTIONS", "advise", "check_alone", "facts_of"]
 
 _log = Log("kvtier.remote")
 
 QUESTIONS = (Command((b"INFO", b"memory")), Command((b"INFO", b"cluster")))
 """What a server is asked at the first connection; a user may not be allowed to."""
+
+
+IDENTITY = Command((b"INFO", b"server"))
+"""What a server is asked at each connection: its ``run_id`` is another after a restart."""
 
 
 def advise(place: Place, memory: Reply) -> None:

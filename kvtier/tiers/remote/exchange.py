@@ -29,10 +29,10 @@ class Exchange:
         self._now_s = now_s
         self._deadline_ns = deadline_ns
 
-    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Tell for each hash whether its head is there."""
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool | None]:
+        """Tell for each hash whether its head is there; None where another server has it now."""
         replies = self._ask([Command((b"EXISTS", self._values.key(each))) for each in hashes])
-        return [reply == 1 for reply in replies]
+        return [None if isinstance(reply, Refusal) else reply == 1 for reply in replies]
 
     def write(self, blocks: Sequence[BlockWrite]) -> list[WriteOutcome]:
         """Set the blocks that are not there, and renew the others."""

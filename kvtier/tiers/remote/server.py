@@ -12,7 +12,7 @@ Rules
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -22,7 +22,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.remote.address import Place
-from kvtier.tiers.remote.advice import QUESTIONS, advise, check_alone
+from kvtier.tiers.remote.advice import IDENTITY, QUESTIONS, advise, check_alone, facts_of
 from kvtier.tiers.remote.connect import Connector
 from kvtier.tiers.remote.link import Link, Note
 from kvtier.tiers.remote.resp import Command, Refusal, Reply
@@ -66,6 +66,7 @@ class Server:
         num_links: int,
         *,
         is_alone: bool,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self.place = place
         self.fault = ""
@@ -76,6 +77,8 @@ class Server:
         self._timeout_s = timeout_s
         self._num_links = num_links
         self._is_alone = is_alone
+        self._on_restart = on_restart
+        self._run_id = ""
         self._silence_s = min(timeout_s, _SILENCE_S)
         self._free = threading.BoundedSemaphore(num_links)
         self._lock = threading.Lock()
@@ -229,18 +232,26 @@ class Server:
 
     def _log_in(self, link: Link) -> None:
         login = self._connector.login()
-        questions = login if self._is_inspected else [*login, *QUESTIONS]
+        questions = [*login, IDENTITY, *(() if self._is_inspected else QUESTIONS)]
         deadline_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
         replies = link.ask(questions, deadline_ns)
         for reply in replies[: len(login)]:
             if isinstance(reply, Refusal):
                 raise TierError(_fault(reply.code, "it refuses the login or the database"))
         if not self._is_inspected:
-            memory, cluster = replies[len(login) :]
+            memory, cluster = replies[len(login) + 1 :]
             if self._is_alone:
                 check_alone(cluster)
             advise(self.place, memory)
             self._is_inspected = not isinstance(memory, Refusal)
+        self._note_run(facts_of(replies[len(login)]).get("run_id", ""))
+
+    def _note_run(self, run_id: str) -> None:
+        """Tell of a restart, or of another server at this place: what it holds is not known."""
+        with self._lock:
+            before, self._run_id = self._run_id, run_id or self._run_id
+        if before not in {"", self._run_id}:
+            self._on_restart()
 
     def _keep_late(self, made: "Future[Link]") -> None:
         with self._lock:

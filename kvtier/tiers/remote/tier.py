@@ -88,12 +88,14 @@ class RemoteTier:
                 options.timeout_s,
                 options.num_workers,
                 is_alone=self._address.form is not Form.CLUSTER,
+                on_restart=self._note_change,
             )
 
-        self._topology = Topology(self._address, connector, open_server)
+        self._topology = Topology(self._address, connector, open_server, self._note_change)
         self._at_once = Parts(4 * options.num_workers)
         self._lock = threading.Lock()
         self._num_faults = 0
+        self._generation = 0
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -127,9 +129,10 @@ class RemoteTier:
         absent: BlockHeader | MissReason = MissReason.ABSENT
         return self._spread(hashes, deadline_ns, absent, Exchange.read, blocks)
 
-    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
-        """Ask the servers for the head of each block."""
-        return self._spread(hashes, deadline_ns, False, Exchange.contains, hashes)
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool | None]:
+        """Ask the servers for the head of each block; None for those of a server that fails."""
+        unknown: bool | None = None
+        return self._spread(hashes, deadline_ns, unknown, Exchange.contains, hashes)
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Unlink blocks, for every node. Raises TierError where some could not be."""
@@ -202,7 +205,11 @@ class RemoteTier:
     def usage(self) -> TierUsage:
         """Return zeros: only the servers know."""
         return TierUsage(
-            0, 0, 0, {"server": str(self._address), "partial_faults": self._num_faults}
+            0,
+            0,
+            0,
+            {"server": str(self._address), "partial_faults": self._num_faults},
+            self._generation,
         )
 
     def close(self) -> None:
@@ -289,6 +296,11 @@ class RemoteTier:
     def _count_fault(self, num_blocks: int) -> None:
         with self._lock:
             self._num_faults += num_blocks
+
+    def _note_change(self) -> None:
+        """Note that servers may hold other blocks than they did."""
+        with self._lock:
+            self._generation += 1
 
     def _check_open(self, deadline_ns: int) -> None:
         seconds_left(deadline_ns)

@@ -78,7 +78,11 @@ class Topology:
     """The servers of one address. Connects to nothing before the first call."""
 
     def __init__(
-        self, address: Address, connector: Connector, open_server: Callable[[Place], Server]
+        self,
+        address: Address,
+        connector: Connector,
+        open_server: Callable[[Place], Server],
+        on_new_primary: Callable[[], None] = lambda: None,
     ) -> None:
         self.fault = ""
         """Why the last look found nothing; empty where it did."""
@@ -86,6 +90,7 @@ class Topology:
         """Whether servers may change their roles, and are looked after in the background."""
         self._look = _look_of(address, connector)
         self._open_server = open_server
+        self._on_new_primary = on_new_primary
         self._chart = _Chart(())
         self._turns = itertools.count()
         self._looked = threading.Condition()
@@ -180,6 +185,8 @@ class Topology:
         before = {server.place: server for server in self.known}
         servers = tuple(before.get(place) or self._open_server(place) for place in layout.places)
         self._chart = _Chart(servers, layout.slots)
+        if before and not before.keys() >= set(layout.places):
+            self._on_new_primary()
         for place, server in before.items():
             if place not in layout.places:
                 server.close()

@@ -73,7 +73,7 @@ class AroundTier:
         call = Call(Operation.READ, len(blocks), num_bytes, deadline_ns)
         return self.around(call, lambda: self.inner.read(blocks, deadline_ns))
 
-    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
         """Ask through ``around``."""
         call = Call(Operation.CONTAINS, len(hashes), 0, deadline_ns)
         return self.around(call, lambda: self.inner.contains(hashes, deadline_ns))

@@ -1,0 +1,81 @@
+"""A connector that serves nothing, for when the real one cannot be imported.
+
+An unserved release of vLLM or a broken dependency must not keep vLLM from starting: vLLM gets this
+class, computes everything itself, and its log has one line with the reason. Imports as little as
+possible, because anything else may be what is broken.
+"""
+
+import abc
+from functools import cache
+from typing import Any
+
+from kvtier.connectors.vllm.log import join_log
+from kvtier.observe.log import Log
+
+__all__ = ["UnservedRelease", "idle_connector", "reason_of", "say_idle"]
+
+
+class UnservedRelease(ImportError):
+    """Raised for a vLLM that kvtier was not tested with; the message has the remedy."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return why kvtier cannot be imported, with the remedy."""
+    if isinstance(error, UnservedRelease):
+        return str(error)
+    return (
+        f"kvtier cannot be imported ({type(error).__name__}: {error}): install it again in vLLM's"
+        " environment (pip install --force-reinstall kvtier), and look at its dependencies with"
+        " pip check"
+    )
+
+
+def say_idle(reason: str) -> None:
+    """Log the one line."""
+    join_log()
+    Log("kvtier.vllm").error("vLLM's blocks are not cached", reason=reason)
+
+
+@cache  # vLLM may ask for the class again, and compares classes
+def idle_connector(reason: str) -> type:
+    """Return a class of connectors for any vLLM that has connectors at all."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    hybrid = getattr(base, "SupportsHMA", None)  # without it vLLM restricts hybrid models
+    bases = (base.KVConnectorBase_V1, hybrid) if hybrid else (base.KVConnectorBase_V1,)
+
+    class IdleConnector(*bases):  # type: ignore[misc]  # vLLM is not there to be checked
+        """Finds nothing, and stores nothing."""
+
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+            given = () if kv_cache_config is None else (kv_cache_config,)
+            super().__init__(vllm_config, role, *given)
+            if role == base.KVConnectorRole.SCHEDULER:  # once is enough
+                say_idle(reason)
+
+        @property
+        def requires_kv_delivery(self) -> bool:
+            return False
+
+        def get_num_new_matched_tokens(self, *_: object, **__: object) -> tuple[int, bool]:
+            return 0, False
+
+        def build_connector_meta(self, *_: object, **__: object) -> Any:
+            return base.KVConnectorMetadata()
+
+        def request_finished(self, *_: object, **__: object) -> tuple[bool, None]:
+            return False, None
+
+        def request_finished_all_groups(self, *_: object, **__: object) -> tuple[bool, None]:
+            return False, None
+
+        def reset_cache(self) -> bool:
+            return True  # vLLM takes anything else for a fault
+
+    for name in IdleConnector.__abstractmethods__:  # of this release
+        setattr(IdleConnector, name, _nothing)
+    return abc.update_abstractmethods(IdleConnector)
+
+
+def _nothing(_self: object, *_: object, **__: object) -> None:
+    """Return nothing, whatever is asked."""

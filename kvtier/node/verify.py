@@ -1,0 +1,115 @@
+"""Verification: keeps the index true to what a shared tier holds, by asking the tier.
+
+A server loses blocks without notice: it restarts, somebody flushes it, it evicts, keys expire. So
+each step asks for a few of the blocks that count as held. If many of them are gone, and after a
+restart or a failover, all blocks are put in doubt: a block in doubt is not served, and a store
+writes it again, until the tier was asked for it. That is done in the background at a bounded rate.
+"""
+
+import asyncio
+import contextlib
+
+import numpy as np
+
+from kvtier.core.identity import split_hashes
+from kvtier.core.limits import FEED_ROWS_AT_ONCE
+from kvtier.core.residency import Residency, TierName
+from kvtier.errors import TierError
+from kvtier.node import event as ev
+from kvtier.node.crew import Crew
+from kvtier.node.driver import Driver
+from kvtier.observe.log import Log
+from kvtier.tiers.base import HealthState
+
+__all__ = ["Verifier"]
+
+_log = Log("kvtier.node")
+
+_SAMPLE_BLOCKS = 64
+"""Per step while nothing is in doubt: 100,000 blocks take half an hour."""
+
+_LOST_MIN = 8
+_LOST_SHARE = 0.25
+"""How many blocks of a sample, and which share of it, must be gone to put all in doubt."""
+
+_BATCH_BLOCKS = 512
+_PAUSE_S = 0.1
+"""While blocks are in doubt: 5,000 blocks a second, because many nodes may come back to a server at
+the same time."""
+
+_LIMIT_NS = 1_000_000_000
+"""For one answer. Health probes wait for the same thread."""
+
+
+class Verifier:
+    """Verifies what ``driver``'s node believes of one shared tier; one step at a time."""
+
+    def __init__(self, driver: Driver, tier: TierName) -> None:
+        self._driver = driver
+        self._index = driver.node.cache.index
+        self._tier = tier
+        self._next_row = 0
+
+    async def step(self) -> None:
+        """Verify all blocks in doubt, or a sample if there are none, unless the tier is out."""
+        crew = self._driver.crews.get(self._tier)
+        if crew is None or crew.health().state is HealthState.OUT:
+            return
+        with contextlib.suppress(TierError):  # the tier's health tells of it; the next step retries
+            if self._index.num_in(self._tier, Residency.UNVERIFIED):
+                await self._verify(crew)
+            else:
+                await self._sample(crew)
+
+    async def _verify(self, crew: Crew) -> None:
+        self._next_row, num_before = 0, self._num_blocks()
+        while True:
+            hashes = self._take(Residency.UNVERIFIED, _BATCH_BLOCKS)
+            if hashes:
+                present = await self._ask(crew, hashes)
+                self._driver.post(ev.Verified(self._tier, hashes, present))
+                if all(is_there is None for is_there in present):
+                    return  # the servers that have them do not answer
+            if not self._next_row:
+                break
+            await asyncio.sleep(_PAUSE_S if hashes else 0)
+        num_lost = num_before - self._num_blocks()
+        _log.info("verified what a tier holds", tier=self._tier, blocks=num_before, lost=num_lost)
+
+    async def _sample(self, crew: Crew) -> None:
+        hashes = self._take(Residency.READY, _SAMPLE_BLOCKS)
+        if not hashes:
+            return
+        present = await self._ask(crew, hashes)
+        asked = split_hashes(hashes)
+        lost = [each for each, there in zip(asked, present, strict=True) if there is False]
+        if lost:
+            self._driver.post(ev.Lost(self._tier, b"".join(lost), "lost"))
+        if len(lost) >= max(_LOST_MIN, _LOST_SHARE * len(asked)):
+            why = f"{len(lost)} of {len(asked)} blocks that it was asked for are gone"
+            await self._driver.doubt(self._tier, why)
+
+    def _take(self, state: Residency, most: int) -> bytes:
+        """Return the next blocks in a state, perhaps none; begins anew at the index's end."""
+        index = self._index
+        end = min(self._next_row + FEED_ROWS_AT_ONCE, index.extent)
+        rows = np.arange(self._next_row, end)
+        rows = rows[index.residency(rows, self._tier) == state][:most]
+        self._next_row = int(rows[-1]) + 1 if len(rows) == most else end
+        if self._next_row >= index.extent:
+            self._next_row = 0
+        return index.keys_of(rows).tobytes()
+
+    async def _ask(self, crew: Crew, hashes: bytes) -> tuple[bool | None, ...]:
+        """Ask the tier. Raises TierError."""
+        asked = split_hashes(hashes)
+        present = await crew.apart(
+            "verification", lambda tier, until_ns: tier.contains(asked, until_ns), _LIMIT_NS
+        )
+        if self._driver.crews.get(self._tier) is not crew:
+            raise TierError(f"{self._tier} was detached meanwhile")
+        return tuple(present)
+
+    def _num_blocks(self) -> int:
+        states = (Residency.READY, Residency.UNVERIFIED)
+        return sum(self._index.num_in(self._tier, state) for state in states)

@@ -1,0 +1,81 @@
+"""A vLLM or a model that is not served: vLLM starts, logs one line, and nothing is cached."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.served import Served
+from kvtier.testing.vllm_server import VllmServer
+from tests.vllm.servers import RELEASES, STARTED, prompt
+
+pytestmark = [*STARTED, pytest.mark.skipif(not RELEASES, reason="make test-vllm runs it")]
+
+NOT_CACHED = "vLLM's blocks are not cached"
+
+NARROW = """
+def apply():
+    from kvtier.connectors.vllm import release
+
+    release._NEWEST = (0, 1)
+"""
+
+BROKEN = 'raise ImportError("a broken dependency")\n'
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    settings = {"cpu.capacity": "96MiB", "cpu.slab": "8MiB", "ssd.enabled": "false"}
+    served = Served(tmp_path, settings)
+    with served.daemon():
+        yield served
+
+
+def check_uncached(node: Served, vllm: VllmServer, reason: str) -> None:
+    """Require that a server answers the same each time, on its own, and says why."""
+    with vllm:
+        vllm.await_ready()
+        asked = prompt(1)
+        assert vllm.ask(asked) == vllm.ask(asked)
+        assert vllm.hit_tokens() == 0
+        (line,) = (line for line in vllm.child.log.splitlines() if NOT_CACHED in line)
+        assert reason in line
+        assert "Traceback" not in vllm.child.log
+    status = node.stat()
+    assert not status["engines"]
+    assert status["tiers"]["cpu"]["blocks"] == 0
+
+
+@pytest.mark.parametrize("release", RELEASES[:1])
+def test_a_model_that_vllm_cannot_compute_from_cached_context(
+    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+) -> None:
+    """The reference kernels for MLA on CPUs: vLLM switches its own prefix cache off for them."""
+    vllm = start(release, "mla", tmp_path, attention_backend="CPU_MLA", num_gpu_blocks_override=320)
+    check_uncached(node, vllm, "vLLM's own prefix caching is off")
+
+
+@pytest.mark.parametrize("release", RELEASES[:1])
+def test_a_release_that_is_not_served(
+    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+) -> None:
+    """A plugin beside ours narrows the range that is served, in each of vLLM's processes."""
+    plugins = tmp_path / "plugins"
+    entry = plugins / "narrow-1.0.dist-info"
+    entry.mkdir(parents=True)
+    (plugins / "narrow.py").write_text(NARROW)
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: narrow\nVersion: 1.0\n")
+    (entry / "entry_points.txt").write_text("[vllm.general_plugins]\nnarrow = narrow:apply\n")
+    vllm = start(release, "tiny", tmp_path, environment={"PYTHONPATH": str(plugins)})
+    check_uncached(node, vllm, f"and this is {release}")
+
+
+@pytest.mark.parametrize("release", RELEASES[:1])
+def test_a_dependency_that_is_broken(
+    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+) -> None:
+    package = tmp_path / "broken" / "xxhash"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(BROKEN)
+    vllm = start(release, "tiny", tmp_path, environment={"PYTHONPATH": str(package.parent)})
+    check_uncached(node, vllm, "ImportError: a broken dependency")
