@@ -66,10 +66,10 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
         for place, each in enumerate(each for each in rounds if each["is_read"]):
             yield _row(size, each, written if place == 0 else None)
     if tier["reason"]:
-        said = f"not measured: {tier['reason']}"
-        if tier["rounds"]:
-            said = f"no further: {tier['reason']}"
-        yield from wrapped(said)
+        said = "no further" if tier["rounds"] else "not measured"
+        if tier.get("is_kept"):
+            said = "not measured again"
+        yield from wrapped(f"{said}: {tier['reason']}")
 
 
 def _row(size: int, read: _Document, written: _Document | None) -> str:

@@ -84,6 +84,10 @@ def cost_lines(cost: _Document) -> Iterator[str]:
             f"{shown_seconds(engine['step_s']):>12}{shown_seconds(engine['floor_s']):>10}"
             f"{engine['p95_over_mean']:>11.1f}{shown_count(engine['samples']):>12}"
         )
+    for tier, reason in cost.get("unmeasured", {}).items():
+        is_known = any(name.startswith(f"{tier}_") for name in cost["routes"])
+        instead = "earlier figures are used" if is_known else "a guess is used until it is read"
+        yield from wrapped(f"{tier} was not measured: {reason}; {instead}")
     if cost["guarded"]:
         yield f"left alone for a while, because it did not pay: {', '.join(cost['guarded'])}"
 

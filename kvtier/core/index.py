@@ -198,10 +198,10 @@ class Index:
             self.census.note_size(blocks.scope, blocks.payload_bytes)
         return rows
 
-    def restore(self, headers: Headers, tier: TierName) -> None:
+    def restore(self, headers: Headers, tier: TierName) -> Rows:
         """Add what a persistent tier was found to hold, as ready there and older than all else.
 
-        For blocks not known yet, each given once.
+        For blocks not known yet, each given once. Returns their rows.
         """
         rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         self._fit()
@@ -219,6 +219,7 @@ class Index:
             self.census.note_size(int(self.scope[own[0]]), int(self.payload_bytes[own[0]]))
         self._set(rows, tier, Residency.READY)
         self.num_restored += len(rows)
+        return rows
 
     def is_alike(self, rows: Rows, headers: Headers) -> npt.NDArray[np.bool_]:
         """Tell which rows are of the very blocks that headers name: a client may have lied."""

@@ -14,7 +14,6 @@ from kvtier.config import Config
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers import configured
-from kvtier.daemon.yardstick import without_probes
 from kvtier.errors import LockHeld, StartError, TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
@@ -112,7 +111,6 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
         headers = await in_thread(partial(next, batches, None), f"kvtier-{name}-open")
         if headers is None:
             return
-        headers = without_probes(headers)
         for first in range(0, len(headers), ROWS_TOLD_AT_ONCE):
             some = headers[first : first + ROWS_TOLD_AT_ONCE]
             driver.post(ev.Recovered(name, some))

@@ -32,7 +32,6 @@ from kvtier.daemon.reload import Reload
 from kvtier.daemon.sockets import Sockets
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.tiers import allowance, open_tier, slow_tier, tune_tier
-from kvtier.daemon.yardstick import without_probes
 from kvtier.lock import PathLock
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
@@ -260,7 +259,8 @@ class Daemon:
         self.config = config
 
     async def _measure(self, prober: Prober) -> None:
-        await (prober.step() if self.config.cost.probe == "start" else prober.sweep())
+        if self.config.cost.probe == "start":
+            await prober.step()
 
     async def _scrub(self, scrubber: Scrubber) -> None:
         await scrubber.step(int(self.config.ssd.scrub_rate_bytes * _SCRUB_PERIOD_S))
@@ -295,7 +295,7 @@ class Daemon:
 def _recover(driver: Driver, name: TierName, tier: BreakerTier) -> None:
     """Tell the node what a tier was found to hold."""
     num_blocks = 0
-    for headers in map(without_probes, tier.headers()):
+    for headers in tier.headers():
         driver.post(ev.Recovered(name, headers))
         num_blocks += len(headers)
     if tier.properties.is_persistent and not tier.properties.is_shared:

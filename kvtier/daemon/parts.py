@@ -1,6 +1,5 @@
 """What works beside the node: made together, before any of it begins."""
 
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,13 +64,17 @@ class Parts:
         self._config = config
         self._log = Repeated(Log("kvtier.daemon"))
         driver.on_register = self._registered
+        self.prober = Prober(driver, policies.planner, devices_of(now, driver.tiers))
         self.status = Status(
-            driver, self.health, self.spaces, policies, block_tokens, config=self._settings
+            driver,
+            self.health,
+            self.spaces,
+            policies,
+            block_tokens,
+            config=self._settings,
+            unmeasured=self.prober.unmeasured,
         )
         self.explainer = Explainer(driver.node, self.spaces, block_tokens)
-        # Two daemons of one host may share a remote tier.
-        node_name = f"{socket.gethostname()} {now.daemon.socket}"
-        self.prober = Prober(driver, policies.planner, node_name, devices_of(now, driver.tiers))
         learners: dict[str, Learner] = {
             "probe": self.prober,
             "cost": policies.planner,

@@ -4,10 +4,11 @@ Rules
 -----
 * Never on a request's way: on the tier's spare thread, a size at a time, and only while no reads
   wait. A tier that is always busy is not measured; its own transfers tell as much.
-* Nothing is written where writing is not for free: to a tier that is out or degraded, or beyond the
-  SSD's write budget.
+* It uses free room only, so that it costs nobody a block. Nothing is written to a tier that is
+  full, out or degraded, or beyond the SSD's write budget.
 * Nor while a tier is being emptied: what it was measured with would count as somebody's.
-* What was measured is kept for a week, and for the medium it was measured on.
+* What was measured is kept for a week, for the medium it was measured on, and until it can be done
+  again.
 """
 
 import asyncio
@@ -15,20 +16,19 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
-from kvtier.daemon.yardstick import BLOCK_SIZES, Yardstick, depth_of
-from kvtier.errors import TierError
-from kvtier.node import event as ev
+from kvtier.daemon.yardstick import BLOCK_SIZES, Measured, depth_of, measure
+from kvtier.errors import TierError, TierFull
 from kvtier.node.driver import Driver
 from kvtier.node.transfer import Duty
 from kvtier.observe.log import Log
-from kvtier.tiers.base import HealthState, Tier
+from kvtier.tiers.base import HealthState
 
 __all__ = ["Prober"]
 
@@ -42,7 +42,7 @@ _HELD = "it was being emptied"
 _RETRY_S = 3600.0
 """Between two attempts at a tier that could not be measured."""
 
-_STEP_LIMIT_NS = 2_000_000_000
+_STEP_LIMIT_NS = 4_000_000_000
 """For one size: probes of health wait for the same thread, and should notice trouble in seconds."""
 
 _SLOW_S = 0.4
@@ -84,6 +84,8 @@ class _Result:
     rounds: tuple[_Round, ...]
     reason: str = ""
     """Why there are no rounds, or no more."""
+    is_kept: bool = False
+    """The rounds are earlier ones, because of ``reason``."""
 
 
 class Prober:
@@ -96,33 +98,21 @@ class Prober:
         self,
         driver: Driver,
         planner: Planner,
-        node_name: str,
         devices: Mapping[TierName, str],
         *,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._planner = planner
-        self._yardstick = Yardstick(node_name)
         self._devices = dict(devices)
         self._now_s = now_s
         self._results: dict[TierName, _Result] = {}
         self._tried_s: dict[TierName, float] = {}
-        self._swept: set[TierName] = set()
         self._lock = asyncio.Lock()
         self._num_holds = 0
 
-    async def sweep(self) -> None:
-        """Remove what a crash left of an earlier probe, once; of this node's own tiers."""
-        for name, tier in list(self._driver.tiers.items()):
-            is_own = tier.properties.is_persistent and not tier.properties.is_shared
-            if is_own and name not in self._swept and self._takes_writes(name):
-                self._swept.add(name)
-                await self._remove(name)
-
     async def step(self) -> None:
         """Measure the tiers of which nothing is known, or nothing recent."""
-        await self.sweep()
         for name in list(self._driver.tiers):
             if self._is_due(name) and self._takes_writes(name):
                 async with self._lock:
@@ -132,7 +122,6 @@ class Prober:
         """Note that a tier is about to be put on, with that for its medium."""
         self._devices[name] = device
         self._tried_s.pop(name, None)
-        self._swept.discard(name)
 
     async def probe(self, tiers: Sequence[TierName] = ()) -> dict[str, Any]:
         """Measure tiers now, all below the CPU where none is named; returns the document."""
@@ -162,6 +151,14 @@ class Prober:
         """Return what was measured of every tier, with what the model says now."""
         return self._document(self._results)
 
+    def unmeasured(self) -> dict[str, str]:
+        """Return by tier why nothing could be measured when that was last tried."""
+        return {
+            name.value: result.reason
+            for name, result in self._results.items()
+            if result.reason and (result.is_kept or not result.rounds)
+        }
+
     def recall(self, document: Mapping[str, Any]) -> None:
         """Take what an earlier run measured; what is no such thing is ignored.
 
@@ -185,26 +182,29 @@ class Prober:
 
     async def _measured(self, name: TierName) -> _Result:
         """Measure one tier as far as it goes; nothing stays of it there."""
+        earlier = self._results.get(name)
         if self._num_holds:
-            return self._results.get(name) or _Result("", 0, (), _HELD)
+            return earlier or _Result("", 0, (), _HELD)
         self._tried_s[name] = time.monotonic()
         rounds: list[_Round] = []
         reason = self._obstacle(name)
-        if not reason:
-            await self._remove(name)
-            try:
-                for block_bytes in BLOCK_SIZES:
-                    reason = await self._round(name, block_bytes, rounds)
-                    if reason:
-                        break
-            finally:
-                await self._remove(name)
+        for block_bytes in BLOCK_SIZES:
+            reason = reason or await self._round(name, block_bytes, rounds)
         is_cut = reason == _HELD
         if is_cut:
             del self._tried_s[name]  # it is due again
-        _log.info("a tier was measured", tier=name, sizes=len(rounds), ended=reason or "complete")
+        said = "a tier was measured" if rounds else "a tier was not measured"
+        _log.info(
+            said,
+            tier=name,
+            sizes=len({each.block_bytes for each in rounds}),
+            ended=reason or "complete",
+        )
+        device = self._devices.get(name, "")
+        if not rounds and earlier and earlier.rounds and earlier.device == device:
+            return replace(earlier, reason=reason, is_kept=True)
         measured_s = int(self._now_s()) if rounds and not is_cut else 0
-        return _Result(self._devices.get(name, ""), measured_s, tuple(rounds), reason)
+        return _Result(device, measured_s, tuple(rounds), reason)
 
     async def _round(self, name: TierName, block_bytes: int, rounds: list[_Round]) -> str:
         """Measure one size; returns why no larger one is to be tried, or nothing."""
@@ -213,28 +213,19 @@ class Prober:
         crew = self._driver.crews.get(name)
         if crew is None or not self._takes_writes(name):
             return "an operator lets nothing be written to it"
-        write = partial(self._yardstick.write, block_bytes)
         try:
-            written = await crew.apart("measurement", write, _STEP_LIMIT_NS)
-            if written.evicted and self._driver.crews.get(name) is crew:
-                self._driver.post(ev.Lost(name, b"".join(written.evicted), "lost"))
-            if not written.reads:
-                return f"it takes no blocks of {block_bytes} bytes"
-            read = partial(self._yardstick.read, written)
-            samples = await crew.apart("measurement", read, _STEP_LIMIT_NS)
+            measured = await crew.apart(
+                "measurement", partial(measure, block_bytes), _STEP_LIMIT_NS
+            )
+        except TierFull as error:
+            return str(error)
         except TierError as error:
             return f"a size of {block_bytes} bytes failed: {error}"
-        return self._noted(name, written.sample, samples, rounds)
+        return self._noted(name, measured, rounds)
 
-    def _noted(
-        self,
-        name: TierName,
-        written: TransferSample,
-        read: Sequence[TransferSample],
-        rounds: list[_Round],
-    ) -> str:
+    def _noted(self, name: TierName, measured: Measured, rounds: list[_Round]) -> str:
         now_ns = time.monotonic_ns()
-        for is_read, samples in ((False, [written]), (True, read)):
+        for is_read, samples in ((False, (measured.written,)), (True, measured.read)):
             for sample in samples:
                 self._planner.note_transfer(name, is_read, sample, now_ns)
             rounds += _means(samples, is_read=is_read)
@@ -249,15 +240,6 @@ class Prober:
                 return False
             await asyncio.sleep(_YIELD_S)
         return not self._num_holds
-
-    async def _remove(self, name: TierName) -> None:
-        remove, crew = partial(_removed, self._yardstick), self._driver.crews.get(name)
-        if crew is None:
-            return  # it is swept when it comes back
-        try:
-            await crew.apart("measurement", remove, _STEP_LIMIT_NS)
-        except TierError as error:  # the next probe, or the next start, does it
-            _log.warning("blocks of a probe stay for now", tier=name, error=error)
 
     def _takes_writes(self, name: TierName) -> bool:
         lane = self._driver.node.transfers.lanes.get(name)
@@ -294,10 +276,6 @@ class Prober:
         if not each.is_read or each.depth > 1:
             return None
         return self._planner.restore_s(name, each.block_bytes)
-
-
-def _removed(yardstick: Yardstick, tier: Tier, deadline_ns: int) -> None:
-    yardstick.remove(tier, deadline_ns)
 
 
 def _means(samples: Sequence[TransferSample], *, is_read: bool) -> list[_Round]:

@@ -60,9 +60,11 @@ class Status:
         block_tokens: int,
         *,
         config: Callable[[], dict[str, Any]] = dict,
+        unmeasured: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """``config`` tells of the configuration."""
+        """``config`` tells of the configuration, ``unmeasured`` why tiers were not measured."""
         self._config = config
+        self._unmeasured = unmeasured
         self._driver = driver
         self._account = Account(driver.node, policies)
         self._health = health
@@ -107,7 +109,7 @@ class Status:
             "probed_lookups": samples.counts(PROBED_LOOKUPS),
             "transfers": _transfers(samples),
             "policy": self._account.policy(),
-            "cost": self._account.cost(now_ns),
+            "cost": self._account.cost(now_ns) | {"unmeasured": self._unmeasured()},
             "background_faults": samples.counts(BACKGROUND_FAULTS),
             "engines": [_engine(each, lately, now) for each in node.sessions.values()],
             "requests": recent_requests(node.ledger, now_ns),

@@ -1,17 +1,17 @@
 """One measurement of a tier: a few blocks of one size are written, and read back.
 
-It runs on a tier's own thread and blocks. What it writes is nobody's: a key space of its own, which
-no engine has, so that it can never be served, and names that the next measurement of this node
-knows, so that whatever a crash leaves behind is found again.
+It runs on a tier's own thread and blocks. It uses a scratch tier on the same medium, so that it
+costs nobody a block, and a key space that no engine has, so that nothing of it is ever served.
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.identity import (
@@ -19,16 +19,14 @@ from kvtier.core.identity import (
     NO_TENANT,
     BlockHash,
     BlockHeader,
-    Headers,
-    Selection,
     chain_root,
     payload_checksum,
 )
-from kvtier.errors import TierError, TierTimeout
+from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
 from kvtier.tiers.check import seconds_left
 
-__all__ = ["BLOCK_SIZES", "PROBE_SPACE", "Written", "Yardstick", "depth_of", "without_probes"]
+__all__ = ["BLOCK_SIZES", "PROBE_SPACE", "Measured", "depth_of", "measure"]
 
 PROBE_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
 """The key space of what is written to measure a tier."""
@@ -41,83 +39,65 @@ _SIZE_BYTES_MAX = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Blocks of one size that are in a tier now, and what became of it meanwhile."""
+class Measured:
+    """What transfers of one size took."""
 
-    reads: tuple[BlockRead, ...]
-    """To get them back; none where the tier takes no such blocks."""
-    sample: TransferSample
-    evicted: tuple[BlockHash, ...]
+    written: TransferSample
+    read: tuple[TransferSample, ...]
 
 
-def without_probes(headers: Headers) -> Headers:
-    """Return the headers that are not of blocks written to measure the tier."""
-    meant = Selection(PROBE_SPACE).mask(headers["space"])
-    return headers[~meant] if meant.any() else headers
+def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> Measured:
+    """Write as many blocks as are to be read at once, and read them one at a time and together.
 
-
-class Yardstick:
-    """Measures tiers for the node called ``node_name``, which no other node is."""
-
-    def __init__(self, node_name: str) -> None:
-        self._node_name = node_name
-
-    def names(self, depth_max: int) -> list[BlockHash]:
-        """Return the names of all blocks that may have been written, at up to so many at once."""
-        return [
-            self._name(block_bytes, number)
-            for block_bytes in BLOCK_SIZES
-            for number in range(depth_of(block_bytes, depth_max))
-        ]
-
-    def remove(self, tier: Tier, deadline_ns: int) -> None:
-        """Forget whatever was left in a tier."""
-        tier.remove(self.names(tier.properties.num_workers), deadline_ns)
-
-    def write(self, block_bytes: int, tier: Tier, deadline_ns: int) -> Written:
-        """Write as many blocks as are to be read at once; raises TierError."""
-        depth = depth_of(block_bytes, tier.properties.num_workers)
-        memory = memoryview(mmap.mmap(-1, depth * block_bytes))
-        slots = [memory[number * block_bytes :][:block_bytes] for number in range(depth)]
-        blocks = [self._block(number, slot) for number, slot in enumerate(slots)]
-        began_s = time.perf_counter()
-        report = tier.write(blocks, deadline_ns)
-        sample = TransferSample(depth, depth * block_bytes, 1, time.perf_counter() - began_s)
-        reads = tuple(
-            BlockRead(each.header.block_hash, PROBE_SPACE, NO_TENANT, block_bytes, slot)
-            for each, slot in zip(blocks, slots, strict=True)
-        )
-        is_stored = set(report.outcomes) == {WriteOutcome.STORED}
-        return Written(reads if is_stored else (), sample, report.evicted)
-
-    def read(self, written: Written, tier: Tier, deadline_ns: int) -> tuple[TransferSample, ...]:
-        """Read the blocks one at a time, and then together; raises TierError."""
-        reads = written.reads
-        alone = [_timed(tier, each, deadline_ns) for each in reads]
-        together = _at_once(tier, reads, deadline_ns) if len(reads) > 1 else []
-        size = reads[0].payload_bytes
-        return (
-            *(TransferSample(1, size, 1, seconds) for seconds in alone),
-            *(TransferSample(1, size, len(reads), seconds) for seconds in together),
-        )
-
-    def _name(self, block_bytes: int, number: int) -> BlockHash:
-        said = f"kvtier.probe\0{self._node_name}\0{block_bytes}\0{number}"
-        return BlockHash(hashlib.sha256(said.encode()).digest()[:HASH_BYTES])
-
-    def _block(self, number: int, slot: memoryview) -> BlockWrite:
-        slot[:] = os.urandom(len(slot))  # nothing that a drive or a server could compress
-        root, name = chain_root(PROBE_SPACE, NO_TENANT), self._name(len(slot), number)
-        header = BlockHeader(PROBE_SPACE, NO_TENANT, name, root, 0, len(slot))
-        checksum = payload_checksum(header, slot)
-        return BlockWrite(
-            BlockHeader(PROBE_SPACE, NO_TENANT, name, root, 0, len(slot), checksum), slot
-        )
+    Raises TierFull where the tier has no free room for them, and TierError where it fails.
+    """
+    depth = depth_of(block_bytes, tier.properties.num_workers)
+    memory = memoryview(mmap.mmap(-1, depth * block_bytes))
+    blocks = [_block(memory[start:][:block_bytes]) for start in range(0, len(memory), block_bytes)]
+    with tier.scratch(block_bytes, depth, deadline_ns) as scratch:
+        try:
+            written = _written(scratch, blocks, deadline_ns)
+            reads = [
+                BlockRead(each.header.block_hash, PROBE_SPACE, NO_TENANT, block_bytes, each.payload)
+                for each in blocks
+            ]
+            return Measured(written, _read(scratch, reads, deadline_ns))
+        finally:
+            with contextlib.suppress(TierError):  # what stays is gone soon
+                scratch.remove([each.header.block_hash for each in blocks], deadline_ns)
 
 
 def depth_of(block_bytes: int, depth_max: int) -> int:
     """Return how many blocks of a size are written and read at once."""
     return max(1, min(depth_max, _SIZE_BYTES_MAX // block_bytes))
+
+
+def _block(slot: memoryview) -> BlockWrite:
+    slot[:] = os.urandom(len(slot))  # nothing that a drive or a server could compress
+    root, name = chain_root(PROBE_SPACE, NO_TENANT), BlockHash(os.urandom(HASH_BYTES))
+    header = BlockHeader(PROBE_SPACE, NO_TENANT, name, root, 0, len(slot))
+    return BlockWrite(replace(header, checksum=payload_checksum(header, slot)), slot)
+
+
+def _written(tier: Tier, blocks: Sequence[BlockWrite], deadline_ns: int) -> TransferSample:
+    began_s = time.perf_counter()
+    report = tier.write(blocks, deadline_ns)
+    took_s = time.perf_counter() - began_s
+    if set(report.outcomes) != {WriteOutcome.STORED}:
+        raise TierFull(f"it takes no blocks of {len(blocks[0].payload)} bytes")
+    num_bytes = sum(len(each.payload) for each in blocks)
+    return TransferSample(len(blocks), num_bytes, 1, took_s)
+
+
+def _read(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> tuple[TransferSample, ...]:
+    """Read the blocks one at a time, and then together."""
+    alone = [_timed(tier, each, deadline_ns) for each in reads]
+    together = _at_once(tier, reads, deadline_ns) if len(reads) > 1 else []
+    size = reads[0].payload_bytes
+    return (
+        *(TransferSample(1, size, 1, seconds) for seconds in alone),
+        *(TransferSample(1, size, len(reads), seconds) for seconds in together),
+    )
 
 
 def _timed(tier: Tier, read: BlockRead, deadline_ns: int) -> float:

@@ -73,7 +73,8 @@ class Duties:
         index = self._cache.index
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
         is_new = rows < 0
-        index.restore(event.headers[is_new], event.tier)
+        restored = index.restore(event.headers[is_new], event.tier)
+        self._cache.whereabouts.tell_restored(restored, event.tier)
         if is_new.all():
             return
         known = rows[~is_new]

@@ -9,8 +9,10 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.identity import split_hashes
 from kvtier.core.index import NO_SLOT, Index
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.reuse.history import History
 from kvtier.core.reuse.invariants import check_history, residents
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
@@ -61,8 +63,11 @@ def check_memory(node: Node) -> None:
         there = {bytes(index.hash_of(row)) for row in rows.tolist()}
         believed = residents(history, tier)
         assert believed <= there, "the history has blocks in a tier that are not there"
+        missing = list(there - believed)
         if not index.num_restored:
-            assert believed == there, "a tier has blocks that the history does not know of"
+            assert not missing, "a tier has blocks that the history does not know of"
+        assert history.is_unmet(missing).all(), "the history knows a block, but not where it is"
+    _check_parents(history, index)
 
 
 def check_books(node: Node) -> None:
@@ -76,6 +81,14 @@ def check_books(node: Node) -> None:
     assert tokens[ASKED_TOKENS.name] == found + tokens[ABSENT_TOKENS.name], "tokens were lost"
     assert left <= found, "more is left than was found"
     assert tokens[ORDERED_TOKENS.name] == loaded + unloaded, "ordered tokens were lost"
+
+
+def _check_parents(history: History, index: Index) -> None:
+    """Require that both agree whose children the blocks of the CPU tier are."""
+    rows, blocks = index.in_state(TierName.CPU, Residency.READY), history.blocks
+    known = blocks.find(split_hashes(index.keys_of(rows).tobytes()))
+    parents = blocks.find(split_hashes(index.parent[rows].tobytes()))
+    assert (blocks.parent[known] == parents).all(), "a parent that the index does not know"
 
 
 def _check_census(index: Index, rows: Rows) -> None:

@@ -66,13 +66,13 @@ class Uses:
         if self._counted.find(session, _name(use), now_ns) is None:
             self._touch(self._history, session, use, 0, now_ns)
         else:
-            self._history.extend(use, now_ns)
+            num_known = self._history.extend(use, now_ns)
+            self._whereabouts.tell_found(use.keys[num_known:])
 
     def _touch(self, history: History, session: str, use: Use, num_stored: int, now_ns: int) -> int:
         num_stored = max(num_stored, self._whereabouts.num_restored(use.keys))
         touched = history.touch(use, now_ns, num_stored)
-        if touched.num_known < num_stored:
-            self._whereabouts.tell_found(use.keys)
+        self._whereabouts.tell_found(use.keys[touched.num_known :])
         if self._depth is not None:
             self._depth.note(use, touched.num_known, now_ns)
         self._counted.add(session, _name(use), touched.num_known, now_ns)

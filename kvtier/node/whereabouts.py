@@ -4,6 +4,10 @@ Whoever moves a block tells the index, and this listens there. What comes is tol
 a store publishes block by block and telling costs as much for one as for fifty; what leaves is told
 at once, after all that came before it. What a disk was found to hold at the start is told when it
 is asked for: there may be millions of blocks, and most are never asked for again.
+
+The index is the source of every parent that no request has named: a block that the history does not
+know is adopted with its parent from the index. So both agree however a block came to a tier: by a
+store, by warming, from another node, or from a disk that was attached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,12 +63,18 @@ class Whereabouts:
         is_there = (self._index.facts(rows)["state"] == Residency.READY).any(axis=1) & (rows >= 0)
         return len(rows) if is_there.all() else int(is_there.argmin())
 
-    def tell_found(self, keys: Sequence[bytes]) -> None:
-        """Let the history know where blocks are that were there before it, now that it knows them.
+    def tell_restored(self, rows: Rows, tier: TierName) -> None:
+        """Tell the history about those of the restored blocks that it remembers."""
+        if self._history is not None and self._history.num_remembered:
+            is_unmet = self._history.is_unmet(self._keys(rows))
+            self._enter(self._history, tier, rows[~is_unmet])
 
-        To be called after a use that names them.
+    def tell_found(self, keys: Sequence[bytes]) -> None:
+        """Tell the history where restored blocks are that a use has just named.
+
+        It is told about all other blocks as they arrive.
         """
-        if self._history is None:
+        if self._history is None or not self._index.num_restored:
             return
         rows = self._index.find(as_keys(b"".join(keys)))
         rows = rows[rows >= 0]
@@ -83,11 +93,22 @@ class Whereabouts:
             self._fate = before
 
     def _enter(self, history: History, tier: TierName, rows: Rows) -> None:
-        """Tell of blocks, those of one size at a time."""
-        sizes = self._index.payload_bytes[rows]
+        is_unmet = history.is_unmet(self._keys(rows))
+        if is_unmet.any():
+            self._introduce(history, rows[is_unmet])
+        history.enter(tier, self._keys(rows), rows.tolist())
+
+    def _introduce(self, history: History, rows: Rows) -> None:
+        """Tell the history the parents of blocks that are new to it, and every tier they are in."""
+        index = self._index
+        sizes = index.payload_bytes[rows]
         for size in sorted(set(sizes.tolist())):
             alike = rows[sizes == size]
-            history.enter(tier, self._keys(alike), size, alike.tolist())
+            parents = list(split_hashes(index.parent[alike].tobytes()))
+            history.adopt(self._keys(alike), parents, index.position[alike], size)
+        for tier in LOWER_TIERS:
+            here = rows[index.residency(rows, tier) == Residency.READY]
+            history.enter(tier, self._keys(here), here.tolist())
 
     def _moved(
         self, rows: Rows, tier: TierName, before: npt.NDArray[np.uint8], state: Residency

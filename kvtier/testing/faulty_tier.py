@@ -4,9 +4,11 @@ It keeps the contract of tiers, faults included: what it reports as read is righ
 asks for ``SERVE_DAMAGED``, a lie that no tier should tell and that callers may want to survive.
 """
 
+import contextlib
+import copy
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -114,6 +116,14 @@ class FaultyTier(AroundTier):
             case Fault.TIMEOUT_AFTER:
                 raise TierTimeout("a timeout was injected after the call")
         return result
+
+    @contextlib.contextmanager
+    def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
+        """Open a scratch tier that fails by the same script."""
+        with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as inner:
+            scratch = copy.copy(self)
+            scratch.inner = inner
+            yield scratch
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
         """Read, and damage what was read where that is the fault."""

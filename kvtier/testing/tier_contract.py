@@ -101,6 +101,19 @@ class TierContract:
         assert fetch(tier, absent, stored) == [MissReason.ABSENT, None]
         assert tier.contains(_hashes(absent, stored), soon()) == [False, True]
 
+    def test_measures_without_a_trace(self, tier: Tier) -> None:
+        """Take blocks into a scratch tier, which are no blocks of the tier itself."""
+        stored, other = make_block(1, 5000), make_block(2, 5000)
+        store(tier, stored)
+        before = tier.usage()
+        with tier.scratch(5000, 1, soon()) as scratch:
+            store(scratch, other)
+            assert fetch(scratch, other) == [None]
+            assert scratch.remove(_hashes(other), soon()).num_blocks == 1
+        assert fetch(tier, stored, other) == [None, MissReason.ABSENT]
+        after = tier.usage()
+        assert (after.num_blocks, after.used_bytes) == (before.num_blocks, before.used_bytes)
+
     def test_takes_empty_batches(self, tier: Tier) -> None:
         """Answer nothing to nothing."""
         assert tier.write([], soon()).outcomes == ()

@@ -19,6 +19,7 @@ Contract (tests/contract runs it over every implementation)
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -204,6 +205,16 @@ class Tier(Protocol):
 
     def probe(self, deadline_ns: int) -> None:
         """Touch the medium as reads and writes do; raises TierError where that fails."""
+
+    def scratch(
+        self, block_bytes: int, num_blocks: int, deadline_ns: int
+    ) -> "AbstractContextManager[Tier]":
+        """Open a tier on the same medium for blocks that belong to nobody, to measure it with.
+
+        It takes so many blocks of that size without evicting any block of this tier, and what is
+        written to it does not count as a block of this tier. Raises TierFull where there is no free
+        room for that. Whatever is still in it is gone soon after it is left, also by a crash.
+        """
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Verify the next blocks, about ``max_bytes`` of them, and quarantine damaged ones.

@@ -4,6 +4,7 @@ It passes the same contract suite as the real tiers, so that whatever is tested 
 rely on what it saw. It copies payloads in and out and checks them like any other tier.
 """
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from kvtier.core.identity import (
     Selection,
 )
 from kvtier.core.residency import TierName
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierFull
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -104,6 +105,17 @@ class MemoryTier:
         """Raise TierError if closed."""
         with self._opened(deadline_ns):
             return
+
+    @contextlib.contextmanager
+    def scratch(
+        self, block_bytes: int, num_blocks: int, deadline_ns: int
+    ) -> Iterator["MemoryTier"]:
+        """Open a tier of its own within the capacity."""
+        num_bytes = num_blocks * (HEADER_BYTES + block_bytes)
+        with self._opened(deadline_ns):
+            if self._used_bytes + num_bytes > self._capacity_bytes:
+                raise TierFull(f"{num_bytes} bytes are not free")
+        yield MemoryTier(num_bytes, name=self.properties.name)
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Verify every block at once, and forget damaged ones."""

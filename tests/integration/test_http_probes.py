@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
 from starlette.applications import Starlette
 
 from kvtier.api.http.app import create_app
@@ -30,6 +30,7 @@ class Tripping(ByteChatModel):
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[FakeEngineService, HttpServer]]:
+    disable_created_metrics()  # as kvtier.observe.metrics does in every process
     registry = CollectorRegistry()
     counter = Counter("kvtier_things_total", "Things.", ["tier"], registry=registry)
     for number in range(300):

@@ -3,6 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -15,13 +18,10 @@ from prometheus_client import CollectorRegistry
 from kvtier.core.admission import AdmitEverything
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.eviction import LeafLru
-from kvtier.core.identity import pack_headers
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 from kvtier.daemon.probe import Prober
-from kvtier.daemon.yardstick import BLOCK_SIZES, PROBE_SPACE, Yardstick, without_probes
-from kvtier.errors import TierError
-from kvtier.node import event as ev
+from kvtier.daemon.yardstick import BLOCK_SIZES
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier
@@ -29,11 +29,12 @@ from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
-from kvtier.testing.tier_contract import fetch, soon, store
+from kvtier.testing.tier_contract import fetch, store
 from kvtier.tiers.base import Health, HealthState, Tier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
 from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.store import SCRATCH_NAME
 from kvtier.tiers.wrap import AroundTier, BreakerTier, Operation, ThrottleTier
 
 MIB = 1 << 20
@@ -72,10 +73,9 @@ class Bench:
     planner: Listener
     tier: Tier
     now_s: list[float]
-    events: list[ev.Event]
 
     def prober(self, device: str = "disk") -> Prober:
-        return Prober(self.driver, self.planner, "node", {SSD: device}, now_s=lambda: self.now_s[0])
+        return Prober(self.driver, self.planner, {SSD: device}, now_s=lambda: self.now_s[0])
 
 
 @asynccontextmanager
@@ -86,9 +86,7 @@ async def bench_over(tier: Tier) -> AsyncIterator[Bench]:
     metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
     node = Node(settings, LeafLru(), AdmitEverything(), metrics)
     driver = Driver(node, arena, {SSD: BreakerTier(tier)})
-    bench = Bench(driver, Listener(), tier, [1_000_000.0], [])
-    post = driver.post
-    driver.post = lambda event: (bench.events.append(event), post(event))[1]  # type: ignore[method-assign] # listens
+    bench = Bench(driver, Listener(), tier, [1_000_000.0])
     try:
         yield bench
     finally:
@@ -216,17 +214,73 @@ def test_a_tier_that_fails_half_way_keeps_what_was_measured_and_is_not_taken_out
     run(tier, scenario)
 
 
-def test_what_was_evicted_is_told_though_the_reads_fail() -> None:
-    memory = MemoryTier(2 * MIB)
-    blocks = [make_block(number, 100_000) for number in range(20)]
+def test_a_full_tier_is_measured_as_far_as_there_is_free_room(tmp_path: Path) -> None:
+    """Of 8 MiB that no segment uses, sizes up to 1 MiB need less, and 4 MiB need more."""
+    tier = SsdTier(tmp_path / "ssd", 72 * MIB, 16 * MIB, SsdOptions(num_workers=2))
+    blocks = [make_block(number, 4_000_000) for number in range(16)]
+    store(tier, *blocks)
+    before = tier.usage()
 
     async def scenario(bench: Bench) -> None:
-        store(memory, *blocks)
-        await bench.prober().probe()
-        assert any(isinstance(each, ev.Lost) for each in bench.events)
+        told = ssd_of(await bench.prober().probe())
+        assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
+        assert "KiB of ssd.capacity are not in use" in told["reason"]
 
-    faults = scripted_faults((Operation.READ, Fault.FAIL_BEFORE))
-    run(FaultyTier(memory, faults), scenario)
+    run(tier, scenario)
+    after = tier.usage()
+    assert fetch(tier, *blocks) == [None] * 16
+    assert (after.num_blocks, after.used_bytes) == (16, before.used_bytes)
+    assert after.detail["written_blocks_bytes"] == before.detail["written_blocks_bytes"]
+    written = int(after.detail["written_metadata_bytes"])
+    assert 3 * MIB > written - int(before.detail["written_metadata_bytes"]) > 2 * MIB
+    tier.close()
+
+
+def test_free_space_that_is_left_to_others_is_not_measured_in(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB, SsdOptions(free_space_floor_bytes=1 << 60))
+
+    async def scenario(bench: Bench) -> None:
+        told = ssd_of(await bench.prober().probe())
+        assert told["rounds"] == []
+        assert "ssd.free_space_floor" in told["reason"]
+
+    run(tier, scenario)
+    assert not list((tmp_path / "ssd").glob("**/*.segment"))
+    tier.close()
+
+
+def test_what_was_measured_is_kept_until_there_is_room_again() -> None:
+    tier = MemoryTier(64 * MIB)
+    block = make_block(1, 64 * MIB - 1000)
+
+    async def scenario(bench: Bench) -> None:
+        prober = bench.prober()
+        first = ssd_of(await prober.probe())
+        store(tier, block)
+        bench.now_s[0] += WEEK_S
+        again = ssd_of(await prober.probe())
+        assert (again["is_kept"], again["measured_s"]) == (True, first["measured_s"])
+        assert again["rounds"] == first["rounds"]
+        assert list(prober.unmeasured()) == ["ssd"]
+        assert "not free" in again["reason"]
+        restarted = bench.prober()
+        restarted.recall(prober.document())
+        assert ssd_of(restarted.document())["rounds"] == first["rounds"]
+
+    run(tier, scenario)
+    assert fetch(tier, block) == [None]
+
+
+def test_a_tier_that_was_never_measured_says_why() -> None:
+    tier = MemoryTier(MIB)
+    store(tier, make_block(1, MIB - 1000))
+
+    async def scenario(bench: Bench) -> None:
+        told = ssd_of(await bench.prober().probe())
+        assert (told["rounds"], told["measured_s"], told["is_kept"]) == ([], 0, False)
+        assert "not free" in told["reason"]
+
+    run(tier, scenario)
 
 
 def test_damage_is_no_measurement() -> None:
@@ -234,26 +288,6 @@ def test_damage_is_no_measurement() -> None:
 
     async def scenario(bench: Bench) -> None:
         assert "checksum" in ssd_of(await bench.prober().probe())["reason"]
-
-    run(tier, scenario)
-
-
-def test_what_is_evicted_for_it_is_told_to_the_node() -> None:
-    tier = MemoryTier(2 * MIB)
-    blocks = [make_block(number, 100_000) for number in range(20)]
-
-    async def scenario(bench: Bench) -> None:
-        store(tier, *blocks)
-        bench.driver.post(ev.Recovered(SSD, pack_headers(each.header for each in blocks)))
-        await bench.prober().probe()
-        lost = b"".join(each.hashes for each in bench.events if isinstance(each, ev.Lost))
-        gone = [
-            block.header.block_hash
-            for block, verdict in zip(blocks, fetch(tier, *blocks), strict=True)
-            if verdict is not None
-        ]
-        assert gone
-        assert {lost[i : i + 16] for i in range(0, len(lost), 16)} >= set(gone)
 
     run(tier, scenario)
 
@@ -271,28 +305,37 @@ def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_a_crash_left_is_never_taken_for_blocks_and_goes_at_the_next_start(
-    tmp_path: Path,
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from kvtier.daemon.yardstick import measure
+from kvtier.tiers.ssd import SsdOptions, SsdTier
+
+def hook(step):
+    if step == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+tier = SsdTier(Path(sys.argv[1]), 64 << 20, 16 << 20, SsdOptions(hook=hook))
+measure(1 << 20, tier, time.monotonic_ns() + 30_000_000_000)
+"""
+
+
+@pytest.mark.parametrize("step", ["segment.header", "record.write", "record.read"])
+def test_a_crash_in_the_middle_leaves_nothing_that_the_next_start_counts(
+    tmp_path: Path, step: str
 ) -> None:
-    first = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB)
+    directory = tmp_path / "ssd"
+    tier = SsdTier(directory, 64 * MIB, 16 * MIB)
     mine = make_block(1, 100_000)
-    store(first, mine)
-    for block_bytes in BLOCK_SIZES[:3]:
-        Yardstick("node").write(block_bytes, first, soon())
-    first.close()
-    tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB)
-    assert tier.usage().num_blocks > 1
-    (headers,) = [each for each in tier.headers() if len(each)]
-    assert [bytes(each) for each in without_probes(headers)["block_hash"]] == [
-        mine.header.block_hash
-    ]
-
-    async def scenario(bench: Bench) -> None:
-        await bench.prober().sweep()
-        assert fetch(tier, mine) == [None]
-        assert tier.usage().num_blocks == 1
-
-    run(tier, scenario)
+    store(tier, mine)
+    tier.close()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(directory), step], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (directory / SCRATCH_NAME).is_dir(), "the crash came in the middle"
+    tier = SsdTier(directory, 64 * MIB, 16 * MIB)
+    assert not (directory / SCRATCH_NAME).exists()
+    assert (tier.usage().num_blocks, len(list(directory.glob("*.segment")))) == (1, 1)
+    assert fetch(tier, mine) == [None]
     tier.close()
 
 
@@ -447,21 +490,3 @@ def test_tiers_that_are_not_below_the_cpu_are_said_to_be() -> None:
         assert told["remote"]["reason"] == "there is no such tier here"
 
     run(MemoryTier(64 * MIB), scenario)
-
-
-def test_its_blocks_are_in_a_space_of_their_own(tmp_path: Path) -> None:
-    options = SsdOptions(num_workers=2)
-    tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB, options)
-    Yardstick("node").write(64 << 10, tier, soon())
-    (headers,) = tier.headers()
-    assert {each["space"][:2].tobytes() for each in headers} == {PROBE_SPACE}
-    assert len(without_probes(headers)) == 0
-    other = Yardstick("another node")
-    assert not set(other.names(4)) & set(Yardstick("node").names(4))
-    other.remove(tier, soon())
-    assert tier.usage().num_blocks == 2
-    Yardstick("node").remove(tier, soon())
-    assert tier.usage().num_blocks == 0
-    tier.close()
-    with pytest.raises(TierError):
-        Yardstick("node").remove(tier, soon())

@@ -41,7 +41,7 @@ def blocks(node: Served) -> int:
 def written(node: Served) -> int:
     """Return what was ever written to the tier."""
     detail = node.stat()["tiers"]["ssd"]["detail"]
-    return int(detail["written_blocks_bytes"])
+    return int(detail["written_metadata_bytes"])
 
 
 def measured(child: Child) -> int:

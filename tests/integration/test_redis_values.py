@@ -13,7 +13,8 @@ import redis
 from redis.crc import key_slot
 
 from kvtier.core.identity import EVERYTHING, HEADER_BYTES, Selection, tenant_digest
-from kvtier.errors import StartError, TierError
+from kvtier.daemon.yardstick import measure
+from kvtier.errors import StartError, TierError, TierFull
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.child import free_port
 from kvtier.testing.tier_contract import fetch, soon, store
@@ -142,6 +143,50 @@ def test_a_part_that_is_gone_is_a_miss_and_the_rest_goes(opened: Open, client: r
     client.unlink(keys_of(block)[2])
     store(tier, block)
     assert fetch(tier, block) == [None], "storing it again mends it, too"
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "noeviction"])
+def test_measuring_a_full_server_costs_nobody_a_key(
+    opened: Open, client: redis.Redis, policy: str
+) -> None:
+    tier, blocks = opened(OPTIONS), [make_block(number, 100_000) for number in range(8)]
+    store(tier, *blocks)
+    client.set("other", bytes(1 << 20))
+    num_keys = client.dbsize()
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + (2 << 20))
+    try:
+        with pytest.raises(TierFull, match="less than 16384 KiB of memory free"):
+            measure(1 << 20, tier, soon())
+        measure(64 << 10, tier, soon())
+        assert tier.health().state is HealthState.UP
+        assert client.dbsize() == num_keys
+    finally:
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_what_it_is_measured_with_expires_soon(opened: Open, client: redis.Redis) -> None:
+    tier, block = opened(OPTIONS), make_block(1, 100_000)
+    with tier.scratch(100_000, 1, soon()) as scratch:
+        store(scratch, block)
+        assert all(0 < client.pttl(key) <= 60_000 for key in keys_of(block))
+    store(tier, block)
+    assert all(client.pttl(key) > 60_000 for key in keys_of(block))
+
+
+def test_a_server_that_does_not_tell_its_memory_is_not_measured(
+    client: redis.Redis, redis_server: str
+) -> None:
+    client.execute_command("ACL SETUSER", "mute", "on", ">secret", "~*", "+@all", "-info")
+    tier = RemoteTier(f"redis://mute:secret@{redis_server.rpartition('@')[2]}", OPTIONS)
+    try:
+        with pytest.raises(TierFull, match="does not tell how much memory is free"):
+            measure(64 << 10, tier, soon())
+        assert tier.health().state is HealthState.UP
+    finally:
+        tier.close()
+        client.acl_deluser("mute")
 
 
 def test_no_room_for_all_parts_leaves_none(opened: Open, client: redis.Redis) -> None:

@@ -34,6 +34,7 @@ def run(seed: int, num_events: int = EVENTS):
 
 
 SEEDS = range(24)
+FAILED_ONCE = [7310052]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,12 @@ def report():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed(seed, report):
     assert report(seed).num_events >= EVENTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_a_seed_that_failed_once(seed):
+    run(seed)
 
 
 @pytest.mark.slow

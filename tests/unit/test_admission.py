@@ -142,7 +142,7 @@ def test_a_needed_parent_is_written_whatever_it_is_worth():
 def test_a_parent_of_what_the_tier_has_is_needed():
     world = World(QuantileGate(0.0))
     world.live()
-    world.history.enter(TierName.SSD, keys(5, 1), BLOCK_BYTES)
+    world.history.enter(TierName.SSD, keys(5, 1))
     assert world.judge(4, 1) == Admit(1)
     assert world.judge(2, 1) == Reject(Rule.BUDGET)
 
@@ -187,7 +187,7 @@ def test_a_new_chain_loses_at_once_to_what_is_worth_more():
     world = World()
     world.live()
     good = use(0, 8)
-    world.history.enter(TierName.CPU, good.keys, BLOCK_BYTES)
+    world.history.enter(TierName.CPU, good.keys)
     poor = use(10**6, 40)
     world.history.touch(poor, world.now_ns)
     assert world.store(poor) == Reject(Rule.WORTH)

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.config import Config
 from kvtier.core.residency import TierName
-from kvtier.daemon.arrival import opened
+from kvtier.daemon.arrival import begin_opening, opened
 from kvtier.daemon.closing import Closing
 from kvtier.daemon.departure import close
 from kvtier.daemon.stop import Stop
@@ -69,7 +69,7 @@ def test_a_tier_of_which_a_bug_shows_as_it_comes_is_closed_again() -> None:
 
     async def scenario() -> None:
         with pytest.raises(ZeroDivisionError):
-            await opened(Config(), TierName.REMOTE, lambda _config, _name: BreakerTier(tier))
+            await opened(begin_opening(Config(), TierName.REMOTE, lambda *_: BreakerTier(tier)))
 
     asyncio.run(scenario())
     assert tier.is_closed

@@ -1,7 +1,9 @@
 import random
 from hashlib import blake2b
+from itertools import permutations
 from sys import getsizeof
 
+import numpy as np
 import pytest
 
 from kvtier.core.fate import Fate
@@ -32,7 +34,7 @@ def use(*path, traits=NO_TRAITS, **more):
 def touch(history, *path, at=0, tier=None, **more):
     touched = history.touch(use(*path, **more), at * S)
     if tier:
-        history.enter(tier, chain(*path), 1000)
+        history.enter(tier, chain(*path))
     return touched
 
 
@@ -90,7 +92,7 @@ def test_ghosts_are_remembered_for_a_time():
 def test_what_is_in_a_tier_is_not_forgotten_nor_what_it_hangs_on():
     history = History()
     touch(history, 1, 2, 3)
-    history.enter(SSD, [key(1, 2)], 1000)
+    history.enter(SSD, [key(1, 2)])
     history.advance(10 * GHOST_NS)
     assert history.num_remembered == 2
     history.leave(SSD, [key(1, 2)], Fate.EVICTED)
@@ -105,7 +107,7 @@ def test_ghosts_are_bounded_in_number(monkeypatch, num_held):
     history = History()
     for user in range(300):
         touch(history, user, 1, 2, 3, 4, at=user)
-        history.enter(CPU, chain(user)[:num_held], 1000)
+        history.enter(CPU, chain(user)[:num_held])
         assert history.num_ghosts <= 105
     assert history.fate(key(299, 1)) is Fate.NEVER_STORED
 
@@ -141,15 +143,51 @@ def test_what_was_stored_before_a_restart_counts_as_seen():
     check_history(history)
 
 
-def test_a_block_met_alone_finds_its_chain():
-    history = History()
-    history.enter(SSD, [key(1, 2), key(1)], 1000)
+def adopt(history, path, places, tier):
+    """Let blocks of a path come to a tier without a request that names them."""
+    keys = chain(*path)
+    parents = [key("root"), *keys[:-1]]
+    named = [keys[place] for place in places]
+    history.adopt(named, [parents[place] for place in places], np.array(places), 1000)
+    history.enter(tier, named)
     check_history(history)
+
+
+def test_adopted_blocks_become_known_with_the_first_request_that_names_them():
+    history = History()
+    adopt(history, (1, 2), [1, 0], SSD)
     assert history.times_seen(key(1, 2)) == 1
-    touch(history, 1, 2, 3, at=5)
+    assert touch(history, 1, 2, 3, at=5) == Touched(2, 1, 1)
     assert [history.times_seen(block) for block in chain(1, 2, 3)] == [2, 2, 1]
     assert residents(history, SSD) == set(chain(1, 2))
     assert evicted(history, 2, SSD) == [key(1, 2), key(1)]
+
+
+@pytest.mark.parametrize("order", [*permutations(range(4))])
+def test_adopted_blocks_leave_tail_first_in_whatever_order_they_came(order):
+    history = History()
+    for place in order:
+        adopt(history, (1, 2, 3, 4), [place], CPU)
+    assert evicted(history, 4) == chain(1, 2, 3, 4)[::-1]
+
+
+def test_a_parent_that_was_never_met_is_found_by_a_request():
+    history = History()
+    adopt(history, (1, 2, 3, 4), [3, 2], CPU)
+    assert history.is_unmet(chain(1, 2, 3, 4)).tolist() == [True, True, False, False]
+    touch(history, 1, 2, 3, 4, 5, tier=CPU)
+    assert not history.is_unmet(chain(1, 2, 3, 4)).any()
+    assert evicted(history, 5) == chain(1, 2, 3, 4, 5)[::-1]
+
+
+def test_a_parent_that_was_never_met_is_forgotten_after_its_children():
+    history = History()
+    adopt(history, (1, 2, 3), [2], CPU)
+    history.advance(10 * GHOST_NS)
+    assert history.num_remembered == 2
+    evicted(history, 1)
+    history.advance(12 * GHOST_NS)
+    assert history.num_remembered == 0
 
 
 # Broken input
@@ -174,6 +212,17 @@ def test_a_chain_that_cannot_be_is_cut_and_others_stay_as_they_were(blocks):
     assert touch(history, 1, 2, 3, at=3).num_known == 3
 
 
+def test_a_block_that_cannot_be_where_it_is_said_to_be_has_no_parent():
+    history = History()
+    touch(history, 1, 2, 3, tier=CPU)
+    stray = key("stray")
+    history.adopt([stray], [key(1)], np.array([7]), 1000)
+    history.adopt(chain(1, 2), [key(9), key(9)], np.array([5, 5]), 1000)
+    check_history(history)
+    assert history.is_unmet([stray, *chain(1, 2)]).tolist() == [True, False, False]
+    assert touch(history, 1, 2, 3, at=3).num_known == 3
+
+
 def test_time_never_goes_back():
     history = History()
     touch(history, 1, 2, at=500)
@@ -185,7 +234,7 @@ def test_time_never_goes_back():
 def test_what_leaves_or_comes_twice_counts_once():
     history = History()
     touch(history, 1, 2, tier=CPU)
-    history.enter(CPU, chain(1, 2) * 2, 1000)
+    history.enter(CPU, chain(1, 2) * 2)
     history.leave(CPU, chain(1, 2) * 2, Fate.EVICTED)
     history.leave(CPU, [key("unknown")], Fate.EVICTED)
     check_history(history)
@@ -263,7 +312,7 @@ def test_what_is_learned_does_not_depend_on_what_there_is_room_for():
         for at in range(600):
             path = [draw.randrange(40), *range(draw.randrange(4))]
             history.touch(use(*path), at * S)
-            history.enter(CPU, chain(*path), 1000)
+            history.enter(CPU, chain(*path))
             if (surplus := history.num_resident - capacity) > 0:
                 evicted(history, surplus)
         tables.append(history._hazards.table().tolist())
@@ -276,7 +325,7 @@ def test_the_same_requests_give_the_same_evictions():
         for at in range(300):
             path = [draw.randrange(30), *range(draw.randrange(5))]
             history.touch(use(*path), at * S)
-            history.enter(CPU, chain(*path), 1000)
+            history.enter(CPU, chain(*path))
             gone += evicted(history, max(history.num_resident - 20, 0)) or []
         return gone
 
@@ -323,7 +372,7 @@ def test_what_is_skipped_stays_with_all_it_hangs_on():
 def test_tiers_and_sizes_have_orders_of_their_own():
     history = History()
     touch(history, 1, 2, tier=CPU)
-    history.enter(SSD, chain(1), 1000)
+    history.enter(SSD, chain(1))
     assert evicted(history, 9, SSD) == [key(1)]
     assert evicted(history, 9, CPU, size=9000) == []
     assert evicted(history, 9, CPU) == [key(1, 2), key(1)]
@@ -357,7 +406,7 @@ def test_a_new_chain_that_is_worth_less_than_all_it_would_push_out_does_not_stay
         requests += talk(user + 1, user * 3, 1, num_blocks=40)
     in_turns(requests, history)
     for user in range(380, 400, 2):
-        history.enter(CPU, [key(f"u{user}")], 1000)
+        history.enter(CPU, [key(f"u{user}")])
     long, short = use("long", *["p"] * 39), use("short")
     history.touch(long, 1290 * S)
     history.touch(short, 1290 * S)
@@ -377,7 +426,7 @@ def test_a_block_takes_at_most_200_bytes():
     for number in range(num_chains):
         own = [key(number, place) for place in range(6)]
         history.touch(Use(own, 1000, 512), number * 10_000_000)
-        history.enter(CPU, own, 1000)
+        history.enter(CPU, own)
         history.touch(Use(own[:3], 1000, 512), number * 10_000_000)
     assert history.num_remembered == 6 * num_chains
     blocks, runs = history.blocks, history.runs
@@ -398,7 +447,7 @@ def test_what_is_remembered_is_bounded_however_long_it_goes_on():
     for at in range(1500):
         path = [draw.randrange(50), draw.randrange(3)]
         history.touch(use(*path), at * S * 3)
-        history.enter(CPU, chain(*path), 1000)
+        history.enter(CPU, chain(*path))
         evicted_now = max(history.num_resident - 40, 0)
         for block, _ in zip(history.orders.victims(CPU, 1000), range(evicted_now), strict=False):
             history.leave(CPU, [block], Fate.EVICTED)

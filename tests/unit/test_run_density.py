@@ -36,7 +36,7 @@ class Tier:
         for row in rows[self.index.residency(rows, CPU) == Residency.ABSENT].tolist():
             self.index.slot[row] = self.slots.take(SIZE, row)
             self.index.move(row, CPU, Residency.READY)
-            self.history.enter(CPU, [self.index.hash_of(row)], 5000, [row])
+            self.history.enter(CPU, [self.index.hash_of(row)], [row])
             self.policy.offer(self.index, row)
         return rows.tolist(), mark
 

@@ -55,7 +55,7 @@ def hit_blocks(directory: Path, history: History, worth: Worth | None, seed: int
         assert fetch(tier, *chain[:there]) == [None] * there
         num_hits += there if count >= 250 else 0
         report = tier.write(chain, soon())
-        history.enter(TierName.SSD, hashes, 100)
+        history.enter(TierName.SSD, hashes)
         history.leave(TierName.SSD, report.evicted, Fate.EVICTED)
     moved, offered = (
         int(tier.usage().detail[f"written_{what}_bytes"]) for what in ("moved", "blocks")

@@ -85,7 +85,7 @@ def document() -> dict[str, Any]:
             "gates": {},
             "classes": [],
         },
-        "cost": {"routes": {}, "engines": {}, "guarded": []},
+        "cost": {"routes": {}, "engines": {}, "unmeasured": {}, "guarded": []},
         "background_faults": {},
         "engines": [],
         "requests": [],
@@ -150,6 +150,7 @@ def busy() -> dict[str, Any]:
             }
             for number in range(64)
         },
+        "unmeasured": {"ssd": "0 KiB of ssd.capacity are not in use, and it takes 8200 KiB"},
         "guarded": ["remote", "ssd"],
     }
     return full
@@ -195,6 +196,14 @@ def test_names_of_clients_cannot_steer_a_terminal() -> None:
 
 def test_a_tier_that_is_left_alone_is_named() -> None:
     assert "did not pay: remote, ssd" in stat_text(busy())
+
+
+def test_a_tier_that_could_not_be_measured_is_named_with_what_is_used_instead() -> None:
+    full = document()
+    full["cost"]["unmeasured"] = {"ssd": "it is full"}
+    assert "ssd was not measured: it is full; a guess is used until it is read" in stat_text(full)
+    full["cost"]["routes"] = {"ssd_to_cpu": next(iter(busy()["cost"]["routes"].values()))}
+    assert "ssd was not measured: it is full; earlier figures are used" in stat_text(full)
 
 
 def test_files_of_another_version_are_counted_and_it_is_said_what_to_do() -> None:

@@ -6,6 +6,7 @@ more than a loop.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ NO_ROW = -1
 """Before a root, or not remembered."""
 
 ORPHAN = -2
-"""The parent of a block that was met without its chain."""
+"""The parent of a block that is only known as the parent of another: its own is not known yet."""
 
 FATES: Sequence[Fate] = tuple(Fate)
 """By the number that stands for a fate in its column."""
@@ -104,57 +105,73 @@ class Blocks:
     def chain(self, keys: Sequence[bytes]) -> tuple[Places, int, list[int]]:
         """Return the rows of a chain, new ones where it goes on, and how many are known.
 
-        Cut before the first block that is known to belong elsewhere, or comes twice: only a broken
-        client sends such a chain. Also returns those of its rows that were orphans until now.
+        The chain is cut before the first block that belongs elsewhere or is repeated: only a broken
+        client sends such a chain. Also returns those of its other rows that were adopted before.
         """
         found = self.find(keys)
-        num_known = self._num_known(found)
-        end = len(keys)
-        is_elsewhere = (found[num_known:] != NO_ROW) & (self.parent[found[num_known:]] != ORPHAN)
-        if is_elsewhere.any():
-            end = num_known + int(is_elsewhere.argmax())
+        is_own = self._is_own(found)
+        num_known = len(keys) if is_own.all() else int(is_own.argmin())
+        is_orphan = (self.parent[found] == ORPHAN) & (self.place[found] == np.arange(len(found)))
+        is_elsewhere = (found != NO_ROW) & ~is_own & ~is_orphan
+        end = int(is_elsewhere.argmax()) if is_elsewhere.any() else len(keys)
         if len(set(keys[num_known:end])) < end - num_known:
             end = num_known + _num_distinct(keys[num_known:end])
         rows = found[:end]
-        orphans = rows[num_known:][rows[num_known:] != NO_ROW].tolist()
+        adopted = rows[num_known:][rows[num_known:] != NO_ROW].tolist()
         fresh = np.flatnonzero(rows == NO_ROW)
         rows[fresh] = self.add([keys[place] for place in fresh.tolist()])
+        self.place[rows[fresh]] = fresh
         if num_known < end:
-            self._link(rows, num_known)
+            unlinked = np.flatnonzero(self.parent[rows] == ORPHAN)
+            self._link(rows[unlinked], np.concatenate([[NO_ROW], rows])[unlinked])
         self._chain = dict(zip(keys, rows.tolist(), strict=False))
-        return rows, num_known, orphans
+        return rows, num_known, adopted
 
-    def _num_known(self, found: Places) -> int:
-        """Return how many leading rows are those of one chain."""
-        is_new = found == NO_ROW
-        known = found[: int(is_new.argmax())] if is_new.any() else found
-        if not len(known):
-            return 0
-        is_own = self.place[known] == np.arange(len(known))
-        is_own &= self.parent[known] == np.concatenate([[NO_ROW], known[:-1]])
-        return len(known) if is_own.all() else int(is_own.argmin())
+    def adopt(self, keys: Sequence[bytes], parents: Sequence[bytes], places: Places) -> Places:
+        """Remember blocks, each given once, and link them to their parents; returns the new rows.
 
-    def _link(self, rows: Places, first: int) -> None:
-        """Make each of a chain's rows from ``first`` on the child of the one before it."""
-        more = rows[first:]
-        parents = np.concatenate([[NO_ROW], rows])[first : len(rows)].astype(np.int32)
-        self.parent[more] = parents
-        self.place[more] = np.arange(first, len(rows))
-        is_child = parents >= 0
-        self.children[parents[is_child]] += 1
-        where = self.where[more]
+        An unknown parent is added as an orphan, and linked when it is adopted or named itself. A
+        known link is not changed. A block whose place does not follow its parent's stays an orphan:
+        only a broken client names such a block.
+        """
+        is_child = places > 0
+        place_of = dict(zip(compress(parents, is_child), places[is_child] - 1, strict=True))
+        place_of.update(zip(keys, places, strict=True))
+        found = self.find([*place_of])
+        unknown = [*compress(place_of, found == NO_ROW)]
+        fresh = self.add(unknown)
+        self.place[fresh] = [place_of[key] for key in unknown]
+        rows, above = self.find(keys), np.where(is_child, self.find(parents), NO_ROW)
+        fits = (self.parent[rows] == ORPHAN) & (self.place[rows] == places)
+        fits &= ~is_child | (self.place[above] == places - 1)
+        self._link(rows[fits], above[fits])
+        return fresh
+
+    def _is_own(self, found: Places) -> npt.NDArray[np.bool_]:
+        """Tell which rows of a chain are known as the child of the row before them."""
+        before = np.concatenate([[NO_ROW], found[:-1]])
+        is_own: npt.NDArray[np.bool_] = (found != NO_ROW) & (self.parent[found] == before)
+        is_own &= self.place[found] == np.arange(len(found))
+        return is_own
+
+    def _link(self, rows: Places, parents: Places) -> None:
+        """Set the parents of orphans, each given once; ``NO_ROW`` for the first of a chain."""
+        self.parent[rows] = parents
+        rows, parents = rows[parents >= 0], parents[parents >= 0]
+        np.add.at(self.children, parents, 1)
+        where = self.where[rows]
         if where.any():
             for tier in range(len(LOWER_TIERS)):
-                is_here = is_child & (where & (1 << tier) > 0)
-                self.kids[parents[is_here], tier] += 1
+                np.add.at(self.kids[:, tier], parents[where & (1 << tier) > 0], 1)
 
     def add(self, keys: Sequence[bytes]) -> Places:
-        """Return rows for blocks that are not remembered, each named once."""
+        """Add blocks that are not remembered, each given once, as orphans; returns their rows."""
         # Before the table has them: whoever finds a row also finds its facts.
         if self._table.extent + len(keys) > len(self._facts):
             self._fit(max(2 * len(self._facts), self._table.extent + len(keys)))
         rows = self._table.add(as_keys(b"".join(keys)))
         self._facts[rows] = 0
+        self.parent[rows] = ORPHAN
         return rows.astype(np.int32)
 
     def remove(self, rows: Sequence[int]) -> None:

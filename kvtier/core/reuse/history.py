@@ -162,13 +162,16 @@ class History:
         self._begin_runs(use, rows, num_old, turn, num_known if is_fork else 0)
         return Touched(num_known, turn, times_seen)
 
-    def extend(self, use: Use, now_ns: int) -> None:
-        """Remember the blocks of a chain beyond what is known of it; no use of the known ones."""
+    def extend(self, use: Use, now_ns: int) -> int:
+        """Remember the blocks of a chain beyond what is known of it; no use of the known ones.
+
+        Returns how many were known.
+        """
         self.advance(now_ns)
         blocks, hazards = self.blocks, self._hazards
         rows, num_known = self._rows_of(use)
         if num_known == len(rows):
-            return
+            return num_known
         np.maximum.at(blocks.uses, rows[num_known:], 1)
         turn, length, tenant = 0, use.length(len(rows)), self._tenants.alone(use)
         if num_known:
@@ -182,24 +185,44 @@ class History:
                 is_generated = first >= num_prompt
                 group = Group(min(turn, 2), length, 0, False, is_generated, use.hint, tenant)
                 self._begin_run(use, rows[first:end], hazards.number(group), turn)
+        return num_known
+
+    def is_unmet(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Tell which blocks have to be adopted: unknown ones, and those without a known parent."""
+        rows = self.blocks.find(keys)
+        is_unmet: npt.NDArray[np.bool_] = (rows == NO_ROW) | (self.blocks.parent[rows] == ORPHAN)
+        return is_unmet
+
+    def adopt(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        places: npt.NDArray[np.integer[Any]],
+        payload_bytes: int,
+    ) -> None:
+        """Remember blocks that no request named, each given once, as used once.
+
+        ``parents`` is ignored for a block at place 0 of its chain. Each block becomes a run of its
+        own, because it is not known which of them were used together.
+        """
+        blocks = self.blocks
+        use = Use(keys, payload_bytes, LENGTH_TOKENS)
+        group = self._hazards.number(Group(0, 1, 0, is_shared=False))
+        fresh = blocks.adopt(keys, parents, places.astype(np.int32))
+        blocks.uses[fresh] = 1
+        for place in range(len(fresh)):
+            self._begin_run(use, fresh[place : place + 1], group, 0)
 
     def enter(
-        self,
-        tier: TierName,
-        keys: Sequence[bytes],
-        payload_bytes: int,
-        numbers: Sequence[int] | None = None,
+        self, tier: TierName, keys: Sequence[bytes], numbers: Sequence[int] | None = None
     ) -> None:
-        """Note that blocks are resident in a tier now; ``numbers``: as its user knows them.
+        """Note that remembered blocks are resident in a tier now.
 
-        Blocks that are not remembered are taken in as seen once, without their chain.
+        ``numbers`` are the rows by which the tier's user knows them.
         """
         blocks, runs, column = self.blocks, self.runs, COLUMN[tier]
         rows = blocks.find(keys)
-        if (rows == NO_ROW).any():
-            unknown = [key for key, row in zip(keys, rows, strict=True) if row == NO_ROW]
-            self._adopt(list(dict.fromkeys(unknown)), payload_bytes)
-            rows = blocks.find(keys)
+        assert (rows != NO_ROW).all(), "a block has to be adopted first"
         if numbers is not None:
             blocks.number[rows] = numbers
         if len(set(keys)) < len(keys):
@@ -298,21 +321,10 @@ class History:
 
     def _rows_of(self, use: Use) -> tuple[Places, int]:
         """Return the rows of a chain, new ones where it goes on, and how many are known."""
-        rows, num_known, orphans = self.blocks.chain(use.keys)
-        for row in orphans:
+        rows, num_known, adopted = self.blocks.chain(use.keys)
+        for row in adopted:
             self.runs.give(int(self.blocks.run[row]))
         return rows, num_known
-
-    def _adopt(self, keys: list[bytes], payload_bytes: int) -> None:
-        """Take in blocks without their chain, each as a run of its own."""
-        blocks = self.blocks
-        rows = blocks.add(keys)
-        blocks.parent[rows] = ORPHAN
-        blocks.uses[rows] = 1
-        use = Use(keys, payload_bytes, LENGTH_TOKENS)
-        group = self._hazards.number(Group(0, 1, 0, is_shared=False))
-        for place in range(len(rows)):
-            self._begin_run(use, rows[place : place + 1], group, 0)
 
     def _take_over(self, rows: Places) -> None:
         """Take the front of a chain out of the runs it was in: it has come back."""

@@ -1,15 +1,20 @@
 """Advice: what an operator should know of a server's settings, once, in the log."""
 
+import math
+
 from kvtier.errors import TierError
 from kvtier.observe.log import Log
 from kvtier.tiers.remote.address import Place
 from kvtier.tiers.remote.resp import Command, Reply
 
-__all__ = ["IDENTITY", "QUESTIONS", "advise", "check_alone", "facts_of"]
+__all__ = ["IDENTITY", "MEMORY", "QUESTIONS", "advise", "check_alone", "facts_of", "free_bytes"]
 
 _log = Log("kvtier.remote")
 
-QUESTIONS = (Command((b"INFO", b"memory")), Command((b"INFO", b"cluster")))
+MEMORY = Command((b"INFO", b"memory"))
+"""Asks how much memory a server uses and may use."""
+
+QUESTIONS = (MEMORY, Command((b"INFO", b"cluster")))
 """What a server is asked at the first connection; a user may not be allowed to."""
 
 
@@ -34,6 +39,16 @@ def check_alone(cluster: Reply) -> None:
     """Raise TierError for a node of a cluster: alone it has some of the slots only."""
     if facts_of(cluster).get("cluster_enabled") == "1":
         raise TierError("it is a node of a cluster: begin remote.url with redis+cluster://")
+
+
+def free_bytes(memory: Reply) -> float | None:
+    """Return how much more a server takes before it is full; None where it does not tell."""
+    facts = facts_of(memory)
+    try:
+        most, used = int(facts["maxmemory"]), int(facts["used_memory"])
+    except (KeyError, ValueError):
+        return None
+    return most - used if most else math.inf
 
 
 def facts_of(reply: Reply) -> dict[str, str]:

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.identity import BlockHash, BlockHeader
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierFull
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, WriteOutcome
+from kvtier.tiers.remote.advice import MEMORY, free_bytes
 from kvtier.tiers.remote.link import Note
 from kvtier.tiers.remote.resp import Command, Refusal, Reply
 from kvtier.tiers.remote.server import Server
@@ -13,6 +14,9 @@ from kvtier.tiers.remote.unlink import unlink_keys
 from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, ValueFormat, Verdict
 
 __all__ = ["Exchange"]
+
+_SPARE_FACTOR = 4
+"""How much more memory than a measurement takes has to be free: others write at the same time."""
 
 _GROUP_BYTES = 8 << 20
 """Payload that is sealed and sent at once: what a connection may need in buffers, or one block."""
@@ -60,6 +64,16 @@ class Exchange:
         """
         key = self._values.key(block_hash) + b":probe"
         self._ask([Command((b"PING",)), Command((b"SET", key, b"", b"XX"))])
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise TierFull unless a server surely takes so many bytes without evicting any key."""
+        (memory,) = self._ask([MEMORY])
+        free = free_bytes(memory)
+        if free is None:
+            raise TierFull(f"{self.server.place} does not tell how much memory is free")
+        if free < _SPARE_FACTOR * num_bytes:
+            needed = f"{_SPARE_FACTOR * num_bytes >> 10} KiB"
+            raise TierFull(f"{self.server.place} has less than {needed} of memory free")
 
     def _write_group(self, blocks: Sequence[BlockWrite]) -> list[WriteOutcome]:
         present = self._renew(blocks)

@@ -134,6 +134,8 @@ class Server:
         """Draw from the replies how the server does."""
         fault = ""
         for command, reply in zip(commands, replies, strict=True):
+            if command.words[0] == b"INFO":
+                continue  # a user may not be allowed to ask
             code = reply.code if isinstance(reply, Refusal) else ""
             if code in _LIMITS:
                 self.limit = f"{_LIMITS[code]} (-{code}), {self.place}"

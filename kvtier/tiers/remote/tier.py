@@ -12,8 +12,11 @@ Rules
 * Credentials are in no message and no repr.
 """
 
+import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -53,6 +56,9 @@ T = TypeVar("T")
 
 _VALUE_BYTES_MAX = 512 << 20
 """The largest value a server takes in its default setting."""
+
+_SCRATCH_TTL_MS = 60_000
+"""Blocks of a measurement that a crash leaves behind are gone after a minute."""
 
 _SAMPLES = 256
 """Hashes among which a probe finds one for each primary."""
@@ -179,6 +185,17 @@ class RemoteTier:
             self._topology.report()
         if len(faults) == len(servers):
             raise faults[0]
+
+    @contextlib.contextmanager
+    def scratch(
+        self, block_bytes: int, num_blocks: int, deadline_ns: int
+    ) -> Iterator["RemoteTier"]:
+        """Write under keys that expire soon, while each primary has far more memory free."""
+        for server in self._primaries(deadline_ns):
+            self._exchange(server, deadline_ns).check_room(num_blocks * block_bytes)
+        scratch = copy.copy(self)
+        scratch._values = replace(self._values, ttl_ms=_SCRATCH_TTL_MS)
+        yield scratch
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Verify nothing: the server is shared, and what it holds is verified when it is read."""

@@ -54,9 +54,9 @@ __all__ = ["Fsck", "Purpose", "Report"]
 
 _SAVED = ("key_spaces.json", "learned.json")
 _OURS = frozenset(
-    {"lock", "probe", *(name + end for name in _SAVED for end in ("", ".new", ".aside"))}
+    {"lock", "probe", "scratch", *(name + end for name in _SAVED for end in ("", ".new", ".aside"))}
 )
-"""Files beside the segments."""
+"""What may be beside the segments."""
 
 _FOREIGN_SHOWN_MAX = 100
 """Names of strangers that are reported; all of them are counted."""

@@ -18,6 +18,7 @@ from collections.abc import Collection
 
 from kvtier.core.identity import BlockHash
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.errors import TierFull
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.budget import WriteBudget
 from kvtier.tiers.ssd.disk import Disk
@@ -128,6 +129,16 @@ class SegmentPool:
         """Tell whether so many segments more would still be within the capacity."""
         used_bytes = self.allocated_bytes + num_more * self.segment_bytes
         return used_bytes + metadata_bytes(len(self.segments) + num_more) <= self.capacity_bytes
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise TierFull where so many bytes beside the segments would displace something."""
+        used_bytes = self.allocated_bytes + metadata_bytes(len(self.segments))
+        free_bytes = self.capacity_bytes - used_bytes
+        if free_bytes < num_bytes:
+            free = f"{free_bytes >> 10} KiB of ssd.capacity"
+            raise TierFull(f"{free} are not in use, and it takes {num_bytes >> 10} KiB")
+        if shortage := self.volume.shortage(num_bytes):
+            raise TierFull(shortage)
 
     def replaces(self) -> bool:
         """Tell whether the next segment takes the place of another."""

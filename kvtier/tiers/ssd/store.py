@@ -19,6 +19,7 @@ A block costs a page more than its payload, and each segment a page and a footer
 import contextlib
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,8 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.core.identity import PACKED_HEADER, BlockHash, BlockHeader, Headers, Selection
+from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
-from kvtier.errors import StartError, TierError, TierTimeout
+from kvtier.errors import StartError, TierError, TierFull, TierTimeout
 from kvtier.observe.log import Log
 from kvtier.private import keep_private
 from kvtier.tiers.base import (
@@ -47,23 +49,33 @@ from kvtier.tiers.check import seconds_left
 from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.append import Appender
 from kvtier.tiers.ssd.budget import WriteBudget
-from kvtier.tiers.ssd.disk import Disk, new_staging
+from kvtier.tiers.ssd.disk import DirectIO, Disk, new_staging
 from kvtier.tiers.ssd.fetch import Fetcher, locate, runs_of
 from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.options import Durability, SsdOptions, check_sizes
-from kvtier.tiers.ssd.pool import SegmentPool
+from kvtier.tiers.ssd.pool import METADATA_BYTES, SegmentPool
 from kvtier.tiers.ssd.presence import check_presence
 from kvtier.tiers.ssd.purge import purge_all, purge_selected, remove_blocks
 from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.reclaim import Reclaimer
+from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.recovery import recover
 from kvtier.tiers.ssd.scrub import Scrubber
-from kvtier.tiers.ssd.segment import ENTRY_DTYPE, Segment, entries_of, written_since
+from kvtier.tiers.ssd.segment import (
+    ENTRY_DTYPE,
+    Segment,
+    entries_of,
+    footer_bytes,
+    written_since,
+)
 from kvtier.tiers.ssd.victim import ReadOrder
 from kvtier.tiers.ssd.volume import Volume
 from kvtier.tiers.ssd.worth import WorthOrder
 
-__all__ = ["SsdTier"]
+__all__ = ["SCRATCH_NAME", "SsdTier"]
+
+SCRATCH_NAME = "scratch"
+"""The directory of a scratch tier, beside the segments."""
 
 _log = Log("kvtier.tiers")
 
@@ -180,6 +192,48 @@ class SsdTier:
             check_presence(self._pool, self._directory_lock)
             self._pool.volume.takes_writes()  # where nobody writes, it is asked here whether it can
 
+    @contextlib.contextmanager
+    def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator["SsdTier"]:
+        """Open a store of one segment in a directory beside the segments.
+
+        It reads and writes as this one does, and its bytes count as written, though not as blocks.
+        A write to this store that needs a segment meanwhile does not wait: for a moment both may
+        take more than the capacity, which is better than to evict a segment.
+        """
+        segment_bytes = _segment_bytes(block_bytes, num_blocks)
+        with self._writing(deadline_ns):
+            if _segment_bytes(block_bytes, 1) > self._pool.segment_bytes:
+                raise TierFull(f"it takes no blocks of {block_bytes} bytes")
+            self._pool.check_room(segment_bytes)
+            self._disk.written.metadata_bytes += segment_bytes
+        try:
+            with contextlib.closing(self._open_scratch(segment_bytes)) as scratch:
+                with self._faults():
+                    made = scratch._pool.open_segment(0, ())  # so that no timed write has to
+                if made is None:
+                    raise TierFull(scratch.health().reason)
+                yield scratch
+        finally:
+            if not self._is_closed:  # another process may measure there by now
+                self._remove_scratch()
+
+    def _open_scratch(self, segment_bytes: int) -> "SsdTier":
+        options = replace(
+            self._options,
+            direct_io=DirectIO.ON if self._disk.is_direct else DirectIO.OFF,
+            is_kept=False,
+            worth=None,
+            write_budget_bytes=0,
+        )
+        directory = self._disk.directory / SCRATCH_NAME
+        try:
+            return SsdTier(directory, 2 * segment_bytes + METADATA_BYTES, segment_bytes, options)
+        except StartError as error:
+            raise TierError(f"ssd: {error.problem}") from error
+
+    def _remove_scratch(self) -> None:
+        shutil.rmtree(self._disk.directory / SCRATCH_NAME, ignore_errors=True)
+
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Verify the next records; forget what is too old, and give up segments that are dead."""
         with self._writing(deadline_ns):
@@ -251,7 +305,9 @@ class SsdTier:
         self, directory: Path, capacity_bytes: int, segment_bytes: int, options: SsdOptions
     ) -> None:
         """Take up what is there, and get ready to serve it. For whoever holds the lock."""
+        self._options = options
         self._disk = Disk(directory, options.direct_io, options.hook)
+        self._remove_scratch()  # of a measurement that a crash has ended
         self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
         self._is_kept = options.is_kept
         if not self._is_kept:  # what a crash has left behind
@@ -361,6 +417,11 @@ def _unusable(directory: Path, error: OSError) -> StartError:
     return StartError(
         "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
     )
+
+
+def _segment_bytes(block_bytes: int, num_blocks: int) -> int:
+    """Return the size of a segment that holds just these blocks."""
+    return PAGE_BYTES + num_blocks * record_bytes(block_bytes) + footer_bytes(num_blocks)
 
 
 def _new_pool(

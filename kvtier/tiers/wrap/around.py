@@ -1,5 +1,6 @@
 """AroundTier: the common shape of wrappers, which put one thing around every call of a tier."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -93,6 +94,12 @@ class AroundTier:
         call = Call(Operation.PROBE, 0, 0, deadline_ns)
         self.around(call, lambda: self.inner.probe(deadline_ns))
 
+    @contextlib.contextmanager
+    def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
+        """Open one of the inner tier; its calls go through this one's ``around``."""
+        with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as scratch:
+            yield _Scratch(scratch, self)
+
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Scrub through ``around``."""
         call = Call(Operation.SCRUB, 0, max_bytes, deadline_ns)
@@ -113,3 +120,14 @@ class AroundTier:
     def close(self) -> None:
         """Close the inner tier."""
         self.inner.close()
+
+
+class _Scratch(AroundTier):
+    """A scratch tier within the wrapper of the tier that it was opened for."""
+
+    def __init__(self, inner: Tier, outer: AroundTier) -> None:
+        super().__init__(inner)
+        self._outer = outer
+
+    def around(self, call: Call, step: Callable[[], T]) -> T:
+        return self._outer.around(call, step)
