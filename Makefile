@@ -54,6 +54,10 @@ $(KUBECTL): scripts/kubectl.py | $(READY)
 demo: setup  ## ask a real model about a document, once per tier
 	$(BIN)/kvtier demo
 
+.PHONY: quick
+quick: $(READY)  ## run the tests that need no model, no Redis and no child process: a minute
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(addprefix tests/,unit property contract house)
+
 .PHONY: test
 test: setup $(KUBECTL)  ## run every test that takes seconds
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)

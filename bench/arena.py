@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import numpy as np
@@ -56,8 +56,10 @@ def copy_and_sum_all(header: BlockHeader, targets: Blocks, sources: Blocks) -> N
 
 
 def store(client: Client, hashes: list[BlockHash], pool: Blocks) -> None:
-    def fill(index: int, slot: memoryview) -> None:
-        copy(slot, pool[index])
+    def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
+        for index, slot in zip(indexes, slots, strict=True):
+            copy(slot, pool[index])
+            yield
 
     assert client.store(NO_TENANT, hashes, 0, fill) == len(hashes)
 

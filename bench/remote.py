@@ -12,13 +12,13 @@ import argparse
 import json
 import multiprocessing
 import secrets
+import shutil
 import socket
 import statistics
-import subprocess
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +30,7 @@ import redis
 
 from kvtier.core.identity import BlockHeader
 from kvtier.testing.block import aligned_memory, make_chain, read_of
+from kvtier.testing.child import Child, free_port, work_directory
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
@@ -38,30 +39,18 @@ _PING_PAUSE_S = 0.002
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """Run a redis-server; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    password = secrets.token_hex(8)
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "redis.conf"
-        file.write_text(f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\n')
-        child = subprocess.Popen(["redis-server", file], stdout=subprocess.DEVNULL)
-        try:
-            url = f"redis://:{password}@127.0.0.1:{port}"
-            deadline = time.monotonic() + 20
-            with redis.Redis.from_url(url) as client:
-                while True:
-                    with suppress(redis.ConnectionError):
-                        client.ping()
-                        break
-                    assert time.monotonic() < deadline, "the redis-server does not answer"
-                    time.sleep(0.02)
-            yield url
-        finally:
-            child.terminate()
-            child.wait(20)
+def redis_server(directory: Path) -> Iterator[str]:
+    """Run a Redis or Valkey server; yields its URL."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        sys.exit("this benchmark needs redis-server (apt-get install redis-server)")
+    port, password = free_port(), secrets.token_hex(8)
+    file = directory / "redis.conf"
+    file.write_text(f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\n')
+    with Child([program, str(file)], directory / "redis.log") as server:
+        server.await_log("Ready to accept connections")
+        yield f"redis://:{password}@127.0.0.1:{port}/0"
+        server.stop()
 
 
 class RawClient:
@@ -156,8 +145,10 @@ def _ping(url: str, link: Connection) -> None:
         link.send("ready")
         link.recv()
         seconds: list[float] = []
-        while not link.poll(_PING_PAUSE_S):
+        while True:  # at least once, however short the step is
             seconds.append(timed(client.ping))
+            if link.poll(_PING_PAUSE_S):
+                break
         link.send(seconds)
 
 
@@ -167,7 +158,11 @@ def compare(options: argparse.Namespace) -> dict[str, float]:
     batches = [blocks[start : start + options.batch] for start in starts]
     into = aligned_memory(options.batch * options.block_bytes)
     seconds: dict[str, list[float]] = {}
-    with server() as url, redis.Redis.from_url(url) as client:
+    with (
+        work_directory() as directory,
+        redis_server(directory) as url,
+        redis.Redis.from_url(url) as client,
+    ):
         tier = RemoteTier(url, RemoteOptions(timeout_s=10))
         raw = RawClient(url)
         steps: list[tuple[str, Callable[[], None]]] = [

@@ -2,45 +2,26 @@
 
     python bench/ttft.py [--model PATH] [--json]
 
-Two engines serve the same model: one with a CPU, an SSD and (where redis-server is installed) a
-Redis tier, one alone. Every prompt is new and goes to both, in turns as to who is first; before
-each, what the last one left to write is written. Prints medians and the ratio of each pair.
+Two engines serve the same model: one with a CPU, an SSD and a Redis tier, and one without a daemon.
+Every prompt is new and goes to both; they take turns at being first, and each waits until the
+writes of the one before are done. Prints medians and the ratio of each pair.
 """
 
 import argparse
 import json
 import os
-import secrets
-import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from remote import redis_server
 
-from kvtier.testing.child import Child, await_true, free_port, work_directory
+from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served, complete, url_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = os.environ.get("KVTIER_DEMO_MODEL") or ROOT / ".model/smollm2-135m-instruct.gguf"
-
-
-@contextmanager
-def redis_url(directory: Path) -> Iterator[str]:
-    """Run a redis-server; yields its URL, or nothing where there is no such program."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        yield ""
-        return
-    port, password = free_port(), secrets.token_hex(8)
-    file = directory / "redis.conf"
-    file.write_text(f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\n')
-    with Child([program, str(file)], directory / "redis.log") as server:
-        server.await_log("Ready to accept connections")
-        yield f"redis://:{password}@127.0.0.1:{port}/0"
-        server.stop()
 
 
 def ttft_s(url: str, prompt: list[int]) -> float:
@@ -56,8 +37,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     settings = {"engine.pool": "512MiB", "cpu.capacity": "1GiB", "cpu.slab": "64MiB"}
     settings |= {"ssd.capacity": "2GiB", "ssd.segment": "64MiB"}
     times: dict[str, list[float]] = {"tiers": [], "alone": []}
-    with work_directory() as directory, redis_url(directory) as url:
-        served = Served(directory, settings | ({"remote.url": url} if url else {}))
+    with work_directory() as directory, redis_server(directory) as url:
+        served = Served(directory, settings | {"remote.url": url})
         with (
             served.daemon() as daemon,
             served.engine(options.model)[0] as tiers,
@@ -79,7 +60,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     pairs = [with_s / alone_s for with_s, alone_s in zip(*times.values(), strict=True)]
     return {
         "tokens": options.tokens,
-        "has_redis": bool(url),
         **{f"{name}_s": round(statistics.median(of), 3) for name, of in times.items()},
         "ratio": round(statistics.median(pairs), 4),
         "ratio_least": round(min(pairs), 4),

@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
@@ -18,6 +17,7 @@ from hypothesis import settings
 
 from kvtier.observe.outlet import Outlet
 from kvtier.testing.child import free_port
+from tests.programs import guard_programs, missing, redis_program
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Engines of several workers, each with a thread a core, would wait for each other's threads.
@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell without job control has what it starts in the background ignore SIGINT, and with it
     whatever a test starts and wants to interrupt.
     """
+    guard_programs()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("hypothesis_seed", default=None) is None:
@@ -41,6 +42,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     profile = config.getoption("hypothesis_seed", default=None)
     order = config.getoption("randomly_seed", default=None)
     return f"seeds: random order {order}, hypothesis {profile or 'derived from each test'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", ())
+    if lines := missing(report.longrepr[2] for report in skipped):  # path, line, reason
+        terminalreporter.section("programs that are not installed")
+        terminalreporter.write("".join(f"{line}\n" for line in lines))
 
 
 @pytest.hookimpl(trylast=True)
@@ -89,9 +97,6 @@ def log_of_its_own() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of our own; yields its URL, with a password."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("neither redis-server nor valkey-server is installed")
     port, password = free_port(), secrets.token_hex(8)
     directory = tmp_path_factory.mktemp("redis")
     configuration = {
@@ -106,7 +111,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     file = directory / "redis.conf"
     file.write_text("".join(f"{key} {value}\n" for key, value in configuration.items()))
-    server = subprocess.Popen([program, file], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen([redis_program(), file], stdout=subprocess.DEVNULL)
     try:
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         _wait_until_it_answers(url, server)

@@ -8,7 +8,6 @@ import html
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from kvtier.testing.child import await_true, work_directory
 from tests.deploy.observed import ROOT, Prometheus, observed
+from tests.programs import requires
 
 BOARDS = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
 WIDTH = 1440
@@ -214,9 +214,7 @@ def shown(value: float, unit: str) -> str:
 
 def photograph(page: Path, picture: Path, height: int) -> None:
     """Have a browser draw a page into a PNG."""
-    names = ("chromium", "chromium-headless-shell", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    assert program, "no chromium is installed"
+    program = requires("chromium")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     with work_directory() as profile:
         options += [f"--user-data-dir={profile}", f"--window-size={WIDTH},{height}"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from tests.deploy.replayed import VLLM_PAGE, Replayed
 from tests.engine.models import VOCAB, save_tiny
 from tests.integration.certificates import Authority, write_secret
 from tests.integration.redis_child import RedisServer
+from tests.programs import requires
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = sorted(ROOT.glob("deploy/prometheus/*.yml"))
@@ -71,9 +71,11 @@ class Prometheus:
         }
         file = directory / "prometheus.yml"
         file.write_text(yaml.safe_dump(configuration))
-        program = shutil.which("prometheus")
-        assert program, "no prometheus is installed; .ci/run says which package has it"
-        words = [program, f"--config.file={file}", f"--storage.tsdb.path={directory / 'tsdb'}"]
+        words = [
+            requires("prometheus"),
+            f"--config.file={file}",
+            f"--storage.tsdb.path={directory / 'tsdb'}",
+        ]
         words.append(f"--web.listen-address={self.url.removeprefix('http://')}")
         self.child = Child(words, directory / "prometheus.log")
 

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from kvtier.observe.table import (
     TIER_UP,
 )
 from tests.deploy.replayed import VLLM_PAGE, assert_tells
+from tests.programs import requires
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
@@ -442,9 +442,7 @@ def test_every_alert_has_its_case() -> None:
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    program = shutil.which("promtool")
-    assert program, "no promtool is installed; .ci/run says which package has it"
-    return program
+    return requires("promtool")
 
 
 def test_the_files_are_rules(promtool: str) -> None:

@@ -7,7 +7,6 @@ The user has an empty home, this environment's ``kvtier`` under ``.venv``, and a
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from kvtier.testing.child import Child, free_port, work_directory
 from tests.engine.models import save_tiny
+from tests.programs import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -145,8 +145,8 @@ def test_the_commands_of_a_page_do_what_it_says(page: str, user: User) -> None:
     commands = [command for command in commands_of(page) if not reason_not_to_run(command)]
     assert any("kvtier serve" in command for command in commands), "it shows how to serve"
     for command in commands:
-        if command.startswith("curl") and shutil.which("curl") is None:
-            continue
+        if command.startswith("curl"):
+            requires("curl")
         user.give(command)
     assert all(server.is_running for server in user.servers)
 

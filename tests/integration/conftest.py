@@ -1,11 +1,12 @@
 """A tiny model for the engines of these tests, and a browser, each made once."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
+
+from tests.programs import requires
 
 SHOWN_MS = 30_000
 """Within a few seconds, also on a busy machine."""
@@ -21,10 +22,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Start a browser to which evil.example is this machine."""
-    names = ("chromium-headless-shell", "chromium", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        pytest.skip("no Chromium is installed")
+    program = requires("chromium")
     with sync_playwright() as playwright:
         expect.set_options(timeout=SHOWN_MS)
         browser = playwright.chromium.launch(

@@ -7,6 +7,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvtier.testing.child import Child, await_true, free_port
+from tests.programs import redis_program
 
 
 class RedisServer:
@@ -17,7 +18,7 @@ class RedisServer:
 
     def start(self, *options: str) -> Child:
         """Start it, or start it again; it answers, though maybe only that it is not ready."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command = [redis_program(), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory), *options]
         child = Child(command, self._directory / "redis.log")
         try:

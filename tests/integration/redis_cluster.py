@@ -1,7 +1,6 @@
 """A Redis Cluster of six nodes on loopback, any of which a test may kill."""
 
 import contextlib
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvtier.testing.child import Child, await_true, free_port
+from tests.programs import redis_program
 
 NODE_TIMEOUT_MS = 1000
 """How long a node may be silent before the others hold it for dead."""
@@ -35,14 +35,9 @@ class RedisCluster:
         with self._stack:
             for port in self.ports:
                 self.start(port)
-            nodes = [f"127.0.0.1:{port}" for port in self.ports]
             for port in self.ports:
                 await_true(lambda port=port: self.ask(port, "PING"), "a node answers")
-            create = ["redis-cli", "--cluster", "create", *nodes, "--cluster-replicas", "1"]
-            done = subprocess.run(
-                [*create, "--cluster-yes"], capture_output=True, text=True, timeout=60, check=False
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            self._form()
             self.await_whole()
             yield self
 
@@ -94,11 +89,28 @@ class RedisCluster:
 
         await_true(is_whole, "the cluster is whole", timeout_s)
 
+    def _form(self) -> None:
+        """Introduce the nodes to each other, and give each of three primaries a replica."""
+        primaries, replicas = self.ports[:3], self.ports[3:]
+        for epoch, (port, bus) in enumerate(zip(self.ports, self._bus_ports, strict=True)):
+            assert self.ask(port, "CLUSTER", "SET-CONFIG-EPOCH", epoch + 1)
+            assert self.ask(primaries[0], "CLUSTER", "MEET", "127.0.0.1", port, bus)
+        for port, first, last in zip(
+            primaries, (0, 5461, 10923), (5460, 10922, 16383), strict=True
+        ):
+            assert self.ask(port, "CLUSTER", "ADDSLOTSRANGE", first, last)
+        for primary, replica in zip(primaries, replicas, strict=True):
+            name = self.name(primary)
+            follow = ("CLUSTER", "REPLICATE", name)
+            await_true(
+                lambda replica=replica, words=follow: self.ask(replica, *words), "it follows"
+            )
+
     def _started(self, port: int) -> Child:
         directory = self._directory / str(port)
         directory.mkdir(exist_ok=True)
         bus = self._bus_ports[self.ports.index(port)]
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        command = [redis_program(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
         command += ["--dir", str(directory), "--cluster-enabled", "yes", "--cluster-port", str(bus)]
         command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS), "--repl-diskless-sync-delay"]
         command += ["0", "--cluster-require-full-coverage", "no", "--repl-ping-replica-period", "1"]

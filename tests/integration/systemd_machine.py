@@ -4,7 +4,6 @@ What it writes goes into memory and ends with it, apart from ``cache``, which li
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from kvtier.testing.child import Child, await_true
+from tests.programs import requires
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "systemd"
@@ -117,8 +117,9 @@ class Machine:
 @contextmanager
 def booted(directory: Path) -> Iterator[Machine]:
     """Boot a machine whose cache is in ``directory``; skips where this one does not allow it."""
-    if os.geteuid() or not Path("/lib/systemd/systemd").exists() or not shutil.which("unshare"):
-        pytest.skip("needs root, systemd and unshare")
+    requires("systemd")
+    if os.geteuid():
+        pytest.skip("only root can boot a machine")
     group = _cgroup() / f"kvtier-{os.getpid()}"
     group.mkdir()
     work, cache = directory / "machine", directory / "cache"

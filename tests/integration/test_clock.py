@@ -10,11 +10,11 @@ from kvtier.client import LoadedBlock
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served, fetch
 from tests.integration.pattern import PatternEngine
+from tests.programs import faketime_library
 
 pytestmark = pytest.mark.slow
 
 DAY_S = 86_400
-LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
 class Leaping(Served):
@@ -23,7 +23,7 @@ class Leaping(Served):
     def __init__(self, directory: Path) -> None:
         self.offset = directory / "offset"
         environment = {
-            "LD_PRELOAD": str(LIBRARY),
+            "LD_PRELOAD": faketime_library(),
             "FAKETIME_TIMESTAMP_FILE": str(self.offset),
             "FAKETIME_CACHE_DURATION": "1",  # seconds until the file is looked at again
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
@@ -56,8 +56,6 @@ class Leaping(Served):
 
 @pytest.fixture
 def node() -> Iterator[Leaping]:
-    if LIBRARY is None:
-        pytest.skip("libfaketime is not installed")
     with work_directory() as directory:
         yield Leaping(directory)
 

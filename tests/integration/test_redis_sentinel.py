@@ -19,6 +19,7 @@ from kvtier.testing.child import Child, await_true, free_port, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from tests.programs import redis_program
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -61,7 +62,7 @@ class SentinelTrio:
             yield self
 
     def start(self, port: int, *options: str) -> None:
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        command = [redis_program(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
         command += ["--requirepass", PASSWORD, "--masterauth", PASSWORD]
         command += ["--repl-diskless-sync-delay", "0", "--dir", str(self._directory), *options]
         child = Child(command, self._directory / f"{port}.log")
@@ -101,7 +102,7 @@ class SentinelTrio:
             f"sentinel failover-timeout {SERVICE} 5000",
         ]
         file.write_text("\n".join(lines) + "\n")
-        child = Child(["redis-server", str(file), "--sentinel"], self._directory / f"{port}.log")
+        child = Child([redis_program(), str(file), "--sentinel"], self._directory / f"{port}.log")
         self._stack.enter_context(child)
 
     def _knows_all(self, port: int) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from kvtier.v1 import operator_pb2 as pb
 from tests.integration.certificates import write_secret
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
+from tests.programs import faketime_library, requires
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +77,7 @@ class Openssl:
 
     def not_after(self, certificate: bytes) -> float:
         """Return when a certificate expires, as openssl says it."""
-        words = ["openssl", "x509", "-noout", "-enddate", "-dateopt", "iso_8601"]
+        words = [requires("openssl"), "x509", "-noout", "-enddate", "-dateopt", "iso_8601"]
         done = subprocess.run(words, input=certificate, capture_output=True, check=True)
         date = done.stdout.decode().strip().removeprefix("notAfter=")
         told = subprocess.run(["date", "+%s", "-d", date], capture_output=True, check=True)
@@ -84,11 +86,23 @@ class Openssl:
     def _made(
         self, name: str, *more: str, kind: str = "P-256", age_days: int = 0
     ) -> dict[str, bytes]:
-        words = ["faketime", f"-{age_days} days"] if age_days else []
-        words += ["openssl", "req", "-x509", "-nodes", "-days", "90", "-subj", f"/CN={name}"]
+        words = [
+            requires("openssl"),
+            "req",
+            "-x509",
+            "-nodes",
+            "-days",
+            "90",
+            "-subj",
+            f"/CN={name}",
+        ]
         words += ["-newkey", "ec", "-pkeyopt", f"ec_paramgen_curve:{kind}", *more]
         words += ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
-        subprocess.run(words, cwd=self.folder, capture_output=True, check=True, timeout=30)
+        past = {"LD_PRELOAD": faketime_library(), "FAKETIME": f"-{age_days}d"} if age_days else {}
+        subprocess.run(
+            words, cwd=self.folder, capture_output=True, check=True, timeout=30,
+            env=os.environ | past,
+        )  # fmt: skip
         return {part: (self.folder / f"{name}.{part}").read_bytes() for part in ("crt", "key")}
 
 
@@ -275,6 +289,7 @@ class Shared:
 
     def __init__(self, directory: Path, openssl: Openssl) -> None:
         self.openssl = openssl
+        requires("redis-server")  # Valkey from PyPI is built without TLS
         self.server = RedisServer(directory)
         self.tls_port = free_port()
         self.volume = Volume(directory / "redis")

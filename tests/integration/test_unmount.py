@@ -1,7 +1,6 @@
 """An operator detaches the SSD tier, unmounts its drive, mounts it again, and nothing is lost."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvtier.cli.main import main
 from kvtier.testing.child import Child, kvtier_command, work_directory
 from kvtier.testing.served import Served
 from tests.integration.pattern import PatternEngine
+from tests.programs import requires
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,13 +41,12 @@ def directory() -> Iterator[Path]:
 @pytest.fixture
 def image(directory: Path) -> Path:
     """A file system in a file; skips where that cannot be mounted."""
-    if not shutil.which("mkfs.ext4"):
-        pytest.skip("no mkfs.ext4 is installed")
+    mkfs = requires("mkfs.ext4")
     image, place = directory / "drive.img", directory / "drive"
     image.touch()
     os.truncate(image, 128 << 20)
     place.mkdir()
-    made = run("mkfs.ext4", "-q", image)
+    made = run(mkfs, "-q", image)
     apart = ("unshare", "--mount", "sh", "-ec", MOUNT, "sh")
     tried = run(*apart, image, place, "true")
     if made.returncode or tried.returncode:

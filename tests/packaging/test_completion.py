@@ -1,12 +1,12 @@
 """Completion as the shells themselves take it."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvtier.cli.main import main
+from tests.programs import requires
 
 BASH = """
 source "$1"; shift
@@ -32,8 +32,8 @@ print -- "${_comps[kvtier]}"
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path, capsys) -> Path:
     shell: str = request.param
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
+    if shell != "bash":
+        requires(shell)
     assert main(["completion", shell]) == 0
     path = tmp_path / "_kvtier"
     path.write_text(capsys.readouterr().out)

@@ -1,7 +1,6 @@
 """The manual pages as readers of such pages take them."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,17 +9,15 @@ import pytest
 from kvtier.cli.commands import COMMANDS
 from kvtier.config.model import section_models
 from kvtier.config.section import key_of
+from tests.programs import requires
 
 MAN = Path(__file__).resolve().parents[2] / "docs" / "man"
 PAGES = ("kvtier.1", "kvtier.toml.5")
 
 
 def mandoc(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    if shutil.which("mandoc") is None:
-        pytest.skip("there is no mandoc")
-    return subprocess.run(
-        ["mandoc", *arguments], capture_output=True, text=True, check=False, timeout=60, cwd=MAN
-    )
+    command = [requires("mandoc"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=MAN)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,8 +20,6 @@ Rules
 
 import contextlib
 import mmap
-import os
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -30,6 +28,8 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.programs import requires
 
 __all__ = ["Action", "Call", "Fault", "StorageShim", "block", "delay", "fail"]
 
@@ -173,10 +173,8 @@ class StorageShim:
 
 
 def _build(scratch: Path) -> Path:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    assert compiler, "the storage shim needs a C compiler; install gcc"
     library = scratch / "storage.so"
-    command = [compiler, *_FLAGS, "-o", str(library), str(_SOURCE), "-ldl"]
+    command = [requires("gcc"), *_FLAGS, "-o", str(library), str(_SOURCE), "-ldl"]
     built = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import load_config
+from tests.programs import requires
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNIT = DEPLOY / "kvtier.service"
@@ -15,7 +16,10 @@ UNIT = DEPLOY / "kvtier.service"
 EXPOSURE_MOST = 15
 """Of 100; what is left is the network and the sockets, which it is for."""
 
-pytestmark = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
+
+@pytest.fixture(autouse=True)
+def systemd() -> None:
+    requires("systemd")
 
 
 def setting(name: str) -> str:
