@@ -6,7 +6,7 @@ whose fault it is:
     KvtierError
     ├── StartError              the operator's: bad input or a missing resource; exit code 2
     │   ├── ConfigError         one key of the configuration
-    │   └── LockHeld            another process uses it
+    │   └── LockHeld            another process holds a lock that is needed
     ├── TierError               a medium's: the disk, the network, a server
     │   ├── TierTimeout         no answer before the deadline
     │   └── TierFull            no room, although the tier tried to make some
@@ -51,7 +51,7 @@ class ConfigError(StartError):
 
 
 class LockHeld(StartError):
-    """Another process holds the lock of what this one needs for itself."""
+    """Another process holds a lock that this process needs."""
 
 
 class TierError(KvtierError):

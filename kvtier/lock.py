@@ -1,4 +1,4 @@
-"""A file lock that names its holder, and that ends with its holder, however that ends."""
+"""A file lock that names its holder, and is released when its holder exits, however it exits."""
 
 import contextlib
 import errno
@@ -25,7 +25,8 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
 
     The file tells who holds it, and ``note``, where that can be written.
 
-    Raises StartError naming ``field``: LockHeld, with who holds ``subject``, if somebody does.
+    Raises StartError about ``field``; LockHeld, which names the holder, if another process holds
+    ``subject``.
     """
     try:
         fd = _open(path)
@@ -61,30 +62,30 @@ def let_go(lock: int) -> None:
 
 
 class PathLock:
-    """A lock held as by ``hold_lock``, which can be renewed if somebody removes its file."""
+    """A lock like that of ``hold_lock``, which can be renewed if its file is removed."""
 
     def __init__(self, path: Path, field: str, subject: str) -> None:
         self._path, self._field, self._subject = path, field, subject
         self._fd = hold_lock(path, field, subject)
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to the file that is locked."""
+        """Return whether the file at the path is still the one that is locked."""
         try:
             return os.path.samestat(self._path.lstat(), os.fstat(self._fd))
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Lock the file that is at the path now, creating it if it is missing; may take 50 ms.
+        """Lock the file that is at the path now, creating it if missing; may take 50 ms.
 
-        Raises StartError if another process holds it. Use it only if the lock is not in place.
+        Raises StartError if another process holds it. Call it only if the lock is not in place.
         """
         renewed = hold_lock(self._path, self._field, self._subject)
         let_go(self._fd)
         self._fd = renewed
 
     def release(self) -> None:
-        """Let another process in."""
+        """Release the lock."""
         let_go(self._fd)
 
 
@@ -95,7 +96,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        return os.open(path, flags | os.O_RDONLY)  # it can be locked, only not say who holds it
+        return os.open(path, flags | os.O_RDONLY)  # can be locked, but cannot name its holder
 
 
 def _lock(fd: int) -> None:

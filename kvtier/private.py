@@ -1,12 +1,12 @@
-"""Directories that no other user may change, as sshd demands of those that hold keys.
+"""Directories that no other user may change, like those that hold keys for sshd.
 
-Whoever can write to a directory can exchange what is in it: plant blocks that another user's engine
-is served, or take the place of a socket. Whoever can write to a directory above can exchange the
-directory itself, unless it is sticky as /tmp is.
+Whoever can write to a directory can replace what is in it: they can plant blocks that engines are
+then served, or replace a socket. Whoever can write to a parent directory can replace the directory
+itself, unless the parent is sticky like /tmp.
 
-The root of a mounted volume is exempt as a directory above. In a container it belongs to root and
-is often writable by everybody (an emptyDir has mode 0777), and who gets to it is decided by what
-mounts it.
+The root of a mounted volume is not checked as a parent. In a container it belongs to root and is
+often writable by everybody (an emptyDir has mode 0777), and whoever mounts it decides who can reach
+it.
 """
 
 import os
@@ -22,18 +22,18 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def keep_private(directory: Path, field: str) -> bool:
-    """Have nobody but this user and root change what is in a directory, or raise StartError.
+    """Ensure that only this user and root can change what is in a directory, or raise StartError.
 
-    If it is this user's and others may write to it, its mode becomes 0700; returns whether that was
-    so. Raises OSError where it cannot be looked at.
+    If others may write to it and it belongs to this user, its mode becomes 0700. Returns whether
+    the mode was changed. Raises OSError if the directory cannot be examined.
     """
     check_parents(directory, field, os.geteuid())
     for found in (directory.lstat(), directory.stat()):
         if is_of_others(found):
             raise StartError(
                 field,
-                f"{directory} belongs to user {found.st_uid}, who could change what is in it",
-                f"chown it to user {os.geteuid()}, or name another one",
+                f"{directory} belongs to user {found.st_uid}, who could change its contents",
+                f"chown it to user {os.geteuid()}, or set another one",
             )
     if not found.st_mode & _OTHERS_WRITE:
         return False
@@ -43,26 +43,26 @@ def keep_private(directory: Path, field: str) -> bool:
         raise StartError(
             field,
             f"other users may write to {directory} (mode {stat.S_IMODE(found.st_mode):04o})",
-            f"chmod {_MODE:o} {directory}, or name a directory in it, which is made with that mode",
+            f"chmod {_MODE:o} {directory}, or set a subdirectory, which is created with that mode",
         ) from None
     return True
 
 
 def check_parents(path: Path, field: str, uid: int) -> None:
-    """Check that only user ``uid`` and root can exchange a path; raises StartError.
+    """Check that only user ``uid`` and root can replace what is at a path; raises StartError.
 
-    Changes nothing. Parents that are missing are yet to be made.
+    Changes nothing. Missing parents are skipped, because they are created later.
     """
     ways = {*path.absolute().parents, *path.resolve().parents}
     for parent in sorted(each for each in ways if each.exists() and not os.path.ismount(each)):
         found = parent.stat()
         if found.st_uid not in {0, uid}:
-            problem = f"{parent} belongs to user {found.st_uid}, who could exchange {path}"
-            raise StartError(field, problem, f"chown {parent}, or name another place")
+            problem = f"{parent} belongs to user {found.st_uid}, who could replace {path}"
+            raise StartError(field, problem, f"chown {parent}, or set another path")
         if is_open_to_others(found):
             mode = stat.S_IMODE(found.st_mode)
-            problem = f"other users may write to {parent} (mode {mode:04o}), and exchange {path}"
-            raise StartError(field, problem, f"chmod go-w {parent}, or name another place")
+            problem = f"other users may write to {parent} (mode {mode:04o}) and replace {path}"
+            raise StartError(field, problem, f"chmod go-w {parent}, or set another path")
 
 
 def is_of_others(found: os.stat_result) -> bool:
@@ -71,9 +71,9 @@ def is_of_others(found: os.stat_result) -> bool:
 
 
 def is_open_to_others(found: os.stat_result) -> bool:
-    """Tell whether other users may exchange what is in a directory.
+    """Tell whether other users may replace what is in a directory.
 
-    A group of this process is no other user: many systems give each user a group of their own.
+    This process's own group does not count as other users: many systems give each user a group.
     """
     if found.st_mode & stat.S_ISVTX:
         return False

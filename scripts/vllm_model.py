@@ -4,9 +4,9 @@
     python scripts/vllm_model.py mla FOLDER
     python scripts/vllm_model.py gguf FILE.gguf FOLDER
 
-``tiny`` is a Llama with random weights, the same ones for each seed, and one token for each byte of
-a text. ``mla`` is the same as a DeepSeek-V2, whose attention is multi-head latent. ``gguf`` is what
-the file holds, as numbers of 32 bits, for vLLM does not read such files.
+``tiny`` is a Llama with random weights, which depend on the seed only, and one token for each byte
+of a text. ``mla`` is a DeepSeek-V2, which has multi-head latent attention, made in the same way.
+``gguf`` is the model in the file, converted to float32, because vLLM does not read such files.
 """
 
 import sys
@@ -64,7 +64,7 @@ def make_mla(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=None,
-        kv_lora_rank=512,  # the kernel for CPUs takes no other sizes than these two
+        kv_lora_rank=512,  # the kernel for CPUs supports only these two sizes
         qk_rope_head_dim=64,
         qk_nope_head_dim=32,
         v_head_dim=32,
@@ -75,7 +75,7 @@ def make_mla(folder: Path) -> None:
         n_group=1,
         topk_group=1,
         topk_method="greedy",
-        first_k_dense_replace=3,  # no layer with experts: they are not what is tested
+        first_k_dense_replace=3,  # no layers with experts, which are not tested
         max_position_embeddings=16384,
         bos_token_id=0,
         eos_token_id=1,

@@ -75,8 +75,8 @@ _OUTCOMES = Section(
         ),
         Panel(
             title="Saved and lost, each second",
-            description="By the tier that the blocks came from. Measured: the part of what was "
-            "saved for which computing the same prompt was measured, and not only predicted.",
+            description="Time that restores saved and lost, by the tier that the blocks came from. "
+            "'saved, measured' is the part for which computing the same prompt was measured.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(SAVED_SECONDS)})", "saved, {{tier}}"),
                 Query(f"sum({BOARD.rate(SAVED_MEASURED_SECONDS)})", "saved, measured"),

@@ -90,8 +90,8 @@ def chain_of(
 ) -> NamedChain:
     """Return the chain of the prompt that the options name. Raises StartError.
 
-    With ``daemon``, its socket, the engine is asked over its own Unix socket beside that, where it
-    tells more.
+    ``daemon`` is the path of the daemon's socket. If it is given, the engine is asked over its own
+    Unix socket beside it, where it also answers what is for operators only.
     """
     if not names_a_chain(options):
         raise StartError("--prompt", "is not given", "name one: --prompt, --messages or --tokens")
@@ -184,7 +184,7 @@ def _engine(options: argparse.Namespace) -> str:
 
 
 def _is_on_loopback(url: str) -> bool:
-    """Tell whether a URL is that of an engine on this machine, without a proxy before it."""
+    """Tell whether a URL names an engine on this machine, with no proxy in front of it."""
     where = urlsplit(url)
     if where.scheme != "http" or where.path:
         return False
@@ -204,32 +204,32 @@ def _key(options: argparse.Namespace) -> str:
 
 
 class _EngineConnection(HTTPConnection):
-    """A connection over the engine's Unix socket ``path``, or over TCP where that is not open."""
+    """A connection over the engine's Unix socket ``path``, or over TCP if that cannot be used."""
 
     def __init__(self, path: Path, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._path = path
 
     def connect(self) -> None:
-        """Connect. Raises OSError."""
+        """Connect to the Unix socket, or else over TCP. Raises OSError."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         try:
             self.sock.connect(str(self._path))
-        except OSError:  # the engine is older, or this user is no operator
+        except OSError:  # the engine is older, or this user is not an operator
             self.sock.close()
             super().connect()
 
 
 class _OverEngineSocket(urllib.request.HTTPHandler):
-    """Opens http:// over an engine's Unix socket."""
+    """Opens http:// URLs over an engine's Unix socket."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
 
     def http_open(self, request: urllib.request.Request) -> Any:
-        """Send a request, and return the answer."""
+        """Send a request and return the response."""
         return self.do_open(partial(_EngineConnection, self._path), request)
 
 
@@ -241,7 +241,7 @@ def _asked(url: str, body: Mapping[str, Any], key: str, path: Path | None) -> An
     call = urllib.request.Request(  # noqa: S310 - http or https, as was checked
         url + _PATH, json.dumps(body).encode(), headers
     )
-    # Not by way of a proxy: an engine is near.
+    # Ignore proxies from the environment: the engine is nearby.
     handlers = [_OverEngineSocket(path)] if path else []
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
     try:
@@ -260,7 +260,7 @@ def _asked(url: str, body: Mapping[str, Any], key: str, path: Path | None) -> An
 
 
 def _refusal(url: str, status: int, raw: bytes) -> StartError:
-    """Say in the engine's own words why it does not answer."""
+    """Return the error that the engine gave as its reason for refusing the request."""
     try:
         said = " ".join(str(json.loads(raw)["error"]["message"]).split())
     except (ValueError, KeyError, TypeError, RecursionError):

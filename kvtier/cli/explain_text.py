@@ -40,17 +40,15 @@ def _prompt(prompt: _Document | None) -> Iterator[str]:
     line = f"{shown_count(tokens)} tokens: {shown_count(whole)} full blocks of {block_tokens}"
     yield from _said("prompt", f"{line}, {_salted(prompt['tenant'])}")
     if "is_seen" not in prompt:
-        yield from _said(
-            "differs", "not known: the engine tells that to operators on its node only"
-        )
+        yield from _said("differs", "unknown: only operators on the engine's node can see this")
         return
     if prompt["is_seen"]:
-        yield from _said("", "this engine has seen it lately, whole or as the beginning of another")
+        yield from _said("", "this engine recently saw this prompt, or one that starts with it")
     if not prompt["has_nearest"]:
         yield from _said("differs", "there is no other recent prompt of this tenant")
         return
     at = prompt["nearest_tokens"]
-    line = f"at token {shown_count(at)}, in block {at // block_tokens}, from the nearest other one"
+    line = f"at token {shown_count(at)}, in block {at // block_tokens}, from the nearest prompt"
     if at < block_tokens:
         line += ": they share no block"
     yield from _said("differs", line)
@@ -146,7 +144,7 @@ def _predicted(plan: _Document) -> Iterator[str]:
 
 def _outcome(outcome: _Document | None) -> Iterator[str]:
     if outcome is None:
-        yield from _said("happened", "the engine has not told yet")
+        yield from _said("happened", "not reported by the engine yet")
         return
     restored = _runs(outcome["restored"])
     line = f"loaded {restored} in {_time(outcome['restore_s'])}" if restored else "loaded nothing"
@@ -168,12 +166,12 @@ def _judgement(judgement: _Document | None) -> Iterator[str]:
     yield from _said("worth", "; ".join(parts) or "nothing, and the other road no more")
     if judgement["taken"] == "restore":
         cold_s = judgement["cold_s"]
-        line = f"checked by measurement: computing the same prompt took {_time(cold_s)}"
+        line = f"measured: computing the same prompt took {_time(cold_s)}"
         yield from _said(
             "",
             line
             if cold_s is not None
-            else "as predicted: computing the same prompt was not measured",
+            else "predicted: computing the same prompt was never measured",
         )
 
 

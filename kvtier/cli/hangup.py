@@ -1,7 +1,7 @@
-"""SIGHUP means that the terminal has closed, or that an operator asks for a reload.
+"""The two meanings of SIGHUP: the terminal has closed, or an operator asks for a reload.
 
-Without a controlling terminal (under systemd or setsid, in most containers) only operators send it.
-A process that was started with SIGHUP ignored, as by nohup, is to outlive its terminal.
+Without a controlling terminal (under systemd or setsid, and in most containers), only operators
+send it. A process that nohup started, with SIGHUP ignored, should outlive its terminal.
 """
 
 import os
@@ -11,7 +11,7 @@ __all__ = ["hangup_stops", "hold_hangups"]
 
 
 def hangup_stops() -> bool:
-    """Return whether SIGHUP stops this process because it means that the terminal has closed."""
+    """Return whether SIGHUP stops this process, because it means that the terminal has closed."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     try:
@@ -22,6 +22,6 @@ def hangup_stops() -> bool:
 
 
 def hold_hangups() -> None:
-    """Block SIGHUP where it does not stop this process: until it is handled it would be fatal."""
+    """Block SIGHUP unless it stops this process: it would be fatal until a handler is set."""
     if not hangup_stops():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

@@ -1,4 +1,4 @@
-"""The ``kvtier`` command: one subcommand a job, each in a module of its name."""
+"""The ``kvtier`` command: one subcommand per job, each in a module of the same name."""
 
 import errno
 import sys
@@ -10,14 +10,14 @@ from kvtier.errors import KvtierError, StartError
 __all__ = ["main"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""What the device says that our output goes to; of other files a command says it itself."""
+"""Errors of the device that standard output goes to; commands report those of other files."""
 
 _SERVERS = frozenset({"serve", "engine"})
-"""Commands that a SIGHUP without a closing terminal does not end."""
+"""Commands that only stop on SIGHUP if their terminal has closed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 1 for a failure, 2 for something to put right."""
+    """Run a command; returns its exit code: 0, 1 for a failure, 2 for wrong input or settings."""
     words = sys.argv[1:] if arguments is None else arguments
     called = [word for word in words if not word.startswith("-")][:1]
     if called and called[0] in _SERVERS:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvtier: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
-        remedy = "free memory, or raise its limit (ulimit -v, LimitAS=, a container's)"
+        remedy = "free memory, or raise the limit (ulimit -v, LimitAS=, the container's)"
         detail = f": {error}" if str(error) else ""
         print(f"kvtier: out of memory{detail}; {remedy}", file=sys.stderr)
         return 1

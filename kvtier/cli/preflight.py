@@ -1,7 +1,7 @@
-"""What must be true of the machine before anything is allocated.
+"""Checks of the machine before anything is allocated.
 
-Each check raises StartError with the key and the remedy, and changes nothing that it did not have
-to make: directories that are missing are created, because that is how writing is proved.
+Each check raises StartError with the key and the remedy. Checks change nothing, except that they
+create missing directories to prove that these can be written.
 """
 
 import importlib.util
@@ -52,16 +52,16 @@ _ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers"
 
 
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
-    """Check all that the daemon and its engine need; raises StartError for the first lack.
+    """Check all that the daemon and its engine need; raises StartError for the first thing missing.
 
-    The daemon can do without an SSD tier unless ``ssd.required`` says otherwise.
+    The SSD tier is checked only with ``ssd.required``: the daemon can serve without it.
     """
     for check in _checks(config, files or MemoryFiles(), needs_ssd=config.ssd.required):
         check()
 
 
 def lacks(config: Config) -> list[StartError]:
-    """Return all that the daemon and its engine lack, also what they can do without."""
+    """Return all that the daemon and its engine lack, including what they can do without."""
     found: list[StartError] = []
     for check in _checks(config, MemoryFiles(), needs_ssd=True):
         try:
@@ -74,7 +74,7 @@ def lacks(config: Config) -> list[StartError]:
 def _checks(
     config: Config, files: MemoryFiles, *, needs_ssd: bool
 ) -> Iterator[Callable[[], object]]:
-    """Yield what is to be checked, in this order; each raises StartError."""
+    """Yield the checks in the order to run them; each raises StartError."""
     yield check_limits
     yield partial(check_memory, config, files)
     yield partial(_check_place, config)
@@ -102,7 +102,7 @@ def _check_place(config: Config) -> None:
 
 
 def check_free(field: str, address: Address) -> None:
-    """Check that an address can be listened on, now rather than after slow work; StartError."""
+    """Check early that an address can be listened on; raises StartError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,17 +115,17 @@ def check_free(field: str, address: Address) -> None:
 
 
 def check_limits() -> None:
-    """Check what this process may have of files and threads; raises StartError.
+    """Check how many files and threads this process may open; raises StartError.
 
-    Its limit of open files is raised as far as it may be. Without either, gRPC ends the process by
-    a signal.
+    Raises the soft limit of open files to the hard limit first. If a process runs out of either,
+    gRPC kills it by a signal.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most < OPEN_FILES_LEAST:
         raise StartError(
             "open files",
-            f"the hard limit (RLIMIT_NOFILE) is {most}, and at least {OPEN_FILES_LEAST} are needed",
+            f"the hard limit (RLIMIT_NOFILE) is {most}, but at least {OPEN_FILES_LEAST} are needed",
             "raise it: ulimit -n 65536, LimitNOFILE=65536 in a unit, --ulimit nofile=65536 for a "
             "container",
         )
@@ -133,14 +133,14 @@ def check_limits() -> None:
     if num_threads < THREADS_LEAST:
         raise StartError(
             "threads",
-            f"only {num_threads} can be started, and at least {THREADS_LEAST} are needed",
+            f"only {num_threads} can be started, but at least {THREADS_LEAST} are needed",
             "raise the limit: ulimit -u (RLIMIT_NPROC), TasksMax= in a unit, --pids-limit for a "
             "container (pids.max), or ulimit -v (RLIMIT_AS)",
         )
 
 
 def _startable_threads() -> int:
-    """Return how many threads can be started now, up to ``THREADS_LEAST``; none is left."""
+    """Return how many threads can be started now, at most ``THREADS_LEAST``; ends them again."""
     enough = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -149,7 +149,7 @@ def _startable_threads() -> int:
             thread.start()
             started.append(thread)
     except RuntimeError:
-        pass  # this is the limit
+        pass  # the limit is reached
     finally:
         enough.set()
     for thread in started:
@@ -193,9 +193,9 @@ def _check_room(field: str, wanted_bytes: int, other_bytes: int, files: MemoryFi
 
 
 def check_socket(path: Path, uid: int, *, is_shared: bool) -> None:
-    """Check the path of a socket of user ``uid``, and who may come to it or replace it.
+    """Check the path of a socket of user ``uid``, and who may reach or replace it.
 
-    Its directory exists. Changes nothing; raises StartError.
+    The socket's directory must exist. Changes nothing; raises StartError.
     """
     _check_name(path)
     check_owner(path.parent, uid)
@@ -217,7 +217,7 @@ def _check_name(path: Path) -> None:
 
 
 def _check_passable(directory: Path) -> None:
-    """Check that other users come as far as the sockets."""
+    """Check that other users can reach the sockets."""
     for folder in (directory, *directory.parents):
         if not folder.stat().st_mode & 0o011:
             raise StartError(

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     reply = ask(socket_of(options), lambda stub: stub.Probe(request, timeout=_TIMEOUT_S))
     document = json.loads(reply.json)
     print(reply.json if options.json else probe_text(document))
-    return int(not any(tier["rounds"] for tier in document["tiers"].values()))
+    tiers = document["tiers"].values()
+    return int(not any(tier["rounds"] and not tier.get("is_kept") for tier in tiers))
 
 
 def probe_text(document: _Document) -> str:
@@ -66,7 +67,7 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
         for place, each in enumerate(each for each in rounds if each["is_read"]):
             yield _row(size, each, written if place == 0 else None)
     if tier["reason"]:
-        said = "no further" if tier["rounds"] else "not measured"
+        said = "no larger sizes measured" if tier["rounds"] else "not measured"
         if tier.get("is_kept"):
             said = "not measured again"
         yield from wrapped(f"{said}: {tier['reason']}")

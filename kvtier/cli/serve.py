@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM, SIGINT or the end of the terminal; other SIGHUPs reload."""
+    """Serve until SIGTERM, SIGINT, or the terminal closes; any other SIGHUP reloads."""
     if options.ends_with is not None:
         end_with(options.ends_with)
     config = with_url(config_of(options))

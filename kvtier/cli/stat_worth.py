@@ -1,4 +1,4 @@
-"""The parts of the status text that say what kvtier decides, and what that is worth."""
+"""The parts of the status text about kvtier's decisions and their benefit."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,14 +15,14 @@ _Document = Mapping[str, Any]
 
 
 def worth_lines(worth: _Document) -> Iterator[str]:
-    """Yield what restoring was worth, and what was decided."""
+    """Yield the time that restoring saved and lost, and what was decided."""
     saved, lost = shown_seconds(worth["saved_s"]), shown_seconds(worth["lost_s"])
     yield f"saved {saved} of time to first token, lost {lost}; {_net(worth)}"
     if worth["saved_s"]:
         measured_s = worth["saved_measured_s"]
         yield (
-            f"  of what is saved, {shown_seconds(measured_s)} measured, "
-            f"{shown_seconds(worth['saved_s'] - measured_s)} predicted"
+            f"  saved, measured {shown_seconds(measured_s)}, "
+            f"predicted {shown_seconds(worth['saved_s'] - measured_s)}"
         )
     tiers = [
         f"{name} +{shown_seconds(each['saved_s'])} -{shown_seconds(each['lost_s'])}"
@@ -35,11 +35,10 @@ def worth_lines(worth: _Document) -> Iterator[str]:
         return
     yield from wrapped(f"decided: {counted(worth['decisions'])}", "  ")
     predicted, actual = worth["predicted_s"], worth["actual_s"]
-    for of, name in (("first_token", "first tokens"), ("restore", "restores")):
+    for of, name in (("first_token", "time to first token"), ("restore", "restores")):
         if actual[of]:
             yield (
-                f"  {name} took {shown_seconds(actual[of])}, "
-                f"{shown_seconds(predicted[of])} were predicted"
+                f"  {name} {shown_seconds(actual[of])} (predicted {shown_seconds(predicted[of])})"
             )
     if worth["regret_s"]:
         yield f"  the other road would have saved {shown_seconds(worth['regret_s'])} (regret)"
@@ -86,17 +85,17 @@ def cost_lines(cost: _Document) -> Iterator[str]:
         )
     for tier, reason in cost.get("unmeasured", {}).items():
         is_known = any(name.startswith(f"{tier}_") for name in cost["routes"])
-        instead = "earlier figures are used" if is_known else "a guess is used until it is read"
+        instead = "using earlier figures" if is_known else "using an estimate until it is read"
         yield from wrapped(f"{tier} was not measured: {reason}; {instead}")
     if cost["guarded"]:
-        yield f"left alone for a while, because it did not pay: {', '.join(cost['guarded'])}"
+        yield f"not used for a while, because restoring did not pay: {', '.join(cost['guarded'])}"
 
 
 def _net(worth: _Document) -> str:
     if not worth["actual_s"]["restore"]:
-        return "no engine has told of a restore"
+        return "no engine has reported a restore"
     net_s = worth["saved_s"] - worth["lost_s"]
-    return f"it is worth {'' if net_s >= 0 else '-'}{shown_seconds(abs(net_s))}"
+    return f"net benefit {'' if net_s >= 0 else '-'}{shown_seconds(abs(net_s))}"
 
 
 def _classes(classes: list[_Document]) -> Iterator[str]:

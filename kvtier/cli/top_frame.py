@@ -94,7 +94,7 @@ def _title(view: View, now: _Document, size: Size, hint: str) -> Text:
 
 
 def _worth(now: _Document) -> _Lines:
-    """Say what restoring saved of the time that first tokens would have taken."""
+    """Show how much time to first token restoring saved."""
     minute, worth = now["grown"]["minute"], now["worth"]
     saved_s, lost_s = minute["saved_s"], minute["lost_s"]
     line = Text()
@@ -103,7 +103,7 @@ def _worth(now: _Document) -> _Lines:
         line.append(f"saved {_signed(saved_s - lost_s)}", style="bold green")
         line.append(f" of {shown_seconds(whole_s)} of time to first token")
     else:
-        line.append("no restore was reported")
+        line.append("no restores")
     line.append(f" in the last {shown_while(minute['seconds'])}")
     whole = Text(
         f"since the start: saved {shown_seconds(worth['saved_s'])} "
@@ -240,7 +240,7 @@ def _request(request: _Document, columns: Sequence[int]) -> Text:
 
 
 def _claimed(saved_s: float, cold_s: float | None) -> str:
-    """Return what was saved, marked where it is predicted: it was never measured without."""
+    """Return the time saved, with ~ if it is predicted: computing was never measured."""
     return f"{'~' if cold_s is None else ''}{_signed(saved_s)}"
 
 

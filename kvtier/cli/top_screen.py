@@ -100,7 +100,7 @@ class Screen:
         self._signals = {
             number: signal.signal(number, hear[number])
             for number in hear
-            if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
         }
         try:
             self._take()

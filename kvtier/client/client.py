@@ -27,8 +27,8 @@ steps it does not know what computing costs, without outcomes it cannot tell whe
 and raise ``DaemonUnavailable``: then the engine computes. So does ``clear``. What is only noted or
 announced never waits and never raises.
 
-A session belongs to the process that started the client. In a forked child every call raises
-``DaemonUnavailable``; a client that the child makes has a session of its own.
+A session belongs to the process that started the client. In a forked child, every call of that
+client raises ``DaemonUnavailable``; the child can create a client, with a session of its own.
 """
 
 import os
@@ -357,11 +357,11 @@ class Client:
                 self._changed.notify_all()
 
     def leave_to_parent(self) -> None:
-        """Close, in a forked child, what it has inherited of the session."""
+        """In a forked child, close the inherited parts of the parent's session."""
         if self._keeper.ident is None:
-            return  # not started: it can be started here
+            return  # not started yet: the child may start it
         self._is_forked = True
-        # Threads of the parent may have held their locks.
+        # The parent's threads may have held the locks of these.
         self._changed = threading.Condition()
         self._outbox = Outbox()
         self._warnings = Repeated(_log)

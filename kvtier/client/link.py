@@ -28,7 +28,6 @@ from kvtier.client.wire import (
     outcome_to_wire,
     plan_from_wire,
     purpose_to_wire,
-    quiet_channel,
     step_to_wire,
     tiers_from_wire,
     traits_to_wire,
@@ -49,6 +48,7 @@ from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import Removed
+from kvtier.transfer.channel import quiet_channel
 from kvtier.transfer.shm import Attachment, Pin, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc

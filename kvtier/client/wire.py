@@ -5,12 +5,7 @@ into the daemon is read, and distrusted, by ``kvtier.api.rpc.incoming``.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, cast
-
-import grpc
-from google.protobuf.message import DecodeError
+from collections.abc import Iterable, Mapping
 
 from kvtier.core.change import Change
 from kvtier.core.cost.sample import EngineLoad, Estimate, ModelFlops, StepSample
@@ -42,7 +37,6 @@ __all__ = [
     "plan_to_wire",
     "purpose_from_wire",
     "purpose_to_wire",
-    "quiet_channel",
     "step_to_wire",
     "tier_from_wire",
     "tier_to_wire",
@@ -264,35 +258,3 @@ def change_from_wire(change: pb.Change) -> Change:
     """Return what came to a tier, or left it."""
     tier = tier_from_wire(change.tier) if change.tier else None
     return Change(tier, change.there, as_keys(change.hashes))
-
-
-class _QuietChannel:
-    """As much of a channel as generated stubs need."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.unary_unary = partial(_without_traceback, channel.unary_unary)
-        self.unary_stream = partial(_without_traceback, channel.unary_stream)
-
-
-def quiet_channel(channel: grpc.Channel) -> grpc.Channel:
-    """Return the calls of ``channel``, without a traceback in the log for each bad reply.
-
-    A reply that cannot be parsed ends its call with INTERNAL, as ever.
-    """
-    return cast("grpc.Channel", _QuietChannel(channel))
-
-
-def _without_traceback(
-    make: Callable[..., Any],
-    method: str,
-    *,
-    response_deserializer: Callable[[bytes], Any],
-    **more: Any,
-) -> Any:
-    def parse(reply: bytes) -> Any:
-        try:
-            return response_deserializer(reply)
-        except DecodeError:
-            return None  # which gRPC takes for a failure
-
-    return make(method, response_deserializer=parse, **more)

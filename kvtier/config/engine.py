@@ -77,7 +77,7 @@ class EngineConfig(Section):
     )
     listen: Address = Field(
         default=Address("127.0.0.1", 8000),
-        json_schema_extra=why("Loopback, because it asks nobody for a key."),
+        json_schema_extra=why("Loopback, because no API key is needed by default."),
         description="Host and port of the OpenAI-compatible server.",
     )
     allowed_hosts: HostNames = ()
@@ -86,12 +86,12 @@ class EngineConfig(Section):
     ] = Field(
         default=(),
         json_schema_extra=why(
-            "Web pages of other origins are refused, or any site could use a visitor's engine.",
+            "Pages of other origins are refused; otherwise any site could use a visitor's engine.",
             shown="none",
             example='["https://chat.example"]',
         ),
-        description="Origins whose web pages may use the engine, as browsers write them: scheme, "
-        "host and port, without a path. * stands for any.",
+        description="Origins whose web pages may use the engine, as browsers send them: scheme, "
+        "host and port, without a path. * allows any.",
     )
     served_model_name: str = Field(
         default="",
@@ -106,16 +106,16 @@ class EngineConfig(Section):
         default=0,
         ge=0,
         le=2**27,
-        json_schema_extra=why("Beyond what it was trained for a model only pretends to read."),
-        description="Most tokens of a prompt with its answer; 0: what the model was trained for.",
+        json_schema_extra=why("Answers get worse beyond the length a model was trained for."),
+        description="Most tokens of a prompt and its answer; 0: what the model was trained for.",
     )
 
     parse_special_in_messages: bool = Field(
         default=False,
-        json_schema_extra=why("Otherwise a message can pose as messages of other roles."),
-        description="Whether a special token that a chat message spells out becomes that token. "
-        "false: messages are plain text, and special tokens come from the chat template alone. "
-        "Prompts of /v1/completions are always parsed.",
+        json_schema_extra=why("With it, a message can pose as messages of other roles."),
+        description="Whether special tokens are parsed in chat messages. false: messages are "
+        "plain text, and only the chat template writes special tokens. Prompts of "
+        "/v1/completions are always parsed.",
     )
 
     tenant_from: Literal["request", "api_key"] = Field(

@@ -68,7 +68,7 @@ def _members(annotation: object) -> tuple[object, ...]:
 
 
 def _class(annotation: object) -> object:
-    """Return the type of an annotation without its metadata; of a tuple, with its items' type."""
+    """Return an annotation's type without its metadata; for a tuple, also the type of its items."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return arguments[0]

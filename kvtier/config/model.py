@@ -70,8 +70,8 @@ class DaemonConfig(Section):
         ge=SECOND,
         le=10 * 60 * SECOND,
         json_schema_extra=live("Below the 30 s that Kubernetes gives and the 90 s of systemd."),
-        description="Time from SIGTERM to the end of the process, whatever hangs; running answers "
-        "get 0.7 of it (0.9 of an engine without a daemon). Keep it below systemd's TimeoutStopSec "
+        description="Time from SIGTERM to the end of the process, whatever hangs; running requests "
+        "get 0.7 of it (0.9 in an engine without a daemon). Keep it below systemd's TimeoutStopSec "
         "and Kubernetes' terminationGracePeriodSeconds.",
     )
     allowed_uids: tuple[Annotated[int, Field(ge=0, le=2**32 - 2)], ...] = Field(
@@ -233,14 +233,14 @@ class HttpConfig(Section):
 
     listen: Address | None = Field(
         default=Address("127.0.0.1", 9464),
-        json_schema_extra=why("Loopback, because nobody is asked who he is."),
+        json_schema_extra=why("Loopback, because this port has no authentication."),
         description="Host and port for /healthz, /readyz, /metrics and the status page; empty: no "
         "such server.",
     )
     status_page: bool = Field(
         default=True,
-        json_schema_extra=why("On: it changes nothing, and tells little that /metrics does not."),
-        description="Whether / is a page that shows what kvtier stat does; false: there is none.",
+        json_schema_extra=why("On: it is read-only, and shows little that /metrics does not."),
+        description="Whether / serves a page that shows what kvtier stat does.",
     )
     allowed_hosts: HostNames = ()
 

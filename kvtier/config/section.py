@@ -102,16 +102,16 @@ HostNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(\*|[\w.-]+)$")], ...],
     Field(
         json_schema_extra=why(
-            "Any web page can have its own name resolve to loopback.",
+            "Any web site can make its own name resolve to loopback.",
             shown="none",
             example='["kvtier.example"]',
         ),
-        description="Names, without a port, that Host may have in requests over loopback: what a "
-        "reverse proxy on this machine passes on. IP addresses, localhost and the machine's host "
-        "name are always allowed; * allows any.",
+        description="Names, without a port, that are accepted as Host in requests over loopback, "
+        "such as the one that a reverse proxy on this machine passes on. IP addresses, localhost "
+        "and the machine's host name are always accepted; * accepts any.",
     ),
 ]
-"""What ``allowed_hosts`` of a server is."""
+"""The type of a server's ``allowed_hosts``."""
 
 
 def above(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> Iterable[ConfigError]:

@@ -140,7 +140,7 @@ def _typed(text: str, kind: Kind) -> object:
 
 
 def _items(text: str) -> list[str]:
-    """Split a list written with or without its brackets."""
+    """Split a list that is written with or without brackets."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1].strip()
@@ -148,7 +148,7 @@ def _items(text: str) -> list[str]:
 
 
 def _number(text: str) -> float | str:
-    """Return a number as one; all else is left for the model to refuse."""
+    """Return text as a number if it is one; the model refuses anything else."""
     if re.fullmatch(r"-?\d{1,18}", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?\d{0,18}\.\d{1,18}", text) else text

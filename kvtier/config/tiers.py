@@ -50,15 +50,15 @@ class SsdConfig(Section):
 
     enabled: bool = Field(
         default=True,
-        json_schema_extra=why("It is what outlives a restart."),
+        json_schema_extra=why("It keeps blocks across restarts."),
         description="Whether there is an SSD tier.",
     )
     required: bool = Field(
         default=False,
-        json_schema_extra=why("A cache without its disk is worth more than none."),
-        description="Whether the daemon refuses to start without this tier. false: while the "
-        "directory cannot be used it serves without the tier, and opens it as soon as that works; "
-        "on a volume with less room than ssd.capacity it uses what there is.",
+        json_schema_extra=why("A cache without its disk is better than no cache."),
+        description="Whether the daemon refuses to start without this tier. false: the daemon "
+        "serves without the tier while the directory cannot be used, and opens it as soon as it "
+        "can; on a volume with less room than ssd.capacity it uses the room there is.",
     )
     directory: Path = Field(
         default_factory=default_cache_directory,

@@ -199,9 +199,9 @@ class Index:
         return rows
 
     def restore(self, headers: Headers, tier: TierName) -> Rows:
-        """Add what a persistent tier was found to hold, as ready there and older than all else.
+        """Add blocks that a persistent tier was found to hold, as ready and older than all others.
 
-        For blocks not known yet, each given once. Returns their rows.
+        The blocks must not be in the index, and each is given once. Returns their rows.
         """
         rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         self._fit()
@@ -246,14 +246,14 @@ class Index:
         return column
 
     def lacks(self, rows: Rows, tier: TierName) -> npt.NDArray[np.bool_]:
-        """Return which rows should be written to a tier: absent there, or unverified."""
+        """Return which rows may have to be written to a tier: absent there, or unverified."""
         state = self.residency(rows, tier)
         is_lacking: npt.NDArray[np.bool_] = state == Residency.ABSENT
         is_lacking |= state == Residency.UNVERIFIED
         return is_lacking
 
     def held(self, rows: Rows, tier: TierName) -> Rows:
-        """Return those of ``rows`` that a tier has, or had when it was last asked."""
+        """Return those of ``rows`` that a tier has, verified or not."""
         state = self.residency(rows, tier)
         held: Rows = rows[(state == Residency.READY) | (state == Residency.UNVERIFIED)]
         return held

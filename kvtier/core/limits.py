@@ -255,7 +255,7 @@ DECISIONS_BYTES_MAX = 32 << 20
 """Of the chains of these requests: 8 KiB each, which is a prompt of 32,000 tokens."""
 
 COLD_TIMES_MAX = 65_536
-"""Prompts whose measured compute time is remembered, to compare restores with: 10 MB."""
+"""Number of prompts whose measured compute time is kept, to compare restores with: 10 MB."""
 
 OUTCOME_LATE_NS = 600_000_000_000
 """An outcome told later than ten minutes after its decision says more of the queue than of it."""
@@ -321,7 +321,7 @@ FEED_ROWS_AT_ONCE = 16_384
 many blocks go in one message, of 256 KiB."""
 
 OPEN_FILES_LEAST = 256
-"""For gRPC, the store, engines and scrapes. With less than 30, gRPC crashes as it starts."""
+"""Open files needed for gRPC, the store, engines and scrapes. gRPC crashes with less than 30."""
 
 THREADS_LEAST = 32
-"""For gRPC, the log, the tiers and HTTP, which are 24 on two cores."""
+"""Threads needed for gRPC, the log, the tiers and HTTP: 24 of them on two cores."""

@@ -128,4 +128,4 @@ class Judgement:
     taken: str
     """``restore`` or ``recompute``."""
     cold_s: float | None = None
-    """What computing the same prompt was measured to take; None: it is only predicted."""
+    """Measured time of computing the same prompt; None if there is only a prediction."""

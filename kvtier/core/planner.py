@@ -262,9 +262,9 @@ class Planner:
     def note_outcome(
         self, ask: Ask, plan: Plan, outcome: Outcome, now_ns: int, *, cold_s: float | None = None
     ) -> Judgement:
-        """Learn from what came of a plan, and say what it was worth.
+        """Learn from a plan's outcome, and return what the plan saved or cost.
 
-        ``cold_s`` is what computing the same prompt was measured to take, if it was.
+        ``cold_s`` is the measured time of computing the same prompt, if there is one.
         """
         self._now_ns = now_ns
         roads = self._roads(ask)
@@ -312,7 +312,7 @@ class Planner:
 
     def _note_computed(self, ask: Ask, outcome: Outcome, roads: Roads) -> None:
         engine = self._engines.find(ask.key_space, ask.session)
-        # One that came to a full engine waited for others, and says little of its own computing.
+        # A request that had to wait for others says little about its own compute time.
         is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
         if engine is not None and engine.is_measured and is_alone:
             predicted_s = roads.recompute.mean_s / roads.engine_lag

@@ -29,4 +29,4 @@ class Residency(IntEnum):
     READY = 2
     EVICTING = 3
     UNVERIFIED = 4
-    """It was ready, but the tier may have lost it since. It is not served until it was found."""
+    """The tier had the block but may have lost it; it is not served until the tier confirms it."""

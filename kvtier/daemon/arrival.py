@@ -1,7 +1,8 @@
-"""A tier that comes: checked as at the start, opened, touched, and read for what it holds.
+"""Opening a tier, at the start or later: it is opened, touched, and its blocks are listed.
 
-All of it on threads and a little at a time, so that requests notice nothing. The node uses the tier
-once it knows all that is in it; until then whoever gives up leaves nothing behind.
+All of this happens on threads, and blocks are listed in small batches, so that requests are not
+delayed. The node uses the tier once it knows all of its blocks. An attempt that is given up before
+that leaves nothing behind.
 """
 
 import asyncio
@@ -39,11 +40,11 @@ PLACES: Mapping[TierName, str] = {
 """The key that says where a tier's medium is."""
 
 _TOUCH_LIMIT_NS = 2_000_000_000
-"""For the first touch of a medium; a connection over TLS takes a tenth of that."""
+"""Time for the first touch of a medium; a connection over TLS takes a tenth of that."""
 
 _START_WAIT_S = 10.0
-"""For the SSD tier at the start. A drive that does not answer must not keep the others from
-serving; one with very many files is put on when it has been read."""
+"""How long the start waits for the SSD tier. A drive that does not answer must not keep the other
+tiers from serving; a store with very many files is attached once it has been read."""
 
 OpenTier = Callable[[Config, TierName], BreakerTier]
 """Opens one tier; may block, and raises StartError."""
@@ -60,10 +61,10 @@ def place_of(config: Config, name: TierName) -> str:
 async def open_at_start(
     config: Config, open_tier: OpenTier
 ) -> tuple[dict[TierName, BreakerTier], dict[TierName, Opening]]:
-    """Open the configured tiers; returns those that are open, and those still to come.
+    """Open the configured tiers; returns those that are open, and those still being opened.
 
-    Unless it is required, the SSD tier may come later: it takes long, or cannot be opened now for a
-    reason that may pass. Any other fault raises StartError, and no tier stays open.
+    Unless it is required, the SSD tier may be opened later: if it takes long, or cannot be opened
+    for a reason that may go away. Any other fault raises StartError, and no tier stays open.
     """
     openings = {
         name: in_thread(partial(open_tier, config, name), f"kvtier-{name}-open")
@@ -75,7 +76,7 @@ async def open_at_start(
             await asyncio.wait(openings.values(), timeout=wait_s)
         tiers = {}
         for name, opening in openings.items():
-            if opening.done() and not _may_pass(config, name, opening.exception()):
+            if opening.done() and not _is_temporary(config, name, opening.exception()):
                 tiers[name] = opening.result()
     except BaseException:
         for opening in openings.values():
@@ -85,14 +86,14 @@ async def open_at_start(
 
 
 def begin_opening(config: Config, name: TierName, open_tier: OpenTier) -> Opening:
-    """Begin to open a tier and to touch its medium."""
+    """Begin to open a tier and to touch its medium, on a thread."""
     return in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
 
 
 async def opened(opening: Opening) -> BreakerTier:
-    """Wait for a tier, however long it takes. Raises StartError.
+    """Wait until a tier is open, however long that takes. Raises StartError.
 
-    Where this is cancelled, it is closed as soon as it is open.
+    If this is cancelled, the tier is closed as soon as it is open.
     """
     try:
         return await asyncio.shield(opening)
@@ -118,11 +119,11 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
             await asyncio.sleep(0)
 
 
-def _may_pass(config: Config, name: TierName, error: BaseException | None) -> bool:
-    """Tell whether a tier that could not be opened may be opened later, without a new start.
+def _is_temporary(config: Config, name: TierName, error: BaseException | None) -> bool:
+    """Tell whether a tier that could not be opened may become usable while the daemon runs.
 
-    A store that another process holds is a mistake of whoever started this one: a daemon whose
-    predecessor has not ended yet is refused by the lock of its socket before that.
+    A store that another process holds is a configuration error, not a temporary fault: if it were
+    held by an earlier daemon that is still stopping, the lock of the socket would already refuse.
     """
     return (
         name is TierName.SSD

@@ -54,7 +54,7 @@ _log = Log("kvtier.daemon")
 
 _HEALTH_PERIOD_S = 0.5
 _RETRY_PERIOD_S = 2.0
-"""Between attempts to open a tier that could not be opened at the start."""
+"""Time between attempts to open a tier that could not be opened at the start."""
 
 _GAUGES_PERIOD_S = 1.0
 _SCRUB_PERIOD_S = 1.0
@@ -62,7 +62,7 @@ _VERIFY_PERIOD_S = 1.0
 _BUDGET_PERIOD_S = 1.0
 _SOCKETS_PERIOD_S = 2.0
 _RESERVE_PERIOD_S = 10.0
-"""Between attempts to get memory that was not there."""
+"""Time between attempts to get memory that was not available."""
 
 _PROBE_PERIOD_S = 60.0
 """Between two looks whether a tier is to be measured; once done it is good for a week."""
@@ -106,7 +106,7 @@ class Daemon:
         self._policies = policies(config)
         self._ring = ring
         self._open_tier = open_tier or self._own_tier
-        # Without one from outside this is a guest in a process that others end.
+        # Without ``stop``, the daemon runs in a process that it must not end.
         self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
         self._systemd = systemd or Systemd()
         self._stop.on_begin = lambda: self._systemd.stopping(self._stop.left_s)
@@ -121,7 +121,7 @@ class Daemon:
         async with Closing(self._stop) as closing:
             path = self.config.daemon.socket
             lock = PathLock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
-            closing.add("letting go of the lock", lock.release)
+            closing.add("releasing the lock", lock.release)
             tiers, late = await open_at_start(self.config, self._open_tier)
             driver, arena = self._open_node(tiers, closing)
             parts = Parts(
@@ -173,7 +173,7 @@ class Daemon:
     def _open_node(
         self, tiers: dict[TierName, BreakerTier], closing: Closing
     ) -> tuple[Driver, HostArena]:
-        """Open the arena, and a node that knows what the tiers hold."""
+        """Open the arena, and create a node that knows what the tiers hold."""
         # The last one is closed first: the SSD has something to lose by not being closed.
         for name in reversed(SLOW_TIERS):
             closing.add(f"closing the {name} tier", partial(self._close, name, tiers))
@@ -293,7 +293,7 @@ class Daemon:
 
 
 def _recover(driver: Driver, name: TierName, tier: BreakerTier) -> None:
-    """Tell the node what a tier was found to hold."""
+    """Tell the node which blocks a tier holds."""
     num_blocks = 0
     for headers in tier.headers():
         driver.post(ev.Recovered(name, headers))

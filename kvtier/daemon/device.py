@@ -1,4 +1,4 @@
-"""What a tier's medium is, so that what was measured of it is not taken for another one's."""
+"""Identifies a tier's medium, so that measurements of it are not used for another medium."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ _DIGITS = 12
 
 
 def devices_of(config: Config, tiers: Collection[TierName]) -> dict[TierName, str]:
-    """Return a name for the medium of each of some tiers; may block as long as the disk does."""
+    """Return a name for the medium of each given tier; blocks while the disk does not answer."""
     devices = {}
     if TierName.SSD in tiers:
         devices[TierName.SSD] = _volume(os.path.realpath(config.ssd.directory))
     if TierName.REMOTE in tiers:
-        place = config.remote.url.rpartition("@")[2]  # another login is no other server
+        place = config.remote.url.rpartition("@")[2]  # a different login is still the same server
         devices[TierName.REMOTE] = hashlib.sha256(place.encode()).hexdigest()[:_DIGITS]
     return devices
 

@@ -44,15 +44,16 @@ def replace_file(
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return the beginning of a file; raises OSError, also for a link, no file, and another user's.
+    """Return the beginning of a regular file; raises OSError.
 
-    Opening a pipe would wait for whoever writes to it.
+    Refuses links, anything that is not a regular file, and files of another user. Opening a pipe
+    would block until somebody writes to it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is no file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         if is_of_others(found):
             raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
         return file.read(most_bytes)

@@ -43,7 +43,7 @@ class NodeHealth:
         self._stalled: tuple[TierName, ...] = ()
         self._tiers: Mapping[TierName, Health] = {}
         self.unreachable = ""
-        """Why no client can connect, or nothing where they can. Set on the loop, read anywhere."""
+        """Why no client can connect; empty if they can. Set on the loop, read from any thread."""
         driver.node.metrics.follow(LOOP_SILENT_SECONDS, self._silent_s)
 
     def of(self, name: TierName) -> Health | None:
@@ -87,7 +87,7 @@ class NodeHealth:
         return {name: told(health) for name, health in self._tiers.items()}
 
     def report(self) -> dict[str, Any]:
-        """Return what ``/readyz`` tells beside the verdict. From any thread."""
+        """Return the fields of ``/readyz`` besides ``ready``. From any thread."""
         reason = {"reason": self.unreachable} if self.unreachable else {}
         return reason | {"tiers": self.document()}
 

@@ -1,4 +1,4 @@
-"""What works beside the node: made together, before any of it begins."""
+"""The parts that work beside the node; all are created before any of them starts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -119,7 +119,7 @@ class Parts:
         )
 
     async def _moved(self, name: TierName, config: Config) -> None:
-        """Have what is kept beside a tier's blocks, or known of its medium, go with it."""
+        """Tell the parts that keep data about a tier's medium, or on it, that it has changed."""
         devices = await in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.prober.renew(name, devices.get(name, ""))
         if name is TierName.SSD:

@@ -2,13 +2,13 @@
 
 Rules
 -----
-* Never on a request's way: on the tier's spare thread, a size at a time, and only while no reads
-  wait. A tier that is always busy is not measured; its own transfers tell as much.
-* It uses free room only, so that it costs nobody a block. Nothing is written to a tier that is
-  full, out or degraded, or beyond the SSD's write budget.
-* Nor while a tier is being emptied: what it was measured with would count as somebody's.
-* What was measured is kept for a week, for the medium it was measured on, and until it can be done
-  again.
+* Measuring never delays requests: it runs on the tier's spare thread, one size at a time, and only
+  while no reads wait. A tier that is always busy is not measured; its own transfers tell as much.
+* Measuring uses free room only, so it evicts no block. Nothing is written to a tier that is full,
+  out or degraded, or beyond the SSD's write budget.
+* A tier is not measured while it is emptied: the blocks of the measurement would be counted.
+* Results are valid for a week and for the medium they were measured on. They stay in use until the
+  tier can be measured again.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _RETRY_S = 3600.0
 """Between two attempts at a tier that could not be measured."""
 
 _STEP_LIMIT_NS = 4_000_000_000
-"""For one size: probes of health wait for the same thread, and should notice trouble in seconds."""
+"""Time for one size: health probes wait for the same thread, and must see trouble in seconds."""
 
 _SLOW_S = 0.4
 """A size that takes as long is the last one: the next is four times as large."""
@@ -76,16 +76,16 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A tier as it was measured, or why it was not."""
+    """The measurement of a tier, or why there is none."""
 
     device: str
     measured_s: int
-    """The time of day; 0: it was not."""
+    """The time of day; 0: it was not measured."""
     rounds: tuple[_Round, ...]
     reason: str = ""
-    """Why there are no rounds, or no more."""
+    """Why there are no rounds, or no more rounds."""
     is_kept: bool = False
-    """The rounds are earlier ones, because of ``reason``."""
+    """Whether the rounds are those of an earlier measurement, because of ``reason``."""
 
 
 class Prober:
@@ -112,14 +112,14 @@ class Prober:
         self._num_holds = 0
 
     async def step(self) -> None:
-        """Measure the tiers of which nothing is known, or nothing recent."""
+        """Measure the tiers that have no recent measurement."""
         for name in list(self._driver.tiers):
             if self._is_due(name) and self._takes_writes(name):
                 async with self._lock:
                     self._results[name] = await self._measured(name)
 
     def renew(self, name: TierName, device: str) -> None:
-        """Note that a tier is about to be put on, with that for its medium."""
+        """Note that a tier is about to be attached, and which medium it has."""
         self._devices[name] = device
         self._tried_s.pop(name, None)
 
@@ -148,11 +148,11 @@ class Prober:
             self._num_holds -= 1
 
     def document(self) -> dict[str, Any]:
-        """Return what was measured of every tier, with what the model says now."""
+        """Return the measurements of every tier, with what the cost model predicts now."""
         return self._document(self._results)
 
     def unmeasured(self) -> dict[str, str]:
-        """Return by tier why nothing could be measured when that was last tried."""
+        """Return, by tier, why the last attempt to measure it failed."""
         return {
             name.value: result.reason
             for name, result in self._results.items()
@@ -160,7 +160,7 @@ class Prober:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Take what an earlier run measured; what is no such thing is ignored.
+        """Take over what an earlier run measured; anything malformed is ignored.
 
         The planner keeps what it learned by itself.
         """
@@ -181,7 +181,7 @@ class Prober:
         return not 0 <= now_s - result.measured_s < _WEEK_S
 
     async def _measured(self, name: TierName) -> _Result:
-        """Measure one tier as far as it goes; nothing stays of it there."""
+        """Measure one tier as far as possible; leaves nothing behind in the tier."""
         earlier = self._results.get(name)
         if self._num_holds:
             return earlier or _Result("", 0, (), _HELD)
@@ -207,12 +207,12 @@ class Prober:
         return _Result(device, measured_s, tuple(rounds), reason)
 
     async def _round(self, name: TierName, block_bytes: int, rounds: list[_Round]) -> str:
-        """Measure one size; returns why no larger one is to be tried, or nothing."""
+        """Measure one size; returns why no larger size should be tried, or an empty text."""
         if not await self._is_quiet(name):
             return _HELD if self._num_holds else "requests kept it busy"
         crew = self._driver.crews.get(name)
         if crew is None or not self._takes_writes(name):
-            return "an operator lets nothing be written to it"
+            return "an operator has stopped writes to it"
         try:
             measured = await crew.apart(
                 "measurement", partial(measure, block_bytes), _STEP_LIMIT_NS
@@ -220,7 +220,7 @@ class Prober:
         except TierFull as error:
             return str(error)
         except TierError as error:
-            return f"a size of {block_bytes} bytes failed: {error}"
+            return f"measuring blocks of {block_bytes} bytes failed: {error}"
         return self._noted(name, measured, rounds)
 
     def _noted(self, name: TierName, measured: Measured, rounds: list[_Round]) -> str:
@@ -248,7 +248,7 @@ class Prober:
     def _obstacle(self, name: TierName) -> str:
         """Return why a tier must not be written to, or nothing."""
         if not self._takes_writes(name):
-            return "an operator lets nothing be written to it"
+            return "an operator has stopped writes to it"
         health = self._driver.crews[name].health()
         if health.state is not HealthState.UP:
             return f"it is {health.state}: {health.reason}"

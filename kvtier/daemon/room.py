@@ -49,7 +49,7 @@ def check_space(config: Config, directory: Path) -> None:
         free = shutil.disk_usage(directory).free + own_bytes
     except OSError as error:
         raise StartError(
-            "ssd.directory", f"{directory}: {reason_of(error)}", "repair or name another one"
+            "ssd.directory", f"{directory}: {reason_of(error)}", "repair it or set another one"
         ) from error
     wanted = config.ssd.capacity_bytes + config.ssd.free_space_floor_bytes
     if wanted > free:
@@ -101,13 +101,13 @@ def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
 
 
 def directory_mode(*, is_shared: bool) -> int:
-    """Return the mode of a new directory for sockets, which other users pass where they may."""
+    """Return the mode of a new directory for sockets; if shared, other users can enter it."""
     return 0o711 if is_shared else 0o700
 
 
 def check_owner(directory: Path, uid: int) -> None:
-    """Check that nobody but root and user ``uid`` can replace a socket in the directory."""
-    owner = directory.stat().st_uid  # the default is in /tmp, where anyone may have made it first
+    """Check that root or user ``uid`` owns the directory, so that nobody else replaces sockets."""
+    owner = directory.stat().st_uid  # the default may be in /tmp, where anyone could create it
     if owner not in {0, uid}:
         raise StartError(
             "daemon.socket",
@@ -117,7 +117,7 @@ def check_owner(directory: Path, uid: int) -> None:
 
 
 def _segments_bytes(directory: Path) -> int:
-    """Return what the tier's own files already take: the capacity counts them, and no others."""
+    """Return the size of the tier's own files, which are the ones that count for the capacity."""
     num_bytes = 0
     for path in directory.iterdir():
         if segment_number(path) is not None:

@@ -1,22 +1,22 @@
-"""The roster: which slow tiers serve, and an operator's way to change that while requests run.
+"""The roster: which slow tiers serve, and how an operator changes that while requests run.
 
 Theory
 ------
-A tier leaves in order. It is *drained* when nothing new is written to it, and *detached* when
-nothing more is asked of it: what was under way has ended, or is given up, the store is closed, and
-somebody else may have its disk. A disk that hangs holds up neither the daemon nor its operator: the
-tier is off at once, and what hangs is named until it lets the store be closed.
+A tier is removed in steps. It is *drained* when nothing new is written to it, and *detached* when
+it is not used at all: calls in flight have ended or were abandoned, the store is closed, and its
+disk is free for others. A disk that hangs delays neither the daemon nor its operator: the tier is
+off at once, and the status names what hangs until the store can be closed.
 
-A tier comes wholly or not at all, and nobody notices it before (``arrival``).
+A tier is added as a whole or not at all, and is not used before (``arrival``).
 
 Rules
 -----
-* One change of a tier at a time. Who changes what another waits for ends that wait.
-* Whoever waits has a deadline. What was begun goes on without him, but a detachment that waits for
-  rest: then the tier stays drained.
-* Nothing of it is kept: the next start does what the configuration says.
-* A tier that could not be opened at the start is out until it can be; then it is put on as if an
-  operator had attached it. An operator who detaches it meanwhile ends the attempts.
+* One change of a tier at a time. A new change ends the wait of whoever waits for an earlier one.
+* Every wait has a deadline. After it the change goes on in the background, except a detachment
+  that waits for calls to end: then the tier stays drained.
+* Changes are not saved: the next start follows the configuration.
+* A tier that could not be opened at the start is out until it can be opened; then it is attached as
+  if by an operator. If an operator detaches it meanwhile, the attempts end.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ __all__ = ["Roster"]
 _log = Log("kvtier.daemon")
 
 _LOOK_S = 0.02
-"""Between two looks whether a tier is at rest."""
+"""Time between two checks whether a tier is at rest."""
 
-_NOT_YET = Health(HealthState.OUT, "is being opened since the start")
+_NOT_YET = Health(HealthState.OUT, "still being opened")
 
 _SWITCHES: Mapping[TierName, str] = {
     TierName.SSD: "ssd.enabled",
@@ -79,21 +79,21 @@ class Roster:
         self._config = config
         self._open_tier = open_tier
         self._places = {name: place_of(config(), name) for name in driver.tiers}
-        self._late: dict[TierName, Opening] = {}
+        self._openings: dict[TierName, Opening] = {}
         self._unopened: dict[TierName, Health] = {}
-        """Tiers that the start did not wait for, or could not open, and why."""
+        """Tiers that were not open when the start was complete, and why."""
         self._arrivals: dict[TierName, asyncio.Task[None]] = {}
         self._num_told: dict[TierName, int] = {}
-        """Of a tier that comes, the blocks that the node knows of so far."""
+        """How many blocks of a tier that is being attached the node knows so far."""
         self._departures: list[Departure] = []
-        """Tiers that left and were not closed when another one did."""
+        """Tiers that were detached and are perhaps not closed yet."""
         self._warnings = Repeated(_log)
         self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
-        """Called before a tier is put on."""
+        """Called before a tier is attached."""
 
     def expect(self, late: Mapping[TierName, Opening]) -> None:
-        """Put on tiers that the start did not wait for, or could not open, once that works."""
-        self._late = dict(late)
+        """Attach these tiers, which are not open yet or could not be opened, once they are."""
+        self._openings = dict(late)
         self._unopened = dict.fromkeys(late, _NOT_YET)
 
     # What there is
@@ -181,7 +181,7 @@ class Roster:
         arrival = self._arrivals.get(name) or self._begin_arrival(name)
         await asyncio.wait({arrival}, timeout=wait_s)
         if arrival.cancelled():
-            raise StartError(name, "was detached before it was attached", "agree on it")
+            raise StartError(name, "was detached while it was being attached", "attach it again")
         if arrival.done():
             arrival.result()
         return arrival.done()
@@ -189,14 +189,14 @@ class Roster:
     async def retry(self) -> None:
         """Try again to open the tiers that could not be opened at the start."""
         for name, health in list(self._unopened.items()):
-            if name not in configured(self._config()):  # it has been configured away
+            if name not in configured(self._config()):  # a reload has removed it
                 del self._unopened[name]
             elif health.state is HealthState.OUT and name not in self._arrivals:
                 with contextlib.suppress(StartError):  # an earlier attempt is not closed yet
                     self._begin_arrival(name)
 
     async def stop(self) -> None:
-        """End what is under way: the process is about to end, and every lock with it."""
+        """Stop changes in progress: the process is about to end, and its locks with it."""
         arrivals = list(self._arrivals.values())
         for arrival in arrivals:
             arrival.cancel()
@@ -257,7 +257,9 @@ class Roster:
             if lane.duty is Duty.NONE:
                 return True  # another operator took it off
             if lane.duty is not duty:
-                raise StartError(lane.tier.name, "was given another duty meanwhile", "agree on it")
+                raise StartError(
+                    lane.tier.name, "was changed by another command meanwhile", "try again"
+                )
         return True
 
     def _take_off(self, name: TierName) -> None:
@@ -305,7 +307,7 @@ class Roster:
         for departure in self._departures:
             await departure.forgotten()
         config = self._config()
-        opening = self._late.pop(name, None) or begin_opening(config, name, self._open_tier)
+        opening = self._openings.pop(name, None) or begin_opening(config, name, self._open_tier)
         tier = await opened(opening)
         try:
             self._driver.post(ev.TierSettings(slow_tier(config, tier)))
@@ -315,7 +317,7 @@ class Roster:
         except BaseException as error:
             self._depart(Departure(self._driver, tier, None, place_of(config, name)))
             if isinstance(error, TierError):
-                raise StartError(PLACES[name], str(error), "repair or name another one") from error
+                raise StartError(PLACES[name], str(error), "repair it or set another") from error
             raise
         self._places[name] = place_of(config, name)
         now = self._config()  # a reload may have changed what it may

@@ -1,4 +1,4 @@
-"""Where others reach the daemon: HTTP for probes and eyes, the arena's door, and gRPC."""
+"""The daemon's sockets: HTTP for probes and the status page, the arena's door, and gRPC."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ __all__ = ["Sockets"]
 _log = Log("kvtier.daemon")
 
 _CALLS_GRACE_S = 1.0
-"""For calls under way; new ones are refused at once, so that engines compute for themselves."""
+"""Time for running calls; new ones are refused at once, so that engines compute for themselves."""
 
 _CALLS_END_S = 3.0
 """For a server to end, its calls cancelled."""
@@ -48,20 +48,20 @@ _HTTP_GRACE_S = 1.0
 
 
 class _Listener(Protocol):
-    """What listens on a Unix socket."""
+    """A server that listens on a Unix socket."""
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the socket's file is still ours."""
+        """Return whether the socket file is still this server's."""
 
     async def reopen(self) -> None:
-        """Listen at the same path with a new file. Raises StartError, and OSError."""
+        """Listen at the same path with a new file. Raises StartError or OSError."""
 
 
 class Sockets:
-    """Opens what ``config`` says, one after the other; ``closing`` is to end each.
+    """Opens the sockets of ``config`` one after another, and registers each with ``closing``.
 
-    ``lock`` is held for the path of ``daemon.socket``.
+    ``lock`` is the lock for the path of ``daemon.socket``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Sockets:
         self._listeners: dict[Path, _Listener] = {}
 
     def open_http(self, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]) -> None:
-        """Serve probes, metrics and the status page, where that is wanted."""
+        """Serve probes, metrics and the status page, if ``http.listen`` is set."""
         http = self._config.http
         if http.listen is None:
             return
@@ -152,9 +152,9 @@ class Sockets:
         return secrets
 
     async def check(self) -> None:
-        """Create socket files again that somebody removed, and note why clients cannot connect.
+        """Create removed socket files again, and record why clients cannot connect, if so.
 
-        A file that another process has put in their place is left alone.
+        A file that another process has put in the place of one is left alone.
         """
         try:
             await self._mend()

@@ -62,7 +62,7 @@ class Status:
         config: Callable[[], dict[str, Any]] = dict,
         unmeasured: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """``config`` tells of the configuration, ``unmeasured`` why tiers were not measured."""
+        """``config`` describes the configuration, ``unmeasured`` why tiers were not measured."""
         self._config = config
         self._unmeasured = unmeasured
         self._driver = driver

@@ -27,22 +27,22 @@ _log = Log("kvtier.daemon")
 
 _MARGIN_SHARE = 0.1
 _MARGIN_MAX_S = 1.0
-"""Of the grace, kept for the end itself."""
+"""Part of the grace that is reserved for the end of the process."""
 
 _LAST_WORDS_S = 0.3
-"""For the last line of the log: nobody waits for whoever does not read it."""
+"""Time for the last line of the log, in case nobody reads the log."""
 
 Reaction = Callable[[signal.Signals], object]
-"""What a signal does; on the thread that hears signals."""
+"""Handles a signal, on the thread for signals."""
 
 
 @contextlib.contextmanager
 def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
-    """Handle signals by ``reactions`` on a thread of their own; call it on the main thread.
+    """Handle signals with ``reactions`` on a separate thread; call it on the main thread.
 
-    Signals of ``reactions`` that were blocked until now are delivered. A reaction that raises is
-    logged, and later signals are still handled. On exit the signals are ignored: the process is
-    ending with an exit code of its own.
+    Unblocks the signals of ``reactions``, so that pending ones are delivered. If a reaction raises,
+    that is logged, and later signals are still handled. On exit the signals are ignored, because
+    the process is about to exit with its own code.
     """
     hearing, telling = socket.socketpair()
     telling.setblocking(False)
@@ -73,13 +73,13 @@ def _answer(number: int, reactions: Mapping[signal.Signals, Reaction]) -> None:
         if told in reactions:
             reactions[told](told)
     except Exception:
-        _log.exception("a signal was not answered", signal=number)
+        _log.exception("a signal could not be handled", signal=number)
 
 
 class Stop:
-    """Tells one loop to stop, once, and sees to it that the process ends within ``grace_s``.
+    """Tells one loop to stop, once, and ensures that the process ends within ``grace_s``.
 
-    ``end`` ends it, given its exit code.
+    ``end`` ends the process with the given exit code.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Stop:
         self._end_process = end
         self._log = log
         self.stage = "starting"
-        """What is being done, for the last words."""
+        """What the process is doing, for the last line of the log."""
         self.grace_s = grace_s
-        """May be changed until the end begins."""
+        """May be changed until the stop begins."""
         self._lock = threading.Lock()
         self._began_s: float | None = None
         self.begun = threading.Event()
         """Set once the stop has begun."""
         self._wake: Callable[[], None] = lambda: None
         self.hanging: Callable[[], str] = str
-        """Whom to ask what hangs; from any thread."""
+        """Returns what hangs; called from any thread."""
         self.on_begin: Callable[[], None] = lambda: None
-        """What to do once the grace runs; from any thread."""
+        """Called when the stop begins; from any thread."""
         self.abandon: Callable[[], None] = lambda: None
-        """What to do where the end is sudden; from any thread."""
+        """Called if the process ends before the stop is complete; from any thread."""
 
     @property
     def left_s(self) -> float:
@@ -112,19 +112,19 @@ class Stop:
 
     @property
     def has_begun(self) -> bool:
-        """Tell whether the end has begun; from any thread."""
+        """Tell whether the stop has begun; from any thread."""
         return self.begun.is_set()
 
     def told(self, number: signal.Signals) -> None:
-        """Begin to stop; if it has begun, end at once. From any thread but the loop's."""
+        """Begin to stop, or end at once if that has begun. From any thread but the loop's."""
         if not self.told_once(number):
             self.cut(number)
 
     def told_once(self, number: signal.Signals) -> bool:
-        """Begin to stop; returns False if it has begun, and then changes nothing.
+        """Begin to stop; if that has begun already, return False and change nothing.
 
-        For signals that come several times for one reason: a closing terminal sends SIGHUP from the
-        kernel and from the shell.
+        For signals that arrive several times for one reason: when a terminal closes, both the
+        kernel and the shell send SIGHUP.
         """
         if not self.begin():
             return False
@@ -133,7 +133,7 @@ class Stop:
         return True
 
     def cut(self, number: signal.Signals) -> None:
-        """End at once. From any thread."""
+        """End the process at once. From any thread."""
         self._end(f"told to stop at once, by {number.name}")
 
     def attach(self) -> asyncio.Event:
@@ -151,15 +151,15 @@ class Stop:
         return stopping
 
     def begin(self) -> bool:
-        """Let the grace run from now on; False where it runs already."""
+        """Start the grace period; returns False if it has started already."""
         with self._lock:
             if self._began_s is not None:
                 return False
             self._began_s = time.monotonic()
             self.begun.set()
-        late = threading.Timer(self.grace_s, self._end, ["the grace is over"])
+        late = threading.Timer(self.grace_s, self._end, ["the grace period is over"])
         late.daemon = True
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: a second signal ends it
+        with contextlib.suppress(RuntimeError):  # no thread can be started: a second signal ends it
             late.start()
         self.on_begin()
         return True
@@ -168,11 +168,11 @@ class Stop:
         """End the process now."""
         words = threading.Thread(target=self._say_last_words, args=(why,), daemon=True)
         for part in (words.start, self.abandon, partial(words.join, _LAST_WORDS_S)):
-            with contextlib.suppress(Exception):  # nothing may keep the process from its end
+            with contextlib.suppress(Exception):  # nothing may keep the process from ending
                 part()
         self._end_process(0)
 
     def _say_last_words(self, why: str) -> None:
         hanging = "; ".join(part for part in (self.stage, self.hanging()) if part)
-        self._log.warning("ended before everything was in order", why=why, hanging=hanging)
+        self._log.warning("ended before the stop was complete", why=why, hanging=hanging)
         flush_log()

@@ -1,9 +1,9 @@
-"""The engine as a child of the daemon: started, watched, started again, and stopped with it.
+"""The engine as a child process of the daemon: started, watched, restarted, and stopped with it.
 
-An engine outlives a daemon that dies, and serves by recompute meanwhile. The next daemon finds it
-by the lock it holds, and adopts it instead of starting a second one: the old engine joins by
-itself, and its prefix cache and its clients are kept. One that was started with other options is
-stopped instead.
+An engine survives a daemon that dies, and computes everything itself meanwhile. The next daemon
+finds it by the lock that it holds, and adopts it instead of starting a second one: the engine
+reconnects by itself, and keeps its prefix cache and its clients. An engine that was started with
+other options is stopped instead.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ __all__ = ["Supervisor", "engine_is_running", "engine_lock"]
 _log = Log("kvtier.supervisor")
 
 _DRAIN_SHARE = 0.7
-"""Of the grace, what running requests get to end. The rest is for blocks that are not written."""
+"""Share of the grace for running requests to finish. The rest is for writing blocks to tiers."""
 
 _CUT_SHARE = 0.1
-"""Of the grace, what the engine then gets to tell the other clients that it stops."""
+"""Share of the grace for the engine to then tell the remaining clients that it stops."""
 
 _UNWANTED_STOP_S = 20.0
-"""Stands for the grace where an engine is stopped and the daemon is not."""
+"""Used instead of the grace if an engine is stopped while the daemon goes on."""
 
 _SUDDEN_CUT_MS = 1000
-"""What it gets for that where the daemon ends at once."""
+"""Time for the engine to tell its clients if the daemon ends at once."""
 
 _KILL_S = 2.0
-"""For the kernel to end a killed process; one in a dead disk is left to it."""
+"""Time for the kernel to end a killed process; a process that hangs in a disk is left to it."""
 
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Between restarts, longer each time, so that a broken engine does not keep the machine busy."""
@@ -92,11 +92,11 @@ class Supervisor:
         ]
 
     def kill(self) -> None:
-        """End the engine within a second, so that its clients are told; from any thread."""
-        with contextlib.suppress(OSError):  # there is none, or it has ended
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # where it still loads
+        """End the engine within a second, in which it tells its clients; from any thread."""
+        with contextlib.suppress(OSError):  # there is no engine, or it has ended
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # in case it still loads
             signal.pidfd_send_signal(self._descriptor, signal.SIGQUIT)
-            ending = select.poll()  # select() takes no descriptor beyond 1023
+            ending = select.poll()  # select() does not support descriptors beyond 1023
             ending.register(self._descriptor, select.POLLIN)
             ending.poll(_SUDDEN_CUT_MS)
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
@@ -128,8 +128,8 @@ class Supervisor:
         return 0
 
     async def _run_child(self, stopping: asyncio.Event) -> int | None:
-        """Start an engine and wait for its end; returns its exit code where there is one."""
-        # SIGHUP stays blocked in the engine: who sends one to the whole group means the daemon.
+        """Start an engine and wait for its end; returns its exit code if there is one."""
+        # SIGHUP stays blocked in the engine: one sent to the process group is for the daemon.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             child = await asyncio.create_subprocess_exec(*self._command)
@@ -171,8 +171,8 @@ class Supervisor:
         told.cancel()
         if not ended.done():
             self._stop.stage = "waiting for the engine to end"
-            for number, timeout_s in _endings(child.pid, self._stop.left_s):
-                with contextlib.suppress(ProcessLookupError):  # it ends just now
+            for number, timeout_s in _stop_signals(child.pid, self._stop.left_s):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     child.send_signal(number)
                 await asyncio.wait({ended}, timeout=timeout_s)
                 if ended.done():
@@ -195,8 +195,8 @@ class Supervisor:
                 task.cancel()
             if ended.is_set():
                 return
-            for number, timeout_s in _endings(pid, grace_s()):
-                with contextlib.suppress(ProcessLookupError):  # it ends just now
+            for number, timeout_s in _stop_signals(pid, grace_s()):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     signal.pidfd_send_signal(descriptor, number)
                 await _passed(ended, timeout_s)
                 if ended.is_set():
@@ -232,10 +232,11 @@ class Supervisor:
         return 0, False
 
 
-def _endings(pid: int, grace_s: float) -> Iterator[tuple[signal.Signals, float]]:
-    """Yield the signals that end an engine, and how long to wait after each for its end.
+def _stop_signals(pid: int, grace_s: float) -> Iterator[tuple[signal.Signals, float]]:
+    """Yield the signals that end an engine, with the time to wait for its end after each.
 
-    Not SIGTERM twice: an engine may get it from systemd or a terminal as well, and would be cut.
+    The second signal is not SIGTERM again: an engine may also get SIGTERM from systemd or a
+    terminal, so a repeated SIGTERM does not make it end at once.
     """
     yield signal.SIGTERM, _DRAIN_SHARE * grace_s
     yield signal.SIGQUIT, _CUT_SHARE * grace_s
@@ -244,7 +245,7 @@ def _endings(pid: int, grace_s: float) -> Iterator[tuple[signal.Signals, float]]
 
 
 async def _passed(event: asyncio.Event, most_s: float) -> None:
-    """Wait for an event, at most so long."""
+    """Wait for an event, at most ``most_s`` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(most_s):
             await event.wait()

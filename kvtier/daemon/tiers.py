@@ -64,9 +64,9 @@ def configured(config: Config) -> tuple[TierName, ...]:
 def open_tier(
     config: Config, name: TierName, ring: KeyRing | None, worth: Worth | None = None
 ) -> BreakerTier:
-    """Open a tier below the CPU; a server is not asked yet. Raises StartError.
+    """Open a tier below the CPU; does not connect to a server yet. Raises StartError.
 
-    ``worth`` tells what blocks are worth, where the policy goes by that.
+    ``worth`` scores blocks, for eviction policies that use scores.
     """
     tier: Tier
     if name is TierName.SSD:
@@ -170,7 +170,7 @@ def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
 
 
 def _warn_of_room(config: Config) -> None:
-    """Log what is wrong with the room for the SSD tier, which is open and goes by what there is."""
+    """Warn if there is less room than the SSD tier, which is open, is configured for."""
     ssd = config.ssd
     try:
         check_space(config, ssd.directory)
@@ -178,7 +178,7 @@ def _warn_of_room(config: Config) -> None:
         _log.warning(
             "the SSD tier has less room than ssd.capacity", problem=lack.problem, remedy=lack.remedy
         )
-    with contextlib.suppress(OSError):  # a volume that fails is told of by the tier
+    with contextlib.suppress(OSError):  # the tier itself reports a volume that fails
         if floor_bytes := floor_beside_system(config, ssd.directory):
             _log.warning(
                 "the SSD tier may fill the system's own drive",

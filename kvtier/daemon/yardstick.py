@@ -1,7 +1,7 @@
-"""One measurement of a tier: a few blocks of one size are written, and read back.
+"""One measurement of a tier: a few blocks of one size are written and read back.
 
-It runs on a tier's own thread and blocks. It uses a scratch tier on the same medium, so that it
-costs nobody a block, and a key space that no engine has, so that nothing of it is ever served.
+It blocks, and runs on a thread of the tier. It uses a scratch tier on the same medium, so that no
+block is evicted, and a key space that no engine has, so that its blocks are never served.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from kvtier.tiers.check import seconds_left
 __all__ = ["BLOCK_SIZES", "PROBE_SPACE", "Measured", "depth_of", "measure"]
 
 PROBE_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
-"""The key space of what is written to measure a tier."""
+"""The key space of blocks that are written to measure a tier."""
 
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)
 """From the block of a tiny model to that of one with eight billion parameters."""
@@ -40,16 +40,16 @@ _SIZE_BYTES_MAX = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What transfers of one size took."""
+    """How long transfers of one size took."""
 
     written: TransferSample
     read: tuple[TransferSample, ...]
 
 
 def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> Measured:
-    """Write as many blocks as are to be read at once, and read them one at a time and together.
+    """Write some blocks, and read them one at a time and then all at once.
 
-    Raises TierFull where the tier has no free room for them, and TierError where it fails.
+    Raises TierFull if the tier has no free room for them, and TierError if it fails.
     """
     depth = depth_of(block_bytes, tier.properties.num_workers)
     memory = memoryview(mmap.mmap(-1, depth * block_bytes))
@@ -63,7 +63,7 @@ def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> Measured:
             ]
             return Measured(written, _read(scratch, reads, deadline_ns))
         finally:
-            with contextlib.suppress(TierError):  # what stays is gone soon
+            with contextlib.suppress(TierError):  # blocks that stay are removed or expire soon
                 scratch.remove([each.header.block_hash for each in blocks], deadline_ns)
 
 
@@ -73,7 +73,7 @@ def depth_of(block_bytes: int, depth_max: int) -> int:
 
 
 def _block(slot: memoryview) -> BlockWrite:
-    slot[:] = os.urandom(len(slot))  # nothing that a drive or a server could compress
+    slot[:] = os.urandom(len(slot))  # so that a drive or a server cannot compress it
     root, name = chain_root(PROBE_SPACE, NO_TENANT), BlockHash(os.urandom(HASH_BYTES))
     header = BlockHeader(PROBE_SPACE, NO_TENANT, name, root, 0, len(slot))
     return BlockWrite(replace(header, checksum=payload_checksum(header, slot)), slot)
@@ -84,13 +84,13 @@ def _written(tier: Tier, blocks: Sequence[BlockWrite], deadline_ns: int) -> Tran
     report = tier.write(blocks, deadline_ns)
     took_s = time.perf_counter() - began_s
     if set(report.outcomes) != {WriteOutcome.STORED}:
-        raise TierFull(f"it takes no blocks of {len(blocks[0].payload)} bytes")
+        raise TierFull(f"it does not accept blocks of {len(blocks[0].payload)} bytes")
     num_bytes = sum(len(each.payload) for each in blocks)
     return TransferSample(len(blocks), num_bytes, 1, took_s)
 
 
 def _read(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> tuple[TransferSample, ...]:
-    """Read the blocks one at a time, and then together."""
+    """Read the blocks one at a time, and then all at once."""
     alone = [_timed(tier, each, deadline_ns) for each in reads]
     together = _at_once(tier, reads, deadline_ns) if len(reads) > 1 else []
     size = reads[0].payload_bytes
@@ -101,7 +101,7 @@ def _read(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> tuple[Tra
 
 
 def _timed(tier: Tier, read: BlockRead, deadline_ns: int) -> float:
-    """Read a block back, and return the seconds that took; raises TierError where it is not it."""
+    """Read a block back, and return the time it took; raises TierError if it differs."""
     began_s = time.perf_counter()
     (result,) = tier.read([read], deadline_ns)
     took_s = time.perf_counter() - began_s

@@ -1,22 +1,23 @@
-"""A model's chat template: a conversation in, the tokens of a prompt out.
+"""A model's chat template: turns a conversation into the tokens of a prompt.
 
 Theory
 ------
-A template writes one text in which special tokens, such as ``<|im_end|>``, mark where a message
-ends and who speaks next. A tokenizer cannot tell the template's own ``<|im_end|>`` from one that a
-message spells out, so a message could end its turn and begin one in another role.
+A template renders a conversation to one text, in which special tokens such as ``<|im_end|>`` mark
+where a message ends and who speaks next. A tokenizer cannot tell the template's own ``<|im_end|>``
+from one that is spelled out in a message, so a message could end its turn and begin another one in
+a different role.
 
-Before rendering, a *guard*, a character that no message contains, is put into every special token
-that a message spells out: ``<`` guard ``|im_end|>`` matches no special token. The prompt is
-tokenized as a whole, and the tokens of the guards are dropped. So the text around a guard keeps its
-tokens, and a conversation that spells out no special token has no guards at all.
+Before rendering, a *guard*, which is a character that no message contains, is inserted into every
+special token that a message spells out: ``<`` guard ``|im_end|>`` matches no special token. The
+prompt is tokenized as a whole, and the tokens of the guards are dropped. So the text around a guard
+keeps its tokens, and a conversation that spells out no special token has no guards at all.
 
-The *outline* is the conversation rendered with a placeholder for each text. It shows what the
-template leaves out, and how many special tokens the template writes by itself.
+The *outline* is the conversation rendered with a placeholder for each text. It shows which texts
+the template leaves out, and how many special tokens the template itself writes.
 
-Newer transformers have ``sanitize_control_tokens`` for this. It tokenizes piece by piece, drops
-some private-use characters, and reads the ``<think>`` of earlier answers as text: the prompt would
-not be the one that is cached.
+Newer releases of transformers have ``sanitize_control_tokens`` for this. It tokenizes piece by
+piece, drops some private-use characters, and treats the ``<think>`` of earlier answers as text, so
+the prompt would differ from the cached one.
 """
 
 import re
@@ -29,26 +30,26 @@ __all__ = ["ChatTemplate", "MessageRefused"]
 _Messages = Sequence[dict[str, str]]
 
 _COMMON_ROLES = frozenset({"system", "user", "assistant"})
-"""Roles that are the template's own business: it shows them, or refuses them in its own words."""
+"""Roles that are always passed to the template, which renders them or raises its own error."""
 
 _NO_ROLE = "kvtiernorole"
-"""A role that no template knows."""
+"""A role that no chat template supports."""
 
 _REMEDIES: Mapping[str, str] = {
     "content": "send its text in another message",
     "name": "leave it out, or write it into the content",
 }
-"""The fields of a message that a model is to see, and what to do where a template has no place."""
+"""Fields of a message that the model must see, and the remedy if a template leaves one out."""
 
 _PLACEHOLDER = re.compile(r"kvtier(\d+)(content|name)")
-"""Letters and digits: they outlive trimming and JSON, and no token is spelled with them."""
+"""Only letters and digits, so that trimming, JSON and tokenization leave it as it is."""
 
 _GUARDS: Sequence[str] = [chr(code) for code in range(0x10FFFF, 0x10FFBF, -1)]
-"""Noncharacters and the end of the last private plane: no vocabulary has merges for their bytes."""
+"""Noncharacters, and the end of the last private-use plane: no vocabulary merges their bytes."""
 
 
 class MessageRefused(ValueError):
-    """A message that cannot be shown to the model as it is; ``param`` names it."""
+    """Raised for a message that the model would not see as it was sent; ``param`` names it."""
 
     def __init__(self, param: str, problem: str, remedy: str) -> None:
         super().__init__(f"{param}: {problem}; {remedy}")
@@ -56,16 +57,16 @@ class MessageRefused(ValueError):
 
 
 class ChatTemplate:
-    """The template of a tokenizer. Not safe for several threads, as the tokenizer is not."""
+    """The chat template of a tokenizer. Like the tokenizer, it is not thread-safe."""
 
     def __init__(self, tokenizer: Any, *, parses_special: bool = False) -> None:
-        """Raise ValueError where the tokenizer has no template."""
+        """Raise ValueError if the tokenizer has no chat template."""
         source = tokenizer.get_chat_template()
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special}
         special.update(tokenizer.all_special_tokens)
-        # Such as <tool_response>. Models write some of these themselves (<think>), so that earlier
-        # answers have to keep them, and prompts of system and user teach how to use them.
+        # Tokens such as <tool_response>. Models write some of these (<think>), so they are kept in
+        # earlier answers, and also in system and user messages, which explain how to use them.
         markup = {token.content for token in added if token.content in source}
         self._tokenizer = tokenizer
         self._parses_special = parses_special
@@ -79,7 +80,7 @@ class ChatTemplate:
         """Return the prompt that asks the model for the next message.
 
         Raises MessageRefused for a message that the model would not see as it was sent, and
-        ``jinja2.TemplateError`` where the template refuses the conversation.
+        ``jinja2.TemplateError`` if the template refuses the conversation.
         """
         messages = self._with_known_roles(messages)
         outline = self._render(_with_placeholders(messages))
@@ -95,7 +96,7 @@ class ChatTemplate:
 
     @property
     def marks_turns(self) -> bool:
-        """Tell whether special tokens separate messages; a message can imitate plain text."""
+        """Tell whether messages are separated by special tokens, which no message can imitate."""
         turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
         outline = self._attempt(_with_placeholders(turns))
         return all(
@@ -104,7 +105,7 @@ class ChatTemplate:
         )
 
     def _with_known_roles(self, messages: _Messages) -> _Messages:
-        """Return the messages, ``developer`` as ``system`` where the template knows only that."""
+        """Return the messages with ``developer`` as ``system`` if the template lacks that role."""
         for role in dict.fromkeys(message["role"] for message in messages):
             if role in _COMMON_ROLES or self._knows(role, messages):
                 continue
@@ -119,14 +120,14 @@ class ChatTemplate:
         return messages
 
     def _knows(self, role: str, messages: _Messages) -> bool:
-        """Tell whether the template treats a role otherwise than a word it cannot know."""
+        """Tell whether the template renders a role differently from one that does not exist."""
         outline = _with_placeholders(messages)
         known = self._attempt(outline).lower()
         unknown = self._attempt(_with_role(outline, role, _NO_ROLE)).lower()
         return known != unknown.replace(_NO_ROLE, role.lower())
 
     def _guarded(self, index: int, message: dict[str, str], guard: str) -> dict[str, str]:
-        """Return a message that spells out no special token. Raises MessageRefused."""
+        """Return a message with guards in its special tokens. Raises MessageRefused."""
         spelled = self._special if message["role"] in _COMMON_ROLES else self._markup
         guarded = dict(message)
         for field, text in message.items():
@@ -146,7 +147,7 @@ class ChatTemplate:
         return rendered
 
     def _attempt(self, messages: _Messages) -> str:
-        """Return what the template makes of messages, or says when it refuses them."""
+        """Return the rendered messages, or the template's error if it refuses them."""
         try:
             return self._render(messages)
         except Exception as error:  # a template is a program, and may raise anything
@@ -160,7 +161,7 @@ class ChatTemplate:
 
     def _tokenize_guarded(self, prompt: str, guard: str) -> list[int]:
         """Return the tokens of a prompt without those of its guards."""
-        if not self._tokenizer.is_fast:  # no other kind tells which text a token stands for
+        if not self._tokenizer.is_fast:  # other tokenizers do not return the text of each token
             raise _unprotected("messages", "spell out a special token")
         encoded = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
         texts = [prompt[start:end] for start, end in encoded["offset_mapping"]]
@@ -171,11 +172,11 @@ class ChatTemplate:
 
 
 def _first_characters(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return what matches the first character of each token in a text, overlapping ones too."""
+    """Return a pattern for the first character of each token in a text, also if tokens overlap."""
     by_first: dict[str, list[str]] = {}
     for token in sorted(tokens):
         by_first.setdefault(token[0], []).append(re.escape(token[1:]))
-    # One lookahead for all tokens that begin alike: models reserve hundreds of them.
+    # One lookahead for all tokens with the same first character: models reserve hundreds of them.
     choices = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in by_first.items())
     return re.compile("|".join(choices) or "(?!)")
 
@@ -185,7 +186,7 @@ def _with_role(messages: _Messages, role: str, other: str) -> _Messages:
 
 
 def _text_fields(message: dict[str, str]) -> list[str]:
-    """Return the fields of a message in which there is something to see."""
+    """Return the fields of a message that are not blank."""
     return [field for field in _REMEDIES if (message.get(field) or "").strip()]
 
 
@@ -205,18 +206,18 @@ def _check_shown(messages: _Messages, outline: str) -> None:
                 raise MessageRefused(
                     f"messages[{index}].{field}",
                     f"this model's chat template leaves out the {field} of a message with the role "
-                    f"{message['role'][:32]!r} in this place",
+                    f"{message['role'][:32]!r} at this position",
                     _REMEDIES[field],
                 )
 
 
 def _guard_for(messages: _Messages) -> str:
-    """Return a character that is in none of the messages."""
+    """Return a character that none of the messages contains. Raises MessageRefused."""
     texts = [text for message in messages for text in message.values() if text is not None]
     for guard in _GUARDS:
         if not any(guard in text for text in texts):
             return guard
-    raise _unprotected("messages", "hold all characters at the end of Unicode's private use")
+    raise _unprotected("messages", "contain all characters at the end of Unicode's private use")
 
 
 def _unprotected(param: str, problem: str) -> MessageRefused:

@@ -1,7 +1,7 @@
 """The tokens that end an answer.
 
-The end-of-sequence token is not enough: many models end their turn in a chat with another one, and
-files differ in where they name it. Without that token an answer runs on into invented turns.
+The end-of-sequence token is not enough: many models end their turn in a chat with another token,
+which different files name in different places. Without it an answer runs on into invented turns.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ _NAMES = ("eos_token_id", "eot_token_id", "eom_token_id")
 """End of sequence, of turn and of message."""
 
 _ANSWER = "kvtier-answer"
-"""Stands for an answer where a chat template is rendered to see what follows one."""
+"""Placeholder for an answer, to find out what the chat template writes after it."""
 
 
 def end_tokens(path: Path, model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that a model's file, configurations, tokenizer or chat template name."""
+    """Return the end tokens that a model's files, tokenizer and chat template name."""
     found = set(_chat_end_tokens(tokenizer))
     for source in (model.generation_config, model.config, tokenizer):
         for name in _NAMES:
@@ -30,7 +30,7 @@ def end_tokens(path: Path, model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _gguf_end_tokens(path: Path) -> Iterable[int]:
-    """Return what a GGUF file names; transformers takes over the end of sequence alone."""
+    """Return the end tokens of a GGUF file; transformers only reads the end of sequence."""
     import gguf
 
     fields = gguf.GGUFReader(str(path)).fields
@@ -53,6 +53,6 @@ def _chat_end_tokens(tokenizer: Any) -> Iterable[int]:
         return []
     after = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
     tokens = tokenizer.added_tokens_decoder.items()
-    # One may begin like another: <|end|> and <|end|>x.
+    # One token may be the prefix of another: <|end|> and <|end|>x.
     matching = [(len(token.content), i) for i, token in tokens if after.startswith(token.content)]
     return [max(matching)[1]] if matching else []

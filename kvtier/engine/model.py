@@ -65,7 +65,7 @@ class LoadedModel:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Return the tokens that ``decode`` leaves out, by their name in the vocabulary."""
+        """Return the ids of the tokens that ``decode`` leaves out, by name in the vocabulary."""
         added = self.tokenizer.added_tokens_decoder.items()
         return {token.content: token_id for token_id, token in added if token.special}
 
@@ -123,13 +123,13 @@ class LoadedModel:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """Return the tokenizer's chat template. Raises ValueError where it has none."""
+        """Return the tokenizer's chat template. Raises ValueError if it has none."""
         return ChatTemplate(self.tokenizer, parses_special=self.parse_special_in_messages)
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the prompt that asks the model for the next message of a conversation.
 
-        Raises ValueError where the model has no template or its template refuses the messages, and
+        Raises ValueError if the model has no template or its template refuses the messages, and
         MessageRefused, a ValueError, for a message that the model would not see as it was sent.
         """
         from jinja2 import TemplateError

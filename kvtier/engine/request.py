@@ -47,7 +47,7 @@ class Sampling:
     """0: no limit."""
     seed: int | None = None
     ignore_eos: bool = False
-    """Do not stop at the model's own end tokens."""
+    """Whether to go on at the model's own end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Request:
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer besides the model's own end tokens, ``ignore_eos`` or not."""
+    """Tokens that end the answer besides the model's end tokens, even with ``ignore_eos``."""
     cache_salt: str | None = None
     max_offload_tokens: int | None = None
     """Offer at most the first N tokens to the tiers below, rounded down to blocks; 0: none."""

@@ -43,7 +43,7 @@ class EngineRunner:
         self._faults = Repeated(_log)
         self._orders: deque[Callable[[], None]] = deque()
         self._open: dict[object, tuple[str, Deliver]] = {}
-        """Requests without their last output, by a key of their own."""
+        """Requests whose last output is still to come, by a unique key."""
         self._changed = threading.Condition()
         self._is_woken = False
         self._is_draining = False
@@ -58,12 +58,12 @@ class EngineRunner:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether requests are taken."""
+        """Tell whether requests are accepted."""
         return self._thread.is_alive() and not (self._is_draining or self._is_stopping)
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether there is work and nothing has moved for a minute."""
+        """Tell whether there is work but has been no progress for a minute."""
         is_late = self._clock_ns() - self.last_progress_ns > _STUCK_AFTER_NS
         return not self._idle.is_set() and is_late
 
@@ -72,10 +72,10 @@ class EngineRunner:
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing.
+        """Accept a request; raises RequestRefused or QueueFull, and then delivers nothing.
 
-        ``deliver`` is called on the engine's thread, the last time with a finish reason. That one
-        comes from ``stop`` where the engine's thread hangs.
+        ``deliver`` is called on the engine's thread, the last time with a finish reason. If the
+        engine's thread hangs, ``stop`` makes that last call.
         """
         self.engine.check_request(request)
         key = object()
@@ -132,18 +132,18 @@ class EngineRunner:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Take no more requests; those that were taken go on."""
-        with self._changed:  # after this no submit is under way
+        """Accept no more requests; those that were accepted go on."""
+        with self._changed:  # afterwards no call of submit is in progress
             self._is_draining = True
 
     def await_idle(self, timeout_s: float) -> bool:
-        """Wait until all requests and their stores have ended; returns False at the timeout."""
+        """Wait until all requests and their stores have ended; returns False on timeout."""
         return self._idle.wait(timeout_s)
 
     def stop(self, deadline_s: float = 10.0) -> bool:
         """End all requests and the thread; False if it is still in a step at the deadline.
 
-        Requests get their last output all the same.
+        Requests get their last output in either case.
         """
         with self._changed:
             self._is_stopping = True

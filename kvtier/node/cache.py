@@ -239,7 +239,7 @@ class Cache:
         return self.index.cell(row, tier)
 
     def lacks(self, row: int, tier: TierName) -> bool:
-        """Tell whether a row should be written to a tier: absent there, or unverified."""
+        """Tell whether a row may have to be written to a tier: absent there, or unverified."""
         return self.state(row, tier) in {Residency.ABSENT, Residency.UNVERIFIED}
 
     def checksum(self, row: int) -> bytes:

@@ -114,14 +114,14 @@ class Completions:
         self._forget(lane, event.evicted, "capacity")
 
     def lost(self, event: Lost, now_ns: int) -> None:
-        """Note what a tier found by itself that it can serve no more."""
+        """Record blocks that a tier found that it can no longer serve."""
         lane = self._transfers.lanes[event.tier]
         rows = self._forget(lane, event.hashes, event.reason)
         if event.reason != "expired":
             self._writes.lost(lane, rows, now_ns)
 
     def verified(self, event: Verified, now_ns: int) -> None:
-        """Note which blocks in doubt a tier still has. One written since is not in doubt."""
+        """Record which unverified blocks a tier still has; ignores blocks written since."""
         lane, index = self._transfers.lanes[event.tier], self._cache.index
         rows = index.find(as_keys(event.hashes))
         is_meant = rows >= 0
@@ -145,7 +145,7 @@ class Completions:
         return self._loads.block_missed(row, fate, now_ns)
 
     def _forget(self, lane: Lane, hashes: bytes, reason: str) -> Rows:
-        """Note which blocks a tier has let go; returns the rows of those known elsewhere."""
+        """Record which blocks a tier no longer has; returns rows of those in other tiers."""
         if not hashes:
             return np.zeros(0, np.int64)
         if reason == "corrupt":

@@ -54,8 +54,8 @@ class Crew:
         self._log = Log("kvtier.node")
         self._warnings = Repeated(self._log)
         self.told = Health()
-        """How the tier did at the last check, which is what the node acts upon."""
-        self._generation = tier.usage().generation
+        """The tier's health at the last check, which is what the node acts upon."""
+        self._generation: int | None = None
         self.is_probing = False
         """Whether a probe is under way, or waits for its thread."""
         name, num_workers = tier.properties.name, tier.properties.num_workers
@@ -118,9 +118,9 @@ class Crew:
             self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
 
     def has_new_generation(self) -> bool:
-        """Tell, once, whether the medium may have lost blocks since this was asked last."""
+        """Tell whether the medium may have lost blocks since the last call of this method."""
         before, self._generation = self._generation, self.tier.usage().generation
-        return self._generation != before
+        return before is not None and before != self._generation
 
     @property
     def is_at_rest(self) -> bool:

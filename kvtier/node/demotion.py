@@ -183,7 +183,7 @@ class Demotion:
         return taken
 
     def _is_below(self, row: int) -> bool:
-        """Tell whether some slower tier has a block, or is about to."""
+        """Tell whether some slower tier has a block, or is about to have it."""
         return any(not self._cache.lacks(row, tier) for tier in self._transfers.lanes)
 
     def _mark(self, row: int, *, is_taken: bool) -> None:

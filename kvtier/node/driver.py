@@ -217,24 +217,24 @@ class Driver:
         return crew
 
     async def check_health(self, name: TierName) -> None:
-        """Tell the node whether a tier is up, and have it touched if it is time."""
+        """Tell the node whether a tier is up, and have it probed if that is due."""
         crew = self.crews.get(name)
         if crew is None:
             return
         if crew.has_new_generation():  # before the node hears that the tier is up again
-            await self.doubt(name, "its server restarted or another took over")
+            await self.mark_unverified(name, "its server restarted or failed over")
         crew.check(partial(self._note_health, name))
 
-    async def doubt(self, name: TierName, why: str) -> None:
-        """Have nothing that a tier held count as there until it was verified."""
+    async def mark_unverified(self, name: TierName, why: str) -> None:
+        """Mark all blocks of a tier as unverified, because of ``why``."""
         index, first = self.node.cache.index, 0
         if not (num_blocks := index.num_in(name, Residency.READY)):
             return
-        self._log.warning("verifying what a tier holds", tier=name, blocks=num_blocks, why=why)
+        self._log.info("verifying the blocks of a tier", tier=name, blocks=num_blocks, why=why)
         while first < index.extent:
-            self.post(ev.Doubt(name, first, first + ROWS_TOLD_AT_ONCE))
+            self.post(ev.MarkUnverified(name, first, first + ROWS_TOLD_AT_ONCE))
             first += ROWS_TOLD_AT_ONCE
-            await asyncio.sleep(0)  # requests have their turn
+            await asyncio.sleep(0)  # let requests be handled
 
     def stalled(self, limit_s: float) -> list[TierName]:
         """Return the tiers that count as up, have work queued, and moved nothing for so long."""

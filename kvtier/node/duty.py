@@ -20,7 +20,7 @@ from kvtier.core.residency import Residency
 from kvtier.core.table import as_keys
 from kvtier.node.action import Action
 from kvtier.node.cache import Cache
-from kvtier.node.event import Doubt, Forget, Recovered, TierDuty, TierSettings
+from kvtier.node.event import Forget, MarkUnverified, Recovered, TierDuty, TierSettings
 from kvtier.node.load import Loads
 from kvtier.node.transfer import Duty, Lane, Transfers
 from kvtier.observe.table import MISS_BLOCKS
@@ -61,15 +61,15 @@ class Duties:
             index.move(rows, event.tier, Residency.ABSENT)
         index.forget_absent(rows)
 
-    def doubt(self, event: Doubt) -> None:
-        """Count on some rows of a tier no more until it was asked for them."""
+    def mark_unverified(self, event: MarkUnverified) -> None:
+        """Mark some rows of a tier as unverified."""
         index = self._cache.index
         rows = np.arange(event.first_row, min(event.end_row, index.extent))
         rows = rows[index.residency(rows, event.tier) == Residency.READY]
         index.move(rows, event.tier, Residency.UNVERIFIED)
 
     def recovered(self, event: Recovered) -> None:
-        """Learn what a tier holds; what is known already is in one tier more."""
+        """Record blocks that a tier was found to hold; some may be known from other tiers."""
         index = self._cache.index
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
         is_new = rows < 0
@@ -83,7 +83,7 @@ class Duties:
         index.move(known, event.tier, Residency.READY)
 
     def _offer_again(self, lane: Lane) -> None:
-        """Let the tier be offered what others were offered while it was not written to."""
+        """Let the tier be offered the blocks that it missed while it was not written to."""
         index = self._cache.index
         rows = np.arange(index.extent)
         rows = rows[index.lacks(rows, lane.tier.name)]

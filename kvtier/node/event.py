@@ -22,13 +22,13 @@ __all__ = [
     "Announced",
     "Closing",
     "CompleteStore",
-    "Doubt",
     "Drop",
     "Event",
     "Forget",
     "Load",
     "Lookup",
     "Lost",
+    "MarkUnverified",
     "Pin",
     "PrepareStore",
     "ProbeDone",
@@ -251,7 +251,7 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class ProbeDone:
-    """A shared tier answered which blocks it may have; empty where it did not."""
+    """A shared tier answered which blocks it may have; empty if it did not answer."""
 
     probe: int
     present: tuple[bool | None, ...]
@@ -269,7 +269,7 @@ class PurgeDone:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A tier found by itself that it can serve these blocks no more; ``hashes`` are joined."""
+    """A tier found that it can no longer serve these blocks; ``hashes`` are joined."""
 
     tier: TierName
     hashes: bytes
@@ -278,8 +278,8 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
-    """A shared tier may have lost what it held in these rows of the index, and is asked again."""
+class MarkUnverified:
+    """A shared tier may have lost its blocks in these rows of the index: they become unverified."""
 
     tier: TierName
     first_row: int
@@ -288,17 +288,17 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A shared tier was asked for blocks that were in doubt; ``hashes`` are joined."""
+    """A shared tier was asked for unverified blocks; ``hashes`` are joined."""
 
     tier: TierName
     hashes: bytes
     present: tuple[bool | None, ...]
-    """None where it is still unknown."""
+    """Whether the tier has each block; None if that is still unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierUp:
-    """A tier began or ceased to answer."""
+    """A tier began or stopped answering."""
 
     tier: TierName
     is_up: bool
@@ -389,7 +389,7 @@ Event = (
     | ProbeDone
     | PurgeDone
     | Lost
-    | Doubt
+    | MarkUnverified
     | Verified
     | TierUp
     | TierDuty

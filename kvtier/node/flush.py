@@ -116,7 +116,7 @@ class Flush:
             self._transfers.write(lane, [row], now_ns)
 
     def _worthy(self, lane: Lane, now_ns: int) -> list[bytes]:
-        """Return what a tier would take of what it lacks, most worth first."""
+        """Return the blocks that a tier lacks and would take, the most valuable first."""
         index = self._cache.index
         rows = index.in_state(TierName.CPU, Residency.READY)
         rows = rows[index.lacks(rows, lane.tier.name)]

@@ -66,7 +66,7 @@ def check_memory(node: Node) -> None:
         missing = list(there - believed)
         if not index.num_restored:
             assert not missing, "a tier has blocks that the history does not know of"
-        assert history.is_unmet(missing).all(), "the history knows a block, but not where it is"
+        assert history.needs_adoption(missing).all(), "the history knows a block, but not its tier"
     _check_parents(history, index)
 
 
@@ -84,15 +84,15 @@ def check_books(node: Node) -> None:
 
 
 def _check_parents(history: History, index: Index) -> None:
-    """Require that both agree whose children the blocks of the CPU tier are."""
+    """Check that the history and the index agree on the parents of blocks in the CPU tier."""
     rows, blocks = index.in_state(TierName.CPU, Residency.READY), history.blocks
     known = blocks.find(split_hashes(index.keys_of(rows).tobytes()))
     parents = blocks.find(split_hashes(index.parent[rows].tobytes()))
-    assert (blocks.parent[known] == parents).all(), "a parent that the index does not know"
+    assert (blocks.parent[known] == parents).all(), "the history and the index differ on a parent"
 
 
 def _check_census(index: Index, rows: Rows) -> None:
-    """Require what is counted of each key space to be what a count finds."""
+    """Check the running counts of each key space against a fresh count."""
     key_space_of = {number: scope.key_space for number, scope in index.scopes()}
     for tier in LOWER_TIERS:
         ready = rows[index.residency(rows, tier) == Residency.READY]

@@ -1,7 +1,7 @@
-"""The ledger: what was decided about each of the last requests, and what came of it.
+"""The ledger: what was decided about each of the last requests, and the outcome.
 
-It is what ``explain`` reads. An engine says what came of a decision within seconds, as a rule; what
-it says later, twice, or about another engine's decisions is not taken in.
+``explain`` reads it. An engine usually reports the outcome of a decision within seconds; outcomes
+that are reported late, twice, or for another engine's decision are ignored.
 """
 
 import math
@@ -51,7 +51,7 @@ class Decision:
 
     @property
     def is_cold(self) -> bool:
-        """Tell whether the outcome is that of computing the whole prompt."""
+        """Tell whether the whole prompt was computed."""
         return (
             self.outcome is not None
             and not self.outcome.tiers
@@ -72,7 +72,7 @@ class Ledger:
         self._num_bytes = 0
         """Of their chains."""
         self._cold_s: dict[bytes, float] = {}
-        """The shortest time that computing a prompt took, by its last full block, oldest first."""
+        """Shortest measured time of computing a prompt, by its last full block, oldest first."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -129,7 +129,7 @@ class Ledger:
         return decision if now_ns - decision.at_ns <= OUTCOME_LATE_NS else None
 
     def close(self, number: int, outcome: Outcome, judgement: Judgement) -> None:
-        """Note what came of an open decision."""
+        """Record the outcome of an open decision."""
         decision = replace(self._by_number[number], outcome=outcome, judgement=judgement)
         self._by_number[number] = decision
         last = decision.hashes[-HASH_BYTES:]
@@ -139,5 +139,5 @@ class Ledger:
                 del self._cold_s[next(iter(self._cold_s))]
 
     def cold_s(self, decision: Decision) -> float | None:
-        """Return what computing this prompt was measured to take, up to its last full block."""
+        """Return the measured time of computing this prompt, or one with the same full blocks."""
         return self._cold_s.get(decision.hashes[-HASH_BYTES:])

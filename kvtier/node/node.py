@@ -205,7 +205,7 @@ class Node:
             ev.ProbeDone: self._probe_done,
             ev.PurgeDone: self._purge_done,
             ev.Lost: self._lost,
-            ev.Doubt: self._doubt,
+            ev.MarkUnverified: self._mark_unverified,
             ev.Verified: self._verified,
             ev.TierUp: self._tier_up,
             ev.TierDuty: self._tier_duty,
@@ -477,8 +477,8 @@ class Node:
         self._completions.lost(event, now_ns)
         return []
 
-    def _doubt(self, event: ev.Doubt, _now_ns: int) -> list[Action]:
-        self._duties.doubt(event)
+    def _mark_unverified(self, event: ev.MarkUnverified, _now_ns: int) -> list[Action]:
+        self._duties.mark_unverified(event)
         return []
 
     def _verified(self, event: ev.Verified, now_ns: int) -> list[Action]:

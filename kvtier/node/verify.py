@@ -1,9 +1,10 @@
-"""Verification: keeps the index true to what a shared tier holds, by asking the tier.
+"""Verification: checks with a shared tier that it still holds the blocks that the index has for it.
 
-A server loses blocks without notice: it restarts, somebody flushes it, it evicts, keys expire. So
-each step asks for a few of the blocks that count as held. If many of them are gone, and after a
-restart or a failover, all blocks are put in doubt: a block in doubt is not served, and a store
-writes it again, until the tier was asked for it. That is done in the background at a bounded rate.
+A server loses blocks without notice: it restarts, is flushed, evicts keys, or keys expire. So each
+step asks the tier for a few of the blocks that count as held. If many of them are gone, and after a
+restart or a failover, all blocks of the tier become unverified. An unverified block is not served,
+and is written again if it is stored, until the tier confirms it. Unverified blocks are checked in
+the background, at a bounded rate.
 """
 
 import asyncio
@@ -26,23 +27,23 @@ __all__ = ["Verifier"]
 _log = Log("kvtier.node")
 
 _SAMPLE_BLOCKS = 64
-"""Per step while nothing is in doubt: 100,000 blocks take half an hour."""
+"""Blocks per step while none are unverified: 100,000 blocks take half an hour."""
 
 _LOST_MIN = 8
 _LOST_SHARE = 0.25
-"""How many blocks of a sample, and which share of it, must be gone to put all in doubt."""
+"""How many blocks of a sample, and what share of it, must be gone to make all blocks unverified."""
 
 _BATCH_BLOCKS = 512
 _PAUSE_S = 0.1
-"""While blocks are in doubt: 5,000 blocks a second, because many nodes may come back to a server at
-the same time."""
+"""Pause between batches: 5,000 blocks a second, because many nodes may come back to a server at the
+same time."""
 
 _LIMIT_NS = 1_000_000_000
-"""For one answer. Health probes wait for the same thread."""
+"""Time for one answer. Health probes wait for the same thread."""
 
 
 class Verifier:
-    """Verifies what ``driver``'s node believes of one shared tier; one step at a time."""
+    """Verifies the blocks that ``driver``'s node has for one shared tier; one step at a time."""
 
     def __init__(self, driver: Driver, tier: TierName) -> None:
         self._driver = driver
@@ -51,11 +52,11 @@ class Verifier:
         self._next_row = 0
 
     async def step(self) -> None:
-        """Verify all blocks in doubt, or a sample if there are none, unless the tier is out."""
+        """Verify all unverified blocks, or a sample if there are none, unless the tier is out."""
         crew = self._driver.crews.get(self._tier)
         if crew is None or crew.health().state is HealthState.OUT:
             return
-        with contextlib.suppress(TierError):  # the tier's health tells of it; the next step retries
+        with contextlib.suppress(TierError):  # the tier's health shows it; the next step retries
             if self._index.num_in(self._tier, Residency.UNVERIFIED):
                 await self._verify(crew)
             else:
@@ -74,7 +75,9 @@ class Verifier:
                 break
             await asyncio.sleep(_PAUSE_S if hashes else 0)
         num_lost = num_before - self._num_blocks()
-        _log.info("verified what a tier holds", tier=self._tier, blocks=num_before, lost=num_lost)
+        _log.info(
+            "verified the blocks of a tier", tier=self._tier, blocks=num_before, lost=num_lost
+        )
 
     async def _sample(self, crew: Crew) -> None:
         hashes = self._take(Residency.READY, _SAMPLE_BLOCKS)
@@ -86,11 +89,11 @@ class Verifier:
         if lost:
             self._driver.post(ev.Lost(self._tier, b"".join(lost), "lost"))
         if len(lost) >= max(_LOST_MIN, _LOST_SHARE * len(asked)):
-            why = f"{len(lost)} of {len(asked)} blocks that it was asked for are gone"
-            await self._driver.doubt(self._tier, why)
+            why = f"{len(lost)} of {len(asked)} sampled blocks are gone"
+            await self._driver.mark_unverified(self._tier, why)
 
     def _take(self, state: Residency, most: int) -> bytes:
-        """Return the next blocks in a state, perhaps none; begins anew at the index's end."""
+        """Return the next blocks in a state, perhaps none; wraps around at the index's end."""
         index = self._index
         end = min(self._next_row + FEED_ROWS_AT_ONCE, index.extent)
         rows = np.arange(self._next_row, end)
@@ -107,7 +110,7 @@ class Verifier:
             "verification", lambda tier, until_ns: tier.contains(asked, until_ns), _LIMIT_NS
         )
         if self._driver.crews.get(self._tier) is not crew:
-            raise TierError(f"{self._tier} was detached meanwhile")
+            raise TierError(f"{self._tier} has been detached")
         return tuple(present)
 
     def _num_blocks(self) -> int:

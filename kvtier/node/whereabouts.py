@@ -1,13 +1,14 @@
-"""Whereabouts: the history is told which blocks came to a tier and which left one, and why.
+"""Whereabouts: tells the history which blocks came to a tier and which left one, and why.
 
-Whoever moves a block tells the index, and this listens there. What comes is told in batches, since
-a store publishes block by block and telling costs as much for one as for fifty; what leaves is told
-at once, after all that came before it. What a disk was found to hold at the start is told when it
-is asked for: there may be millions of blocks, and most are never asked for again.
+All moves of blocks go through the index, and this module listens there. Arrivals are passed on in
+batches, because a store publishes block by block and a call costs as much for one block as for
+fifty. Departures are passed on at once, after all earlier arrivals. Blocks that a disk was found to
+hold at the start are passed on when a request asks for them: there may be millions of them, and
+most are never asked for again.
 
-The index is the source of every parent that no request has named: a block that the history does not
-know is adopted with its parent from the index. So both agree however a block came to a tier: by a
-store, by warming, from another node, or from a disk that was attached.
+The index is the source of parents that no request has named: a block that the history does not know
+is adopted with its parent from the index. So both agree however a block came to a tier: by a store,
+by warming, from another node, or from a disk that was attached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,15 +65,15 @@ class Whereabouts:
         return len(rows) if is_there.all() else int(is_there.argmin())
 
     def tell_restored(self, rows: Rows, tier: TierName) -> None:
-        """Tell the history about those of the restored blocks that it remembers."""
+        """Tell the history which of the blocks that it remembers were found in a tier."""
         if self._history is not None and self._history.num_remembered:
-            is_unmet = self._history.is_unmet(self._keys(rows))
-            self._enter(self._history, tier, rows[~is_unmet])
+            needs_adoption = self._history.needs_adoption(self._keys(rows))
+            self._enter(self._history, tier, rows[~needs_adoption])
 
     def tell_found(self, keys: Sequence[bytes]) -> None:
-        """Tell the history where restored blocks are that a use has just named.
+        """Tell the history in which tiers blocks are that a request has just named.
 
-        It is told about all other blocks as they arrive.
+        This is only needed for blocks that were found at the start; others are told on arrival.
         """
         if self._history is None or not self._index.num_restored:
             return
@@ -85,7 +86,7 @@ class Whereabouts:
 
     @contextmanager
     def leaving(self, fate: Fate) -> Iterator[None]:
-        """Say why blocks leave meanwhile, where it is not to make room."""
+        """Set why blocks leave their tiers in this context, if not to make room."""
         before, self._fate = self._fate, fate
         try:
             yield
@@ -93,13 +94,13 @@ class Whereabouts:
             self._fate = before
 
     def _enter(self, history: History, tier: TierName, rows: Rows) -> None:
-        is_unmet = history.is_unmet(self._keys(rows))
-        if is_unmet.any():
-            self._introduce(history, rows[is_unmet])
+        needs_adoption = history.needs_adoption(self._keys(rows))
+        if needs_adoption.any():
+            self._adopt(history, rows[needs_adoption])
         history.enter(tier, self._keys(rows), rows.tolist())
 
-    def _introduce(self, history: History, rows: Rows) -> None:
-        """Tell the history the parents of blocks that are new to it, and every tier they are in."""
+    def _adopt(self, history: History, rows: Rows) -> None:
+        """Tell the history the parents of blocks that it does not know, and all their tiers."""
         index = self._index
         sizes = index.payload_bytes[rows]
         for size in sorted(set(sizes.tolist())):

@@ -115,7 +115,7 @@ class Writes:
         return taken
 
     def lost(self, lane: Lane, rows: Rows, now_ns: int) -> None:
-        """Offer again what a tier has lost and the CPU tier still has: now, or before it leaves."""
+        """Offer lost blocks that the CPU tier still has again: now, or before they are evicted."""
         index = self._cache.index
         rows = rows[index.residency(rows, TierName.CPU) == Residency.READY]
         index.past[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)

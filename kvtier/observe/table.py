@@ -320,7 +320,7 @@ ACTUAL_SECONDS = Counter(
 SAVED_SECONDS = Counter(
     "kvtier_saved_seconds_total",
     "Time to first token that restoring saved against computing, by the tier the blocks came from. "
-    "What computing takes was measured for the same prompt, or else is predicted.",
+    "The time of computing was measured for the same prompt if possible, and is predicted if not.",
     (_LOWER,),
 )
 SAVED_MEASURED_SECONDS = Counter(
@@ -387,12 +387,12 @@ SESSIONS = Gauge(
 BUILD = Gauge("kvtier_build_info", "1; the label says what runs.", (("version", (__version__,)),))
 LOOP_SILENT_SECONDS = Gauge(
     "kvtier_loop_silent_seconds",
-    "Time from the last move of the daemon's loop to the scrape: up to a second where it is well. "
-    "While it stands still it goes on growing, for it is not the loop that tells.",
+    "Time since the daemon's event loop last ran: up to a second if it is healthy. It keeps "
+    "growing while the loop hangs, because it is not measured on the loop.",
 )
 READY = Gauge(
     "kvtier_ready",
-    "1 while the process serves; 0 while it starts or stops, or while nobody can connect to it.",
+    "1 while the process serves; 0 while it starts or stops, or while no client can connect.",
 )
 _CERTIFICATE = ("secret", ("rpc_certificate", "remote_ca"))
 CERTIFICATE_NOT_AFTER = Gauge(

@@ -61,7 +61,7 @@ class Misfortune:
             self._verify(name)
 
     def _verify(self, name: TierName) -> None:
-        """Put all blocks of a tier in doubt, as after a restart; then ask it for them."""
+        """Mark all blocks of a tier as unverified, as after a restart, and then verify them."""
         world, draw = self._world, self._world.draw
         stage, num_leaves, index = world.stage, world.num_leaves[name], world.stage.node.cache.index
 
@@ -77,7 +77,7 @@ class Misfortune:
             event = ev.Verified(name, b"".join(hashes), tuple(present))
             world.at(draw.randint(0, 20) * MS, lambda: stage.post(event) if is_same() else None)
 
-        stage.post(ev.Doubt(name, 0, index.extent))
+        stage.post(ev.MarkUnverified(name, 0, index.extent))
         world.at(draw.randint(0, 200) * MS, lambda: ask() if is_same() else None)
 
     def _scrub(self) -> None:

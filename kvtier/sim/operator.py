@@ -82,7 +82,7 @@ class Operator:
             yield draw.choice((0, 0, 0, 1)) * MS
             stage.post(ev.Forget(name, first, first + _ROWS_AT_ONCE))
             first += _ROWS_AT_ONCE
-        assert not len(index.held(index.rows(), name)), "a tier that left still has blocks"
+        assert not len(index.held(index.rows(), name)), "a detached tier still has blocks"
 
     def _use_otherwise(self, name: TierName) -> None:
         """Let another daemon have the medium: it drops blocks, and stores its own."""

@@ -31,7 +31,7 @@ class Weather:
     rot: float = 0.0
     """A bit of a block kept by a tier is wrong from now on."""
     lose: float = 0.0
-    """A tier has lost a few blocks; of a server all are then in doubt, as after a restart."""
+    """A tier loses a few blocks; if it is a server, all its blocks become unverified."""
     outage: float = 0.0
     """A tier does not answer for a while."""
     scribble: float = 0.0

@@ -3,7 +3,7 @@
 __all__ = ["ByteChatModel"]
 
 _END = 256
-"""The one special token, which ends an answer; it has no text."""
+"""The only special token, which ends an answer and has no text."""
 
 
 class ByteChatModel:
@@ -22,15 +22,15 @@ class ByteChatModel:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the bytes, without a space at its start, as SentencePiece does.
+        """Return the text of the bytes, without a leading space, like SentencePiece.
 
-        What is not UTF-8 is U+FFFD.
+        Bytes that are not valid UTF-8 become U+FFFD.
         """
         text = bytes(token for token in ids if token != _END).decode(errors="replace")
         return text.removeprefix(" ")
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return one line a message; refuses, as many templates do, a role it does not know."""
+        """Return one line per message; like many templates, refuses roles it does not know."""
         for message in messages:
             if message["role"] not in {"system", "user", "assistant"}:
                 raise ValueError(f"unknown role {message['role']}")

@@ -111,7 +111,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=os.environ | dict(environment or {}),
-                start_new_session=True,  # without a terminal, wherever the tests are run
+                start_new_session=True,  # no terminal, wherever the tests are run
             )
 
     @property

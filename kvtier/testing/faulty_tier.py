@@ -119,7 +119,7 @@ class FaultyTier(AroundTier):
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
-        """Open a scratch tier that fails by the same script."""
+        """Open a scratch tier to which the same faults are injected."""
         with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as inner:
             scratch = copy.copy(self)
             scratch.inner = inner

@@ -102,7 +102,7 @@ class TierContract:
         assert tier.contains(_hashes(absent, stored), soon()) == [False, True]
 
     def test_measures_without_a_trace(self, tier: Tier) -> None:
-        """Take blocks into a scratch tier, which are no blocks of the tier itself."""
+        """Take blocks into a scratch tier, which do not count as blocks of the tier itself."""
         stored, other = make_block(1, 5000), make_block(2, 5000)
         store(tier, stored)
         before = tier.usage()

@@ -173,8 +173,7 @@ class TierUsage:
     capacity_bytes: int
     detail: dict[str, str | int | float | bool] = field(default_factory=dict)
     generation: int = 0
-    """Changes when the medium may have lost blocks unnoticed: a server restarted, or another took
-    over."""
+    """Changes when the medium may have lost blocks, because a server restarted or failed over."""
 
 
 class Tier(Protocol):
@@ -191,7 +190,7 @@ class Tier(Protocol):
         """Fetch blocks: for each its verified header, or why it is a miss."""
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
-        """Tell for each hash whether a read may hit, None where unknown; changes nothing."""
+        """Tell for each hash whether a read may hit, None if unknown; changes nothing."""
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Forget blocks; unknown hashes are ignored."""
@@ -204,16 +203,17 @@ class Tier(Protocol):
         """
 
     def probe(self, deadline_ns: int) -> None:
-        """Touch the medium as reads and writes do; raises TierError where that fails."""
+        """Touch the medium as reads and writes do; raises TierError if that fails."""
 
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> "AbstractContextManager[Tier]":
-        """Open a tier on the same medium for blocks that belong to nobody, to measure it with.
+        """Open a temporary tier on the same medium, to measure transfers with.
 
-        It takes so many blocks of that size without evicting any block of this tier, and what is
-        written to it does not count as a block of this tier. Raises TierFull where there is no free
-        room for that. Whatever is still in it is gone soon after it is left, also by a crash.
+        It has room for ``num_blocks`` blocks of ``block_bytes`` without evicting any block of this
+        tier, and its blocks do not count as blocks of this tier. Raises TierFull if there is not
+        enough free room. Blocks that are left in it are removed soon after the end of the context,
+        even if that is a crash.
         """
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:

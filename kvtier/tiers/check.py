@@ -9,7 +9,7 @@ from kvtier.tiers.base import BlockRead, MissReason
 __all__ = ["NO_DEADLINE_NS", "check_header", "check_payload", "seconds_left"]
 
 NO_DEADLINE_NS = (1 << 63) - 1
-"""A deadline that never passes."""
+"""A deadline that is never reached."""
 
 
 def seconds_left(deadline_ns: int) -> float:

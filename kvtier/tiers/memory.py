@@ -110,7 +110,7 @@ class MemoryTier:
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> Iterator["MemoryTier"]:
-        """Open a tier of its own within the capacity."""
+        """Open a separate memory tier, if the capacity leaves room for it."""
         num_bytes = num_blocks * (HEADER_BYTES + block_bytes)
         with self._opened(deadline_ns):
             if self._used_bytes + num_bytes > self._capacity_bytes:

@@ -2,18 +2,18 @@
 
 Theory
 ------
-gRPC does not tell a server which user calls, but the kernel tells it of each connection. So a
-client first connects here. If its user is one that may, it is sent a ticket, which nobody can
-guess, and shows it with each call it makes elsewhere. The connection stays open without another
-byte: it is the client's lifeline. The ticket is invalid once the client closes it or its process
-ends. A pidfd watches the process, because a child that it forked may hold the connection open. On
-kernels without pidfds, only the end of the connection counts.
+gRPC does not tell a server which user calls, but the kernel tells it for each connection. So a
+client first connects here. If its user is allowed, the client gets a ticket, which nobody can
+guess, and sends it with each call on other sockets. The connection stays open without any further
+data: it is the client's lifeline. The ticket becomes invalid when the client closes the connection
+or its process ends. The process is watched by a pidfd, because a child that it forked may hold the
+connection open. On kernels without pidfds, only the end of the connection counts.
 
-A client has to use its ticket within some seconds. One that does not is disconnected, or earlier if
-there is no other place for a new client.
+A client must use its ticket within some seconds. Otherwise it is disconnected, and even earlier if
+a new client needs its place.
 
-A client in another user namespace is seen under its id outside; one that has none there is seen as
-user 65534, as is every other such client.
+A client in another user namespace is seen under its user id outside. If it has none there, it is
+seen as user 65534, like all such clients.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ __all__ = ["Door", "Greeting", "Visitor", "knock", "peer_of", "pidfd_of", "socke
 _MESSAGE_BYTES_MAX = 1024
 _ACCEPT_PAUSE_S = 0.2
 _SO_PEERPIDFD = 77
-"""Since Linux 6.5; the module ``socket`` does not have it."""
+"""Since Linux 6.5; the module ``socket`` does not define it."""
 
 _PATIENCE_S = 10.0
-"""For a client to use its ticket: attaching takes milliseconds, and gives up after 2 s."""
+"""Time for a client to use its ticket: attaching takes milliseconds, and gives up after 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,21 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def pidfd_of(connection: socket.socket, pid: int, option: int = _SO_PEERPIDFD) -> int | None:
-    """Return a pidfd of the process that connected, readable once it has ended; the caller closes.
+    """Return a pidfd of the process that connected; it becomes readable when the process ends.
 
-    None if there is no way to get one. Raises ProcessLookupError if the process has ended already.
+    Returns None if there is no way to get one. The caller closes it. Raises ProcessLookupError if
+    the process has already ended.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, option)
     except OSError as error:
         if error.errno in {errno.ESRCH, errno.EINVAL}:
             raise ProcessLookupError from error
-    if not pid:  # it is in a PID namespace that this process does not see
+    if not pid:  # the process is in a PID namespace that is not visible from here
         return None
     try:
-        # Another process may have the number by now, but only if the client is dead. Then only the
-        # end of the connection counts.
+        # If the client is dead, another process may have this pid by now. Then only the end of the
+        # connection counts.
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
@@ -100,28 +101,28 @@ def pidfd_of(connection: socket.socket, pid: int, option: int = _SO_PEERPIDFD) -
 
 
 def socket_mode(allowed_uids: Collection[int]) -> int:
-    """Return the mode of a socket file: open to all where the door asks who it is."""
+    """Return the mode of a socket file: open to all if the door checks users."""
     return 0o666 if allowed_uids else 0o600
 
 
 @dataclass(slots=True)
-class _Inside:
-    """A visitor, with all that is let go of when it ends."""
+class _Entry:
+    """A visitor and the resources that are released when it leaves."""
 
     visitor: Visitor
     connection: socket.socket
     pidfd: int | None
-    limit: asyncio.TimerHandle | None = None
-    """Ends the visitor; None: it stays as long as it lives."""
+    timer: asyncio.TimerHandle | None = None
+    """Disconnects the visitor at its deadline; None if it may stay as long as it lives."""
     is_used: bool = False
-    """It has shown its ticket."""
+    """Whether the visitor has used its ticket."""
 
 
 class Door:
     """Lets in root, this process's own user and ``allowed_uids``, ``num_places`` at a time.
 
-    ``greet`` says what a visitor is sent; ``on_end`` is told when one is gone. A visitor that
-    ``keep`` is not called for within ``patience_s`` is disconnected.
+    ``greet`` returns what a visitor is sent; ``on_end`` is called when one is gone. A visitor is
+    disconnected unless ``keep`` is called for it within ``patience_s``.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Door:
         self._on_end = on_end
         self._peer = peer
         self._patience_s = patience_s
-        self._inside: dict[str, _Inside] = {}
+        self._inside: dict[str, _Entry] = {}
         self._places = list(range(num_places))
         self._num_places = num_places
         self._file: SocketFile | None = None
@@ -158,18 +159,18 @@ class Door:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the socket's file is still ours."""
+        """Return whether the socket file is still this door's."""
         return self._file is not None and self._file.is_in_place()
 
     async def reopen(self) -> None:
-        """Listen at the same path with a new file; visitors stay. Raises like ``start``."""
+        """Listen at the same path with a new file; visitors stay. Raises the same as ``start``."""
         assert self._file is not None
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
             with self._file.placing() as fresh:
                 listener.bind(str(fresh))
-                listener.listen(socket.SOMAXCONN)  # beyond it a client is not even told why
+                listener.listen(socket.SOMAXCONN)  # clients beyond it fail without a reason
         except BaseException:
             listener.close()
             raise
@@ -178,21 +179,24 @@ class Door:
         self._accepting = asyncio.create_task(self._accept(listener))
 
     def visitor(self, ticket: str) -> Visitor | None:
-        """Return who holds a ticket, or None where nobody does any more."""
+        """Return the visitor with a ticket, or None if it is gone."""
         found = self._inside.get(ticket)
         return found.visitor if found else None
 
     def keep(self, ticket: str, seconds: float | None = None) -> bool:
-        """Let a visitor stay for so long, None: until it ends. Returns False if it is gone."""
+        """Let a visitor stay for ``seconds`` more, or as long as it lives if that is None.
+
+        Returns False if the visitor is gone.
+        """
         found = self._inside.get(ticket)
         if found is None:
             return False
         found.is_used = True
-        self._limit(found, seconds)
+        self._set_timer(found, seconds)
         return True
 
     async def stop(self) -> None:
-        """Let nobody in any more and let all visitors go."""
+        """Let nobody in any more, and disconnect all visitors."""
         if self._file is not None:
             self._file.remove()
         await self._close_listener()
@@ -235,11 +239,11 @@ class Door:
             self._let_in(connection, pid, uid)
 
     def _has_place(self) -> bool:
-        """Return whether there is a place; the oldest visitor without any use leaves for it."""
+        """Return whether there is a place, after sending the oldest unused visitor away if not."""
         if not self._places:
             unused = (ticket for ticket, each in self._inside.items() if not each.is_used)
             if (ticket := next(unused, None)) is not None:
-                self._send_away(ticket, "there was no room for another one")
+                self._send_away(ticket, "a new client needed its place")
         return bool(self._places)
 
     def _let_in(self, connection: socket.socket, pid: int, uid: int) -> None:
@@ -251,7 +255,7 @@ class Door:
             return
         visitor = Visitor(secrets.token_hex(16), self._places.pop(), pid, uid)
         ticket = visitor.ticket
-        inside = self._inside[ticket] = _Inside(visitor, connection, pidfd)
+        entry = self._inside[ticket] = _Entry(visitor, connection, pidfd)
         try:
             greeting = self._greet(visitor)
             message = json.dumps({"ticket": ticket, **greeting.fields}).encode()
@@ -259,20 +263,20 @@ class Door:
             loop.add_reader(connection, self._listen, ticket)
             if pidfd is not None:
                 loop.add_reader(pidfd, self._end, ticket)
-            self._limit(inside, self._patience_s)
+            self._set_timer(entry, self._patience_s)
         except BaseException as error:
             self._end(ticket)
-            if not isinstance(error, ConnectionError):  # else he is gone again
+            if not isinstance(error, ConnectionError):  # else the client is already gone
                 raise
 
-    def _limit(self, inside: _Inside, seconds: float | None) -> None:
-        """Have a visitor leave after so long from now; None: only when it ends."""
-        if inside.limit is not None:
-            inside.limit.cancel()
-            inside.limit = None
+    def _set_timer(self, entry: _Entry, seconds: float | None) -> None:
+        """Disconnect a visitor after ``seconds`` from now; None removes the deadline."""
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
         if seconds is not None:
-            loop, ticket = asyncio.get_running_loop(), inside.visitor.ticket
-            inside.limit = loop.call_later(seconds, self._expire, ticket)
+            loop, ticket = asyncio.get_running_loop(), entry.visitor.ticket
+            entry.timer = loop.call_later(seconds, self._expire, ticket)
 
     def _expire(self, ticket: str) -> None:
         if self._inside[ticket].is_used:
@@ -286,7 +290,7 @@ class Door:
         self._end(ticket)
 
     def _listen(self, ticket: str) -> None:
-        """Notice the end of a visitor. One that says something breaks the protocol."""
+        """Notice that a visitor has gone. A visitor that sends data violates the protocol."""
         try:
             with contextlib.suppress(ConnectionError):
                 self._inside[ticket].connection.recv(1)
@@ -295,16 +299,16 @@ class Door:
         self._end(ticket)
 
     def _end(self, ticket: str) -> None:
-        inside = self._inside.pop(ticket)
+        entry = self._inside.pop(ticket)
         loop = asyncio.get_running_loop()
-        self._limit(inside, None)
-        loop.remove_reader(inside.connection)
-        inside.connection.close()
-        if inside.pidfd is not None:
-            loop.remove_reader(inside.pidfd)
-            os.close(inside.pidfd)
-        self._places.append(inside.visitor.place)
-        self._on_end(inside.visitor)
+        self._set_timer(entry, None)
+        loop.remove_reader(entry.connection)
+        entry.connection.close()
+        if entry.pidfd is not None:
+            loop.remove_reader(entry.pidfd)
+            os.close(entry.pidfd)
+        self._places.append(entry.visitor.place)
+        self._on_end(entry.visitor)
 
 
 def _turn_away(connection: socket.socket, reason: str) -> None:

@@ -2,9 +2,9 @@
 
 Theory
 ------
-A client that is let in at the arena's door is sent the arena's file descriptor beside its ticket.
-While it holds the ticket's lifeline it may have the arena mapped; once its process or that
-connection has ended, the daemon knows that nobody writes to the arena under that ticket any more.
+A client that is let in at the arena's door gets the arena's file descriptor with its ticket. While
+it holds the ticket's lifeline it may have the arena mapped. Once its process or that connection has
+ended, the daemon knows that nobody writes to the arena under that ticket any more.
 
 The mapping is proved rather than assumed. The daemon leaves a random pattern in the arena's last
 page and the client must answer with a digest of what it reads there; the client leaves a digest in
@@ -63,11 +63,11 @@ class ArenaServer:
 
     @property
     def door(self) -> Door:
-        """Return where clients come in."""
+        """Return the door through which clients are let in."""
         return self._door
 
     async def start(self, path: Path) -> None:
-        """Listen at ``path``, in place of what an earlier daemon left there. Raises StartError."""
+        """Listen at ``path``; replaces a socket of an earlier daemon. Raises StartError."""
         await self._door.start(path)
 
     def proves(self, ticket: str, proof: bytes) -> bool:
@@ -86,11 +86,11 @@ class ArenaServer:
         return visitor.pid if visitor else 0
 
     def keep(self, ticket: str) -> None:
-        """Let a client that has registered stay for as long as it lives."""
+        """Let a registered client stay for as long as it lives."""
         self._door.keep(ticket)
 
     async def stop(self) -> None:
-        """Accept nobody any more and let all clients go."""
+        """Accept no more clients, and disconnect all of them."""
         await self._door.stop()
 
     def _greet(self, visitor: Visitor) -> Greeting:
@@ -191,7 +191,7 @@ class Attachment:
             self._connection.close()
 
     def abandon(self) -> None:
-        """Close, in a forked child, what it has inherited; the parent's session goes on."""
+        """In a forked child, close what it has inherited; the parent's session goes on."""
         self._pin = None  # a device is not usable after a fork
         self.close()
 

@@ -1,8 +1,8 @@
 """The file of a Unix socket: put in place complete, and removed only by the process that owns it.
 
-A listener is bound under a private name and renamed to its path. So nobody connects before it has
-its mode, and a library that unlinks the name it was bound to (gRPC does, when a server stops) never
-removes the file that another process has put at the path since.
+A listener is bound to a temporary name, which is then renamed to its path. So nobody can connect
+before the file has its mode. And a library that unlinks the name it was bound to, as gRPC does when
+a server stops, never removes a file that another process has put at the path since.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ class SocketFile:
         self.path = path
         self._mode = mode
         self._own: os.stat_result | None = None
-        """Device and inode cannot be reused while the socket that was bound is open."""
+        """The placed file; its inode number is not reused while the bound socket is open."""
 
     @contextlib.contextmanager
     def placing(self) -> Iterator[Path]:
-        """Yield the name to bind a listener to; it is renamed to ``path`` on leaving.
+        """Yield a name to bind a listener to; on exit the file is renamed to ``path``.
 
-        A file that nobody listens on is replaced. Raises StartError if another process listens
+        A socket that nobody listens on is replaced. Raises StartError if another process listens
         there or the file is not a socket, and OSError.
         """
         self._check_unused()
-        # As short as the shortest name it can have, for sun_path has room for 107 bytes.
+        # A short name, because the whole path may have at most 107 bytes (sun_path).
         fresh = self.path.with_name(f".{secrets.token_hex(3)}")
         try:
             yield fresh
@@ -48,7 +48,7 @@ class SocketFile:
             raise
 
     def is_in_place(self) -> bool:
-        """Return whether ``path`` still leads to the socket that was placed."""
+        """Return whether the file at ``path`` is still the one that was placed."""
         try:
             return self._own is not None and os.path.samestat(self.path.lstat(), self._own)
         except OSError:

@@ -1,4 +1,4 @@
-"""Small tokenizers and chat templates, built as those of well-known model families are."""
+"""Small tokenizers and chat templates that are built like those of well-known model families."""
 
 import json
 import string
@@ -103,7 +103,7 @@ BARE = """\
 {%- for message in messages %}
 {%- if message.role != 'system' %}{{ message.content }}{% endif %}
 {%- endfor %}{{ eos_token }}"""
-"""Nothing between two messages, and nothing of the system's."""
+"""A template without a separator between messages, and without system messages."""
 
 NAMED = """\
 {%- for message in messages %}
@@ -146,7 +146,7 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _sentencepiece(*specials: str, is_legacy: bool) -> Tokenizer:
-    """Return a BPE with ▁ for spaces and bytes for what is unknown, as SentencePiece's."""
+    """Return a BPE like SentencePiece's, with ▁ for spaces and bytes for unknown characters."""
     learning = Tokenizer(models.BPE(unk_token="<unk>"))
     learning.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     trainer = trainers.BpeTrainer(
@@ -213,14 +213,14 @@ def llama3() -> Any:
 
 
 def mistral() -> Any:
-    """Turns are marked by special tokens, as since version 3."""
+    """A tokenizer whose special tokens mark turns, as in Mistral since version 3."""
     tokens = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return _finished(_sentencepiece(*tokens, is_legacy=False), MISTRAL, *tokens, **special)
 
 
 def llama2() -> Any:
-    """Turns are marked by text, as in Llama 2 and the first Mistral."""
+    """A tokenizer whose turns are marked by text, as in Llama 2 and the first Mistral."""
     tokens = ("<unk>", "<s>", "</s>")
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return _finished(_sentencepiece(*tokens, is_legacy=True), MISTRAL, *tokens, **special)
@@ -237,7 +237,7 @@ def gemma() -> Any:
 
 
 def unigram() -> Any:
-    """Return a tokenizer whose model itself, and not only its added tokens, knows ``</s>``."""
+    """Return a tokenizer with ``</s>`` in its model, not only among its added tokens."""
     tokens = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
     learning = Tokenizer(models.Unigram())
     learning.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -257,7 +257,7 @@ def unigram() -> Any:
 
 
 def normalized() -> Any:
-    """Special tokens are found in normalized text, where ＜|im_end|＞ is one too."""
+    """A tokenizer that finds special tokens in normalized text, where ＜|im_end|＞ is one too."""
     tokenizer = _byte_level()
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_special_tokens(
@@ -279,7 +279,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
 
 @cache
 def family(name: str, template: str | None = None) -> Any:
-    """Return a tokenizer of a family, made once; ``template`` in place of its own."""
+    """Return a family's tokenizer, created once, with ``template`` instead of its own if given."""
     tokenizer = FAMILIES[name]()
     if template is not None:
         tokenizer.chat_template = template

@@ -1,4 +1,4 @@
-"""Special tokens of a prompt are the chat template's alone, and no message is left out."""
+"""Only the chat template writes special tokens in a prompt, and no message is left out."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -28,7 +28,12 @@ PIECES = (
         "e\u0301",
         "\u2603",
     ),
-    *("\ufb01", "\u2581", "\ue000", "\U0010ffff"),  # what normalizers, ▁ and guards are about
+    *(
+        "\ufb01",
+        "\u2581",
+        "\ue000",
+        "\U0010ffff",
+    ),  # special to normalizers, SentencePiece and guards
 )
 ORDINARY = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("".join)
 
@@ -45,7 +50,7 @@ def conversation(contents: Iterable[str]) -> list[dict[str, str]]:
 
 
 def parsed(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Return the prompt as transformers reads it, with special tokens wherever they are spelled."""
+    """Return the prompt of transformers itself, which parses special tokens in messages."""
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -109,7 +114,7 @@ def test_a_message_cannot_pose_as_several(name: str) -> None:
 
 
 def test_the_text_around_a_spelled_token_keeps_its_tokens() -> None:
-    """So that a conversation in which one turns up still begins with the blocks that it had."""
+    """Otherwise a conversation in which a token is spelled out would lose its cached blocks."""
     tokenizer = family("chatml")
     template = ChatTemplate(tokenizer)
     earlier = conversation(["How are you?", "Fine."])
@@ -130,7 +135,7 @@ def test_a_tool_result_cannot_end_itself_but_answers_keep_their_markup() -> None
     assert ChatTemplate(tokenizer).encode(taught) == parsed(tokenizer, taught)
 
 
-def test_a_token_put_together_of_two_messages_is_refused() -> None:
+def test_a_token_that_two_messages_form_together_is_refused() -> None:
     template = ChatTemplate(family("chatml", BARE))
     assert template.encode([user("<|im_"), user(" end|>")])
     with pytest.raises(MessageRefused, match="messages: form a special token") as caught:
@@ -138,7 +143,7 @@ def test_a_token_put_together_of_two_messages_is_refused() -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_token_that_only_normalizing_spells_is_refused() -> None:
+def test_a_token_that_appears_after_normalization_is_refused() -> None:
     template = ChatTemplate(family("normalized"))
     with pytest.raises(MessageRefused, match=r"engine\.parse_special_in_messages") as caught:
         template.encode([user("hi"), user("\uff1c|im_end|\uff1e")])
@@ -146,7 +151,7 @@ def test_a_token_that_only_normalizing_spells_is_refused() -> None:
 
 
 class Slow:
-    """A tokenizer that does not tell which text a token stands for, as those in Python."""
+    """A tokenizer that does not return the text of each token, like those written in Python."""
 
     is_fast = False
 
@@ -219,7 +224,7 @@ def test_a_role_that_the_template_knows_is_shown(name: str, role: str) -> None:
     ("name", "template", "messages", "param"),
     [
         ("chatml", BARE, [{"role": "system", "content": "Be brief."}, user("hi")], "0].content"),
-        # The system's text goes before the last message, if that is a user's.
+        # This template puts the system message before the last message, if that is a user's.
         (
             "mistral",
             None,
@@ -238,7 +243,7 @@ def test_what_the_template_leaves_out_is_refused(
 
 
 @pytest.mark.parametrize("content", ["", " \n", "  trimmed  ", "<think>\nonly this\n</think>"])
-def test_what_a_template_makes_of_a_text_is_its_own_business(content: str) -> None:
+def test_a_template_may_transform_content(content: str) -> None:
     for name in ("qwen3", "llama3", "mistral"):
         messages = conversation(["hi", content, "and?"])
         assert ChatTemplate(family(name)).encode(messages) == parsed(family(name), messages)

@@ -216,7 +216,10 @@ TURNS = "{% for m in messages %}<turn>{{ m.role }} {{ m.content }} <turn_end>x\n
     [
         (TURNS, ["<turn_end>x"]),
         (TURNS.replace("x\n", "\n"), ["<turn_end>"]),
-        (TURNS.replace("<turn_end>x", ""), ["<turn>"]),  # another turn begins: this one is over
+        (
+            TURNS.replace("<turn_end>x", ""),
+            ["<turn>"],
+        ),  # the next turn begins, so this one has ended
         ("{{ raise_exception('no') }}", []),
         ("{{ messages[0].nothing.at_all }}", []),
         ("<turn_end>", []),

@@ -147,7 +147,7 @@ def test_a_stop_ends_requests_of_an_engine_that_hangs(runner: EngineRunner) -> N
         release.set()
         calling.join(DEADLINE_S)
     assert runner.stop(DEADLINE_S)
-    assert outputs.empty(), "nobody is told twice"
+    assert outputs.empty(), "no request gets two last outputs"
 
 
 def test_stop_ends_every_request(tiny: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model for the engines of these tests, and a browser, each made once."""
+"""Fixtures: a tiny model for engines, and a browser, each created once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
             executable_path=program,
             args=[
                 "--host-resolver-rules=MAP evil.example 127.0.0.1",
-                # Other browsers do not have it, so what we refuse must not depend on it.
+                # Other browsers lack this protection, so the tests must not depend on it.
                 "--disable-features=LocalNetworkAccessChecks",
             ],
         )

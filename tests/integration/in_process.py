@@ -11,8 +11,8 @@ from kvtier.tiers.wrap import BreakerTier
 
 
 @contextmanager
-def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[None]:
-    """Run a daemon with that tier for its SSD."""
+def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[asyncio.AbstractEventLoop]:
+    """Run a daemon with that tier for its SSD; yields its loop."""
     begun, failed = threading.Event(), list[BaseException]()
     loop = asyncio.new_event_loop()
     stopping = asyncio.Event()
@@ -37,7 +37,7 @@ def running(config: Config, make: Callable[[], BreakerTier]) -> Iterator[None]:
     try:
         assert begun.wait(30)
         assert not failed, failed
-        yield
+        yield loop
     finally:
         loop.call_soon_threadsafe(stopping.set)
         thread.join(30)

@@ -101,7 +101,7 @@ class Terminal:
         return self._popen.poll() is not None
 
     def close(self) -> None:
-        """Close the window: what runs in it gets SIGHUP."""
+        """Close the terminal; programs that run in it get SIGHUP."""
         os.close(self._master)
         self._master = -1
 

@@ -138,7 +138,7 @@ def test_the_whole_story_in_eighty_columns() -> None:
         "3 blocks: it was here, and made room for others (evicted)",
         "loaded cpu 8, ssd 30 in 200 ms",
         "cpu saved 800 ms; ssd cost 100 ms; the other road would have saved 50 ms",
-        "checked by measurement: computing the same prompt took 1.99 s",
+        "measured: computing the same prompt took 1.99 s",
     ):
         assert said in " ".join(text.split()) or said in text, said
 
@@ -167,7 +167,7 @@ def test_every_reason_of_a_plan_is_told_in_words(reason: PlanReason) -> None:
     check_shape(text)
     assert f"({reason})" in text
     assert "compute everything" in text
-    assert "the engine has not told yet" in text
+    assert "not reported by the engine yet" in text
 
 
 def test_what_is_not_known_is_said_to_be() -> None:
@@ -184,7 +184,7 @@ def test_what_is_not_known_is_said_to_be() -> None:
         del bare[name]
     text = explain_text({"request_id": "", "chain": whole, "decision": None, "prompt": bare})
     check_shape(text)
-    assert "not known: the engine tells that to operators on its node only" in text
+    assert "unknown: only operators on the engine's node can see this" in text
 
 
 def test_where_nothing_was_found_nothing_was_predicted() -> None:
@@ -235,6 +235,8 @@ def test_a_probe_is_a_table() -> None:
     check_shape(text)
     assert "0.12 ms" in text
     assert "not measured: there is no such tier here" in text
+    kept = tier | {"reason": "it is full", "is_kept": True}
+    assert "not measured again: it is full" in probe_text({"tiers": {"ssd": kept}})
     assert probe_text({"tiers": {}}) == "there is no tier below the CPU"
 
 

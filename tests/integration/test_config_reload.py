@@ -213,7 +213,7 @@ def test_many_at_once_end_with_the_last_word(node: Configured) -> None:
 def test_a_signal_while_it_starts_and_while_it_stops(node: Configured) -> None:
     child = node.start("serve", "--config", str(node.path))
     with child:
-        # It is blocked before the first import of ours, and handled once the daemon is made.
+        # SIGHUP is blocked before kvtier's first import, and handled once the daemon exists.
         status = Path(f"/proc/{child.pid}/status")
         hangup = 1 << (signal.SIGHUP - 1)
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_is_said_in_one_line(node: Served, key: str, value: str, 
 def limited(node: Served, command: str, *limits: str) -> Child:
     """Start a command under limits that ``prlimit`` sets."""
     words = kvtier_command(command, *node.arguments(), "--set", "engine.model=/nowhere")
-    environment = {"OPENBLAS_NUM_THREADS": "1"}  # else it is the one to complain, on many cores
+    environment = {"OPENBLAS_NUM_THREADS": "1"}  # on many cores OpenBLAS would fail first
     return Child(["prlimit", *limits, *words], node.directory / "limited.log", environment)
 
 
@@ -192,12 +192,12 @@ def limited(node: Served, command: str, *limits: str) -> Child:
 @pytest.mark.parametrize(
     ("limit", "part"),
     [
-        ("--nofile=20:20", "open files: the hard limit (RLIMIT_NOFILE) is 20, and at least 256"),
+        ("--nofile=20:20", "open files: the hard limit (RLIMIT_NOFILE) is 20, but at least 256"),
         ("--nofile=24:24", "ulimit -n"),
-        ("--as=314572800", "ulimit -v"),  # bytes: too few for all the stacks of threads
+        ("--as=314572800", "ulimit -v"),  # bytes: not enough for the stacks of all threads
     ],
 )
-def test_a_limit_that_is_too_low_is_said_in_one_line(
+def test_a_limit_that_is_too_low_is_reported_in_one_line(
     node: Served, command: str, limit: str, part: str
 ) -> None:
     with limited(node, command, limit) as child:

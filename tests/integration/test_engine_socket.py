@@ -1,4 +1,4 @@
-"""The engine's Unix socket: who is an operator there, and what becomes of it."""
+"""The engine's Unix socket: who counts as an operator, and how its file is handled."""
 
 import os
 import socket

@@ -136,7 +136,7 @@ def expired(scene: Scene) -> tuple[Any, int]:
         said = scene.missing(8, 4)
         return said if said and said["fate"] == "expired" else None
 
-    return await_true(is_over, "its time is over"), 0
+    return await_true(is_over, "it has been disconnected"), 0
 
 
 def failed_check(scene: Scene) -> tuple[Any, int]:

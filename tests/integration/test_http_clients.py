@@ -149,7 +149,7 @@ def test_a_stop_string_ends_the_engines_request(is_stream, tokens_per_output):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_token_that_ends_an_answer_is_not_in_its_text(is_stream):
     model = ByteChatModel()
-    model.eos_ids = frozenset(b"!")  # a token that would have text
+    model.eos_ids = frozenset(b"!")  # a token that has text
     with running(lambda _: Answer(tuple(b"Wow! Yes!")), model=model) as (_, server):
         response = complete(server, stream=is_stream)
     choices = [
@@ -271,7 +271,7 @@ def test_a_server_that_stops_cuts_what_does_not_end(caplog):
         assert engine.wait_until(lambda e: e.num_open == 0)
         assert len(engine.aborted) == 1
         client.close()
-    assert not caplog.records, "who is cut is no bug"
+    assert not caplog.records, "an aborted client is not logged as a bug"
 
 
 def test_what_is_measured():

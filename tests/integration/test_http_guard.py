@@ -1,4 +1,4 @@
-"""What web pages of other origins may do with an HTTP server, and which names it answers to."""
+"""Which web pages may use the HTTP servers, and which host names these accept."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ OWN_NAME = socket.gethostname()
 
 
 class Tripping(ByteChatModel):
-    """A model whose tokenizer has a bug."""
+    """A model whose tokenizer raises an unexpected exception."""
 
     def encode(self, text: str) -> list[int]:
         if text == "trip":
@@ -78,7 +78,7 @@ def allowing(engine: FakeEngineService) -> Iterator[HttpServer]:
 @pytest.fixture(scope="module")
 def daemon_url() -> Iterator[str]:
     app = create_daemon_app(
-        complaint=str, is_ready=lambda: True, tiers=dict, registry=CollectorRegistry()
+        complaint=str, is_ready=lambda: True, report=dict, registry=CollectorRegistry()
     )
     with serve(app, "127.0.0.1", 0) as server:
         yield server.url
@@ -153,7 +153,7 @@ def test_over_loopback_a_host_must_name_this_machine(open_url, daemon_url, host,
         reply = httpx.get(f"{url}/healthz", headers={"host": host})
         assert reply.status_code == status
         if status == 421:
-            assert "allowed_hosts" in reply.json()["error"]["message"], "it names the remedy"
+            assert "allowed_hosts" in reply.json()["error"]["message"], "the error names the remedy"
 
 
 def test_a_host_can_be_allowed(allowing):
@@ -171,7 +171,7 @@ def test_a_host_can_be_allowed(allowing):
         ("GET /healthz HTTP/1.1", 400),
         ("GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example", 400),
         ("GET /healthz HTTP/1.1\r\nHost: local\u00e9", 421),
-        # What a client sends to a proxy, which this is not.
+        # An absolute URI, which clients send to proxies; this server is not one.
         ("GET http://localhost/healthz HTTP/1.1\r\nHost: localhost", 404),
         ("GET http://evil.example/healthz HTTP/1.1\r\nHost: localhost", 404),
         ("GET http://localhost/healthz HTTP/1.1\r\nHost: evil.example", 421),
@@ -186,7 +186,7 @@ def test_odd_requests_get_a_definite_answer(open_url, daemon_url, head, status):
 
 
 def status_at(address: str, **headers: str) -> int:
-    """Return what a server answers to a request that arrived at ``address``."""
+    """Return a server's response to a request that arrived at ``address``."""
 
     async def ask() -> int:
         transport = httpx.ASGITransport(BrowserGuard(PlainTextResponse("ok"), Allowed()))
@@ -194,7 +194,7 @@ def status_at(address: str, **headers: str) -> int:
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             return (await client.get("/metrics", headers=headers)).status_code
 
-    with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
+    with ThreadPoolExecutor(1) as thread:  # the browser's event loop runs in this thread
         return thread.submit(asyncio.run, ask()).result(20)
 
 
@@ -303,7 +303,7 @@ def test_any_origin_can_be_allowed(engine):
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 421
 
 
-# In a browser.
+# In a browser
 
 ATTACK = """async (url) => {
   const post = {method: "POST", headers: {"content-type": "text/plain"}, body: JSON.stringify(
@@ -324,7 +324,7 @@ ATTACK = """async (url) => {
 
 
 def visit(browser: Browser, address: str) -> Page:
-    """Open an empty page of ``address``, as if another server had sent it."""
+    """Open an empty page with the origin ``address``, as if it came from another server."""
     page = browser.new_page()
     page.route(address, lambda route: route.fulfill(body="<p>hello", content_type="text/html"))
     page.goto(address)
@@ -341,7 +341,7 @@ def test_a_page_of_another_origin_neither_reads_nor_triggers_anything(
     port = httpx.URL(open_url).port
     for target in (open_url, f"http://evil.example:{port}"):
         assert page.evaluate(ATTACK, target) == ["hidden"] * 5 + ["opaque", "hidden"]
-    # A form needs no script, and its answer replaces the page.
+    # A form needs no script, and the response replaces the page.
     page.set_content(
         f'<form method="post" enctype="text/plain" action="{open_url}/v1/completions">'
         """<input name='{"model":"byte-model","prompt":"a' value='b"}'><button>go</button></form>"""

@@ -14,7 +14,7 @@ from kvtier.testing.fake_engine_service import Answer, FakeEngineService
 
 TIERS = TierTokens(gpu=1, cpu=2, ssd=3, remote=4)
 ANSWER = " Grüße, 東京 😀!"
-"""With the space that the model's decoder strips from the start of a text."""
+"""Includes the leading space, which the model's decoder strips at the start of a text."""
 
 
 def script(request: Request) -> Answer:

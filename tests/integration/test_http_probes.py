@@ -20,7 +20,7 @@ from kvtier.testing.fake_engine_service import FakeEngineService
 
 
 class Tripping(ByteChatModel):
-    """A model whose tokenizer has a bug."""
+    """A model whose tokenizer raises an unexpected exception."""
 
     def encode(self, text: str) -> list[int]:
         if text == "trip":

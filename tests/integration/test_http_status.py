@@ -113,7 +113,7 @@ def test_the_page_says_why_in_the_words_of_explain(client):
         assert f'  {reason}: "{sentence}",' in script
 
 
-def test_other_sites_are_told_nothing(client):
+def test_pages_of_other_sites_cannot_read_the_status(client):
     for path in ("/", "/status.json"):
         assert client.get(path, headers={"host": "evil.example"}).status_code == 421
         assert client.get(path, headers={"origin": "https://elsewhere.example"}).status_code == 403

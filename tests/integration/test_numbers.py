@@ -1,6 +1,5 @@
 """The daemon's numbers as Prometheus gets them: equal to what is there, and there at any time."""
 
-import asyncio
 import http.client
 import threading
 from collections.abc import Iterator
@@ -170,11 +169,6 @@ def test_every_series_is_there_before_the_first_request_and_no_other(directory: 
 
 def test_a_scrape_is_answered_while_the_loop_is_held_up(directory: Path) -> None:
     port, held, over = free_port(), threading.Event(), threading.Event()
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    def make() -> BreakerTier:
-        loops.append(asyncio.get_running_loop())
-        return BreakerTier(MemoryTier(1 << 20))
 
     def hold() -> None:
         held.set()
@@ -187,8 +181,9 @@ def test_a_scrape_is_answered_while_the_loop_is_held_up(directory: Path) -> None
         "cpu.slab": "1MiB",
         "ssd.directory": str(directory / "ssd"),
     }
-    with running(load_config(None, settings, {}), make):
-        loops[0].call_soon_threadsafe(hold)
+    config = load_config(None, settings, {})
+    with running(config, lambda: BreakerTier(MemoryTier(1 << 20))) as loop:
+        loop.call_soon_threadsafe(hold)
         assert held.wait(30)
         try:
             for path in ("/metrics", "/healthz", "/readyz"):

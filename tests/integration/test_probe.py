@@ -215,7 +215,7 @@ def test_a_tier_that_fails_half_way_keeps_what_was_measured_and_is_not_taken_out
 
 
 def test_a_full_tier_is_measured_as_far_as_there_is_free_room(tmp_path: Path) -> None:
-    """Of 8 MiB that no segment uses, sizes up to 1 MiB need less, and 4 MiB need more."""
+    """Segments leave 8 MiB free: sizes up to 1 MiB need less than that, and 4 MiB needs more."""
     tier = SsdTier(tmp_path / "ssd", 72 * MIB, 16 * MIB, SsdOptions(num_workers=2))
     blocks = [make_block(number, 4_000_000) for number in range(16)]
     store(tier, *blocks)
@@ -224,7 +224,7 @@ def test_a_full_tier_is_measured_as_far_as_there_is_free_room(tmp_path: Path) ->
     async def scenario(bench: Bench) -> None:
         told = ssd_of(await bench.prober().probe())
         assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
-        assert "KiB of ssd.capacity are not in use" in told["reason"]
+        assert "KiB of ssd.capacity are free" in told["reason"]
 
     run(tier, scenario)
     after = tier.usage()
@@ -236,7 +236,7 @@ def test_a_full_tier_is_measured_as_far_as_there_is_free_room(tmp_path: Path) ->
     tier.close()
 
 
-def test_free_space_that_is_left_to_others_is_not_measured_in(tmp_path: Path) -> None:
+def test_measuring_respects_the_free_space_floor(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB, SsdOptions(free_space_floor_bytes=1 << 60))
 
     async def scenario(bench: Bench) -> None:
@@ -249,7 +249,7 @@ def test_free_space_that_is_left_to_others_is_not_measured_in(tmp_path: Path) ->
     tier.close()
 
 
-def test_what_was_measured_is_kept_until_there_is_room_again() -> None:
+def test_earlier_figures_are_kept_until_there_is_room_again() -> None:
     tier = MemoryTier(64 * MIB)
     block = make_block(1, 64 * MIB - 1000)
 
@@ -283,7 +283,7 @@ def test_a_tier_that_was_never_measured_says_why() -> None:
     run(tier, scenario)
 
 
-def test_damage_is_no_measurement() -> None:
+def test_damaged_blocks_fail_the_measurement() -> None:
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.FLIP_BIT)))
 
     async def scenario(bench: Bench) -> None:
@@ -297,7 +297,7 @@ def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
 
     async def scenario(bench: Bench) -> None:
         told = ssd_of(await bench.prober().probe())
-        assert "no blocks of 4194304 bytes" in told["reason"]
+        assert "not accept blocks of 4194304 bytes" in told["reason"]
         assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
         assert tier.usage().num_blocks == 0
 
@@ -331,7 +331,7 @@ def test_a_crash_in_the_middle_leaves_nothing_that_the_next_start_counts(
     tier.close()
     killed = subprocess.run([sys.executable, "-c", KILLED, str(directory), step], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert (directory / SCRATCH_NAME).is_dir(), "the crash came in the middle"
+    assert (directory / SCRATCH_NAME).is_dir(), "the process died during the measurement"
     tier = SsdTier(directory, 64 * MIB, 16 * MIB)
     assert not (directory / SCRATCH_NAME).exists()
     assert (tier.usage().num_blocks, len(list(directory.glob("*.segment")))) == (1, 1)

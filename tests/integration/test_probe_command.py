@@ -104,3 +104,26 @@ def test_a_daemon_that_stands_still_is_said_to(scene: Scene) -> None:
         assert "gave no answer" in child.log
     with probe(node, "thawed", "--json") as child:
         assert measured(child) > 0
+
+
+def test_a_full_store_keeps_its_blocks_and_its_earlier_figures() -> None:
+    """Segments fill the capacity but for 64 KiB: nothing can be measured once they are there."""
+    with work_directory() as directory:
+        settings = {"ssd.capacity": "8576KiB", "ssd.segment": "4MiB", "cpu.capacity": "8MiB"}
+        node = Served(directory, settings)
+        with node.daemon(), PatternEngine(node.socket) as engine:
+            with probe(node, "empty", "--json") as child:
+                num_rounds = measured(child)
+                assert num_rounds > 0
+            for number in range(100):
+                engine.store(number, 8)
+                node.await_idle()
+            num_blocks = blocks(node)
+            with probe(node, "full", "--json") as child:
+                assert child.wait(60) == 1
+                told = json.loads(child.log.splitlines()[-1])["tiers"]["ssd"]
+            assert told["is_kept"]
+            assert len(told["rounds"]) == num_rounds
+            assert blocks(node) == num_blocks
+            assert list(node.stat()["cost"]["unmeasured"]) == ["ssd"]
+            assert node.stat()["tiers"]["ssd"]["detail"]["segments"] == 2

@@ -126,7 +126,7 @@ def test_a_connection_that_is_dropped_silently(server: RedisServer, child: Child
         proxy.silence()
         assert isinstance(fails(tier, block), TierTimeout)
         assert fetch(tier, block) == [None], "all the others that are dead are not tried"
-        assert tier.usage().generation == 0, "the server is the same"
+        assert tier.usage().generation == 0, "the server has not changed"
 
 
 def test_a_server_without_the_replicas_it_wants(server: RedisServer) -> None:

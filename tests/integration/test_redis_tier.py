@@ -123,15 +123,15 @@ def test_a_server_that_lost_its_blocks_gets_them_again(
             if how == "restart":
                 child.kill()
                 stack.enter_context(redis_server.start())
-                daemon.await_log('event="verified what a tier holds"')
+                daemon.await_log('event="verified the blocks of a tier"')
             else:
                 client = stack.enter_context(redis_server.client())
                 client.flushall()
-            # What the CPU tier still has is written again, and nothing else counts as held.
+            # Blocks that the CPU tier still has are written again; no others count as held.
             node.await_blocks("remote", 32)
             client = stack.enter_context(redis_server.client())
             assert client.dbsize() == 32
-            assert engine.store(2, 32) == 32, "what is gone is not taken for present"
+            assert engine.store(2, 32) == 32, "lost blocks do not count as present"
             node.await_blocks("remote", 64)
             assert client.dbsize() == 64
             node.drop("cpu")
@@ -155,7 +155,7 @@ def test_a_server_that_restarts_with_its_blocks_keeps_counting(
         child.kill()
         with redis_server.start():
             node.await_blocks("remote", 32)
-            daemon.await_log('event="verified what a tier holds"')
+            daemon.await_log('event="verified the blocks of a tier"')
             assert node.metric("kvtier_evicted_blocks_total", tier="remote", reason="lost") == 32
             assert engine.load(1, 32) == (["remote"] * 32, "complete")
             assert engine.load(2, 32)[0] == []

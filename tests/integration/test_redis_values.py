@@ -147,7 +147,7 @@ def test_a_part_that_is_gone_is_a_miss_and_the_rest_goes(opened: Open, client: r
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "noeviction"])
-def test_measuring_a_full_server_costs_nobody_a_key(
+def test_measuring_a_full_server_evicts_no_key(
     opened: Open, client: redis.Redis, policy: str
 ) -> None:
     tier, blocks = opened(OPTIONS), [make_block(number, 100_000) for number in range(8)]
@@ -167,7 +167,7 @@ def test_measuring_a_full_server_costs_nobody_a_key(
         client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_what_it_is_measured_with_expires_soon(opened: Open, client: redis.Redis) -> None:
+def test_keys_of_a_measurement_expire_soon(opened: Open, client: redis.Redis) -> None:
     tier, block = opened(OPTIONS), make_block(1, 100_000)
     with tier.scratch(100_000, 1, soon()) as scratch:
         store(scratch, block)
@@ -182,7 +182,7 @@ def test_a_server_that_does_not_tell_its_memory_is_not_measured(
     client.execute_command("ACL SETUSER", "mute", "on", ">secret", "~*", "+@all", "-info")
     tier = RemoteTier(f"redis://mute:secret@{redis_server.rpartition('@')[2]}", OPTIONS)
     try:
-        with pytest.raises(TierFull, match="does not tell how much memory is free"):
+        with pytest.raises(TierFull, match="does not report how much memory is free"):
             measure(64 << 10, tier, soon())
         assert tier.health().state is HealthState.UP
     finally:

@@ -151,13 +151,13 @@ METHODS = [
     for method in service.methods
 ]
 NO_MESSAGE = b"\xff"
-"""Ends within a number."""
+"""A message that ends in the middle of a number."""
 
 
 def call_raw(
     channel: grpc.Channel, method: str, *, streaming: bool, message: bytes = NO_MESSAGE, **more: Any
 ) -> tuple[grpc.StatusCode, str]:
-    """Send bytes as they are; returns how the call ended, which is with an error."""
+    """Send raw bytes as a request; returns the error with which the call ended."""
     if streaming:
         return code_of(lambda: list(channel.unary_stream(method)(message, timeout=10, **more)))
     return code_of(lambda: channel.unary_unary(method)(message, timeout=10, **more))
@@ -175,7 +175,7 @@ def test_every_method_refuses_what_it_cannot_parse(caplog: pytest.LogCaptureFixt
     assert len(METHODS) > 20
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("WARNING", "cannot parse a request")
-    ], "one for all of them, without a traceback"
+    ], "one warning for all of them, without a traceback"
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def test_engines_do_not_come_over_tcp(address: str, authority: Authority) -> Non
         assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_stranger_does_not_get_as_far_as_a_message(
+def test_a_caller_without_the_token_is_refused_before_its_message_is_read(
     address: str, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It neither fills the log, nor takes the places of the calls by never sending its message."""
+    """They can neither fill the log nor use up concurrent calls by never sending a message."""
     ca, may_send = authority.path.read_bytes(), threading.Event()
 
     def requests() -> Iterator[bytes]:
@@ -294,7 +294,7 @@ def test_a_stranger_does_not_get_as_far_as_a_message(
     assert not caplog.records
 
 
-def test_who_shows_the_token_is_told_that_a_message_cannot_be_parsed(
+def test_a_caller_with_the_token_is_told_that_a_message_cannot_be_parsed(
     address: str, authority: Authority
 ) -> None:
     credentials = grpc.ssl_channel_credentials(authority.path.read_bytes())
@@ -306,10 +306,12 @@ def test_who_shows_the_token_is_told_that_a_message_cannot_be_parsed(
                 assert code is grpc.StatusCode.INVALID_ARGUMENT, method
 
 
-def test_a_connection_that_says_nothing_is_closed(address: str) -> None:
-    """Within 10 s, where gRPC's own limit is two minutes."""
+def test_a_silent_connection_is_closed(address: str) -> None:
+    """The limit is 10 s; that of gRPC itself would be two minutes."""
     host, _, port = address.rpartition(":")
-    client_hello = bytes.fromhex("1603010200010001fc0303")  # and 500 bytes that never come
+    client_hello = bytes.fromhex(
+        "1603010200010001fc0303"
+    )  # announces 500 more bytes, which never come
     with unix_server() as path, ExitStack() as stack:
         local = stack.enter_context(socket.socket(socket.AF_UNIX))
         local.connect(str(path))

@@ -1,4 +1,4 @@
-"""Signals: what a closing terminal, a reload and a stop do to a daemon, its engine and clients."""
+"""Signals: how a closing terminal, a reload and a stop affect a daemon, its engine and clients."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 START_S = 120.0
 END_S = 60.0
 WITHOUT_END = 50_000
-"""Tokens, more than any of these tests waits for."""
+"""A number of tokens that no test waits for."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def node() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose answers may be as long as a test likes."""
+    """Return a model with a context long enough for any answer in these tests."""
     folder = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("long") / "model")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 4 * WITHOUT_END
@@ -45,7 +45,7 @@ def model(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Asking:
-    """A request to an engine, on a thread of its own; what came of it so far can be looked at."""
+    """A request to an engine, on its own thread; ``received`` has the response so far."""
 
     def __init__(self, url: str, num_tokens: int, *, is_stream: bool = True) -> None:
         self.status = 0
@@ -61,15 +61,15 @@ class Asking:
 
     @classmethod
     def streaming(cls, url: str, num_tokens: int = WITHOUT_END) -> Self:
-        """Ask, and wait for the first token."""
+        """Send the request, and wait for the first token."""
         asking = cls(url, num_tokens)
         await_true(lambda: b"data:" in asking.received, "it streams", END_S)
         return asking
 
     def wait(self) -> bytes:
-        """Wait for the end of the answer and return it; fails where it was cut."""
+        """Wait for the end of the response and return it; fails if it was cut off."""
         self._thread.join(END_S)
-        assert not self._thread.is_alive(), "it goes on"
+        assert not self._thread.is_alive(), "the response has not ended"
         assert self.fault is None, self.fault
         return self.received
 
@@ -92,7 +92,7 @@ def engine_of(serve: Child) -> int:
 
 
 def processes_of(node: Served) -> list[psutil.Process]:
-    """Return the kvtier processes of a node, however they were started."""
+    """Return all kvtier processes of a node, no matter how they were started."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -128,7 +128,9 @@ def test_nothing_outlives_its_terminal(node: Served, model: Path, form: str) -> 
 
 
 @pytest.mark.parametrize("form", ["nohup {} 2>&1 | cat &", "setsid {} 2>&1 | cat &"])
-def test_one_that_is_to_outlive_its_terminal_does_and_reloads(node: Served, form: str) -> None:
+def test_a_daemon_that_nohup_or_setsid_started_survives_and_reloads(
+    node: Served, form: str
+) -> None:
     with shell() as terminal:
         typed(terminal, node, form)
         (daemon,) = (each for each in processes_of(node) if "python" in each.name())
@@ -145,10 +147,10 @@ def test_one_that_is_to_outlive_its_terminal_does_and_reloads(node: Served, form
 # A reload by signal
 
 
-def test_no_engine_dies_of_a_hangup(node: Served, model: Path) -> None:
+def test_an_engine_survives_a_hangup(node: Served, model: Path) -> None:
     with node.start("serve", "--model", str(model)) as serve:
         pid = engine_of(serve)
-        os.kill(pid, signal.SIGHUP)  # it has hardly begun
+        os.kill(pid, signal.SIGHUP)  # it has only just started
         url = url_of(serve)
         stream = Asking.streaming(url, 200)
         os.killpg(serve.pid, signal.SIGHUP)
@@ -161,7 +163,7 @@ def test_no_engine_dies_of_a_hangup(node: Served, model: Path) -> None:
         assert "engine ended" not in serve.log
 
 
-def test_nor_does_one_without_a_daemon(node: Served, model: Path) -> None:
+def test_an_engine_without_a_daemon_survives_a_hangup(node: Served, model: Path) -> None:
     engine, url = node.engine(model, "--alone")
     with engine:
         engine.send(signal.SIGHUP)
@@ -189,7 +191,7 @@ ALONE = ("engine", "--alone")
     ],
     ids=["daemon", "group", "interrupt", "engine"],
 )
-def test_a_stop_lets_answers_end_and_a_second_one_tells_the_others(
+def test_a_stop_lets_requests_finish_and_a_second_one_aborts_the_others(
     node: Served,
     model: Path,
     command: tuple[str, ...],
@@ -223,7 +225,7 @@ def test_a_stop_lets_answers_end_and_a_second_one_tells_the_others(
 
 
 @pytest.mark.parametrize("command", [("serve",), ALONE], ids=["serve", "engine"])
-def test_the_end_of_the_grace_is_told_too(
+def test_clients_are_told_when_the_grace_period_ends(
     node: Served, model: Path, command: tuple[str, ...]
 ) -> None:
     settings = {"daemon__stop_grace": "10s", "engine__pool": "64MiB"}

@@ -1,4 +1,4 @@
-"""The daemon's sockets: files that vanish, clients that idle, and processes that leave a fork."""
+"""The daemon's sockets: removed files, idle clients, and processes that leave a fork behind."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def node() -> Iterator[Served]:
-    """A node whose sockets have a directory of their own."""
+    """A node whose sockets are in a separate directory."""
     with work_directory() as directory:
         yield Served(directory, {"daemon.socket": str(directory / "run" / "k.sock")})
 
@@ -49,16 +49,16 @@ def is_ready(node: Served) -> bool:
 
 
 def await_unready(node: Served) -> str:
-    """Wait until the daemon says that it does not serve; returns the reason."""
+    """Wait until the daemon reports that no client can connect; returns the reason."""
     reason = await_true(
-        lambda: readiness(node)[1].get("reason"), "the daemon says that nobody can connect"
+        lambda: readiness(node)[1].get("reason"), "the daemon reports that no client can connect"
     )
     assert not is_ready(node)
     assert await_true(lambda: node.metric("kvtier_ready") == 0, "the gauge agrees")
     return str(reason)
 
 
-# Files that vanish
+# Removed files
 
 
 @pytest.mark.parametrize("what", ["main", "arena", "tools", "all", "directory"])
@@ -80,7 +80,7 @@ def test_a_socket_file_that_was_removed_is_created_again(node: Served, what: str
         await_true(lambda: all(each.is_socket() for each in lost), "they are there again")
         for each in lost:
             daemon.await_log(rf"socket file was removed and has been created again.*{each}\n")
-        assert engine.store(1) == 4, "who was attached has noticed nothing"
+        assert engine.store(1) == 4, "attached engines are not affected"
         with PatternEngine(node.socket) as late:
             assert late.load(1) == (["cpu"] * 4, "complete")
             assert len(node.stat()["engines"]) == 2
@@ -126,7 +126,7 @@ def test_a_daemon_that_stops_removes_no_socket_of_another(node: Served) -> None:
     with work_directory() as directory, ExitStack() as daemons:
         first = daemons.enter_context(node.daemon())
         other = Served(directory, {"daemon.socket": str(node.socket)})
-        with first.stopped():  # else it would be faster
+        with first.stopped():  # so that it cannot create its files again first
             for each in node.socket.parent.iterdir():
                 each.unlink()
             second = daemons.enter_context(other.daemon())
@@ -148,7 +148,7 @@ def test_a_daemon_whose_rival_has_ended_serves_again(node: Served) -> None:
                 each.unlink()
             second = daemons.enter_context(other.daemon())
         await_unready(node)
-        second.kill()  # its files stay
+        second.kill()  # its files are left behind
         await_true(lambda: is_ready(node), "the first one has the path again")
         assert node.stat()["pid"] == first.pid
 
@@ -164,7 +164,7 @@ def test_a_daemon_does_not_start_on_the_sockets_of_a_living_one(node: Served) ->
         assert node.stat()["pid"] == first.pid
 
 
-# Clients that idle
+# Idle clients
 
 
 def test_idle_clients_keep_nobody_out(node: Served) -> None:
@@ -181,7 +181,7 @@ def test_idle_clients_keep_nobody_out(node: Served) -> None:
         assert daemon.log.count("idle client disconnected") < 10
 
 
-# Processes that leave a fork
+# Processes that leave a fork behind
 
 _ORPHAN = """
 import os, signal, sys, threading

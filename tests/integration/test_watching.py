@@ -173,7 +173,10 @@ PLACES: Mapping[str, str] = {
 """What goes by names from a closed set, or from clients."""
 
 
-QUIET = ("policy.gates", "policy.classes[].depths", "config.last_reload.", "config.secrets.")
+QUIET = (
+    *("policy.gates", "policy.classes[].depths", "config.last_reload.", "config.secrets."),
+    "cost.unmeasured.",
+)
 """What this daemon has no occasion to tell."""
 
 

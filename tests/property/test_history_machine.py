@@ -72,7 +72,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def enter(self, tier, path, first, size):
         own = chain(path)
         keys, parents = own[first:], [key("root"), *own][first:-1]
-        unmet = np.flatnonzero(self.history.is_unmet(keys)) if keys else []
+        unmet = np.flatnonzero(self.history.needs_adoption(keys)) if keys else []
         if len(unmet):
             named = [[each[place] for place in unmet] for each in (keys, parents)]
             self.history.adopt(*named, unmet + first, size)
@@ -93,7 +93,7 @@ class HistoryMachine(RuleBasedStateMachine):
         stays = set()
         for place, block in enumerate(self.history.orders.victims(tier, size)):
             assert block in self.model[tier], "it is not there"
-            assert not self.children[block] & self.model[tier], "a child is there"
+            assert not self.children[block] & self.model[tier], "a child is still there"
             assert block not in stays, "it was skipped"
             if place in skipped:
                 stays.add(block)
@@ -109,7 +109,7 @@ class HistoryMachine(RuleBasedStateMachine):
             for block in self.history.orders.victims(tier, size):
                 self.history.leave(tier, [block], Fate.EVICTED)
                 self.model[tier].remove(block)
-        # Blocks of two sizes in one chain may hold each other up; a real chain has one size.
+        # Blocks of two sizes in one chain may block each other; a real chain has one size.
         assert all(self.children[block] & self.model[tier] for block in self.model[tier])
 
     @rule(path=PATHS, tier=TIERS, size=SIZES, count=st.integers(0, 12))

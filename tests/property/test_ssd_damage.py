@@ -1,4 +1,4 @@
-"""Stores with random damage under valid checksums: fsck ends with a report, and the store opens.
+"""Stores with random damage under valid checksums: fsck still reports, and the store still opens.
 
 A checksum proves that bytes are the ones that were written, not that they make sense. Whatever a
 file says about sizes, counts and places, only what was stored is served, and no memory is taken
@@ -30,7 +30,7 @@ SEGMENT_BYTES = 128 << 10
 CAPACITY_BYTES = 6 * SEGMENT_BYTES + METADATA_BYTES
 RECORD_BYTES = 4 * PAGE_BYTES
 BLOCKS = [make_block(number, 9_000) for number in range(18)]
-"""Seven to a segment; the last segment stays open."""
+"""Seven blocks per segment; the last segment stays open."""
 
 ODD_NUMBERS = (0, 1, PAGE_BYTES, SEGMENT_BYTES, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
 NUM_STORES = 300
@@ -39,7 +39,7 @@ PLAIN = Seal(SealMode.OFF, None, "ssd")
 
 
 def odd(rng: random.Random, num_bytes: int) -> bytes:
-    """Return a number at or near one where arithmetic goes wrong."""
+    """Return a number at or near a limit of integer arithmetic."""
     number = rng.choice(ODD_NUMBERS) + rng.choice((-1, 0, 0, 1, PAGE_BYTES))
     return (number % (1 << 8 * num_bytes)).to_bytes(num_bytes, "little")
 
@@ -49,7 +49,7 @@ def put(content: bytearray, offset: int, piece: bytes) -> None:
 
 
 def check(content: bytearray, start: int, end: int) -> None:
-    """Write the checksum of ``[start, end)`` behind it."""
+    """Write the checksum of ``[start, end)`` at ``end``."""
     put(content, end, struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(content[start:end]))))
 
 
@@ -88,7 +88,7 @@ def change_record(rng: random.Random, content: bytearray) -> None:
 
 
 def copy_record(rng: random.Random, content: bytearray) -> None:
-    """Have a whole record, or the first page of one, in another place."""
+    """Copy a whole record, or the first page of one, to another place."""
     source, target = (PAGE_BYTES * rng.randrange(1, 29) for _ in range(2))
     size = rng.choice((PAGE_BYTES, RECORD_BYTES))
     put(content, target, bytes(content[source : source + size])[: len(content) - target])
@@ -132,12 +132,12 @@ def fsck(directory: Path, purpose: Purpose) -> Report:
 
 
 def use(directory: Path) -> None:
-    """Open a store, and have all that reads its files run to its end."""
+    """Open a store, and run everything that reads its files."""
     tier = SsdTier(directory, CAPACITY_BYTES, SEGMENT_BYTES, SsdOptions(direct_io=DirectIO.OFF))
     assert tier._pool.index.payload_bytes.max(initial=0) < SEGMENT_BYTES
     while not tier.scrub(1 << 20, soon()).is_pass_over:
         pass
-    fetch(tier, *BLOCKS)  # each is right to the last byte, or a miss
+    fetch(tier, *BLOCKS)  # each block is either correct or a miss
     store(tier, *BLOCKS[:9])
     tier.purge(Selection(key_space=TEST_KEY_SPACE), soon())
     assert not any(tier.contains([block.header.block_hash for block in BLOCKS], soon()))
@@ -166,7 +166,7 @@ def test_a_damaged_store_is_checked_repaired_and_used(
         fsck(damaged, Purpose.CHECK)
         shutil.copytree(damaged, repaired)
         use(damaged)
-        for _ in range(2):  # a footer that is written anew may uncover what the old one hid
+        for _ in range(2):  # a rewritten footer may reveal records that the old one hid
             fsck(repaired, Purpose.REPAIR)
         assert fsck(repaired, Purpose.CHECK).num_faults == 0
         use(repaired)
@@ -192,4 +192,4 @@ def test_memory_does_not_grow_with_the_number_of_a_segment(sound: Path, tmp_path
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 512 << 20  # one byte for each number would be as much
+    assert peak_bytes < 512 << 20  # one byte per segment number would take that much

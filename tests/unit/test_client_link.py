@@ -11,12 +11,12 @@ import pytest
 
 from kvtier.client.link import open_link
 from kvtier.client.watch import Watching
-from kvtier.client.wire import quiet_channel
 from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.errors import DaemonUnavailable
 from kvtier.tiers.host import HostArena
+from kvtier.transfer.channel import quiet_channel
 from kvtier.transfer.door import knock
 from kvtier.transfer.shm import ArenaServer, arena_socket
 from kvtier.v1 import engine_pb2 as pb
@@ -90,7 +90,7 @@ def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
 def test_replies_that_cannot_be_parsed_leave_no_traceback_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a daemon of another version."""
+    """A daemon of another version may send such replies."""
     socket_path = tmp_path / "socket"
     server = grpc.server(ThreadPoolExecutor(2))
     replies = {

@@ -1,4 +1,4 @@
-"""Lists: in the file, in a variable, on the command line, and in the documents."""
+"""Settings that are lists: in the file, in a variable, on the command line, and in documents."""
 
 from pathlib import Path
 
@@ -67,7 +67,9 @@ def test_a_list_of_texts_is_spelled_the_same_way(tmp_path):
     file.write_text(f"[engine]\ncors_origins = {list(origins)}\n")
     config = load_config(file, {}, {})
     assert config.engine.cors_origins == origins
-    value = document(config)["engine.cors_origins"]["value"]  # an engine gets it as an option
+    value = document(config)["engine.cors_origins"][
+        "value"
+    ]  # the daemon passes it to its engine as an option
     for text in (str(value), ",".join(origins), " , ".join(origins)):
         assert load_config(None, {"engine.cors_origins": text}, {}).engine.cors_origins == origins
     for text in ("", "[]"):

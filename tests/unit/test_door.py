@@ -133,7 +133,7 @@ def test_a_full_house_says_so_and_has_room_again() -> None:
     at_the_door(test)
 
 
-def test_one_who_does_not_register_makes_room_for_another(
+def test_an_unregistered_client_makes_room_for_a_new_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test(door: Door, path: Path) -> None:
@@ -142,7 +142,7 @@ def test_one_who_does_not_register_makes_room_for_another(
         idle = [await enter(path) for _ in range(5)]
         assert [door.visitor(str(told["ticket"])) is not None for _, told in idle] == [
             False
-        ] * 4 + [True], "the newest one has the place"
+        ] * 4 + [True], "the newest one got the place"
         assert door.visitor(str(message["ticket"])) is not None
         for lifeline in (registered, *(each for each, _ in idle)):
             lifeline.close()
@@ -152,7 +152,7 @@ def test_one_who_does_not_register_makes_room_for_another(
     assert [record.message for record in caplog.records] == ["idle client disconnected"]
 
 
-def test_who_is_turned_away_for_lack_of_room_is_in_the_log(
+def test_a_client_turned_away_for_lack_of_room_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test(door: Door, path: Path) -> None:
@@ -168,7 +168,7 @@ def test_who_is_turned_away_for_lack_of_room_is_in_the_log(
     assert [record.message for record in caplog.records] == ["no room for another client"]
 
 
-def test_who_does_not_register_in_time_is_disconnected() -> None:
+def test_a_client_that_does_not_register_in_time_is_disconnected() -> None:
     async def test(door: Door, path: Path) -> None:
         idle, _ = await enter(path)
         assert await asyncio.to_thread(idle.recv, 1) == b""
@@ -177,13 +177,13 @@ def test_who_does_not_register_in_time_is_disconnected() -> None:
     at_the_door(test, partial(Door, (), 2, patience_s=0.05))
 
 
-def test_who_registered_is_kept_for_as_long_as_was_said() -> None:
+def test_a_registered_client_stays_as_long_as_requested() -> None:
     async def test(door: Door, path: Path) -> None:
         engine, message = await enter(path)
         tool, other = await enter(path)
         assert door.keep(str(message["ticket"]))
         assert door.keep(str(other["ticket"]), 0.05)
-        assert await asyncio.to_thread(tool.recv, 1) == b"", "its time is over"
+        assert await asyncio.to_thread(tool.recv, 1) == b"", "it has been disconnected"
         assert not door.keep(str(other["ticket"]))
         assert door.visitor(str(message["ticket"])) is not None
         for lifeline in (engine, tool):
@@ -193,7 +193,7 @@ def test_who_registered_is_kept_for_as_long_as_was_said() -> None:
 
 
 def forked(child: Callable[[], object]) -> int:
-    """Run ``child`` in a forked process, which then waits until it is killed; returns its pid."""
+    """Run ``child`` in a forked process that then waits until it is killed; returns its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -207,7 +207,7 @@ def forked(child: Callable[[], object]) -> int:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    with suppress(ChildProcessError):  # it was another process's child
+    with suppress(ChildProcessError):  # it is a child of another process
         os.waitpid(pid, 0)
 
 
@@ -239,7 +239,7 @@ def test_a_ticket_ends_with_its_process_although_a_fork_of_it_lives() -> None:
 
 @pytest.mark.parametrize("option", [77, 32_000])
 def test_a_process_is_watched_with_or_without_so_peerpidfd(option: int) -> None:
-    """The kernel does not know option 32,000, as one older than Linux 6.5 does not know 77."""
+    """No kernel knows option 32,000, just as kernels before Linux 6.5 do not know 77."""
     with work_directory() as directory, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "s"))
         listener.listen(1)
@@ -416,7 +416,7 @@ def test_one_whom_the_kernel_does_not_know_keeps_out_nobody_else() -> None:
     at_the_door(test, partial(Door, (), 2, peer=peer))
 
 
-def test_a_door_whose_file_was_removed_opens_again_and_keeps_who_is_inside() -> None:
+def test_a_door_whose_file_was_removed_reopens_and_keeps_its_visitors() -> None:
     async def test(door: Door, path: Path) -> None:
         lifeline, message = await enter(path)
         path.unlink()

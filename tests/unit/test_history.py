@@ -144,7 +144,7 @@ def test_what_was_stored_before_a_restart_counts_as_seen():
 
 
 def adopt(history, path, places, tier):
-    """Let blocks of a path come to a tier without a request that names them."""
+    """Bring blocks of a path into a tier without a request that names them."""
     keys = chain(*path)
     parents = [key("root"), *keys[:-1]]
     named = [keys[place] for place in places]
@@ -171,16 +171,16 @@ def test_adopted_blocks_leave_tail_first_in_whatever_order_they_came(order):
     assert evicted(history, 4) == chain(1, 2, 3, 4)[::-1]
 
 
-def test_a_parent_that_was_never_met_is_found_by_a_request():
+def test_an_orphaned_parent_is_found_by_a_request():
     history = History()
     adopt(history, (1, 2, 3, 4), [3, 2], CPU)
-    assert history.is_unmet(chain(1, 2, 3, 4)).tolist() == [True, True, False, False]
+    assert history.needs_adoption(chain(1, 2, 3, 4)).tolist() == [True, True, False, False]
     touch(history, 1, 2, 3, 4, 5, tier=CPU)
-    assert not history.is_unmet(chain(1, 2, 3, 4)).any()
+    assert not history.needs_adoption(chain(1, 2, 3, 4)).any()
     assert evicted(history, 5) == chain(1, 2, 3, 4, 5)[::-1]
 
 
-def test_a_parent_that_was_never_met_is_forgotten_after_its_children():
+def test_an_orphaned_parent_is_forgotten_after_its_children():
     history = History()
     adopt(history, (1, 2, 3), [2], CPU)
     history.advance(10 * GHOST_NS)
@@ -212,14 +212,14 @@ def test_a_chain_that_cannot_be_is_cut_and_others_stay_as_they_were(blocks):
     assert touch(history, 1, 2, 3, at=3).num_known == 3
 
 
-def test_a_block_that_cannot_be_where_it_is_said_to_be_has_no_parent():
+def test_a_block_with_an_impossible_place_has_no_parent():
     history = History()
     touch(history, 1, 2, 3, tier=CPU)
     stray = key("stray")
     history.adopt([stray], [key(1)], np.array([7]), 1000)
     history.adopt(chain(1, 2), [key(9), key(9)], np.array([5, 5]), 1000)
     check_history(history)
-    assert history.is_unmet([stray, *chain(1, 2)]).tolist() == [True, False, False]
+    assert history.needs_adoption([stray, *chain(1, 2)]).tolist() == [True, False, False]
     assert touch(history, 1, 2, 3, at=3).num_known == 3
 
 

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 class Server:
-    """An engine's server, asked over its Unix socket, as operators do, or over TCP."""
+    """An engine's server, called over its Unix socket, like operators do, or over TCP."""
 
     def __init__(self, url: str, unix_socket: Path) -> None:
         self.url = url

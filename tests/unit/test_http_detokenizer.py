@@ -146,7 +146,7 @@ TOKENIZERS = {
 
 
 def units_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Draw the tokens of something that is whole: a word, a special token, or a character."""
+    """Draw the tokens of one word, special token or character."""
     ids = tokenizer.get_vocab()
     is_byte_level = BYTE_LEVEL[0] in ids
     words = [] if is_byte_level else [i for token, i in ids.items() if token not in BYTES]
@@ -163,12 +163,12 @@ def units_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=list(TOKENIZERS))
-@settings(deadline=None)  # on a busy machine a single example may be held up
+@settings(deadline=None)  # a single example may be slow on a busy machine
 @given(drawn=st.data())
 def test_an_answer_is_what_it_adds_to_the_text_of_its_prompt(tokenizer, drawn):
     units = drawn.draw(st.lists(units_of(tokenizer), max_size=60))
     ids = [token_id for unit in units for token_id in unit]
-    # Also inside a character, which the answer then completes.
+    # The prompt may also end inside a character, which the answer then completes.
     num_prompt = drawn.draw(st.integers(0, len(ids)))
     prompt, answer = ids[:num_prompt], ids[num_prompt:]
     whole = tokenizer.decode(ids)

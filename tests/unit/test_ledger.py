@@ -96,7 +96,7 @@ def test_an_outcome_is_taken_once_from_whom_it_concerns_and_in_time():
 
 
 def conclude(ledger, hashes, outcome, ask=ASK):
-    """Note a decision and its outcome; returns it as it was before."""
+    """Record a decision and its outcome; returns the decision without the outcome."""
     number = ledger.next_number()
     plan = Plan(number, 0, PlanReason.NOTHING)
     decision = Decision(number, "", "s", "engine", 0, ask, plan, hashes=hashes)
@@ -105,14 +105,14 @@ def conclude(ledger, hashes, outcome, ask=ASK):
     return decision
 
 
-def test_what_computing_a_prompt_took_is_known_of_the_same_prompt():
+def test_the_measured_time_of_a_prompt_is_found_for_the_same_prompt():
     ledger = Ledger()
     cold = replace(outcome_of(0), ttft_s=2.5, wait_s=0.5)
     decision = conclude(ledger, b"a" * HASH_BYTES + b"b" * HASH_BYTES, cold)
     assert ledger.cold_s(decision) == 2.0
     conclude(ledger, decision.hashes, replace(cold, ttft_s=2.0))
     conclude(ledger, decision.hashes, replace(cold, ttft_s=9.0))
-    assert ledger.cold_s(decision) == 1.5, "the shortest of them"
+    assert ledger.cold_s(decision) == 1.5, "the shortest time counts"
     assert ledger.cold_s(replace(decision, hashes=b"a" * HASH_BYTES)) is None, "a shorter prompt"
     assert ledger.cold_s(replace(decision, hashes=b"")) is None
 
@@ -126,7 +126,7 @@ def test_what_computing_a_prompt_took_is_known_of_the_same_prompt():
     ],
     ids=["restored", "shared with another request", "partly on the GPU"],
 )
-def test_what_was_not_computed_whole_is_no_cold_time(ask, outcome):
+def test_a_prompt_that_was_not_computed_in_full_has_no_cold_time(ask, outcome):
     ledger = Ledger()
     assert ledger.cold_s(conclude(ledger, b"a" * HASH_BYTES, outcome, ask)) is None
 

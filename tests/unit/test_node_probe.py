@@ -148,15 +148,15 @@ def test_a_node_without_a_shared_tier_asks_nobody():
     assert outcomes(stage) == {}
 
 
-def stored_and_doubted(num_blocks=4, *, in_cpu=False):
-    """A stage whose remote tier has blocks that the node is no longer sure of."""
+def with_unverified_blocks(num_blocks=4, *, in_cpu=False):
+    """Return a stage whose remote tier has unverified blocks."""
     stage, engine = asking()
     blocks = engine.chain(range(num_blocks))
     engine.store(blocks)
     stage.settle()
     if not in_cpu:
         empty_cpu(stage)
-    stage.post(ev.Doubt(REMOTE, 0, stage.node.cache.index.extent))
+    stage.post(ev.MarkUnverified(REMOTE, 0, stage.node.cache.index.extent))
     return stage, engine, blocks
 
 
@@ -165,8 +165,8 @@ def verified(stage, blocks, *present):
     stage.post(ev.Verified(REMOTE, hashes, present))
 
 
-def test_blocks_in_doubt_are_asked_for_before_they_count():
-    stage, engine, blocks = stored_and_doubted()
+def test_unverified_blocks_are_asked_for_before_they_count():
+    stage, engine, blocks = with_unverified_blocks()
     assert not any(stage.holds(block.header, REMOTE) for block in blocks)
     stage.tiers[REMOTE].remove([blocks[3].header.block_hash], 1 << 62)
     call = engine.lookup(blocks)
@@ -176,21 +176,21 @@ def test_blocks_in_doubt_are_asked_for_before_they_count():
     stage.check_idle()
 
 
-def test_a_block_in_doubt_is_stored_again():
-    stage, engine, blocks = stored_and_doubted()
+def test_an_unverified_block_is_stored_again():
+    stage, engine, blocks = with_unverified_blocks()
     engine.store(blocks)
     (work,) = stage.waiting
     assert (work.tier, len(work.blocks)) == (REMOTE, 4)
-    verified(stage, blocks, *[False] * 4)  # an answer from before the write changes nothing
+    verified(stage, blocks, *[False] * 4)  # a reply from before the write is ignored
     stage.settle()
     assert all(stage.holds(block.header, REMOTE) for block in blocks)
 
 
 def test_what_is_verified_counts_again_and_what_is_lost_does_not():
-    stage, _, blocks = stored_and_doubted()
+    stage, _, blocks = with_unverified_blocks()
     verified(stage, blocks, True, False, None, True)
     assert [stage.holds(block.header, REMOTE) for block in blocks] == [True, False, False, True]
-    assert len(stage.node.cache.index) == 3, "the one that is lost is forgotten"
+    assert len(stage.node.cache.index) == 3, "the lost block is forgotten"
     assert metric(stage, "kvtier_evicted_blocks_total", tier="remote", reason="lost") == 1
     verified(stage, blocks, *[True] * 4)
     assert stage.holds(blocks[2].header, REMOTE)
@@ -199,7 +199,7 @@ def test_what_is_verified_counts_again_and_what_is_lost_does_not():
 
 @pytest.mark.parametrize("how", ["verified", "lost"])
 def test_what_a_tier_lost_is_written_to_it_again_from_the_cpu_tier(how):
-    stage, engine, blocks = stored_and_doubted(in_cpu=True)
+    stage, engine, blocks = with_unverified_blocks(in_cpu=True)
     hashes = [block.header.block_hash for block in blocks]
     stage.tiers[REMOTE].remove(hashes[:2], 1 << 62)
     verified(stage, blocks, how == "lost", how == "lost", True, True)
@@ -211,16 +211,16 @@ def test_what_a_tier_lost_is_written_to_it_again_from_the_cpu_tier(how):
     assert engine.found(blocks) == (REMOTE,) * 4
 
 
-def test_blocks_in_doubt_are_dropped_like_others():
-    stage, _, _ = stored_and_doubted()
+def test_unverified_blocks_are_dropped_like_others():
+    stage, _, _ = with_unverified_blocks()
     call = drop(stage, REMOTE)
     stage.settle()
     assert stage.answers[call][0].num_blocks == 4
     assert len(stage.node.cache.index) == 0
 
 
-def test_a_tier_that_leaves_takes_its_blocks_in_doubt_along():
-    stage, _, _ = stored_and_doubted()
+def test_a_detached_tier_keeps_no_unverified_blocks():
+    stage, _, _ = with_unverified_blocks()
     stage.post(ev.TierDuty(REMOTE, Duty.NONE))
     stage.post(ev.Forget(REMOTE, 0, stage.node.cache.index.extent))
     assert len(stage.node.cache.index) == 0
@@ -234,4 +234,4 @@ def test_a_gap_that_is_unknown_is_asked_for_again():
     stage.waiting.clear()
     stage.post(ev.ProbeDone(probe.probe, (None, True, True)))
     engine.answer(call)
-    assert look(stage, engine, blocks), "the server with its first block may be back"
+    assert look(stage, engine, blocks), "the server with the first block may be back"

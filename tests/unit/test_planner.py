@@ -423,10 +423,10 @@ def test_no_more_is_claimed_than_was_measured_of_the_same_prompt():
     assert judged.saved_s == {SSD: pytest.approx(0.39)}
     assert judged.cold_s == 0.5
     judged = made.note_outcome(asked, plan, restored, 0, cold_s=60.0)
-    assert judged.saved_s[SSD] < plan.recompute_total_s, "nor more than is predicted"
+    assert judged.saved_s[SSD] < plan.recompute_total_s, "and no more than is predicted"
     judged = made.note_outcome(asked, plan, restored, 0, cold_s=0.1)
     assert not judged.saved_s
-    assert not judged.lost_s, "predictions say that it paid"
+    assert not judged.lost_s, "it paid according to predictions"
 
 
 def test_a_prompt_that_was_partly_on_the_gpu_is_bounded_and_not_measured():
@@ -454,7 +454,7 @@ def test_a_loss_is_no_larger_than_was_measured_of_the_same_prompt():
     assert (judged.saved_s, judged.lost_s, judged.regret_s) == ({}, {}, 0)
 
 
-def test_the_first_steps_of_an_engine_are_no_base_for_a_claim():
+def test_no_savings_are_claimed_from_the_first_steps_of_an_engine():
     made, asked = Planner(PlannerSettings(mode="always")), ask((SSD, 64))
     slow = StepSample(512, 0, 512 * 256.0, 0, 5.0)  # as a first step often is
     made.note_steps(KEY_SPACE, [slow], 0)

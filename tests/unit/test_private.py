@@ -1,4 +1,4 @@
-"""Directories that others may write to are narrowed or refused, and their files not believed."""
+"""Directories that others may write to are made private or refused; their files are not used."""
 
 import os
 import stat

@@ -103,7 +103,7 @@ def test_garbage_is_told_from_replies(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     "element", [b"$1000000\r\n" + b"x" * 1_000_000 + b"\r\n", b"*1000\r\n" + b":1\r\n" * 1000]
 )
-def test_a_reply_without_end_is_given_up(element: bytes) -> None:
+def test_an_endless_reply_is_rejected(element: bytes) -> None:
     wire = Wire(b"", [1 << 20])
 
     def receive(view: memoryview) -> int:
@@ -162,7 +162,7 @@ class Connection:
         self._sock.close()
 
 
-def test_a_block_counts_for_no_more_than_lies_there() -> None:
+def test_a_block_counts_only_for_the_bytes_that_are_stored() -> None:
     header = replace(make_block(1, 100).header, payload_bytes=1 << 63)
     assert kept_of(header.pack(), HEAD_BYTES + 100).num_bytes <= PARTS_MAX * 100
     assert kept_of(make_block(1, 100).header.pack(), HEAD_BYTES + 100).num_bytes == 100

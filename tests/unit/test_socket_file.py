@@ -1,4 +1,4 @@
-"""The file of a Unix socket: when it is taken, and that another process's is never removed."""
+"""The file of a Unix socket: when it is replaced; that of another process is never removed."""
 
 import socket
 import stat

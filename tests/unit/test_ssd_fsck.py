@@ -78,7 +78,7 @@ class Store:
         return self.path(segment).rename(path)
 
     def declare(self, segment: int, payload_bytes: int) -> None:
-        """Have the footer say that of its second block, under a checksum that holds."""
+        """Change the second block's entry in the footer, and update the checksum."""
         content = bytearray(self.path(segment).read_bytes())
         end = SEGMENT_BYTES - _TRAILER.size - _CHECK.size
         (count,) = struct.unpack_from("<I", content, end + 16)
@@ -344,15 +344,13 @@ def test_a_sector_that_cannot_be_read_is_left_alone(kept: Store) -> None:
 
 
 @pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES + 4096, 1 << 31, (1 << 64) - 1])
-def test_a_footer_with_a_size_that_does_not_fit_is_not_believed(
-    kept: Store, payload_bytes: int
-) -> None:
+def test_a_footer_with_an_impossible_size_is_refused(kept: Store, payload_bytes: int) -> None:
     kept.declare(1, payload_bytes)
     tier = kept.open()
     assert tier.usage().detail["footers_refused_at_start"] == 1
     assert tier._pool.index.payload_bytes.max() == BLOCK_BYTES
     tier.close()
-    assert kept.served() == set(range(35))  # the records say what the footer does not
+    assert kept.served() == set(range(35))  # the blocks are found by their records
     kept.declare(2, payload_bytes)
     assert kept.fsck().footers_wrong == 1
     assert kept.fsck(Purpose.REPAIR).repaired == {"footers written": 1}

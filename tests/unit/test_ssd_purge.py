@@ -240,7 +240,9 @@ def test_a_truncated_segment_does_not_stop_a_purge(ssd: Opener) -> None:
 def test_looking_for_records_in_a_damaged_segment_has_a_deadline(ssd: Opener) -> None:
     tier = ssd()
     store(tier, *blocks_of(range(11)))
-    damage(ssd.segments()[0], SEGMENT_BYTES - 4096, bytes(4096))  # without a footer it is searched
+    damage(
+        ssd.segments()[0], SEGMENT_BYTES - 4096, bytes(4096)
+    )  # without a footer, the segment is searched for records
     with pytest.raises(TierTimeout):
         entries_of(tier._disk, tier._pool.segments[1], deadline_ns=time.monotonic_ns())
 

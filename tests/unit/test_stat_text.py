@@ -150,7 +150,7 @@ def busy() -> dict[str, Any]:
             }
             for number in range(64)
         },
-        "unmeasured": {"ssd": "0 KiB of ssd.capacity are not in use, and it takes 8200 KiB"},
+        "unmeasured": {"ssd": "0 KiB of ssd.capacity are free, but 8200 KiB are needed"},
         "guarded": ["remote", "ssd"],
     }
     return full
@@ -167,16 +167,16 @@ def test_no_line_is_wider_than_a_terminal(make: Any) -> None:
 def test_what_it_is_worth_stands_on_top() -> None:
     lines = stat_text(busy()).splitlines()
     assert lines[1] == (
-        "saved 123,457 s of time to first token, lost 89.1 s; it is worth 123,368 s"
+        "saved 123,457 s of time to first token, lost 89.1 s; net benefit 123,368 s"
     )
-    assert lines[2] == "  of what is saved, 3,457 s measured, 120,000 s predicted"
+    assert lines[2] == "  saved, measured 3,457 s, predicted 120,000 s"
     assert "cpu +" in lines[3]
 
 
 def test_a_fresh_daemon_claims_nothing() -> None:
     lines = stat_text(document()).splitlines()
     assert lines[1] == (
-        "saved 0 ms of time to first token, lost 0 ms; no engine has told of a restore"
+        "saved 0 ms of time to first token, lost 0 ms; no engine has reported a restore"
     )
     assert "decided" not in "\n".join(lines)
 
@@ -185,7 +185,7 @@ def test_a_loss_is_called_one() -> None:
     lost = document()
     lost["worth"] |= {"saved_s": 1.0, "lost_s": 3.0}
     lost["worth"]["actual_s"]["restore"] = 4.0
-    assert "it is worth -2 s" in stat_text(lost)
+    assert "net benefit -2 s" in stat_text(lost)
 
 
 def test_names_of_clients_cannot_steer_a_terminal() -> None:
@@ -201,9 +201,9 @@ def test_a_tier_that_is_left_alone_is_named() -> None:
 def test_a_tier_that_could_not_be_measured_is_named_with_what_is_used_instead() -> None:
     full = document()
     full["cost"]["unmeasured"] = {"ssd": "it is full"}
-    assert "ssd was not measured: it is full; a guess is used until it is read" in stat_text(full)
+    assert "ssd was not measured: it is full; using an estimate until it is read" in stat_text(full)
     full["cost"]["routes"] = {"ssd_to_cpu": next(iter(busy()["cost"]["routes"].values()))}
-    assert "ssd was not measured: it is full; earlier figures are used" in stat_text(full)
+    assert "ssd was not measured: it is full; using earlier figures" in stat_text(full)
 
 
 def test_files_of_another_version_are_counted_and_it_is_said_what_to_do() -> None:

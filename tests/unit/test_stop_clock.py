@@ -46,7 +46,7 @@ def test_told_once_it_wakes_the_loop_and_told_twice_it_ends() -> None:
     assert killed.is_set(), "a child is not left behind"
 
 
-def test_a_signal_that_counts_once_does_not_end_it_and_another_does() -> None:
+def test_a_repeated_hangup_does_not_end_it_but_another_signal_does() -> None:
     ended = Ended()
     stop = Stop(60, ended)
     stop.told_once(signal.SIGHUP)
@@ -82,7 +82,7 @@ def test_nothing_outlives_the_grace(caplog: pytest.LogCaptureFixture) -> None:
     hanging = [
         record.kvtier_fields["hanging"]  # type: ignore[attr-defined]  # how the log passes them on
         for record in caplog.records
-        if "in order" in record.getMessage()
+        if "ended before" in record.getMessage()
     ]
     assert hanging.count("closing the ssd tier; ssd: write for 12 s") == 1
 
@@ -160,7 +160,7 @@ def test_a_signal_whose_reaction_breaks_is_not_the_last_one(
                 await_true(lambda count=count: len(heard) == count, "it was heard")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [r.getMessage() for r in caplog.records].count("a signal was not answered") == 1
+    assert [r.getMessage() for r in caplog.records].count("a signal could not be handled") == 1
 
 
 def test_the_process_ends_though_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_it_says_what_restoring_saved_of_what() -> None:
     now["worth"] |= {"saved_s": 4.5, "saved_measured_s": 1.5}
     assert "since the start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(View(now))[2]
     minute |= {"seconds": 5.0, "saved_s": 0.0, "lost_s": 0.0}
-    assert shown(View(now))[1] == "no restore was reported in the last 5 s"
+    assert shown(View(now))[1] == "no restores in the last 5 s"
 
 
 def test_rates_are_over_the_time_that_counters_grew_in() -> None:

@@ -1,4 +1,4 @@
-"""The index and the history agree on parents and residency, whichever way a block comes in."""
+"""The index and the history agree on parents and residency, however a block arrives."""
 
 from itertools import islice
 
@@ -23,7 +23,7 @@ EVICTIONS = ["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"]
 
 
 def open_stage(tiers, eviction="rd-sec", *, num_slabs=1):
-    """A daemon that has just started: what its tiers hold was told to the index alone."""
+    """Return a daemon that has just started: only the index knows what its tiers hold."""
     chosen = policies(Config(policy=PolicyConfig(eviction=eviction)))
     stage = Stage(
         tiers,
@@ -36,7 +36,7 @@ def open_stage(tiers, eviction="rd-sec", *, num_slabs=1):
 
 
 def holding(name, *chains):
-    """Return a tier in which an earlier run, or another node, left these chains."""
+    """Return a tier with these chains, which an earlier run or another node has stored."""
     tier = MemoryTier(1 << 20, name=name)
     stage = Stage({name: tier}, StageSettings(num_slabs=2, slab_bytes=1 << 20))
     engine = engine_on(stage)
@@ -56,7 +56,7 @@ def warm(stage, engine, blocks):
 
 
 def warm_the_end_of_what_was_loaded(stage, engine, blocks):
-    """Only the first blocks are named by a request."""
+    """A request names only the first blocks of the chain, and the others are warmed."""
     load = engine.load(blocks[:3])
     settle_newest_first(stage)
     load.take()
@@ -71,13 +71,13 @@ def warm_two_branches(stage, engine, blocks):
 
 
 def settle_newest_first(stage):
-    """Children arrive before their parents."""
+    """Carry out waiting actions newest first, so that children arrive before their parents."""
     while stage.waiting:
         stage.carry_out(stage.waiting[-1])
 
 
 def evict_next(stage):
-    """Evict the block that the policy names first, if there is one."""
+    """Evict the first block that the policy proposes, if there is one."""
     cache = stage.node.cache
     victims = cache.eviction.victims(cache.index, cache.slots, 4096)
     rows = np.array([*islice(victims, 1)], np.int64)
@@ -87,7 +87,7 @@ def evict_next(stage):
 
 
 def chain_is_whole(stage, blocks):
-    """Tell whether none of a chain's blocks in the CPU tier lies behind one that is not there."""
+    """Tell whether the chain's blocks in the CPU tier have no gap."""
     here = [stage.holds(block.header, CPU) for block in blocks]
     return here == sorted(here, reverse=True)
 
@@ -136,7 +136,7 @@ def test_remote_blocks_of_another_node_are_told_with_their_parents():
     (probe,) = (work for work in stage.waiting if isinstance(work, ac.Probe))
     stage.node.cache.whereabouts.tell()
     stage.carry_out(probe)
-    stage.node.cache.whereabouts.tell()  # before the request that asked is counted
+    stage.node.cache.whereabouts.tell()  # before the request itself is counted
     check_memory(stage.node)
 
 

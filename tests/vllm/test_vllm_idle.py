@@ -1,4 +1,4 @@
-"""A connector that cannot be imported serves nothing, and vLLM starts; with stand-ins for vLLM."""
+"""If a connector cannot be imported, vLLM starts without it; tested with stand-ins for vLLM."""
 
 import json
 import os
@@ -155,7 +155,7 @@ print(json.dumps(KVConnectorFactory.names))
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> Path:
-    """As much of a vLLM 0.33 as an idle connector needs, for PYTHONPATH."""
+    """Create the parts of a vLLM 0.33 that an idle connector needs, for PYTHONPATH."""
     connectors = tmp_path / "vllm/distributed/kv_transfer/kv_connector"
     offload = tmp_path / "vllm/v1/kv_offload"
     write(tmp_path / "vllm/__init__.py", '__version__ = "0.33.0"\n')
@@ -173,7 +173,7 @@ def write(path: Path, text: str) -> None:
 
 
 def run(home: Path, source: str) -> tuple[Any, list[str]]:
-    """Return what a program says beside this vLLM, and the lines of its log."""
+    """Run a program with this vLLM; returns its output and the lines of its log."""
     done = subprocess.run(
         [sys.executable, "-c", "import logging; logging.basicConfig()\n" + source],
         env=os.environ | {"PYTHONPATH": f"{home}:{ROOT}"},
@@ -210,7 +210,7 @@ def test_another_release_gets_a_connector_that_finds_nothing(fake_vllm: Path) ->
     ids=["grpc", "torch", "vllm", "missing"],
 )
 def test_a_fault_at_import_is_a_line(fake_vllm: Path, broken: str, reason: str) -> None:
-    """Of a dependency, or of vLLM itself, which lacks what its release should have."""
+    """The fault may be in a dependency, or in vLLM itself, which lacks parts of its release."""
     write(fake_vllm / "vllm/__init__.py", '__version__ = "0.32.0"\n')
     write(fake_vllm / broken, 'raise RuntimeError("broken")\n')
     told, (line,) = run(fake_vllm, CONNECTOR)
@@ -229,7 +229,9 @@ def test_behind_vllms_cpu_tier_only_our_tier_is_left_out(fake_vllm: Path) -> Non
         "more": [],
         "context": "RequestOffloadingContext",
     }
-    assert len(log) == 2, "one of the connector, one of the tier that is made without it here"
+    assert len(log) == 2, (
+        "one line of the connector, and one of the tier that is created without it here"
+    )
     assert all("and this is 0.33.0" in line for line in log)
 
 

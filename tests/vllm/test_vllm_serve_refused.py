@@ -1,4 +1,4 @@
-"""A vLLM or a model that is not served: vLLM starts, logs one line, and nothing is cached."""
+"""Unsupported vLLM releases and models: vLLM starts, logs one line, and nothing is cached."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
 
 
 def check_uncached(node: Served, vllm: VllmServer, reason: str) -> None:
-    """Require that a server answers the same each time, on its own, and says why."""
+    """Check that a server answers the same each time, without kvtier, and logs the reason."""
     with vllm:
         vllm.await_ready()
         asked = prompt(1)
@@ -50,7 +50,7 @@ def check_uncached(node: Served, vllm: VllmServer, reason: str) -> None:
 def test_a_model_that_vllm_cannot_compute_from_cached_context(
     release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
 ) -> None:
-    """The reference kernels for MLA on CPUs: vLLM switches its own prefix cache off for them."""
+    """vLLM switches its own prefix caching off for the reference kernels for MLA on CPUs."""
     vllm = start(release, "mla", tmp_path, attention_backend="CPU_MLA", num_gpu_blocks_override=320)
     check_uncached(node, vllm, "vLLM's own prefix caching is off")
 
@@ -59,7 +59,7 @@ def test_a_model_that_vllm_cannot_compute_from_cached_context(
 def test_a_release_that_is_not_served(
     release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
 ) -> None:
-    """A plugin beside ours narrows the range that is served, in each of vLLM's processes."""
+    """Another plugin narrows the range of supported releases, in each of vLLM's processes."""
     plugins = tmp_path / "plugins"
     entry = plugins / "narrow-1.0.dist-info"
     entry.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""One call as the engine will get it: prompts in tokens, within the model's limits."""
+"""One API call in the form that the engine takes: prompts as tokens, within the model's limits."""
 
 from dataclasses import dataclass
 from uuid import uuid4

@@ -1,16 +1,16 @@
-"""``POST /v1/kvtier/chain``: what a prompt is to the cache, and where it leaves the others' way.
+"""``POST /v1/kvtier/chain``: a prompt's block hashes, and where it diverges from recent prompts.
 
-Tools that explain, pin or warm a prompt name it by its block hashes. Only the engine can make them
-of text: it has the tokenizer, the chat template and the key space. So it also knows where a prompt
-first differs from the nearest one that came before, which is the first question after a miss.
+Tools that explain, pin or warm a prompt name it by its block hashes. Only the engine can compute
+them from text: it has the tokenizer, the chat template and the key space. It also knows where a
+prompt first differs from the most similar recent one, which is the first question after a miss.
 
 Rules
 -----
-* The prompt goes through the very functions that a completion goes through.
-* A prompt is compared with those of its own tenant and with no others, or the place where two
-  differ would tell one tenant what another has asked.
-* Recent prompts are kept as token ids, up to a bound of bytes. How much of a prompt they share is
-  told to operators only: others could guess them by it, token by token.
+* The prompt goes through the same functions as that of a completion.
+* A prompt is compared only with prompts of its own tenant: the point where two prompts diverge
+  would tell one tenant what another one has asked.
+* Recent prompts are kept as token ids, up to a limit in bytes. Only operators learn how many tokens
+  a prompt shares with them: anyone else could use that to guess them, token by token.
 """
 
 import asyncio
@@ -169,12 +169,12 @@ class Chains:
     tenants: Tenants
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Answer one request; a prompt takes a place like any other."""
+        """Answer one request; its prompt counts towards the gate's limit like any other."""
         key = self.tenants.key_of(request)
         is_operator = getattr(request.state, "is_operator", False)  # see UnixConnection
         with self.gate.enter():
             raw = await read_body(request, self.limits)
-            # In a thread: long texts take their time, and so do many recent prompts.
+            # In a thread: long texts and many recent prompts take time.
             document = await asyncio.to_thread(self._document, raw, key, is_operator=is_operator)
             return JSONResponse(document)
 

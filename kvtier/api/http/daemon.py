@@ -1,4 +1,4 @@
-"""The daemon's own HTTP face: health, readiness, metrics, and the status page; nothing else."""
+"""The daemon's own HTTP application: health, readiness, metrics and the status page only."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ def create_daemon_app(
 ) -> Starlette:
     """Return the application; the callables must return at once.
 
-    ``complaint`` says why the process is not alive, or nothing; ``report`` is what ``/readyz`` has
-    beside the verdict. Without ``status`` there is no page.
+    ``complaint`` returns why the process is not alive, or an empty text; ``report`` returns the
+    further fields of ``/readyz``. Without ``status`` there is no page.
     """
     routes = probe_routes(
         is_alive=lambda: not complaint(),

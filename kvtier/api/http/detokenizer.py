@@ -2,12 +2,12 @@
 
 Theory
 ------
-The text of an answer is ``decode(prompt + answer)`` without what it has in common with
+The text of an answer is ``decode(prompt + answer)`` without the prefix that it shares with
 ``decode(prompt)``. It is not ``decode(answer)``: SentencePiece decoders strip the space at the
 start of a text, so an answer that is decoded alone loses the space before its first word.
 
-Each step decodes a short window of tokens that begins before the new ones, and returns what the
-window's text has gained. The first window begins with the last tokens of the prompt. A token holds
+Each step decodes a short window of tokens that begins before the new ones, and returns the text
+that the new ones add. The first window begins with the last tokens of the prompt. A token holds
 bytes, not characters: while the text ends with U+FFFD, its last character may still be incomplete
 and is held back.
 
@@ -27,10 +27,10 @@ __all__ = ["Detokenizer", "continuation"]
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _WINDOW_TOKENS = 32
-"""Real text ends with a complete character every few tokens; 32 in a row without are garbage."""
+"""Real text ends with a complete character every few tokens; 32 tokens without one are garbage."""
 
 _CONTEXT_TOKENS = 8
-"""A character is at most four bytes, thus four tokens; twice that leaves it whole in the window."""
+"""A character has at most four bytes, and so four tokens; twice that keeps it in the window."""
 
 _PROMPT_TOKENS_MAX = 256
 """How far to look back in a prompt for text; prompts do not end with more special tokens."""
@@ -46,20 +46,20 @@ class Detokenizer:
         self._decode = decode
         self._window = _prompt_end(decode, prompt)
         self._num_context = len(self._window)
-        """Leading tokens of the window that the next one can do without."""
+        """Leading tokens of the window that the next window does not need."""
         self._given = decode(self._window)
-        """Leading part of the window's text that is not to be returned (again)."""
+        """Leading part of the window's text that was already returned, or is the prompt's."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take more tokens and return the text that is now certain.
 
-        The result does not depend on how tokens are grouped into calls: they are decoded one by
-        one, because only that shows where a character ends.
+        The result does not depend on how tokens are grouped into calls: they are decoded one at a
+        time, because only that shows where a character ends.
         """
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return what was held back, complete or not: no more tokens come."""
+        """Return the text that is still held back, complete or not, at the end of the answer."""
         text = self._decode(self._window)
         piece = text[_num_common(self._given, text) :]
         self._given = text
@@ -88,7 +88,7 @@ class Detokenizer:
         return piece
 
     def _move(self, first: int, num_held: int) -> None:
-        """Forget the tokens before ``first``; the last ``num_held`` characters are still held."""
+        """Drop the tokens before ``first``; the last ``num_held`` characters stay held back."""
         del self._window[:first]
         self._num_context = len(self._window)
         text = self._decode(self._window)
@@ -102,7 +102,7 @@ def continuation(decode: _Decode, prompt: Sequence[int], token_ids: Sequence[int
 
 
 def _num_common(given: str, text: str) -> int:
-    """Return how many first characters two texts have in common."""
+    """Return the length of the common prefix of two texts."""
     length = min(len(given), len(text))
     while given[:length] != text[:length]:
         length -= 1
@@ -110,10 +110,10 @@ def _num_common(given: str, text: str) -> int:
 
 
 def _prompt_end(decode: _Decode, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of a prompt, from where they decode as they do in the whole prompt.
+    """Return enough of a prompt's last tokens that they decode as they do in the whole prompt.
 
-    They must have text, or a decoder takes what follows for the start of a text; and they must not
-    begin inside a character, or a byte-fallback decoder breaks the characters after it, too.
+    They must have text, or the decoder treats what follows as the start of a text. They must not
+    begin inside a character, or a byte-fallback decoder also breaks the characters after it.
     """
     length = _CONTEXT_TOKENS
     longest = min(len(prompt), _PROMPT_TOKENS_MAX)

@@ -186,7 +186,7 @@ class _Choice:
         return self._last_piece(text, output)
 
     def _without_end(self, output: Output) -> tuple[int, ...]:
-        """Return the tokens that are part of the text: the one that ended it is not."""
+        """Return the tokens that are part of the text, that is without an end token."""
         tokens = output.token_ids
         ends = self._backend.model.eos_ids | self.request.stop_ids
         is_end = output.finish is FinishReason.STOP and tokens and tokens[-1] in ends

@@ -3,13 +3,14 @@
 Theory
 ------
 A browser lets any page send requests to any address that its machine can reach, loopback included.
-It hides the answer, but the request is carried out. And once a page's own name resolves to this
-address (DNS rebinding), the answer is not hidden either. So there are two checks:
+The page cannot read the response, but the request is carried out. And if the page's own name
+resolves to this address (DNS rebinding), it can read the response as well. So there are two checks:
 
 * Over loopback, ``Host`` must name this machine. Under DNS rebinding it is the page's name.
-* A request that a page of another origin sends is refused. Browsers say so in ``Sec-Fetch-Site``,
-  or else in ``Origin``, and a page can set neither. Go's ``http.CrossOriginProtection`` does the
-  same for unsafe methods; here GET counts as well, since a page sees whether it succeeds.
+* A request from a page of another origin is refused. Browsers report the origin in
+  ``Sec-Fetch-Site``, or else in ``Origin``, and a page can set neither. Go's
+  ``http.CrossOriginProtection`` does the same for unsafe methods; here GET is checked as well,
+  since a page sees whether it succeeds.
 
 Rules
 -----
@@ -36,7 +37,7 @@ __all__ = ["Allowed", "BrowserGuard"]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a server allows beyond the default; ``*`` stands for any."""
+    """What a server allows beyond the default; ``*`` allows any."""
 
     hosts: Collection[str] = ()
     """Names of this machine besides localhost and its host name."""
@@ -45,14 +46,14 @@ class Allowed:
 
 
 class BrowserGuard:
-    """An application that refuses what pages of other origins send, unless it is allowed."""
+    """ASGI middleware that refuses requests from pages of other origins, unless allowed."""
 
     def __init__(self, app: ASGIApp, allowed: Allowed) -> None:
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, allowed.hosts)}
         self._origins = allowed.origins
         self._app = app
         if allowed.origins:
-            # Not among the application's own middleware, which its answer to a bug bypasses.
+            # Not among the application's own middleware, which its 500 responses bypass.
             self._app = CORSMiddleware(
                 app,
                 allow_origins=allowed.origins,
@@ -62,7 +63,7 @@ class BrowserGuard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it before the application sees it."""
+        """Pass a request on to the application, or refuse it."""
         headers = Headers(scope=scope)
         local, _ = scope.get("server") or ("", 0)
         if _is_loopback(local) and not self._is_own_name(headers.get("host", "")):
@@ -90,7 +91,7 @@ class BrowserGuard:
         if site:
             is_link = method in {"GET", "HEAD"} and headers.get("sec-fetch-dest") == "document"
             return site not in {"same-origin", "none"} and not is_link
-        # Not a browser, or one that does not send it over plain HTTP to an address like this.
+        # Not a browser, or one that omits Sec-Fetch-Site over plain HTTP to such an address.
         authority = origin.partition("://")[2]  # "" if the origin is "null"
         return bool(origin) and (not authority or authority != headers.get("host"))
 

@@ -1,7 +1,7 @@
-"""The engine's Unix socket: HTTP as on its TCP port, but the kernel says which user calls.
+"""The engine's Unix socket: HTTP as on its TCP port, but the kernel tells which user calls.
 
-What the engine remembers of recent prompts is told over it alone, to those who may operate the
-daemon.
+The engine answers questions about recent prompts only on this socket, and only to users who may
+operate the daemon.
 """
 
 import os
@@ -27,7 +27,7 @@ def engine_socket(daemon_socket: Path, port: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSocket:
-    """A Unix socket that listens."""
+    """A listening Unix socket."""
 
     listener: socket.socket
     file: SocketFile
@@ -41,19 +41,22 @@ class OperatorSocket:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Who operates the daemon: root, this user and ``allowed_uids``; ``peer`` is for tests."""
+    """Users who may operate the daemon: root, this process's user and ``allowed_uids``.
+
+    ``peer`` returns the process and user id of a connection's other end; tests replace it.
+    """
 
     daemon_socket: Path
     allowed_uids: Collection[int] = ()
     peer: Callable[[socket.socket], tuple[int, int]] = peer_of
 
     def include(self, connection: socket.socket) -> bool:
-        """Tell whether the user at the other end of a connection is one."""
+        """Tell whether the user at the other end of a connection is an operator."""
         _, uid = self.peer(connection)
         return uid in {0, os.geteuid(), *self.allowed_uids}
 
     def listen(self, port: int) -> OperatorSocket | None:
-        """Open the socket of the engine on ``port``; None where that fails."""
+        """Open the socket of the engine on ``port``; returns None if that fails."""
         file = SocketFile(engine_socket(self.daemon_socket, port), socket_mode(self.allowed_uids))
         listener = socket.socket(socket.AF_UNIX)
         try:

@@ -22,25 +22,25 @@ __all__ = ["HttpServer", "serve"]
 _log = Log("kvtier.http")
 
 _START_SECONDS = 10.0
-"""Starting takes milliseconds; past this the machine is in trouble, and it is better said."""
+"""Starting takes milliseconds; if it takes longer than this, the machine is in trouble."""
 
 _CUT_SECONDS = 2
-"""For calls to end after their connections were cut. Uvicorn cancels those that do not."""
+"""For calls to end after their connections were closed. Uvicorn cancels those that do not."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
 
 _BACKLOG = 128
-"""So many are let in at once: with those that have to leave for them, within 1024 descriptors."""
+"""Pending connections. Accepting all of them at once stays within 1024 descriptors."""
 
 _UNREAD_SECONDS = 60
-"""For a client that is gone, or does not read its answer; what it is sent waits in memory."""
+"""For a client to acknowledge what it was sent, which is buffered in memory until then."""
 
 
 class HttpServer:
     """A server that has begun to listen; ``stop`` ends it within its deadline.
 
-    With ``operators`` it serves on a Unix socket as well, where that can be opened.
+    With ``operators`` it also serves on a Unix socket, if that can be opened.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class HttpServer:
             raise StartError("listen", "the HTTP server did not start in time", "look at the log")
 
     def stop(self) -> None:
-        """Take no more connections, let answers end until the deadline, then cut. Idempotent.
+        """Accept no more connections, and close those still open at the deadline. Idempotent.
 
-        Clients that are cut see a broken connection, and what they asked for is aborted.
+        Clients whose connections are closed see an aborted response; their requests are aborted.
         """
         self._server.should_exit = True
         self._thread.join(self._grace_seconds)
@@ -124,8 +124,8 @@ def serve(
 ) -> HttpServer:
     """Bind, start and return a server; port 0 takes any free one.
 
-    Web pages of other origins are kept away by a ``BrowserGuard``. Raises ``StartError`` about
-    ``field``, the configuration key that the address came from.
+    A ``BrowserGuard`` refuses web pages of other origins. Raises ``StartError`` about ``field``,
+    the configuration key that the address came from.
     """
     guarded = BrowserGuard(app, allowed)
     listener = _bind(host, port, field)
@@ -135,7 +135,7 @@ def serve(
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn that says when it has started, and serves on a Unix socket, too, if it gets one."""
+    """Uvicorn that signals when it has started, and also serves on a Unix socket if given one."""
 
     def __init__(self, config: uvicorn.Config, unix_socket: OperatorSocket | None) -> None:
         super().__init__(config)
@@ -163,7 +163,7 @@ class _Uvicorn(uvicorn.Server):
         return await loop.create_unix_server(connect, sock=unix_socket.listener)
 
     def cut(self) -> None:
-        """Break all connections; from any thread."""
+        """Abort all connections; from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._abort_connections)
 
@@ -172,10 +172,10 @@ class _Uvicorn(uvicorn.Server):
             connection.transport.abort()
 
     def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say what nobody caught, once in a while.
+        """Log unhandled exceptions, at a limited rate.
 
-        Without descriptors left, asyncio tells it once for each place in the backlog, and tries
-        again a second later.
+        When no descriptors are left, asyncio reports it once for each connection in the backlog,
+        and tries again a second later.
         """
         error = context.get("exception", "none")
         self._warnings.warning(f"the loop: {context['message']}", error=repr(error))
@@ -195,7 +195,7 @@ def _bind(host: str, port: int, field: str) -> socket.socket:
         ) from error
     listener = socket.socket(family, kind, protocol)
     try:
-        # Connections of a server that was just stopped linger for minutes; they are no conflict.
+        # Connections of a server that has just stopped linger for minutes, without a conflict.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000

@@ -69,7 +69,7 @@ class ChatModel(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Return the tokens that ``decode`` leaves out, by name."""
+        """Return the ids of the tokens that ``decode`` leaves out, by name."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special ones that the model starts with."""

@@ -1,17 +1,18 @@
-"""The status page: what the daemon says of itself, for a browser; read only.
+"""The status page: the daemon's status for browsers, read-only.
 
 Theory
 ------
-The HTTP server has a thread of its own and the document is made on the node's loop, so the loop is
-asked, by one at a time: whoever comes meanwhile, or within half a second, gets the same document. A
-hundred open pages cost the loop what one does, and a loop that hangs is asked once.
+The HTTP server has its own thread, and the document is created on the node's loop. Only one
+request at a time asks the loop for it; requests that arrive meanwhile, or within half a second, get
+the same document. So a hundred open pages cost the loop as much as one, and a loop that hangs is
+asked once.
 
 Rules
 -----
-* Nothing on the page comes from anywhere else, and no other page can frame it: see ``_HEADERS``.
-  What other pages may ask is for ``BrowserGuard`` to decide.
-* What the port tells to the network is less than what ``kvtier stat`` tells to operators:
-  ``_SECTIONS``, and ids of requests cut short.
+* The page loads nothing from elsewhere, and no other page can frame it: see ``_HEADERS``.
+  ``BrowserGuard`` decides which requests of other pages are answered.
+* The port tells the network less than ``kvtier stat`` tells operators: only ``_SECTIONS``, with
+  request ids cut short.
 """
 
 import asyncio
@@ -34,10 +35,10 @@ __all__ = ["SharedDocument", "status_routes"]
 _log = Log("kvtier.http")
 
 _SHARED_S = 0.5
-"""A page asks once a second: it is never shown what another one asked for long ago."""
+"""How long a document is shared. A page asks once a second, so it never gets a stale one."""
 
 _DEADLINE_S = 1.0
-"""Making it takes milliseconds; a loop that is later than this has more urgent things to do."""
+"""Creating the document takes milliseconds; a loop that takes longer than this is overloaded."""
 
 _ID_CHARACTERS_MAX = 16
 """Of a request's id: enough to know it again by. Clients choose ids, and may put names in them."""

@@ -1,8 +1,8 @@
-"""What stands before the services: who may operate, and which messages can be read.
+"""Interceptors in front of the services: authorization of operators, and a check of messages.
 
-Each call of an operator shows a ticket (Unix socket) or a token (TCP). Both travel as
-``authorization: Bearer …``. Engines need neither here: what lets them register is the ticket of the
-arena's door and the proof that they map it, and each later call names the session that came of it,
+Each call of an operator carries a ticket (Unix socket) or a token (TCP), as
+``authorization: Bearer …``. Engines need neither here: they register with the ticket of the arena's
+door and the proof that they map the arena, and each later call names the session that they got,
 which nobody can guess.
 """
 
@@ -45,7 +45,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         is_bearer = isinstance(shown, str) and shown[: len(_SCHEME)].lower() == _SCHEME
         if is_bearer and self._admits(str(shown)[len(_SCHEME) :]):
             return await continuation(details)
-        # As a stream, for which gRPC does not wait until the caller has sent a message.
+        # A stream, because gRPC calls its handler before the caller has sent a message.
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def _refuse(self, _requests: Any, context: _Context) -> None:
@@ -60,22 +60,22 @@ class _Unreadable:
 
 
 class MessageCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
-    """Answers a request that cannot be parsed with INVALID_ARGUMENT.
+    """Answers requests that cannot be parsed with INVALID_ARGUMENT.
 
-    gRPC would answer UNKNOWN and log an error with a traceback for each of them.
+    gRPC itself would answer UNKNOWN and log an error with a traceback for each of them.
     """
 
     def __init__(self) -> None:
         self._warnings = Repeated(Log("kvtier.rpc"), _WARNING_PERIOD_NS)
         self._checked: dict[str, Any] = {}
-        """By method; there are only those of the services."""
+        """Handlers with the check, by method; only existing methods are added."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return what serves a call, with the check before it."""
+        """Return the handler of a call, with the check in front of it."""
         method = details.method
         if method not in self._checked:
             call = await continuation(details)

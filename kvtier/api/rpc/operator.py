@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from kvtier.client.wire import quiet_channel
+from kvtier.transfer.channel import quiet_channel
 from kvtier.transfer.door import knock
 from kvtier.v1 import operator_pb2_grpc
 

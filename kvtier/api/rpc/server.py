@@ -19,34 +19,34 @@ from kvtier.v1 import engine_pb2_grpc, operator_pb2_grpc
 __all__ = ["OPERATORS_MAX", "UnixServer", "open_tcp", "open_unix"]
 
 OPERATORS_MAX = 64
-"""Tools that operate at once over the Unix socket; scripts and probes, a few each."""
+"""Connections of operators to the Unix socket at once; enough for scripts and probes."""
 
 _TCP_CALLS_MAX = 16
-"""Calls at once over TCP, so that strangers who only knock cannot take the daemon's time."""
+"""Concurrent calls over TCP, so that callers without a token cannot take the daemon's time."""
 
 
 _TICKET_IDLE_S = 60.0
-"""An operator's ticket is good for so long after its last call began; tools take one for each."""
+"""How long an operator's ticket is valid after its last call began; tools get one for each call."""
 
 _SERVERS_MAX = 4
-"""Servers on the Unix socket: one, and those whose socket file was removed."""
+"""Servers on the Unix socket: the current one, and earlier ones whose socket file was removed."""
 
 _OPTIONS = (
     # For TLS and the first message of HTTP/2; the default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # For a connection without a call; an attached engine always has one.
     ("grpc.max_connection_idle_ms", 60_000),
-    # Of the 1024 descriptors that are the usual limit, tiers and engines need the others.
+    # Half of the usual limit of 1024 descriptors; tiers and engines need the others.
     ("grpc.max_allowed_incoming_connections", 512),
 )
-"""Bounds on idle connections, which in large numbers would use up every descriptor."""
+"""Limits on idle connections, which could otherwise use up all file descriptors."""
 
 _TCP_OPTIONS = (
     *_OPTIONS[:2],
     ("grpc.max_allowed_incoming_connections", 128),
-    # Without this two daemons could listen on one port, and callers would reach either.
+    # Otherwise two daemons could listen on the same port, and callers would reach either.
     ("grpc.so_reuseport", 0),
-    # Without it the call of a peer whose network is gone would hold one of the 16 places for hours.
+    # Otherwise a call from a peer that lost its network would count as running for hours.
     ("grpc.keepalive_time_ms", 60_000),
 )
 
@@ -73,7 +73,7 @@ class UnixServer:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the socket's file is still ours."""
+        """Return whether the socket file is still this server's."""
         return self._file.is_in_place()
 
     async def reopen(self) -> None:
@@ -87,18 +87,18 @@ class UnixServer:
                 await server.start()
             undo.pop_all()
         self._servers.append(server)
-        if len(self._servers) > _SERVERS_MAX:  # its clients reconnect, to the newest one
+        if len(self._servers) > _SERVERS_MAX:  # clients of the oldest reconnect to the newest
             await self._servers.pop(0).stop(None)
 
     def _bind(self, server: grpc.aio.Server, fresh: Path) -> None:
         try:
             server.add_insecure_port(f"unix:{fresh}")
         except RuntimeError as error:
-            why, remedy = f"cannot listen on {self._file.path}", "look at its directory"
+            why, remedy = f"cannot listen on {self._file.path}", "check its directory"
             raise StartError("daemon.socket", why, remedy) from error
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and end those under way after ``grace_s``."""
+        """Accept no more calls, and abort those still running after ``grace_s``."""
         self._file.remove()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
@@ -110,7 +110,7 @@ async def open_unix(
     engine: engine_pb2_grpc.EngineServicer,
     operator: operator_pb2_grpc.OperatorServicer,
 ) -> UnixServer:
-    """Serve both services at ``path``; operators show a ticket of ``door``. Raises StartError."""
+    """Serve both services at ``path``; operators need a ticket of ``door``. Raises StartError."""
 
     def add_services(server: grpc.aio.Server) -> None:
         engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
@@ -118,7 +118,7 @@ async def open_unix(
 
     guard = Guard(
         lambda ticket: door.keep(ticket, _TICKET_IDLE_S),
-        f"an operator's call shows a ticket from {operator_door(path)}; use this version's kvtier",
+        f"this call needs a ticket from {operator_door(path)}; use the daemon's version of kvtier",
     )
     server = UnixServer(path, socket_mode(allowed_uids), guard, add_services)
     await server.reopen()
@@ -128,10 +128,10 @@ async def open_unix(
 async def open_tcp(
     listen: Address, credentials: Credentials, operator: operator_pb2_grpc.OperatorServicer
 ) -> tuple[grpc.aio.Server, int]:
-    """Serve operators who show the token, over TLS; returns the server and its port."""
+    """Serve operators that have the token, over TLS; returns the server and its port."""
     guard = Guard(
         credentials.admits,
-        "a call over TCP shows the token of rpc.token_file; use kvtier with --token-file",
+        "calls over TCP need the token in rpc.token_file; use kvtier with --token-file",
     )
     server = grpc.aio.server(
         interceptors=[guard, MessageCheck()],

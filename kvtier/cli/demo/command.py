@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     from kvtier.cli.demo.tour import Tour
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_parent()) as directory,

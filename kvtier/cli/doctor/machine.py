@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 _KERNEL_LEAST = (5, 4)
-"""Has pidfds, by which the daemon's engine is watched."""
+"""Has pidfds, with which the daemon watches its engine."""
 
 _KERNEL_GOOD = (5, 14)
-"""Makes page table entries of the arena ahead, so that the first use of a page is no slower."""
+"""Can fill the arena's page tables in advance, so that the first use of a page is not slower."""
 
 _DESCRIPTORS_GOOD = 4096
-"""An engine takes three, a scrape one, a hung disk a few; the rest is for crowds."""
+"""An engine takes three, a scrape one, a hung disk a few; the others are for many clients."""
 
 _SLOW_CLOCKS = frozenset({"acpi_pm", "hpet", "jiffies"})
 _TIMEX_BYTES = 208
@@ -122,7 +122,7 @@ def look_at_gpu(subject: Subject) -> Finding:
 
 
 def look_at_descriptors(subject: Subject) -> Finding:
-    """Look how many files and connections may be open."""
+    """Check how many files and connections may be open."""
     limit, whose = subject.hard_limit("Max open files")  # kvtier raises the soft one to it
     found = f"{limit:,.0f} open files, {whose} limit"
     remedy = "set LimitNOFILE=65536 in the unit, or ulimit -n 65536"

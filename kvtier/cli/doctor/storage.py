@@ -40,7 +40,7 @@ _SLOW_BYTES = 100 << 20
 
 
 def look_at_directory(subject: Subject) -> Finding:
-    """Look whether the directory is, or could be made, ours alone."""
+    """Check that the directory is private to the daemon's user, or can be created as such."""
     wanted = subject.config.ssd.directory
     found = _nearest(wanted)
     remedy = f"mkdir -p {wanted}, and give it to the daemon's user with mode 0700"
@@ -48,7 +48,7 @@ def look_at_directory(subject: Subject) -> Finding:
         return fail(f"{found} is no directory", "remove it, or name another ssd.directory")
     if not os.access(found, os.W_OK | os.X_OK):
         return fail(f"user {os.geteuid()} may not write {found}", remedy)
-    # Root looks on behalf of the daemon's user, whose directory it then is.
+    # Root checks on behalf of the daemon's user, who is taken to own the directory.
     check_parents(wanted, "ssd.directory", os.geteuid() or found.stat().st_uid)
     if found != wanted:
         return ok(f"{wanted} will be made")

@@ -43,12 +43,12 @@ class Subject:
     def limit(self, name: str) -> tuple[float, str]:
         """Return a soft resource limit, such as ``Max locked memory``, and whose it is.
 
-        It is the running daemon's if there is one: a shell has other limits than a service.
+        If a daemon is running, it is the daemon's: a shell and a service have different limits.
         """
         return self._limit(name, 0)
 
     def hard_limit(self, name: str) -> tuple[float, str]:
-        """Return the hard limit likewise."""
+        """Return a hard resource limit, and whose it is, like ``limit``."""
         return self._limit(name, 1)
 
     def _limit(self, name: str, column: int) -> tuple[float, str]:

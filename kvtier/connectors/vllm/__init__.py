@@ -34,9 +34,9 @@ __all__ = ["KvtierConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the connector where it is asked for: it needs vLLM, and its parts do not.
+    """Import the connector on first use: it needs vLLM, and the modules beside it do not.
 
-    If it cannot be imported, whatever the reason, vLLM gets one that serves nothing.
+    If it cannot be imported for any reason, vLLM gets a connector that serves nothing.
     """
     if name != "KvtierConnector":
         raise AttributeError(name)

@@ -1,8 +1,8 @@
-"""A connector that serves nothing, for when the real one cannot be imported.
+"""A connector that serves nothing, used if the real one cannot be imported.
 
-An unserved release of vLLM or a broken dependency must not keep vLLM from starting: vLLM gets this
-class, computes everything itself, and its log has one line with the reason. Imports as little as
-possible, because anything else may be what is broken.
+An unsupported release of vLLM or a broken dependency must not keep vLLM from starting: vLLM gets
+this class, computes everything itself, and its log has one line with the reason. This module
+imports as little as possible, because any other import may be the broken one.
 """
 
 import abc
@@ -16,41 +16,41 @@ __all__ = ["UnservedRelease", "idle_connector", "reason_of", "say_idle"]
 
 
 class UnservedRelease(ImportError):
-    """Raised for a vLLM that kvtier was not tested with; the message has the remedy."""
+    """Raised for a vLLM release that kvtier does not support; the message has the remedy."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return why kvtier cannot be imported, with the remedy."""
+    """Return why kvtier cannot be used, with the remedy."""
     if isinstance(error, UnservedRelease):
         return str(error)
     return (
-        f"kvtier cannot be imported ({type(error).__name__}: {error}): install it again in vLLM's"
-        " environment (pip install --force-reinstall kvtier), and look at its dependencies with"
+        f"kvtier cannot be imported ({type(error).__name__}: {error}): reinstall it in vLLM's"
+        " environment (pip install --force-reinstall kvtier), and check its dependencies with"
         " pip check"
     )
 
 
 def say_idle(reason: str) -> None:
-    """Log the one line."""
+    """Log in one line that nothing is cached, and why."""
     join_log()
     Log("kvtier.vllm").error("vLLM's blocks are not cached", reason=reason)
 
 
 @cache  # vLLM may ask for the class again, and compares classes
 def idle_connector(reason: str) -> type:
-    """Return a class of connectors for any vLLM that has connectors at all."""
+    """Return a connector class that works with any vLLM release that has connectors."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     hybrid = getattr(base, "SupportsHMA", None)  # without it vLLM restricts hybrid models
     bases = (base.KVConnectorBase_V1, hybrid) if hybrid else (base.KVConnectorBase_V1,)
 
     class IdleConnector(*bases):  # type: ignore[misc]  # vLLM is not there to be checked
-        """Finds nothing, and stores nothing."""
+        """A connector that finds nothing and stores nothing."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
             given = () if kv_cache_config is None else (kv_cache_config,)
             super().__init__(vllm_config, role, *given)
-            if role == base.KVConnectorRole.SCHEDULER:  # once is enough
+            if role == base.KVConnectorRole.SCHEDULER:  # log it once, not in each worker
                 say_idle(reason)
 
         @property
@@ -70,12 +70,12 @@ def idle_connector(reason: str) -> type:
             return False, None
 
         def reset_cache(self) -> bool:
-            return True  # vLLM takes anything else for a fault
+            return True  # vLLM treats anything else as an error
 
-    for name in IdleConnector.__abstractmethods__:  # of this release
+    for name in IdleConnector.__abstractmethods__:  # they differ between releases
         setattr(IdleConnector, name, _nothing)
     return abc.update_abstractmethods(IdleConnector)
 
 
 def _nothing(_self: object, *_: object, **__: object) -> None:
-    """Return nothing, whatever is asked."""
+    """Ignore all arguments and return None."""

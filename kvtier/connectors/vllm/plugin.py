@@ -1,7 +1,7 @@
-"""Makes the connector known to vLLM by its name alone; vLLM calls it in each of its processes.
+"""The vLLM plugin that registers the connector's name; vLLM runs it in each of its processes.
 
-It names a module and imports nothing of it, so that it costs nothing where another connector is
-used, or none.
+It only names the connector's module and does not import it, so it costs nothing if vLLM uses
+another connector or none.
 """
 
 from kvtier.observe.log import Log
@@ -20,7 +20,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
     except ValueError:
         return  # it is registered: vLLM may call this more than once
-    except Exception as error:  # of another vLLM, which may lack anything
+    except Exception as error:  # other releases of vLLM may lack anything
         remedy = "set kv_connector_module_path to kvtier.connectors.vllm"
         Log("kvtier.vllm").warning(
             "cannot register KvtierConnector with vLLM", error=error, remedy=remedy

@@ -72,15 +72,15 @@ def _of_role(config: Any) -> Iterator[str]:
 
 
 def _of_cached_context(config: Any) -> Iterator[str]:
-    """Yield why vLLM should not compute from cached context, from wherever it comes.
+    """Yield why vLLM should not compute from cached context, wherever that comes from.
 
-    vLLM switches its own prefix caching off where its kernels or the model are not made for that,
-    and does not keep who has switched it off.
+    vLLM switches its own prefix caching off if its kernels or the model do not support it. It does
+    not record whether it or the user switched it off.
     """
     if not config.cache_config.enable_prefix_caching:
         yield (
-            "vLLM's own prefix caching is off: by --no-enable-prefix-caching, or because vLLM does"
-            " not compute this model right from cached context here (see its log)"
+            "vLLM's own prefix caching is off: by --no-enable-prefix-caching, or because vLLM"
+            " cannot compute this model correctly from cached context here (see its log)"
         )
     elif not getattr(config.model_config, "is_prefix_caching_supported", True):
         yield "vLLM does not support prefix caching with this model, although it is switched on"

@@ -30,7 +30,7 @@ def release() -> tuple[int, int]:
 
 
 def check_release() -> None:
-    """Raise UnservedRelease, with the remedy, for a release that is not served."""
+    """Raise UnservedRelease, with the remedy, for an unsupported release of vLLM."""
     if not _OLDEST <= release() <= _NEWEST:
         served = " to ".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
         raise UnservedRelease(

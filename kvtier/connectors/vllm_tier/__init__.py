@@ -34,9 +34,9 @@ __all__ = ["KvtierOffloadingConnector", "KvtierTier"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for: both need vLLM, and their parts do not.
+    """Import the class on first use: it needs vLLM, and the modules beside it do not.
 
-    If it cannot be imported, whatever the reason, vLLM gets one that serves nothing.
+    If it cannot be imported for any reason, vLLM gets a class that serves nothing.
     """
     if name not in __all__:
         raise AttributeError(name)

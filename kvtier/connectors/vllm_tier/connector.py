@@ -49,12 +49,12 @@ class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # v
             super().__init__(vllm_config, role, kv_cache_config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Tell the scheduling half how this worker's pages are arranged."""
+        """Tell the scheduler side how this worker's pages are laid out."""
         config, blocks = self._vllm_config, self._kv_cache_config
         try:
-            # A worker may know more: its layers may have switched prefix caching off.
+            # Checked here as well: a worker's layers may have switched prefix caching off.
             return _Handshake(_arranged(config, blocks), refusal(config, blocks))
-        except Exception as error:  # of whatever a device or backend has: vLLM starts all the same
+        except Exception as error:  # whatever a device or backend raises, vLLM must start
             return _Handshake("", str(error) or type(error).__name__)
 
     @guarded(_log, lambda: None)

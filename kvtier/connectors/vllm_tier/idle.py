@@ -1,6 +1,6 @@
-"""A connector and a tier that serve nothing, for when the real ones cannot be imported.
+"""A connector and a tier that serve nothing, used if the real ones cannot be imported.
 
-vLLM keeps its own CPU tier then, without a tier of ours behind it.
+vLLM then keeps its own CPU tier, without kvtier's tier behind it.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _OURS = "KvtierTier"
 
 @cache
 def idle_offloading_connector(reason: str) -> type:
-    """Return vLLM's ``OffloadingConnector``, which leaves our tiers out."""
+    """Return a subclass of vLLM's ``OffloadingConnector`` that leaves out kvtier's tiers."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,
@@ -32,7 +32,7 @@ def idle_offloading_connector(reason: str) -> type:
             if len(others) < len(tiers):
                 extra["secondary_tiers"] = others
             super().__init__(vllm_config, role, kv_cache_config)
-            if role == KVConnectorRole.SCHEDULER:  # once is enough
+            if role == KVConnectorRole.SCHEDULER:  # log it once, not in each worker
                 say_idle(reason)
 
     return IdleOffloadingConnector
@@ -40,12 +40,12 @@ def idle_offloading_connector(reason: str) -> type:
 
 @cache
 def idle_tier(reason: str) -> type:
-    """Return a class of tiers, for users of vLLM's ``OffloadingConnector``."""
+    """Return a tier class for users of vLLM's own ``OffloadingConnector``."""
     from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
     class IdleTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there to be checked
-        """Has nothing; each job fails at once."""
+        """A tier that holds nothing; each job fails at once."""
 
         def __init__(
             self,
@@ -76,6 +76,6 @@ def idle_tier(reason: str) -> type:
             return RequestOffloadingContext()
 
         def drain_jobs(self) -> None:
-            """Wait for nothing."""
+            """Return at once: no job is ever running."""
 
     return IdleTier

@@ -1,14 +1,14 @@
-"""What a decision was worth: what came of it against the road that was not taken.
+"""What a decision saved or cost: its outcome compared with the alternative that was not chosen.
 
-Of that road nobody knows what it would have taken. Computing is predicted by the model that was
-fitted to the engine's real steps, restoring by what is known of the tiers by now. All figures are
-bounded by the times they are made of, so that a wrong report spoils no sum.
+The time of the alternative is never observed. Computing is predicted by the model that was fitted
+to the engine's real steps, restoring by what is known of the tiers by now. All figures are bounded
+by the times that they are derived from, so that a wrong report cannot spoil a sum.
 
-Predictions of an engine that was busy while it was measured are too high. So where the same prompt
-was computed before, no more is claimed than the difference to the time which that took; and
-nothing is claimed as saved that rests on the first few steps of an engine alone.
+Predictions for an engine that was busy while it was measured are too high. So if the same prompt
+was computed before, no more is claimed than the difference from its measured time. And nothing is
+claimed as saved on the basis of an engine's first few steps alone.
 
-The guard goes by predictions, which know the engine's load.
+The guard uses predictions, because they take the engine's load into account.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,10 @@ def took_s(outcome: Outcome) -> float:
 def judge(
     ask: Ask, plan: Plan, outcome: Outcome, roads: Roads, cold_s: float | None = None
 ) -> Verdict:
-    """Say what an outcome was worth; ``cold_s`` is what the same prompt was measured to take."""
+    """Return what an outcome saved or cost.
+
+    ``cold_s`` is the measured time of computing the same prompt, if there is one.
+    """
     own_s, computing_s = took_s(outcome), roads.recompute.mean_s
     if not plan.num_blocks:
         other_s = _best_restore_s(ask, roads)
@@ -77,7 +80,7 @@ def judge(
     gain_s = min(max(computing_s - own_s, -own_s), _worth_s(plan, roads))
     restored = restored_blocks(outcome, plan)
     blamed = restored if gain_s >= 0 else _awaited(ask, plan, restored, roads)
-    # With part of the prompt on the GPU, computing all of it is a bound but no measurement.
+    # If part of the prompt is on the GPU, the time of computing all of it is only an upper bound.
     measured_s = None if ask.first_token else cold_s
     claim_s = gain_s
     if gain_s > 0 and cold_s is not None:
@@ -93,9 +96,9 @@ def judge(
 
 
 def _worth_s(plan: Plan, roads: Roads) -> float:
-    """Return the most a plan can save: computing what it restores, and nothing that waits or rests.
+    """Return the most a plan can save: the time of computing what it restores, without waiting.
 
-    A client may say that its prompt is as long as it likes, and its engine as busy.
+    This limits the effect of clients that report wrong prompt lengths or loads.
     """
     worth_s = roads.recompute_of(plan.num_blocks).mean_s - roads.wait_s
     return min(max(worth_s, 0.0), SECONDS_MAX)
@@ -104,7 +107,7 @@ def _worth_s(plan: Plan, roads: Roads) -> float:
 def _best_restore_s(ask: Ask, roads: Roads) -> float:
     if not ask.num_found:
         return roads.recompute.mean_s
-    # Splitting is left out: whether it would have gone well is a guess upon guesses.
+    # Splitting is not considered: its prediction would rest on too many guesses.
     return min(road.total.mean_s for road in roads.plain(ask.num_found))
 
 

@@ -29,7 +29,7 @@ _FLOOR_GUESS_S = 0.01
 """Such a model's weights are read in that time."""
 
 _SETTLED_STEPS = 8
-"""Prefill steps from which on a single slow one no longer moves the fit by much."""
+"""Number of prefill steps after which a single slow step no longer changes the fit by much."""
 
 _FIRST_TAIL = 2.0
 _CHUNK_GUESS = 512
@@ -119,17 +119,17 @@ class Engine:
 
     @property
     def is_known(self) -> bool:
-        """Tell whether it was ever measured, now or by an earlier run."""
+        """Tell whether the engine was ever measured, in this run or an earlier one."""
         return self.is_measured or self._is_recalled
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether more is known than its first steps, which are often slow."""
+        """Tell whether the model rests on more than the first steps, which are often slow."""
         return self._is_recalled or self._prefill.num_noted >= _SETTLED_STEPS
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether a prompt's step was ever measured."""
+        """Tell whether a prefill step was ever measured."""
         return self._prefill.num_noted > 0
 
     def note_flops(self, flops: ModelFlops) -> None:

@@ -68,9 +68,9 @@ class Roads:
         self._queued_s = self._queues()
         self._pace = engine.pace(ask.load)
         self.is_settled = engine.is_settled
-        """What computing takes rests on more than the engine's first steps."""
+        """Whether the predicted compute time rests on more than the engine's first steps."""
         self.wait_s = engine.wait_s(ask.load, self._pace)
-        """Until the engine gets to the request."""
+        """Expected time until the engine starts on the request."""
         self._first = ask.first_token
         known = ask.first_token + ask.num_found * ask.block_tokens
         self._end = max(ask.num_tokens, known + 1)  # the last token is always computed

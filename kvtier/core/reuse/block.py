@@ -1,8 +1,8 @@
-"""Remembered blocks, as columns: whose child a block is, in which run, and where it is.
+"""Remembered blocks, as columns: the parent of each block, its run, and the tiers it is in.
 
-A hash table and numpy columns, 90 bytes a block: with a dictionary of a million hashes and lists it
-would be 250. What is asked for is a chain at a time, mostly, for which an array operation costs no
-more than a loop.
+A hash table and numpy columns take 90 bytes per block; a dictionary with a million hashes and lists
+would take 250. Most calls are for a whole chain, for which an array operation costs no more than a
+loop.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ NO_ROW = -1
 """Before a root, or not remembered."""
 
 ORPHAN = -2
-"""The parent of a block that is only known as the parent of another: its own is not known yet."""
+"""The parent of a block whose own parent is not known yet: it is only known as a parent itself."""
 
 FATES: Sequence[Fate] = tuple(Fate)
 """By the number that stands for a fate in its column."""
@@ -103,10 +103,10 @@ class Blocks:
         return self._table.find(as_keys(b"".join(keys))).astype(np.int32)
 
     def chain(self, keys: Sequence[bytes]) -> tuple[Places, int, list[int]]:
-        """Return the rows of a chain, new ones where it goes on, and how many are known.
+        """Return a chain's rows, how many leading ones were known, and those adopted before.
 
-        The chain is cut before the first block that belongs elsewhere or is repeated: only a broken
-        client sends such a chain. Also returns those of its other rows that were adopted before.
+        Rows are added for blocks that are not remembered. The chain is cut before the first block
+        that belongs elsewhere or is repeated: only a broken client sends such a chain.
         """
         found = self.find(keys)
         is_own = self._is_own(found)
@@ -130,9 +130,9 @@ class Blocks:
     def adopt(self, keys: Sequence[bytes], parents: Sequence[bytes], places: Places) -> Places:
         """Remember blocks, each given once, and link them to their parents; returns the new rows.
 
-        An unknown parent is added as an orphan, and linked when it is adopted or named itself. A
-        known link is not changed. A block whose place does not follow its parent's stays an orphan:
-        only a broken client names such a block.
+        An unknown parent is added as an orphan. It is linked when it is adopted itself or a request
+        names it. Existing links are not changed. A block whose place does not follow its parent's
+        stays an orphan: only a broken client names such a block.
         """
         is_child = places > 0
         place_of = dict(zip(compress(parents, is_child), places[is_child] - 1, strict=True))
@@ -148,14 +148,14 @@ class Blocks:
         return fresh
 
     def _is_own(self, found: Places) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a chain are known as the child of the row before them."""
+        """Tell which rows of a chain are linked as the child of the row before them."""
         before = np.concatenate([[NO_ROW], found[:-1]])
         is_own: npt.NDArray[np.bool_] = (found != NO_ROW) & (self.parent[found] == before)
         is_own &= self.place[found] == np.arange(len(found))
         return is_own
 
     def _link(self, rows: Places, parents: Places) -> None:
-        """Set the parents of orphans, each given once; ``NO_ROW`` for the first of a chain."""
+        """Set the parents of orphans, each given once; ``NO_ROW`` for a chain's first block."""
         self.parent[rows] = parents
         rows, parents = rows[parents >= 0], parents[parents >= 0]
         np.add.at(self.children, parents, 1)

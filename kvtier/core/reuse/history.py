@@ -163,7 +163,7 @@ class History:
         return Touched(num_known, turn, times_seen)
 
     def extend(self, use: Use, now_ns: int) -> int:
-        """Remember the blocks of a chain beyond what is known of it; no use of the known ones.
+        """Remember the blocks of a chain that are not known yet; known ones do not count as used.
 
         Returns how many were known.
         """
@@ -187,11 +187,13 @@ class History:
                 self._begin_run(use, rows[first:end], hazards.number(group), turn)
         return num_known
 
-    def is_unmet(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Tell which blocks have to be adopted: unknown ones, and those without a known parent."""
+    def needs_adoption(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Tell which blocks have to be adopted: unknown ones and orphans."""
         rows = self.blocks.find(keys)
-        is_unmet: npt.NDArray[np.bool_] = (rows == NO_ROW) | (self.blocks.parent[rows] == ORPHAN)
-        return is_unmet
+        needs_adoption: npt.NDArray[np.bool_] = (rows == NO_ROW) | (
+            self.blocks.parent[rows] == ORPHAN
+        )
+        return needs_adoption
 
     def adopt(
         self,
@@ -200,7 +202,7 @@ class History:
         places: npt.NDArray[np.integer[Any]],
         payload_bytes: int,
     ) -> None:
-        """Remember blocks that no request named, each given once, as used once.
+        """Remember blocks that no request has named, as used once. Each is given once.
 
         ``parents`` is ignored for a block at place 0 of its chain. Each block becomes a run of its
         own, because it is not known which of them were used together.
@@ -218,11 +220,11 @@ class History:
     ) -> None:
         """Note that remembered blocks are resident in a tier now.
 
-        ``numbers`` are the rows by which the tier's user knows them.
+        ``numbers`` are the rows of these blocks in the index.
         """
         blocks, runs, column = self.blocks, self.runs, COLUMN[tier]
         rows = blocks.find(keys)
-        assert (rows != NO_ROW).all(), "a block has to be adopted first"
+        assert (rows != NO_ROW).all(), "a block must be adopted before it enters a tier"
         if numbers is not None:
             blocks.number[rows] = numbers
         if len(set(keys)) < len(keys):
@@ -320,7 +322,7 @@ class History:
     # Runs
 
     def _rows_of(self, use: Use) -> tuple[Places, int]:
-        """Return the rows of a chain, new ones where it goes on, and how many are known."""
+        """Return the rows of a chain, adding missing ones, and how many were known."""
         rows, num_known, adopted = self.blocks.chain(use.keys)
         for row in adopted:
             self.runs.give(int(self.blocks.run[row]))

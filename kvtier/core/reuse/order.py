@@ -210,7 +210,7 @@ class Order:
                 if is_spared is not None and is_spared(row):
                     return
                 if (yield score, row) is False:
-                    proposed.add(row)  # the run may be revealed again
+                    proposed.add(row)  # the run may be visited again
                     return
                 if blocks.where[row] & self._bit:  # not gone yet, only to be
                     proposed.add(row)

@@ -1,4 +1,4 @@
-"""Advice: what an operator should know of a server's settings, once, in the log."""
+"""Advice: warns operators of a server's settings, once, in the log."""
 
 import math
 
@@ -12,18 +12,18 @@ __all__ = ["IDENTITY", "MEMORY", "QUESTIONS", "advise", "check_alone", "facts_of
 _log = Log("kvtier.remote")
 
 MEMORY = Command((b"INFO", b"memory"))
-"""Asks how much memory a server uses and may use."""
+"""Asks a server how much memory it uses, and how much it may use."""
 
 QUESTIONS = (MEMORY, Command((b"INFO", b"cluster")))
-"""What a server is asked at the first connection; a user may not be allowed to."""
+"""Sent to a server on the first connection; an ACL may forbid them."""
 
 
 IDENTITY = Command((b"INFO", b"server"))
-"""What a server is asked at each connection: its ``run_id`` is another after a restart."""
+"""Sent to a server on each connection: its ``run_id`` changes when it restarts."""
 
 
 def advise(place: Place, memory: Reply) -> None:
-    """Warn of a server that will fill up, or take its whole machine."""
+    """Warn of a server that will fill up, or will use all memory of its machine."""
     facts = facts_of(memory)
     if facts.get("maxmemory") == "0":
         _log.warning("the server has no maxmemory and may take its whole machine", server=place)
@@ -42,7 +42,7 @@ def check_alone(cluster: Reply) -> None:
 
 
 def free_bytes(memory: Reply) -> float | None:
-    """Return how much more a server takes before it is full; None where it does not tell."""
+    """Return how much more memory a server may use; None if it does not tell."""
     facts = facts_of(memory)
     try:
         most, used = int(facts["maxmemory"]), int(facts["used_memory"])
@@ -52,6 +52,6 @@ def free_bytes(memory: Reply) -> float | None:
 
 
 def facts_of(reply: Reply) -> dict[str, str]:
-    """Return what an answer to INFO tells, by name."""
+    """Return the fields of a reply to INFO, by name."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)

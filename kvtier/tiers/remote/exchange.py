@@ -16,10 +16,10 @@ from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, ValueFormat, Verdic
 __all__ = ["Exchange"]
 
 _SPARE_FACTOR = 4
-"""How much more memory than a measurement takes has to be free: others write at the same time."""
+"""Memory that must be free per byte of a measurement, because others write at the same time."""
 
 _GROUP_BYTES = 8 << 20
-"""Payload that is sealed and sent at once: what a connection may need in buffers, or one block."""
+"""Payload that is sealed and sent at once, which limits the buffers of a connection."""
 
 
 class Exchange:
@@ -34,7 +34,7 @@ class Exchange:
         self._deadline_ns = deadline_ns
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool | None]:
-        """Tell for each hash whether its head is there; None where another server has it now."""
+        """Tell for each hash whether its head is there; None if the server refuses to answer."""
         replies = self._ask([Command((b"EXISTS", self._values.key(each))) for each in hashes])
         return [None if isinstance(reply, Refusal) else reply == 1 for reply in replies]
 
@@ -66,11 +66,11 @@ class Exchange:
         self._ask([Command((b"PING",)), Command((b"SET", key, b"", b"XX"))])
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise TierFull unless a server surely takes so many bytes without evicting any key."""
+        """Raise TierFull unless the server can surely store that many bytes without evicting."""
         (memory,) = self._ask([MEMORY])
         free = free_bytes(memory)
         if free is None:
-            raise TierFull(f"{self.server.place} does not tell how much memory is free")
+            raise TierFull(f"{self.server.place} does not report how much memory is free")
         if free < _SPARE_FACTOR * num_bytes:
             needed = f"{_SPARE_FACTOR * num_bytes >> 10} KiB"
             raise TierFull(f"{self.server.place} has less than {needed} of memory free")

@@ -15,20 +15,20 @@ _BUFFER_BYTES = 16 << 10
 
 _LINE_BYTES_MAX = 8 << 10
 _STRING_BYTES_MAX = 1 << 20
-"""A string that nobody gave a place to; only keys that are not ours are longer."""
+"""Longest string that is read without a buffer for it; only foreign keys are longer."""
 
 _ARRAY_LENGTH_MAX = 1 << 20
 _DEPTH_MAX = 8
-"""Of arrays within arrays: a cluster's map has three."""
+"""Depth of nested arrays; a cluster's slot map has three levels."""
 
 _REPLY_BYTES_MAX = 64 << 20
-"""Of one reply with all its elements: a page of SCAN or a cluster's map has far less."""
+"""Size of one reply with all its elements; a page of SCAN or a slot map takes far less."""
 
 _ELEMENT_BYTES = 64
-"""What an element takes in memory besides its text."""
+"""Memory that an element takes besides its text."""
 
 _JOINED_BYTES_MAX = 2 << 10
-"""Shorter pieces are sent with their neighbours: a copy costs less than an element of a vector."""
+"""Shorter pieces are joined before sending: a copy costs less than another element of a vector."""
 
 Piece = bytes | memoryview
 Word = bytes | tuple[Piece, ...]
@@ -101,7 +101,7 @@ class ReplyReader:
         self._view = memoryview(self._bytes)
         self._start = self._end = 0
         self._left_bytes = 0
-        """What the reply that is being read may still take."""
+        """Memory that the rest of the current reply may take."""
 
     def read(self, into: Sequence[memoryview] = ()) -> Reply:
         """Return the next reply. Raises Garbled, after which nothing more can be read."""
@@ -126,13 +126,13 @@ class ReplyReader:
 
     def _array(self, length: int, depth: int) -> Reply:
         if length > _ARRAY_LENGTH_MAX or depth > _DEPTH_MAX:
-            raise Garbled("an array longer or deeper than any that was asked for")
+            raise Garbled("an array that is too long or too deep")
         return None if length < 0 else [self._read((), depth) for _ in range(length)]
 
     def _take_memory(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes
         if self._left_bytes < 0:
-            raise Garbled("a reply larger than any that was asked for")
+            raise Garbled("a reply that is too large")
 
     def _string(self, length: int, into: Sequence[memoryview]) -> Reply:
         if length < 0:

@@ -131,11 +131,11 @@ class Server:
         self._forget_idle()
 
     def _learn(self, commands: Sequence[Command], replies: Sequence[Reply]) -> None:
-        """Draw from the replies how the server does."""
+        """Update the server's health from its replies."""
         fault = ""
         for command, reply in zip(commands, replies, strict=True):
             if command.words[0] == b"INFO":
-                continue  # a user may not be allowed to ask
+                continue  # an ACL may forbid it
             code = reply.code if isinstance(reply, Refusal) else ""
             if code in _LIMITS:
                 self.limit = f"{_LIMITS[code]} (-{code}), {self.place}"
@@ -144,7 +144,7 @@ class Server:
             elif command.words[0] == b"SET" and not code:
                 self.limit = ""
         if fault:
-            self._forget_idle()  # a login that was withdrawn is asked for again
+            self._forget_idle()  # new connections log in again, in case the login was revoked
             raise self._faulty(TierError(fault))
         self.fault = ""
 
@@ -249,7 +249,7 @@ class Server:
         self._note_run(facts_of(replies[len(login)]).get("run_id", ""))
 
     def _note_run(self, run_id: str) -> None:
-        """Tell of a restart, or of another server at this place: what it holds is not known."""
+        """Report a restart, or another server at this address: its blocks must be verified."""
         with self._lock:
             before, self._run_id = self._run_id, run_id or self._run_id
         if before not in {"", self._run_id}:

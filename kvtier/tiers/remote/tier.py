@@ -3,13 +3,13 @@
 Rules
 -----
 * Nothing connects before the first call: a missing server never delays a start.
-* Every wait ends by the deadline of its call: connecting and name resolution included.
-* One round trip a server and batch, with a bounded number of bytes under way.
-* What others wrote under our keys is never trusted: header, length, checksum or seal are verified,
-  and a value that is no whole block of that hash is unlinked.
-* A server of several that fails takes only its own blocks out: they are absent, or rejected, and
-  the rest of the batch is served. Only where every server fails is the call a fault.
-* Credentials are in no message and no repr.
+* Every wait ends by the deadline of its call, including connecting and name resolution.
+* One round trip per server and batch, with a bounded number of bytes in flight.
+* Values that others wrote under our keys are never trusted: header, length, checksum or seal are
+  verified, and a value that is not a complete block of its hash is unlinked.
+* If one of several servers fails, only its own blocks are affected: they are absent, or rejected,
+  and the rest of the batch is served. A call fails only if every server fails.
+* No message and no repr contains credentials.
 """
 
 import contextlib
@@ -58,10 +58,10 @@ _VALUE_BYTES_MAX = 512 << 20
 """The largest value a server takes in its default setting."""
 
 _SCRATCH_TTL_MS = 60_000
-"""Blocks of a measurement that a crash leaves behind are gone after a minute."""
+"""Expiry of a measurement's blocks, so that those left behind by a crash go after a minute."""
 
 _SAMPLES = 256
-"""Hashes among which a probe finds one for each primary."""
+"""Hashes from which a probe picks one for each primary."""
 
 
 class RemoteTier:
@@ -136,12 +136,12 @@ class RemoteTier:
         return self._spread(hashes, deadline_ns, absent, Exchange.read, blocks)
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool | None]:
-        """Ask the servers for the head of each block; None for those of a server that fails."""
+        """Ask the servers for the head of each block; None if a block's server does not answer."""
         unknown: bool | None = None
         return self._spread(hashes, deadline_ns, unknown, Exchange.contains, hashes)
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Unlink blocks, for every node. Raises TierError where some could not be."""
+        """Unlink blocks, for every node. Raises TierError if some could not be unlinked."""
         removed = Removed()
         for server, indexes in self._parts(hashes, deadline_ns).items():
             if server is None:
@@ -190,7 +190,7 @@ class RemoteTier:
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> Iterator["RemoteTier"]:
-        """Write under keys that expire soon, while each primary has far more memory free."""
+        """Yield this tier with a short expiry. Raises TierFull if a primary lacks free memory."""
         for server in self._primaries(deadline_ns):
             self._exchange(server, deadline_ns).check_room(num_blocks * block_bytes)
         scratch = copy.copy(self)
@@ -220,7 +220,7 @@ class RemoteTier:
         return iter(())
 
     def usage(self) -> TierUsage:
-        """Return zeros: only the servers know."""
+        """Return zeros for blocks and bytes, which only the servers know."""
         return TierUsage(
             0,
             0,
@@ -315,7 +315,7 @@ class RemoteTier:
             self._num_faults += num_blocks
 
     def _note_change(self) -> None:
-        """Note that servers may hold other blocks than they did."""
+        """Note that servers may have lost blocks."""
         with self._lock:
             self._generation += 1
 

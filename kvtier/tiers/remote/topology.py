@@ -85,7 +85,7 @@ class Topology:
         on_new_primary: Callable[[], None] = lambda: None,
     ) -> None:
         self.fault = ""
-        """Why the last look found nothing; empty where it did."""
+        """Why the last look found no servers; empty if it found some."""
         self.changes = address.form is not Form.SINGLE
         """Whether servers may change their roles, and are looked after in the background."""
         self._look = _look_of(address, connector)

@@ -183,7 +183,7 @@ def kept_of(packed: Reply, length: Reply) -> Kept:
         return Kept(None, stored_bytes, 1)
     is_split = 0 < stored_bytes < header.payload_bytes
     num_parts = min(PARTS_MAX, -(-header.payload_bytes // stored_bytes)) if is_split else 1
-    # A header may declare any size; no more than what is there can be freed.
+    # A header may declare any size, but no more than what is stored can be freed.
     return Kept(header, min(header.payload_bytes, num_parts * stored_bytes), num_parts)
 
 

@@ -30,10 +30,10 @@ _RUN_BYTES_MAX = 32 << 20
 """Bytes of one run: the deadline is looked at between runs."""
 
 _SEALED_RUN_BYTES_MAX = 8 << 20
-"""Bytes of one run whose ciphertext waits in memory; a larger block is a run of its own."""
+"""Bytes of one run of encrypted blocks, buffered in memory; a larger block is a run of its own."""
 
 _FAULTS_MAX = 2
-"""Failed runs in a row after which a segment is left: its next pages may be bad, not the disk."""
+"""Failed runs in a row after which a new segment is used: the next pages of this may be bad."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,9 @@ class Disk:
         self._probe(os.O_DIRECT if self.is_direct else 0)
 
     def _probe_direct(self) -> bool:
-        """Write and read a page past the page cache, in the very directory; raises OSError.
+        """Tell whether direct I/O works, by writing and reading a page in the directory.
 
-        A volume that takes no writes now is asked by opening a file.
+        On a volume that takes no writes, a file is opened instead. Raises OSError.
         """
         try:
             self._probe(os.O_DIRECT)

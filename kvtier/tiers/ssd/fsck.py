@@ -56,10 +56,10 @@ _SAVED = ("key_spaces.json", "learned.json")
 _OURS = frozenset(
     {"lock", "probe", "scratch", *(name + end for name in _SAVED for end in ("", ".new", ".aside"))}
 )
-"""What may be beside the segments."""
+"""Names of other files and directories that belong to the store."""
 
 _FOREIGN_SHOWN_MAX = 100
-"""Names of strangers that are reported; all of them are counted."""
+"""Names of foreign files that are reported; all of them are counted."""
 
 
 class Purpose(Enum):

@@ -1,7 +1,7 @@
 """Which block is where, in numpy columns beside a hash table: 49 bytes a block.
 
-Only what a look-up needs is here; the rest of a block's header is read from the disk together with
-its payload, and is what counts: a row may be wrong, and then the block is a miss.
+The index has only what a lookup needs. The rest of a block's header is read from the disk together
+with its payload and is authoritative: if a row is wrong, the block is a miss.
 """
 
 from collections import Counter
@@ -51,11 +51,11 @@ class Index:
         self.space: _Column = np.zeros(capacity, np.uint32)
         self.written_s: _Column = np.zeros(capacity, np.uint32)
         self.reads: npt.NDArray[np.uint8] = np.zeros(capacity, np.uint8)
-        """Since the block was written or last moved, up to ``READS_MAX``."""
+        """Reads since the block was written or last moved, up to ``READS_MAX``."""
         self._num_blocks: Counter[int] = Counter()
-        """By segment. Numbers of segments come from file names, so no array is sized by them."""
+        """Blocks by segment. Not an array, as file names can give a segment any number."""
         self.payload_total_bytes = 0
-        """Of all blocks: who watches asks each second, of millions."""
+        """Of all blocks; kept up to date because monitoring reads it every second."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -134,20 +134,20 @@ class Index:
         self.reads[rows] = np.minimum(self.reads[rows] + 1, READS_MAX)
 
     def forget_reads(self) -> None:
-        """Halve all counts of reads, so that what was read long ago counts less and less."""
+        """Halve all read counts, so that reads count less the older they are."""
         self.reads[: self._table.extent] >>= 1
 
     def count_blocks(self, segments: Sequence[int]) -> Weights:
-        """Return how many blocks each of some segments has. Needs no lock."""
+        """Return the number of blocks in each of the given segments. Needs no lock."""
         return np.array([self._num_blocks[segment] for segment in segments], np.int64)
 
     def read_bytes(self, segments: Sequence[int]) -> Weights:
-        """Return the bytes of blocks that were read in each of some segments, in ascending order.
+        """Return the total size of blocks with reads in each of the given segments.
 
-        Needs no lock: it may be off by what happens meanwhile.
+        The segments are given in ascending order. Needs no lock: concurrent changes may be missed.
         """
         extent = self._table.extent
-        read = np.flatnonzero(self.reads[:extent].copy())  # others count while it is looked through
+        read = np.flatnonzero(self.reads[:extent].copy())  # other threads count reads meanwhile
         sizes = self.payload_bytes[:extent][read] + np.float64(PAGE_BYTES)
         numbers = np.array(segments, np.uint32)
         found = self.segment[:extent][read]
@@ -168,7 +168,7 @@ class Index:
         return set(self._num_blocks)
 
     def _count(self, rows: Rows, step: int) -> None:
-        """Count the blocks of distinct rows in, or out."""
+        """Add the blocks of distinct rows to the counts, or remove them if ``step`` is -1."""
         segments, counts = np.unique(self.segment[rows], return_counts=True)
         for segment, count in zip(segments.tolist(), counts.tolist(), strict=True):
             if segment != NOWHERE:

@@ -12,7 +12,7 @@ _FIELD = "ssd.directory"
 
 
 class DirectoryLock:
-    """Holds a directory, made where needed with mode 0700, until ``release``. Raises StartError."""
+    """Locks a directory until ``release``, and creates it with mode 0700. Raises StartError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -131,12 +131,12 @@ class SegmentPool:
         return used_bytes + metadata_bytes(len(self.segments) + num_more) <= self.capacity_bytes
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise TierFull where so many bytes beside the segments would displace something."""
+        """Raise TierFull unless that many bytes besides the segments fit without an eviction."""
         used_bytes = self.allocated_bytes + metadata_bytes(len(self.segments))
         free_bytes = self.capacity_bytes - used_bytes
         if free_bytes < num_bytes:
             free = f"{free_bytes >> 10} KiB of ssd.capacity"
-            raise TierFull(f"{free} are not in use, and it takes {num_bytes >> 10} KiB")
+            raise TierFull(f"{free} are free, but {num_bytes >> 10} KiB are needed")
         if shortage := self.volume.shortage(num_bytes):
             raise TierFull(shortage)
 

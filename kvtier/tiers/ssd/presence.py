@@ -1,8 +1,8 @@
-"""Is what the directory's name leads to still what was opened? And if not, going on with it.
+"""Checks that the directory and files of a store are still there, and goes on without those lost.
 
-Files are opened by name for each operation, so a store whose directory was deleted, or emptied, or
-exchanged for another finds out here, and gives up what is gone. A read may find it out earlier: a
-block whose file is not there is a miss.
+Files are opened by name for each operation. If a store's directory was deleted, emptied or
+replaced, this check finds it, and gives up the files that are gone. A read may find it earlier: a
+block whose file is gone is a miss.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ __all__ = ["check_presence"]
 
 
 def check_presence(pool: SegmentPool, lock: DirectoryLock) -> None:
-    """Touch the directory as reads and writes do, and keep it private. For the one writer.
+    """Touch the directory as reads and writes do, and keep it private. Only the writer calls this.
 
-    Raises OSError where it does not work, and TierError where something was gone and the store has
-    begun without it. A volume that takes no more is no fault here, as long as it can be read.
+    Raises OSError if it does not work, and TierError if something was gone and the store goes on
+    without it. A volume that takes no more writes is not a fault here, as long as it can be read.
     """
-    with contextlib.suppress(FileNotFoundError):  # it is made again
+    with contextlib.suppress(FileNotFoundError):  # it is created again
         try:
             keep_private(pool.disk.directory, "ssd.directory")
         except StartError as error:

@@ -80,10 +80,10 @@ def purge_all(pool: SegmentPool) -> Removed:
 
 
 def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) -> Removed:
-    """Take a selection out of each file in turn; raises TierTimeout between two of them.
+    """Remove a selection from each file in turn; raises TierTimeout between two files.
 
-    A file that cannot be read in time or changed, or that another version wrote, may hide what is
-    meant, and is removed whole; raises OSError where one stays.
+    A file that cannot be read in time or changed, or that another version wrote, may contain blocks
+    of the selection, and is removed entirely. Raises OSError if a file cannot be removed.
     """
     removed = Removed()
     with _settling(pool):

@@ -102,7 +102,7 @@ class Reclaimer:
             pool.give_up(victim)
 
     def _worth_keeping(self, victim: Segment, most_bytes: int, deadline_ns: int) -> list[_Kept]:
-        """Return the records to move, the best first; all within the bounds."""
+        """Return the records to move, the best first, within the limits."""
         pool, index = self._pool, self._pool.index
         if pool.budget.is_limited:
             most_bytes = min(most_bytes, pool.budget.available_bytes())
@@ -114,7 +114,7 @@ class Reclaimer:
                 index, rows, lambda: entries_of(pool.disk, victim, deadline_ns=deadline_ns)
             )
         except (OSError, TierTimeout):
-            return []  # what is in it cannot be read in time
+            return []  # the segment cannot be read in time
         with pool.lock:
             columns = index.page[rows], index.payload_bytes[rows], index.reads[rows]
             hashes = index.hashes_of(rows)

@@ -1,10 +1,10 @@
-"""From the files of a directory back to segments and an index.
+"""Recovery: rebuilds segments and the index from the files of a directory.
 
-The files say all: segments are read oldest first, each by its footer or else record by record, and
-of two records of one block the later one counts. What cannot be read as a segment is removed, since
-it takes space and serves nobody. What another version wrote is set aside until its space is needed,
-so that going back to that version finds it. Where the capacity has become smaller, these go, then
-the oldest segments, before the first block is served.
+The files are the only source: segments are read oldest first, each by its footer or else record by
+record, and if a block has two records the later one counts. Files that cannot be read as segments
+are removed, because they only take space. Files of another version are set aside until their space
+is needed, so that they are there after a rollback. If the capacity has become smaller, files that
+are set aside are removed, and then the oldest segments, before the first block is served.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ Four times as many leave 35 MB of holes in the heap behind."""
 
 
 _NUMBER_MAX = 1 << 31
-"""Of segments: half of what a row of the index can say, so that there are numbers left for those to
-come. A file of another number is nothing of ours."""
+"""Highest segment number that is accepted: half of what the index can store, so that numbers are
+left for new segments. Files with a higher number are not segments of a store."""
 
 _OPENING_MAX = 1 << 31
-"""Of a segment that is appended to: half of what a record can say, for the same reason."""
+"""Most openings of a segment that is appended to: half of what a record can store, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Recovered:
     """Beyond the capacity, or no segments."""
     num_unreadable: int
     num_set_aside: int = 0
-    """Of another version."""
+    """Files of another version."""
     num_footers_refused: int = 0
-    """Whole, but with records that do not fit into their segment."""
+    """Footers that are intact but list records that do not fit into their segment."""
 
 
 def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
@@ -87,7 +87,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
             pool.next_number = number + 1
             continue
         if loaded is None:
-            with contextlib.suppress(OSError):  # a read-only volume: it is looked at next time
+            with contextlib.suppress(OSError):  # on a read-only volume the next start does it
                 pool.disk.unlink(path)
             num_dropped += 1
             continue
@@ -117,7 +117,7 @@ def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Tell whether no other user wrote a file, and close it to others if it was open to them."""
+    """Tell whether a file is this user's or root's; if so, make it inaccessible to others."""
     found = path.lstat()
     if is_of_others(found):
         return False
@@ -128,28 +128,27 @@ def _is_ours(path: Path) -> bool:
 
 
 def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
-    """Give back empty segments, then the oldest until the rest is within the capacity.
+    """Remove empty segments, and then others until the rest is within the capacity.
 
-    Files that are larger than the capacity go first, since no store has room for one, then those
-    that are set aside.
+    Files larger than the whole capacity go first, then files set aside, then the oldest segments.
     """
     for segment in list(pool.segments.values()):
         if segment.number not in needed and not segment.is_set_aside:
             pool.retire(segment)
     num_retired = 0
     while pool.segments and not pool.is_within_capacity(0):
-        pool.retire(min(pool.segments.values(), key=partial(_keeping_order, pool)))
+        pool.retire(min(pool.segments.values(), key=partial(_retirement_order, pool)))
         num_retired += 1
     return num_retired
 
 
-def _keeping_order(pool: SegmentPool, segment: Segment) -> tuple[bool, bool, int]:
+def _retirement_order(pool: SegmentPool, segment: Segment) -> tuple[bool, bool, int]:
     is_possible = segment.size_bytes <= pool.capacity_bytes
     return is_possible, not segment.is_set_aside, segment.number
 
 
 class _Batch:
-    """Entries of several segments on their way into the index."""
+    """Collects entries of several segments, to add them to the index together."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
@@ -173,7 +172,7 @@ class _Batch:
 
 
 def _resume(pool: SegmentPool, segment: Segment) -> None:
-    """Go on with the last segment where it has room, and seal the others."""
+    """Continue to append to the last segment if it has room, and seal the others."""
     if segment.has_footer or segment.tail_bytes >= segment.size_bytes:
         segment.entries = bytearray()
     elif segment.number == max(pool.segments) and segment.opening < _OPENING_MAX:

@@ -29,11 +29,11 @@ def find_record(
     *,
     deadline_ns: int = NO_DEADLINE_NS,
 ) -> int | None:
-    """Return where the first record of a segment begins in ``[start, end)``, whole pages.
+    """Return the offset of the first record of a segment in ``[start, end)``, which are pages.
 
-    Those of an earlier ``opening`` are leftovers. Holes are skipped, as are pages that cannot be
-    read: of a segment that was never filled hardly anything is looked at. The file may be shorter
-    than ``end``, since somebody may truncate it at any time. Raises TierTimeout.
+    Records of an earlier ``opening`` are leftovers. Holes and unreadable pages are skipped, so that
+    hardly anything is read of a segment that was never filled. The file may be shorter than
+    ``end``, because it can be truncated at any time. Raises TierTimeout.
     """
     while (start := _next_content(fd, start, end)) < end:
         seconds_left(deadline_ns)
@@ -54,7 +54,7 @@ def find_record(
 def _next_content(fd: int, start: int, end: int) -> int:
     """Return the first page from ``start`` on that was ever written; ``end`` if there is none.
 
-    Returns ``start`` where the file system cannot tell.
+    Returns ``start`` if the file system cannot tell.
     """
     try:
         found = os.lseek(fd, start, os.SEEK_DATA)
@@ -64,7 +64,7 @@ def _next_content(fd: int, start: int, end: int) -> int:
 
 
 def _read(fd: int, start: int, size_bytes: int) -> bytes | None:
-    """Read all of it or else the first page; returns None where neither can be read."""
+    """Read all bytes, or else only the first page; returns None if neither can be read."""
     for length in (size_bytes, PAGE_BYTES):
         try:
             return os.pread(fd, length, start)

@@ -81,13 +81,13 @@ STRUCK_S = 0
 """``written_s`` of a record that no longer counts."""
 
 PAYLOAD_BYTES_MAX = (1 << 32) - 1
-"""What a row of the index can say of a block's size."""
+"""Largest block size that a row of the index can store."""
 
 _SEGMENT_BYTES_MAX = 16 << 30
-"""What ``ssd.segment`` can be set to: a file that declares more is no segment."""
+"""Largest value of ``ssd.segment``: a file that declares more is not a segment."""
 
 _LATEST_S = (1 << 32) - 1
-"""What an entry can say of when."""
+"""Latest time that an entry can store."""
 
 Entries = npt.NDArray[np.void]
 """An array of ``ENTRY_DTYPE``, in the order of appending."""
@@ -107,9 +107,9 @@ class Segment:
     """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
     has_footer: bool = False
     is_footer_refused: bool = False
-    """It has one that is whole, and that lists records which cannot be in this file."""
+    """Whether the footer is intact but lists records that cannot be in this file."""
     is_unknown: bool = False
-    """It could not be read at the start: the index does not know what is in it."""
+    """Whether it could not be read at the start, so that the index does not have its blocks."""
     is_set_aside: bool = False
     """Another version wrote it: it is not read or changed, and goes before all others."""
     num_faults: int = 0
@@ -299,7 +299,7 @@ def is_in_place(disk: Disk, segment: Segment) -> bool:
 
 
 def declared_size(fd: int, number: int | None) -> int | None:
-    """Return the size in a segment's header; None where that is not the header of this one."""
+    """Return the size in a segment's header; None if it is not this segment's header."""
     version, size_bytes = _read_header(fd, number) or (None, 0)
     return size_bytes if version == _FORMAT_VERSION and size_bytes <= _SEGMENT_BYTES_MAX else None
 
@@ -325,10 +325,10 @@ def _read_header(fd: int, number: int | None) -> tuple[int, int] | None:
 
 
 def entries_of(disk: Disk, segment: Segment, *, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
-    """Return the entries of all records, struck ones included: from memory, or read.
+    """Return the entries of all records, including struck ones, from memory or from the file.
 
-    Of a segment that is appended to, the caller keeps others from appending. Raises TierTimeout
-    where the records have to be walked and that takes too long.
+    If the segment is appended to, the caller must keep others from appending. Raises TierTimeout
+    if the records have to be walked and that takes too long.
     """
     if segment.entries:
         return np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
@@ -370,13 +370,13 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
 
 
 def _are_within(entries: Entries, end: int) -> bool:
-    """Tell whether records follow one another between the header page and ``end``.
+    """Tell whether the records lie one after another between the header page and ``end``.
 
-    A checksum does not vouch for that: sizes are trusted from here on, and memory is taken by them.
+    A valid checksum does not guarantee that, and later code allocates memory by these sizes.
     """
     sizes = entries["header"]["payload_bytes"]
     if (sizes > min(end, PAYLOAD_BYTES_MAX)).any():
-        return False  # before any sum, which could overflow
+        return False  # checked before sizes are added, which could overflow
     starts = entries["page"].astype(np.int64) * PAGE_BYTES
     ends = starts + PAGE_BYTES + -(-sizes.astype(np.int64) // PAGE_BYTES) * PAGE_BYTES
     edges_before = np.concatenate([[PAGE_BYTES], ends])
@@ -384,7 +384,7 @@ def _are_within(entries: Entries, end: int) -> bool:
 
 
 def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
-    """Hop from record to record, and over what is none to the next that is; sets the tail."""
+    """Walk from record to record, skipping anything that is not a record; sets the tail."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     end = segment.tail_bytes
     while True:

@@ -80,7 +80,7 @@ SCRATCH_NAME = "scratch"
 _log = Log("kvtier.tiers")
 
 _CLOSE_S = 10
-"""How long ``close`` waits for a write to end: what a slow drive may take for one, and no more."""
+"""How long ``close`` waits for a write to end, which is what a slow drive may need for one."""
 
 
 class SsdTier:
@@ -190,31 +190,31 @@ class SsdTier:
         """
         with self._writing(deadline_ns):
             check_presence(self._pool, self._directory_lock)
-            self._pool.volume.takes_writes()  # where nobody writes, it is asked here whether it can
+            self._pool.volume.takes_writes()  # checked here in case nobody writes
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator["SsdTier"]:
         """Open a store of one segment in a directory beside the segments.
 
-        It reads and writes as this one does, and its bytes count as written, though not as blocks.
-        A write to this store that needs a segment meanwhile does not wait: for a moment both may
-        take more than the capacity, which is better than to evict a segment.
+        It reads and writes like this store, and its bytes count as written, but not as blocks. If a
+        write to this store needs a new segment meanwhile, it does not wait: both may briefly take
+        more than the capacity, which is better than evicting a segment.
         """
         segment_bytes = _segment_bytes(block_bytes, num_blocks)
         with self._writing(deadline_ns):
             if _segment_bytes(block_bytes, 1) > self._pool.segment_bytes:
-                raise TierFull(f"it takes no blocks of {block_bytes} bytes")
+                raise TierFull(f"it does not accept blocks of {block_bytes} bytes")
             self._pool.check_room(segment_bytes)
             self._disk.written.metadata_bytes += segment_bytes
         try:
             with contextlib.closing(self._open_scratch(segment_bytes)) as scratch:
                 with self._faults():
-                    made = scratch._pool.open_segment(0, ())  # so that no timed write has to
+                    made = scratch._pool.open_segment(0, ())  # before writes are timed
                 if made is None:
                     raise TierFull(scratch.health().reason)
                 yield scratch
         finally:
-            if not self._is_closed:  # another process may measure there by now
+            if not self._is_closed:  # else another process may be measuring there
                 self._remove_scratch()
 
     def _open_scratch(self, segment_bytes: int) -> "SsdTier":
@@ -304,10 +304,10 @@ class SsdTier:
     def _open(
         self, directory: Path, capacity_bytes: int, segment_bytes: int, options: SsdOptions
     ) -> None:
-        """Take up what is there, and get ready to serve it. For whoever holds the lock."""
+        """Read the store that is there, and get ready to serve it. The lock must be held."""
         self._options = options
         self._disk = Disk(directory, options.direct_io, options.hook)
-        self._remove_scratch()  # of a measurement that a crash has ended
+        self._remove_scratch()  # left behind by a crash during a measurement
         self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
         self._is_kept = options.is_kept
         if not self._is_kept:  # what a crash has left behind
@@ -325,7 +325,7 @@ class SsdTier:
         self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)
         for _ in range(options.num_workers):
             self._stagings.put_nowait(new_staging())
-        self._pool.volume.look()
+        self._pool.volume.check_floors()
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):  # what stays comes back as what it was
@@ -402,25 +402,27 @@ class SsdTier:
 
 
 def _keep_private(directory: Path) -> None:
-    """Check who may write to the directory, before anything is done there; raises StartError."""
+    """Check who may write to the directory before it is used; raises StartError."""
     try:
         is_narrowed = keep_private(directory, "ssd.directory")
     except FileNotFoundError:
-        return  # it is made with the right mode
+        return  # it is created with the right mode
     except OSError as error:
         raise _unusable(directory, error) from error
     if is_narrowed:
-        _log.warning("other users could write to a directory; its mode is 0700 now", path=directory)
+        _log.warning(
+            "a directory was writable by other users; set its mode to 0700", path=directory
+        )
 
 
 def _unusable(directory: Path, error: OSError) -> StartError:
     return StartError(
-        "ssd.directory", f"{directory}: {error.strerror}", "repair or name another one"
+        "ssd.directory", f"{directory}: {error.strerror}", "repair it or set another one"
     )
 
 
 def _segment_bytes(block_bytes: int, num_blocks: int) -> int:
-    """Return the size of a segment that holds just these blocks."""
+    """Return the size of a segment that holds exactly these blocks."""
     return PAGE_BYTES + num_blocks * record_bytes(block_bytes) + footer_bytes(num_blocks)
 
 

@@ -84,7 +84,7 @@ class ReadOrder:
 def choose_victim(
     index: Index, candidates: Sequence[int], segment_bytes: int, unknown: Collection[int] = ()
 ) -> int | None:
-    """Return the segment to reclaim, as ``Order`` does, by the counts of reads."""
+    """Return the segment to reclaim, like ``Order``, by read counts."""
     if not candidates:
         return None
     numbers = np.array(candidates)

@@ -20,10 +20,10 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that giving up a segment may cure."""
 
 NO_WRITES = NO_SPACE | {errno.EROFS}
-"""Errors of a volume that takes no writes, and may still be read."""
+"""Errors of a volume that takes no writes but may still be read."""
 
 _RELIEF_S = 60
-"""From one segment given up in vain to the next."""
+"""Time from giving up one segment in vain to giving up the next."""
 
 
 class Volume:
@@ -63,13 +63,13 @@ class Volume:
             return f"{volume.f_favail} inodes are free, too few for {floor}"
         return None
 
-    def look(self) -> None:
-        """Be read-only if the volume has less left than the floors, or is mounted read-only."""
+    def check_floors(self) -> None:
+        """Become read-only if the volume has less free than the floors, or is mounted read-only."""
         if (reason := self.shortage(0, 0)) is not None:
             self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Be read-only from now on."""
+        """Become read-only, because of ``reason``."""
         self.read_only = reason
         self._looked_s = self._now_s()
 

@@ -1,4 +1,4 @@
-"""AroundTier: the common shape of wrappers, which put one thing around every call of a tier."""
+"""AroundTier: the base class of wrappers that do something around every call of a tier."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +96,7 @@ class AroundTier:
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
-        """Open one of the inner tier; its calls go through this one's ``around``."""
+        """Open a scratch tier of the inner tier; its calls go through this tier's ``around``."""
         with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as scratch:
             yield _Scratch(scratch, self)
 
@@ -123,7 +123,7 @@ class AroundTier:
 
 
 class _Scratch(AroundTier):
-    """A scratch tier within the wrapper of the tier that it was opened for."""
+    """A scratch tier whose calls go through the wrapper of its tier."""
 
     def __init__(self, inner: Tier, outer: AroundTier) -> None:
         super().__init__(inner)

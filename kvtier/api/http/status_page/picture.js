@@ -52,7 +52,7 @@ function worth(told) {
       + (regret ? ` · the other road would have saved ${seconds(regret)}` : "")));
 }
 
-// What grew in the last minute, as a number, and in each step of the history, as a curve.
+// The growth in the last minute as a number, and in each step of the history as a curve.
 function dials(minute, history) {
   const drawn = (name, now, steps, unit) => {
     const most = Math.max(...steps.filter((each) => each !== null), 0);
@@ -73,8 +73,8 @@ function dials(minute, history) {
 
 const netSaved = (grown) => grown.saved_s - grown.lost_s;
 
-// What was saved in the minute up to each step. Extrapolating a step of five seconds would turn
-// one restore into twelve.
+// Time saved in the minute before each step's end. Extrapolating from one step of five seconds
+// would turn one restore into twelve.
 export const netByMinute = (history) => history.map((_, end) => {
   let [net, time] = [0, 0];
   for (let place = end; place >= 0 && time < 60; place -= 1) {
@@ -86,7 +86,7 @@ export const netByMinute = (history) => history.map((_, end) => {
 
 const ratio = (part, whole) => (whole ? part / whole : null);
 
-// A line over five minutes; it breaks where nothing is known.
+// A line over five minutes, with gaps where nothing is known.
 function spark(values, most, label) {
   const [width, height] = [240, 40];
   const step = width / (values.length - 1);
@@ -232,7 +232,7 @@ function request(told) {
   ];
 }
 
-// A prediction is marked: computing this prompt was never measured.
+// Time saved by a request; ~ marks a prediction, for a prompt whose computation was not measured.
 function claim({ saved_s: saved, cold_s: cold }) {
   const isMeasured = typeof cold === "number";
   const title = isMeasured
