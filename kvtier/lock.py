@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 from kvtier.errors import LockHeld, StartError
@@ -64,14 +65,15 @@ def let_go(lock: int) -> None:
 class PathLock:
     """A lock like that of ``hold_lock``, which can be renewed if its file is removed."""
 
-    def __init__(self, path: Path, field: str, subject: str) -> None:
-        self._path, self._field, self._subject = path, field, subject
-        self._fd = hold_lock(path, field, subject)
+    def __init__(self, path: Path, field: str, subject: str, note: str = "") -> None:
+        self.path = path
+        self._hold = partial(hold_lock, path, field, subject, note)
+        self._fd = self._hold()
 
     def is_in_place(self) -> bool:
         """Return whether the file at the path is still the one that is locked."""
         try:
-            return os.path.samestat(self._path.lstat(), os.fstat(self._fd))
+            return os.path.samestat(self.path.lstat(), os.fstat(self._fd))
         except OSError:
             return False
 
@@ -80,7 +82,7 @@ class PathLock:
 
         Raises StartError if another process holds it. Call it only if the lock is not in place.
         """
-        renewed = hold_lock(self._path, self._field, self._subject)
+        renewed = self._hold()
         let_go(self._fd)
         self._fd = renewed
 

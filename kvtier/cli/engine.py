@@ -19,7 +19,7 @@ from kvtier.config import Config, EngineConfig
 from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
-from kvtier.lock import hold_lock
+from kvtier.lock import PathLock
 from kvtier.observe.log import Log, hear_faults, start_log
 from kvtier.observe.outlet import write_to_stderr
 from kvtier.observe.rotation import LOOK_EVERY_S, Rotation
@@ -82,10 +82,11 @@ def run(options: argparse.Namespace) -> int:
     if config.engine.model is None:
         raise StartError("engine.model", "is not set", "give --model FOLDER or FILE.gguf")
     check_packages()
+    lock = None
     if options.supervised:
         from kvtier.daemon.supervisor import engine_lock
 
-        hold_lock(
+        lock = PathLock(
             engine_lock(config.daemon.socket),
             "daemon.socket",
             "the daemon's engine",
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     check_free("engine.listen", config.engine.listen)
     stop = Stop(config.daemon.stop_grace_ns / 1e9, log=_log)
     reactions = _reactions(stop, is_supervised=bool(options.supervised))
-    _serve(config, config.engine.model, stop, reactions, is_alone=options.alone)
+    _serve(config, config.engine.model, stop, reactions, lock, is_alone=options.alone)
     return 0
 
 
@@ -121,6 +122,7 @@ def _serve(
     path: Path,
     stop: Stop,
     reactions: Mapping[signal.Signals, Reaction],
+    lock: PathLock | None,
     *,
     is_alone: bool,
 ) -> None:
@@ -182,8 +184,18 @@ def _serve(
         _announce(config, served.model_id, server.url)
         while not stop.begun.wait(_METER_PERIOD_S):
             update()
+            _keep(lock)
         _drain(runner, stop, update)
         _end_requests(runner, server)
+
+
+def _keep(lock: PathLock | None) -> None:
+    """Lock the file again if somebody removed it: a later daemon finds this engine by it."""
+    if lock is None or lock.is_in_place():
+        return
+    with suppress(StartError):  # the directory is gone, or another engine has the lock by now
+        lock.renew()
+        _log.warning("a lock file was removed and has been created again", path=lock.path)
 
 
 def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer":

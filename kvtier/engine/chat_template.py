@@ -80,7 +80,7 @@ class ChatTemplate:
         """Return the prompt that asks the model for the next message.
 
         Raises MessageRefused for a message that the model would not see as it was sent, and
-        ``jinja2.TemplateError`` if the template refuses the conversation.
+        ValueError if the template refuses the conversation or fails on it.
         """
         messages = self._with_known_roles(messages)
         outline = self._render(_with_placeholders(messages))
@@ -140,9 +140,12 @@ class ChatTemplate:
         return guarded
 
     def _render(self, messages: _Messages) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ValueError(f"the chat template refused the messages: {error}") from error
         assert isinstance(rendered, str)
         return rendered
 
@@ -150,7 +153,7 @@ class ChatTemplate:
         """Return the rendered messages, or the template's error if it refuses them."""
         try:
             return self._render(messages)
-        except Exception as error:  # a template is a program, and may raise anything
+        except ValueError as error:
             return str(error)
 
     def _num_special(self, text: str) -> int:

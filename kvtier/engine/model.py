@@ -132,13 +132,8 @@ class LoadedModel:
         Raises ValueError if the model has no template or its template refuses the messages, and
         MessageRefused, a ValueError, for a message that the model would not see as it was sent.
         """
-        from jinja2 import TemplateError
-
         with self._tokenizer_lock:
-            try:
-                return self.chat_template.encode(messages)
-            except TemplateError as error:
-                raise ValueError(f"the chat template refused the messages: {error}") from error
+            return self.chat_template.encode(messages)
 
 
 def load_model(

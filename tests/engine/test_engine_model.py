@@ -248,10 +248,20 @@ def test_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     assert end_tokens(path, model, tokenizer) == {3, 5, 8}
 
 
-def test_a_template_that_refuses(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = "{{ raise_exception('roles must alternate') }}"
-    monkeypatch.setattr(tiny.tokenizer, "chat_template", refusing)
-    with pytest.raises(ValueError, match="roles must alternate"):
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[1].content }}", "has no element 1"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_that_refuses(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match=f"the chat template refused the messages: .*{reason}"):
         tiny.apply_chat_template([{"role": "user", "content": "Hi"}])
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="chat"):

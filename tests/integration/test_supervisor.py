@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvtier.daemon.supervisor import engine_lock
 from kvtier.testing.child import Child, await_true, free_port, work_directory
 from kvtier.testing.served import Served, complete, fetch, url_of
 
@@ -79,6 +80,23 @@ def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) 
                 assert loaded["kvtier"]["tier_tokens"]["ssd"] == 192
                 assert next_serve.stop() == 0
                 await_true(lambda: not is_alive(second), "the adopted engine ended too", 20)
+    finally:
+        end(left)
+
+
+@pytest.mark.long
+def test_an_engine_whose_lock_file_was_removed_is_adopted(node: Served, tiny_folder: Path) -> None:
+    left = 0
+    try:
+        with node.start("serve", "--model", str(tiny_folder)) as serve:
+            url_of(serve)
+            left = engine_pid(node)
+            engine_lock(node.directory / "k.sock").unlink()
+            serve.await_log("a lock file was removed and has been created again")
+            serve.kill()
+            with node.start("serve", "--model", str(tiny_folder)) as next_serve:
+                next_serve.await_log("adopted the engine")
+                assert engine_pid(node) == left
     finally:
         end(left)
 
