@@ -39,11 +39,11 @@ from kvtier.engine.settings import EngineSettings
 from kvtier.node import event as ev
 from kvtier.sim.replay.agenda import Agenda
 from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.engine import Engine
-from kvtier.sim.replay.machine import Link, Machine
+from kvtier.sim.replay.engine import ReplayEngine
+from kvtier.sim.replay.machine import Machine, ReplayLink
 from kvtier.sim.replay.scene import Scene, SlowCarrier
 from kvtier.sim.replay.setup import Setup
-from kvtier.sim.replay.trace import Request, Trace, numbered_keys
+from kvtier.sim.replay.trace import Trace, TraceRequest, numbered_keys
 from kvtier.sim.replay.visit import Visit
 from kvtier.testing.child import work_directory
 
@@ -236,7 +236,7 @@ class Simulated:
     def set_ratio(self, hit: int, ratio: float) -> None:
         compute_s = self._machine.prefill_model.seconds(hit, 0)
         rate = hit * self._machine.token_bytes / (compute_s * ratio)
-        link = Link(read_bytes_per_s=rate, write_bytes_per_s=25e9)
+        link = ReplayLink(read_bytes_per_s=rate, write_bytes_per_s=25e9)
         machine = self._machine.model_copy(update={"ssd": link})
         modes = {NONE: "never", ALL: "always", AUTO: "auto"}
         self._nodes = {choice: SimulatedNode(machine, mode, hit) for choice, mode in modes.items()}
@@ -268,7 +268,7 @@ class SimulatedNode:
                 "cost.wait_max": "60s",
             },
         )
-        self._request = Request(0, np.arange(num_blocks, dtype=np.int32), hit + TAIL)
+        self._request = TraceRequest(0, np.arange(num_blocks, dtype=np.int32), hit + TAIL)
         self._keys = numbered_keys(num_blocks)
         self._agenda = Agenda()
         carrier = SlowCarrier(self._agenda, machine.ssd)
@@ -277,10 +277,10 @@ class SimulatedNode:
 
     def take(self) -> tuple[float, str]:
         agenda, desk = self._agenda, self._desk
-        request = Request(agenda.now_ns, self._request.blocks, self._request.num_tokens)
+        request = TraceRequest(agenda.now_ns, self._request.blocks, self._request.num_tokens)
         trace = Trace("mix", BLOCK, (request,), self._keys)
         scene = Scene(trace, self._setup.machine, agenda, desk)
-        engine = Engine(scene, self._session, is_shared=True)
+        engine = ReplayEngine(scene, self._session, is_shared=True)
         ended: list[Visit] = []
         engine.take(Visit(scene, engine, 0, ended.append))
         while agenda.step():  # until its report is sent, too

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.reader import ReadOptions, read_trace
-from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.record import ReplayRun
 from kvtier.sim.replay.setup import Setup, hinted
 from kvtier.sim.replay.stress import with_cycle, with_noise
 from kvtier.sim.replay.study import run_study
@@ -163,7 +163,7 @@ class Bench:
                 )
             self._ssd_targets(size, by_rule)
 
-    def _ssd_targets(self, size: int, runs: Mapping[str, Run]) -> None:
+    def _ssd_targets(self, size: int, runs: Mapping[str, ReplayRun]) -> None:
         """Hold what policy and gate of the SSD tier are meant for against its targets."""
         board, through = self.board, runs["lru+lru, write-through"]
         hits = {name: run.whole.ratio() for name, run in runs.items()}
@@ -187,7 +187,7 @@ class Bench:
                 what = f"4k/{size // 1000}k: {name}, share in the {half} half"
                 board.check_near(what, share, wanted, 0.1 * wanted)
 
-    def _no_regret(self, name: str, runs: Sequence[Run]) -> None:
+    def _no_regret(self, name: str, runs: Sequence[ReplayRun]) -> None:
         by_key = {(run.policy, run.cpu_blocks): run for run in runs}
         for (policy, size), run in by_key.items():
             lru = by_key["lru", size]
@@ -200,18 +200,18 @@ class Bench:
 
     def _runs(
         self, trace: Trace, plans: Sequence[tuple[str, int, int, Mapping[str, str]]]
-    ) -> list[Run]:
+    ) -> list[ReplayRun]:
         setups = [
             Setup(policy=policy, cpu_blocks=cpu, ssd_blocks=ssd, is_instant=True, overrides=keys)
             for policy, cpu, ssd, keys in plans
         ]
 
-        def note(count: int, run: Run) -> None:
+        def note(count: int, run: ReplayRun) -> None:
             say(f"      {trace.name}: {run.policy} {run.cpu_blocks}, {count} of {len(setups)}")
 
         return [*run_study(trace, setups, self._jobs, note).runs]
 
-    def _table(self, runs: Sequence[Run]) -> None:
+    def _table(self, runs: Sequence[ReplayRun]) -> None:
         sizes = sorted({run.cpu_blocks for run in runs})
         for title, part in (("hits, second half", "hits"), ("seconds, second half", "seconds")):
             say(f"{title:<22}" + "".join(f"{size:>8,}" for size in sizes))

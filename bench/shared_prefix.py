@@ -32,7 +32,7 @@ from kvtier.engine.fingerprint import key_space
 from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import NoPort
-from kvtier.engine.request import Output, Request
+from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, work_directory
@@ -78,7 +78,7 @@ class Wave:
                 if len(self.ttft_s) == len(self.prompts):
                     all_ended.set()
 
-            self.runner.submit(Request(f"{name}-{number}", prompt, 1), deliver)
+            self.runner.submit(EngineRequest(f"{name}-{number}", prompt, 1), deliver)
         assert all_ended.wait(TIMEOUT_S), "all are answered"
         await_true(lambda: self.runner.call(lambda engine: engine.is_idle), "it is idle", TIMEOUT_S)
         return self.ttft_s

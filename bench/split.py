@@ -42,7 +42,7 @@ from kvtier.engine.engine import Engine, block_layout, create_pool
 from kvtier.engine.fingerprint import key_space
 from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel, load_model
-from kvtier.engine.request import Output, Request
+from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, free_port, work_directory
@@ -157,7 +157,7 @@ class Node:
             outputs.append(output)
             ended.set()
 
-        request = Request(
+        request = EngineRequest(
             f"request-{self.num_requests}", prompt, 1, max_load_tokens=max_load_tokens
         )
         started_s = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from deploy.source.query import WITH_KVTIER, Scope, labelled
 from kvtier.connectors.vllm import stats
-from kvtier.connectors.vllm.stats import Kind, Row
+from kvtier.connectors.vllm.stats import Row, StatKind
 from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
 
 __all__ = [
@@ -33,21 +33,21 @@ __all__ = [
 ]
 
 
-def _labels(row: Row, kind: Kind) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _labels(row: Row, kind: StatKind) -> tuple[tuple[str, tuple[str, ...]], ...]:
     assert row.kind is kind, f"{row.name} is a {row.kind}"
     return ((row.label, tuple(row.values)),) if row.label else ()
 
 
 def _counter(row: Row) -> Counter:
-    return Counter(f"{row.name}_total", row.text, _labels(row, Kind.COUNTER))
+    return Counter(f"{row.name}_total", row.text, _labels(row, StatKind.COUNTER))
 
 
 def _gauge(row: Row) -> Gauge:
-    return Gauge(row.name, row.text, _labels(row, Kind.GAUGE))
+    return Gauge(row.name, row.text, _labels(row, StatKind.GAUGE))
 
 
 def _histogram(row: Row) -> Histogram:
-    labels = _labels(row, Kind.HISTOGRAM)
+    labels = _labels(row, StatKind.HISTOGRAM)
     return Histogram(row.name, row.text, labels, buckets=tuple(row.buckets))
 
 

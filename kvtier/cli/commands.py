@@ -8,11 +8,11 @@ command's options stand in the module of its name, in ``add_options``.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["COMMANDS", "EXIT_CODES", "Command"]
+__all__ = ["COMMANDS", "EXIT_CODES", "CommandHelp"]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandHelp:
     """A command in words."""
 
     summary: str
@@ -35,8 +35,8 @@ EXIT_CODES: Mapping[int, str] = {
 }
 """What they are for every command; 0 and 1 are each command's own."""
 
-COMMANDS: Mapping[str, Command] = {
-    "serve": Command(
+COMMANDS: Mapping[str, CommandHelp] = {
+    "serve": CommandHelp(
         "run the daemon, and with --model an engine",
         "Run the daemon for this node. SIGTERM, SIGINT or closing its terminal stops it; without "
         "a terminal, SIGHUP reloads the configuration. With --model, the daemon also runs an "
@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         done="stopped on request",
     ),
-    "engine": Command(
+    "engine": CommandHelp(
         "run an engine, attached to a running daemon",
         "Run one engine with its OpenAI-compatible server until SIGTERM or SIGINT, or until its "
         "terminal closes. Needs the extra engine: pip install 'kvtier[engine]'.",
@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         done="stopped on request",
     ),
-    "stat": Command(
+    "stat": CommandHelp(
         "show what the daemon holds and has done",
         "Show what the daemon holds and has done: tiers, engines, hits and misses, and what "
         "restoring was worth.",
@@ -65,7 +65,7 @@ COMMANDS: Mapping[str, Command] = {
         done="the daemon answered",
         failed="with --check: a tier is degraded or out",
     ),
-    "tier": Command(
+    "tier": CommandHelp(
         "drain, detach or attach a tier while requests run",
         "Show which tiers serve, and drain, detach or attach one while requests run. What is "
         "changed here lasts until the daemon stops: the next start does what the configuration "
@@ -79,14 +79,14 @@ COMMANDS: Mapping[str, Command] = {
         ),
         failed="it is not done yet, and goes on",
     ),
-    "top": Command(
+    "top": CommandHelp(
         "watch tiers, flows, decisions, engines and requests",
         "A live view of the daemon: what restoring is worth, tiers and the flows between them, "
         "decisions, engines, and the last requests with what each was spared. q quits. Where the "
         "output is no terminal, frames are printed one after the other.",
         ("kvtier top", "kvtier top --interval 5s", "kvtier top --once --no-color"),
     ),
-    "config": Command(
+    "config": CommandHelp(
         "check, show and reload the configuration",
         "Check a configuration, show what holds and where it came from, and have a running daemon "
         "read it again.",
@@ -98,7 +98,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         failed="with reload: the daemon refuses the configuration",
     ),
-    "explain": Command(
+    "explain": CommandHelp(
         "say what is cached of a prompt or a request, and why",
         "Say what is cached of a prompt and where it first differs from the nearest recent one; or "
         "what was decided about a request, of what, and what came of it. With --request and a "
@@ -109,7 +109,7 @@ COMMANDS: Mapping[str, Command] = {
             "kvtier explain --request cmpl-1234",
         ),
     ),
-    "pin": Command(
+    "pin": CommandHelp(
         "keep a prompt's blocks in the CPU tier for a time",
         "Keep a prompt's blocks from being evicted from the CPU tier for a time, also those that "
         "come there later; --ttl 0 ends it. All pins together keep policy.pin_share of the tier at "
@@ -121,7 +121,7 @@ COMMANDS: Mapping[str, Command] = {
         done="all of it is kept",
         failed="not all of it is kept",
     ),
-    "warm": Command(
+    "warm": CommandHelp(
         "bring a prompt's blocks into the CPU tier",
         "Bring a prompt's blocks into the CPU tier from the slower ones, as far as they have them. "
         "Returns when they are on their way; `kvtier explain` shows when they are there, and "
@@ -130,14 +130,14 @@ COMMANDS: Mapping[str, Command] = {
         done="all of it is there or on its way",
         failed="some of it is nowhere, or has no room",
     ),
-    "drop": Command(
+    "drop": CommandHelp(
         "empty tiers, of all blocks or some",
         "Empty tiers of all blocks, or of those of a tenant, a model or a key space. What is in "
         "use just now stays, and is named.",
         ("kvtier drop --tier ssd", "kvtier drop --tier all --model NAME"),
         failed="some blocks could not be dropped",
     ),
-    "replay": Command(
+    "replay": CommandHelp(
         "run the node over a trace, in simulated time",
         "Run the code of the daemon over a trace of requests in simulated time, under one or more "
         "policies and sizes, and say what each would have kept and saved.",
@@ -146,7 +146,7 @@ COMMANDS: Mapping[str, Command] = {
             "kvtier replay trace.jsonl.xz --cpu-blocks 4000 --report replay.html",
         ),
     ),
-    "plan": Command(
+    "plan": CommandHelp(
         "size the tiers for a model and its traffic",
         "Say how large the tiers have to be for a model and its traffic, from a trace or from a "
         "few numbers about it, and write the configuration for it.",
@@ -156,7 +156,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         failed="no size that was tried reaches the target",
     ),
-    "probe": Command(
+    "probe": CommandHelp(
         "measure what transfers of each tier take",
         "Write blocks of a few sizes to each tier below the CPU, read them back one at a time and "
         "together, and remove them: about 20 MiB. The cost model learns from it. Requests go "
@@ -164,7 +164,7 @@ COMMANDS: Mapping[str, Command] = {
         ("kvtier probe", "kvtier probe --tier ssd"),
         failed="nothing could be measured",
     ),
-    "fsck": Command(
+    "fsck": CommandHelp(
         "verify an SSD store",
         "Verify every block of an SSD store that no daemon has open, and with --repair put right "
         "what can be. With --connect the daemon that has it open does it.",
@@ -175,7 +175,7 @@ COMMANDS: Mapping[str, Command] = {
         done="there are no faults, or all were put right",
         failed="faults are left, or not all could be seen",
     ),
-    "doctor": Command(
+    "doctor": CommandHelp(
         "look at the machine, and say what to change",
         "Look at what the daemon needs of this machine (kernel, limits, memory, disk, GPU, "
         "Redis), and say what to change.",
@@ -183,7 +183,7 @@ COMMANDS: Mapping[str, Command] = {
         done="no check failed",
         failed="a check failed",
     ),
-    "demo": Command(
+    "demo": CommandHelp(
         "ask a real model about a document, once per tier",
         "Ask a real model about a document, once for each tier that the answer's prompt is "
         "restored from, and show what each took. It needs the extra demo: pip install "
@@ -192,7 +192,7 @@ COMMANDS: Mapping[str, Command] = {
         done="every tier served, and the answers are the same",
         failed="a tier did not serve, or changed an answer",
     ),
-    "completion": Command(
+    "completion": CommandHelp(
         "print completion for a shell",
         "Print what has a shell complete commands, options and file names of kvtier.",
         (

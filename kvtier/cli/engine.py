@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.api.http.server import HttpServer
-    from kvtier.api.http.tenant import Tenants
+    from kvtier.api.http.tenant import TenantRules
     from kvtier.engine.engine import Engine
     from kvtier.engine.model import LoadedModel
     from kvtier.engine.pool import BlockPool
     from kvtier.engine.runner import EngineRunner
     from kvtier.engine.settings import EngineSettings
-    from kvtier.observe.table import Route
+    from kvtier.observe.table import TransferRoute
 
 __all__ = ["add_options", "run"]
 
@@ -288,12 +288,12 @@ def _settings(config: Config) -> "EngineSettings":
     )
 
 
-def _tenants(config: Config) -> "Tenants":
-    from kvtier.api.http.tenant import Tenants, api_keys
+def _tenants(config: Config) -> "TenantRules":
+    from kvtier.api.http.tenant import TenantRules, api_keys
 
     keys_file = config.engine.api_keys_file
     is_from_key = config.engine.tenant_from == "api_key"
-    return Tenants(is_from_key, api_keys(keys_file) if keys_file else None)
+    return TenantRules(is_from_key, api_keys(keys_file) if keys_file else None)
 
 
 def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
@@ -327,7 +327,7 @@ class _Attached:
         loaded: "LoadedModel",
         settings: "EngineSettings",
         pool: "BlockPool",
-        on_copied: "Callable[[Route, float], object]",
+        on_copied: "Callable[[TransferRoute, float], object]",
     ) -> None:
         from kvtier.client import Client, ClientDeadlines
         from kvtier.connectors.integrated import DaemonPort

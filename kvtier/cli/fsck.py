@@ -20,7 +20,7 @@ from kvtier.config import Config
 from kvtier.errors import StartError
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd.disk import DirectIO, Disk
-from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
+from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
 from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.segment import segment_number
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_for_running(options)
         return fsck_running(socket_of(options), options.timeout, is_json=options.json)
     config = config_of(options)
-    purpose = Purpose.REPAIR if options.repair else Purpose.CHECK
+    purpose = FsckPurpose.REPAIR if options.repair else FsckPurpose.CHECK
     report = _checked(config, purpose, keeps_others=not options.remove_set_aside)
     if options.json:
         document = _document(report) | {
@@ -86,14 +86,14 @@ def _refuse_for_running(options: argparse.Namespace) -> None:
             raise StartError(option, "is for a store that no daemon has open", remedy)
 
 
-def _document(report: Report) -> dict[str, Any]:
+def _document(report: FsckReport) -> dict[str, Any]:
     values = {field.name: getattr(report, field.name) for field in fields(report)}
     return {
         name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()
     }
 
 
-def _checked(config: Config, purpose: Purpose, *, keeps_others: bool) -> Report:
+def _checked(config: Config, purpose: FsckPurpose, *, keeps_others: bool) -> FsckReport:
     """Hold the directory and look at it. Raises StartError where it is no store, or is in use."""
     directory = config.ssd.directory
     _require_store(directory)
@@ -131,7 +131,7 @@ def _note_progress(num_done: int, num_files: int) -> None:
         print(f"\r{num_done} of {num_files} files", end="\r", file=sys.stderr)
 
 
-def _lines(report: Report, capacity_bytes: int, purpose: Purpose) -> Iterator[str]:
+def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Iterator[str]:
     yield (
         f"{shown_count(report.segments)} segments, {shown_count(report.records)} records, "
         f"{shown_count(report.live_blocks)} blocks of {shown_bytes(report.live_bytes)}; "
@@ -166,5 +166,5 @@ def _lines(report: Report, capacity_bytes: int, purpose: Purpose) -> Iterator[st
         yield "not all was verified: give --key-file, or --config with seal.key_file"
     elif not report.num_faults:
         yield "clean"
-    if report.num_faults and purpose is Purpose.CHECK:
+    if report.num_faults and purpose is FsckPurpose.CHECK:
         yield "nothing was changed; --repair puts right what can be"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvtier import __version__
-from kvtier.cli.commands import COMMANDS, EXIT_CODES, Command
+from kvtier.cli.commands import COMMANDS, EXIT_CODES, CommandHelp
 from kvtier.cli.parser import make_parser, verbs_of
 from kvtier.config.document import default_of
 from kvtier.config.model import section_models
@@ -90,7 +90,9 @@ def _head(name: str, section: int, purpose: str) -> list[str]:
     return [title, ".SH NAME", rf"{name} \- {purpose}"]
 
 
-def _command(parser: argparse.ArgumentParser, command: Command, common: set[_Option]) -> list[str]:
+def _command(
+    parser: argparse.ArgumentParser, command: CommandHelp, common: set[_Option]
+) -> list[str]:
     lines = [f".SS {_escaped(parser.prog)}", _text(command.description)]
     for leaf in _leaves(parser):
         own = [option for option in _options(leaf) if option not in common]

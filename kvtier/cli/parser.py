@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Collection, Mapping
 
 from kvtier import __version__
-from kvtier.cli.commands import COMMANDS, EXIT_CODES, Command
+from kvtier.cli.commands import COMMANDS, EXIT_CODES, CommandHelp
 
 __all__ = ["make_parser", "verbs_of"]
 
@@ -43,7 +43,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentP
     return {}
 
 
-def _explain(parser: argparse.ArgumentParser, command: Command) -> None:
+def _explain(parser: argparse.ArgumentParser, command: CommandHelp) -> None:
     """Have its help say what a command is for, show examples, and list the exit codes."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", _WIDTH)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.cli.plan_shown import POLICY, Plan
+from kvtier.cli.plan_shown import POLICY, SizingPlan
 from kvtier.cli.replay import (
     add_machine_options,
     add_trace_options,
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     curve = _replayed(options, machine, trace, block_bytes)
     sizes = sizes_for(curve, options.target, block_bytes)
     speed = _speed(options, dimensions)
-    plan = Plan(dimensions, machine, trace, block_bytes, speed, curve, sizes)
+    plan = SizingPlan(dimensions, machine, trace, block_bytes, speed, curve, sizes)
     text = plan.config()
     if options.write is not None:
         write_file("--write", options.write, text)

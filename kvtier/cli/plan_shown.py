@@ -9,11 +9,11 @@ from kvtier.cli.shown import shown_bytes, shown_count, wrapped
 from kvtier.config import load_config
 from kvtier.config.units import format_size
 from kvtier.sim.replay.dimensions import Dimensions
-from kvtier.sim.replay.machine import Link, Machine
+from kvtier.sim.replay.machine import Machine, ReplayLink
 from kvtier.sim.replay.sizing import Point, Sizes, bend, break_even_bytes_per_s
 from kvtier.sim.replay.trace import Trace
 
-__all__ = ["POLICY", "Plan"]
+__all__ = ["POLICY", "SizingPlan"]
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -22,7 +22,7 @@ POLICY = "rd-sec"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SizingPlan:
     """Made from replays over a sweep of sizes."""
 
     dimensions: Dimensions
@@ -161,7 +161,7 @@ class Plan:
         load_config(None, values, {})  # whatever is said here must be accepted there
         return _toml(values)
 
-    def _links(self) -> Iterator[tuple[str, Link]]:
+    def _links(self) -> Iterator[tuple[str, ReplayLink]]:
         yield "cpu", self.machine.cpu
         yield "ssd", self.machine.ssd
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
-from kvtier.config import Address, Config
+from kvtier.config import Config, ListenAddress
 from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
@@ -101,7 +101,7 @@ def _check_place(config: Config) -> None:
     check_socket(path, os.geteuid(), is_shared=is_shared)
 
 
-def check_free(field: str, address: Address) -> None:
+def check_free(field: str, address: ListenAddress) -> None:
     """Check early that an address can be listened on; raises StartError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:

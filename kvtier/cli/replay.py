@@ -19,7 +19,7 @@ from kvtier.sim.replay.machine import Machine, load_machine
 from kvtier.sim.replay.page import study_page
 from kvtier.sim.replay.prefill import fit_profile
 from kvtier.sim.replay.reader import ReadOptions, read_trace
-from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.record import ReplayRun
 from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup, config_of, hinted
 from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.table import study_text
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         check_file("--report", options.report)
     jobs = options.jobs or os.cpu_count() or 1
 
-    def note(count: int, _run: Run) -> None:
+    def note(count: int, _run: ReplayRun) -> None:
         if sys.stderr.isatty():
             print(f"{count} of {len(setups)} runs", end="\r", file=sys.stderr)
 

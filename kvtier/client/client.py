@@ -41,21 +41,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier.client.lease import Held
-from kvtier.client.link import Link, open_link
+from kvtier.client.lease import HeldBlocks
+from kvtier.client.link import DaemonLink, open_link
 from kvtier.client.outbox import Announcement, Outbox
-from kvtier.client.terms import Fill, Found, LoadedBlock, OwnTier
+from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
 from kvtier.client.watch import Hear, Watching
 from kvtier.client.wire import traits_fault
 from kvtier.config.machine import nearest_socket
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Removed
-from kvtier.transfer.shm import Pin
+from kvtier.transfer.shm import ArenaPin
 
 __all__ = ["Client", "ClientDeadlines", "OwnTier"]
 
@@ -104,7 +104,7 @@ class Client:
         can_split: bool = False,
         rank: int = 0,
         watch: Hear | None = None,
-        pin: Pin | None = None,
+        pin: ArenaPin | None = None,
     ) -> None:
         """``socket_path`` is where the daemon is, as ``nearest_socket`` takes it.
 
@@ -134,7 +134,7 @@ class Client:
         self._own_tier = own_tier
         self._watching = Watching(watch) if watch else None
         self._outbox = Outbox()
-        self._link: Link | None = None
+        self._link: DaemonLink | None = None
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
         self._slow_until_s = 0.0
@@ -193,7 +193,7 @@ class Client:
         first: int,
         traits: Traits = NO_TRAITS,
         load: EngineLoad | None = None,
-    ) -> Found:
+    ) -> FoundBlocks:
         """Ask which blocks from ``first`` on can be loaded, and how many of them should be.
 
         ``load`` is what the engine has to do before this request: with it the daemon can tell
@@ -225,8 +225,8 @@ class Client:
         In chain order, or ``from_back`` from the last one down; ``is_held``: another client holds
         them, and that they were loaded has been counted. ``decision`` is the plan's number where
         there was a plan, and ``timeout_s`` how long to wait, by default the client's own
-        deadline. End the iteration early and what has not come yet is given up. See ``Link.load``
-        for when a block may be used.
+        deadline. End the iteration early and what has not come yet is given up. For when a block
+        may be used see ``DaemonLink.load``.
         """
         most_s = self.deadlines.load_s if timeout_s is None else timeout_s
         with self._use(decision=decision) as link:
@@ -248,7 +248,7 @@ class Client:
         *,
         decision: int = 0,
         timeout_s: float | None = None,
-    ) -> Held:
+    ) -> HeldBlocks:
         """Have blocks from ``first`` on brought up, and keep them there until they are loaded.
 
         For an engine that must know what it will get before it has room for it. Waits like
@@ -268,7 +268,7 @@ class Client:
         traits: Traits = NO_TRAITS,
         num_prompt_blocks: int = -1,
     ) -> int:
-        """Offer the blocks from ``first`` on; returns how many it has. See ``Link.store``.
+        """Offer the blocks from ``first`` on; returns how many it has. See ``DaemonLink.store``.
 
         Those from ``num_prompt_blocks`` on hold generated tokens; -1: none does.
         """
@@ -302,7 +302,7 @@ class Client:
         """
         self._outbox.note_steps(steps, load)
 
-    def note_outcome(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: PlanOutcome) -> None:
         """Keep what came of a plan for the next report; returns at once.
 
         An outcome of a daemon that has gone meanwhile is told nobody.
@@ -321,7 +321,7 @@ class Client:
                 thread.join(_CLOSE_TIMEOUT_S)
 
     @contextmanager
-    def _use(self, **ids: object) -> Iterator[Link]:
+    def _use(self, **ids: object) -> Iterator[DaemonLink]:
         """Lend the link; one that fails is broken, and none is lent while the daemon is slow.
 
         ``ids`` say in the log what the call was about.
@@ -394,7 +394,7 @@ class Client:
                     self._link = None
             self._is_closing.wait(pause_s)
 
-    def _attach(self) -> Link:
+    def _attach(self) -> DaemonLink:
         """Attach to the nearest daemon, and from then on to whichever serves there."""
         if not self._was_attached:
             self._socket_path = nearest_socket(self._named_path)
@@ -402,7 +402,7 @@ class Client:
         self._was_attached = True
         return link
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: DaemonLink) -> None:
         """Lend out a link until it breaks, then close it when nobody uses it any more."""
         over = threading.Event()
         closer = threading.Thread(target=self._use_up, args=(link, over), daemon=True)
@@ -425,7 +425,7 @@ class Client:
                 _log.warning("the arena is in use still", socket=self._socket_path)
             _log.info("detached", socket=self._socket_path)
 
-    def _lend(self, link: Link) -> None:
+    def _lend(self, link: DaemonLink) -> None:
         """Lend out a link until it breaks."""
         self._outbox.renew()
         with self._changed:
@@ -439,7 +439,7 @@ class Client:
         if not self._is_closing.is_set():
             link.is_broken.wait()
 
-    def _use_up(self, link: Link, over: threading.Event) -> None:
+    def _use_up(self, link: DaemonLink, over: threading.Event) -> None:
         """Have a link's arena populated, and close it once it is ``over`` and nobody uses it.
 
         On a thread of its own: until then a copy, or a device, may know the arena.
@@ -453,7 +453,7 @@ class Client:
         finally:
             link.close()
 
-    def _attend(self, link: Link) -> None:
+    def _attend(self, link: DaemonLink) -> None:
         """Follow the daemon's orders; where they are heard no more, the link is over."""
         with self._going_on("orders"):
             for order in link.orders():
@@ -467,7 +467,7 @@ class Client:
                     link.answer(order, removed, own, self.deadlines.store_s)
         link.is_broken.set()
 
-    def _follow(self, link: Link) -> None:
+    def _follow(self, link: DaemonLink) -> None:
         assert self._watching is not None
         try:
             self._watching.follow(link, link.changes())

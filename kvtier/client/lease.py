@@ -11,7 +11,7 @@ from kvtier.core.identity import HASH_BYTES, BlockHash
 from kvtier.core.residency import TierName
 from kvtier.v1 import engine_pb2 as pb
 
-__all__ = ["Held", "OpenLoad", "Replies", "Slot"]
+__all__ = ["HeldBlocks", "OpenLoad", "Replies", "Slot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class OpenLoad:
             self.end = reply.end
 
 
-class Held:
+class HeldBlocks:
     """Blocks that lie verified in the arena, and stay there until released or ``good_until_s``.
 
     It is no user of its link: where that breaks, or the daemon ends, the lease is gone with it, and

@@ -15,9 +15,9 @@ from typing import cast
 import grpc
 from grpc.experimental import ChannelOptions
 
-from kvtier.client.lease import Held, OpenLoad, Slot
+from kvtier.client.lease import HeldBlocks, OpenLoad, Slot
 from kvtier.client.outbox import Measured, Said
-from kvtier.client.terms import Fill, Found, LoadedBlock, OwnTier
+from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
 from kvtier.client.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -42,18 +42,18 @@ from kvtier.core.identity import (
     payload_checksum,
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
-from kvtier.core.purpose import Purpose
+from kvtier.core.purpose import LoadPurpose
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import Removed
 from kvtier.transfer.channel import quiet_channel
-from kvtier.transfer.shm import Attachment, Pin, attach
+from kvtier.transfer.shm import ArenaPin, Attachment, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
-__all__ = ["Link", "open_link"]
+__all__ = ["DaemonLink", "open_link"]
 
 _CONNECT_TIMEOUT_S = 2.0
 """Enough for a busy daemon's first answer; the engine serves by recompute meanwhile."""
@@ -75,7 +75,7 @@ _CHANNEL_OPTIONS = ((ChannelOptions.SingleThreadedUnaryStream, 1),)
 start no more threads would leave a channel on which every stream waits for ever, and its close."""
 
 
-class Link:
+class DaemonLink:
     """See the module. Calls may come from several threads."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Link:
         *,
         traits: Traits,
         load: EngineLoad,
-    ) -> Found:
+    ) -> FoundBlocks:
         """Tell which blocks from ``first`` on can be loaded, how many should be, why no more."""
         request = pb.LookupRequest(
             session=self.session,
@@ -138,7 +138,7 @@ class Link:
         )
         with _faults():
             reply = self._stub.Lookup(request, timeout=timeout_s, metadata=TRACES.metadata())
-            return Found(
+            return FoundBlocks(
                 tiers_from_wire(reply.tiers, reply.lengths),
                 reply.reason,
                 plan_from_wire(reply.plan) if reply.HasField("plan") else None,
@@ -163,7 +163,7 @@ class Link:
         is only good once the next item was asked for and came, or the end did: what was copied
         after its lease had run out must not be used, and raises here instead.
         """
-        purpose = Purpose.COPY_HELD if is_held else Purpose.COPY
+        purpose = LoadPurpose.COPY_HELD if is_held else LoadPurpose.COPY
         call = self._begin(
             tenant, hashes, first, timeout_s, decision, from_back=from_back, purpose=purpose
         )
@@ -191,9 +191,9 @@ class Link:
         timeout_s: float,
         *,
         decision: int,
-    ) -> Held:
+    ) -> HeldBlocks:
         """Have blocks from ``first`` on brought up, verify them, and keep their lease."""
-        call = self._begin(tenant, hashes, first, timeout_s, decision, purpose=Purpose.HOLD)
+        call = self._begin(tenant, hashes, first, timeout_s, decision, purpose=LoadPurpose.HOLD)
         tiers: list[TierName] = []
         with _faults():
             try:
@@ -211,7 +211,7 @@ class Link:
                 self._release(call)
                 raise
         end = "corrupt" if call.corrupt else call.end or "daemon_away"
-        held = Held(tuple(tiers), end, call.good_until_s, partial(self._let_go, call))
+        held = HeldBlocks(tuple(tiers), end, call.good_until_s, partial(self._let_go, call))
         if not tiers:
             held.release()
         return held
@@ -343,7 +343,7 @@ class Link:
         timeout_s: float,
         decision: int,
         *,
-        purpose: Purpose,
+        purpose: LoadPurpose,
         from_back: bool = False,
     ) -> OpenLoad:
         """Ask for a load."""
@@ -438,8 +438,8 @@ def open_link(
     flops: ModelFlops | None = None,
     can_split: bool = False,
     rank: int = 0,
-    pin: Pin | None = None,
-) -> Link:
+    pin: ArenaPin | None = None,
+) -> DaemonLink:
     """Attach and register. Raises DaemonUnavailable, or RegistrationRefused for good."""
     with contextlib.ExitStack() as undo:
         attachment = attach(socket_path, _CONNECT_TIMEOUT_S, pin)
@@ -461,7 +461,7 @@ def open_link(
         with _faults():
             stub = engine_pb2_grpc.EngineStub(quiet_channel(channel))
             reply = stub.Register(request, timeout=_CONNECT_TIMEOUT_S)
-        link = Link(attachment, channel, reply, space)
+        link = DaemonLink(attachment, channel, reply, space)
         undo.pop_all()
     return link
 

@@ -21,7 +21,7 @@ from kvtier.core.limits import (
     OVER_MAX,
     STEPS_MAX,
 )
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.traits import Traits
 
 __all__ = ["Announcement", "Measured", "Outbox", "Said"]
@@ -53,7 +53,7 @@ class Measured:
     """What was measured since the last report."""
 
     steps: list[StepSample]
-    outcomes: list[Outcome]
+    outcomes: list[PlanOutcome]
     load: EngineLoad | None
 
     def __bool__(self) -> bool:
@@ -70,7 +70,7 @@ class Outbox:
         self._num_announced = 0
         self._over: deque[str] = deque(maxlen=_CALLS_MAX * OVER_MAX)
         self._steps: deque[StepSample] = deque(maxlen=STEPS_MAX)
-        self._outcomes: deque[Outcome] = deque(maxlen=OUTCOMES_MAX)
+        self._outcomes: deque[PlanOutcome] = deque(maxlen=OUTCOMES_MAX)
         self._load: EngineLoad | None = None
         self._is_closed = False
 
@@ -120,7 +120,7 @@ class Outbox:
             self._steps.extend(steps)
             self._load = load
 
-    def note_outcome(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: PlanOutcome) -> None:
         """Keep what came of a plan until the next report."""
         with self._changed:
             self._outcomes.append(outcome)

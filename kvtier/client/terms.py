@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from kvtier.core.plan import Plan
+from kvtier.core.plan import RestorePlan
 from kvtier.core.residency import TierName
 
-__all__ = ["Fill", "Found", "LoadedBlock", "OwnTier"]
+__all__ = ["Fill", "FoundBlocks", "LoadedBlock", "OwnTier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class LoadedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlocks:
     """The answer to a lookup."""
 
     tiers: tuple[TierName, ...]
     """Of the leading blocks that can be loaded, from the first one asked for on."""
     reason: str
     """Why there are no more."""
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     """How many of them should be loaded, and how; without one, all of them."""
     max_offload_tokens: int | None = None
     """How many leading tokens of this request it pays to offer; None: all of them."""

@@ -16,8 +16,8 @@ from kvtier.core.limits import (
     PRIORITY_MAX,
     REQUEST_ID_CHARACTERS_MAX,
 )
-from kvtier.core.plan import Outcome, Plan, PlanReason
-from kvtier.core.purpose import Purpose
+from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
+from kvtier.core.purpose import LoadPurpose
 from kvtier.core.residency import TierName
 from kvtier.core.table import as_keys
 from kvtier.core.traits import Traits
@@ -68,10 +68,10 @@ _TO_WIRE: Mapping[TierName, "pb.Tier.ValueType"] = {
 _FROM_WIRE: Mapping["pb.Tier.ValueType", TierName] = {
     number: name for name, number in _TO_WIRE.items()
 }
-_PURPOSES: Mapping[Purpose, "pb.LoadRequest.Purpose.ValueType"] = {
-    Purpose.COPY: pb.LoadRequest.COPY,
-    Purpose.HOLD: pb.LoadRequest.HOLD,
-    Purpose.COPY_HELD: pb.LoadRequest.COPY_HELD,
+_PURPOSES: Mapping[LoadPurpose, "pb.LoadRequest.Purpose.ValueType"] = {
+    LoadPurpose.COPY: pb.LoadRequest.COPY,
+    LoadPurpose.HOLD: pb.LoadRequest.HOLD,
+    LoadPurpose.COPY_HELD: pb.LoadRequest.COPY_HELD,
 }
 
 
@@ -102,14 +102,14 @@ def tier_from_wire(number: "pb.Tier.ValueType") -> TierName:
     return _FROM_WIRE[number]
 
 
-def purpose_to_wire(purpose: Purpose) -> "pb.LoadRequest.Purpose.ValueType":
+def purpose_to_wire(purpose: LoadPurpose) -> "pb.LoadRequest.Purpose.ValueType":
     """Return the wire's number for what a load is for."""
     return _PURPOSES[purpose]
 
 
-def purpose_from_wire(number: "pb.LoadRequest.Purpose.ValueType") -> Purpose:
+def purpose_from_wire(number: "pb.LoadRequest.Purpose.ValueType") -> LoadPurpose:
     """Return what a load is for; one that we do not know brings and copies, as all did once."""
-    return next((each for each, own in _PURPOSES.items() if own == number), Purpose.COPY)
+    return next((each for each, own in _PURPOSES.items() if own == number), LoadPurpose.COPY)
 
 
 def tiers_from_wire(
@@ -202,7 +202,7 @@ def step_to_wire(step: StepSample) -> pb.Step:
     )
 
 
-def outcome_to_wire(outcome: Outcome) -> pb.Outcome:
+def outcome_to_wire(outcome: PlanOutcome) -> pb.Outcome:
     """Return what came of a plan."""
     return pb.Outcome(
         decision=outcome.decision,
@@ -216,7 +216,7 @@ def outcome_to_wire(outcome: Outcome) -> pb.Outcome:
     )
 
 
-def plan_to_wire(plan: Plan) -> pb.Plan:
+def plan_to_wire(plan: RestorePlan) -> pb.Plan:
     """Return a plan; what is waited is rounded down to milliseconds, but never to none."""
     return pb.Plan(
         decision=plan.decision,
@@ -233,9 +233,9 @@ def plan_to_wire(plan: Plan) -> pb.Plan:
     )
 
 
-def plan_from_wire(plan: pb.Plan) -> Plan:
+def plan_from_wire(plan: pb.Plan) -> RestorePlan:
     """Return a plan; raises ValueError for one of another protocol."""
-    return Plan(
+    return RestorePlan(
         decision=plan.decision,
         num_blocks=plan.blocks,
         reason=PlanReason(plan.reason),

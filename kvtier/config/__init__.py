@@ -3,17 +3,17 @@
 from kvtier.config.engine import ClientConfig, EngineConfig
 from kvtier.config.load import load_config, read_config
 from kvtier.config.model import Config, DaemonConfig, HttpConfig, RpcConfig
-from kvtier.config.section import Address
+from kvtier.config.section import ListenAddress
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SsdConfig
 
 __all__ = [
-    "Address",
     "ClientConfig",
     "Config",
     "CpuConfig",
     "DaemonConfig",
     "EngineConfig",
     "HttpConfig",
+    "ListenAddress",
     "RemoteConfig",
     "RpcConfig",
     "SsdConfig",

@@ -5,7 +5,7 @@ import re
 
 from pydantic.fields import FieldInfo
 
-from kvtier.config.kind import Kind, choices_of, kind_of
+from kvtier.config.kind import ValueKind, choices_of, kind_of
 from kvtier.config.model import section_models
 from kvtier.config.section import extra_of, key_of
 from kvtier.config.units import format_duration, format_size
@@ -65,14 +65,14 @@ def default_of(name: str, field: FieldInfo) -> str:
 def example_of(name: str, field: FieldInfo) -> str:
     """Return a value that the field would take, in TOML."""
     if example := extra_of(field).get("example"):
-        is_list = kind_of(name, field) in {Kind.NUMBERS, Kind.TEXTS}
+        is_list = kind_of(name, field) in {ValueKind.NUMBERS, ValueKind.TEXTS}
         return str(example) if is_list else f'"{example}"'
     return as_toml(name, field.default)
 
 
 def _kind(name: str, field: FieldInfo) -> str:
     kind, choices = kind_of(name, field), choices_of(field)
-    words = [] if kind is Kind.CHOICE else [kind.value]
+    words = [] if kind is ValueKind.CHOICE else [kind.value]
     return " or ".join([*words, *(f"`{choice}`" for choice in choices)])
 
 

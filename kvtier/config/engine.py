@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvtier.config.section import GIB, MIB, MS, SECOND, Address, HostNames, Section, why
+from kvtier.config.section import GIB, MIB, MS, SECOND, HostNames, ListenAddress, Section, why
 from kvtier.errors import ConfigError
 
 __all__ = ["ClientConfig", "EngineConfig"]
@@ -75,8 +75,8 @@ class EngineConfig(Section):
         json_schema_extra=why("More would share the pool in pieces too small for their prompts."),
         description="Requests that are computed at once; others wait.",
     )
-    listen: Address = Field(
-        default=Address("127.0.0.1", 8000),
+    listen: ListenAddress = Field(
+        default=ListenAddress("127.0.0.1", 8000),
         json_schema_extra=why("Loopback, because no API key is needed by default."),
         description="Host and port of the OpenAI-compatible server.",
     )

@@ -7,12 +7,12 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvtier.config.section import Address
+from kvtier.config.section import ListenAddress
 
-__all__ = ["Kind", "choices_of", "is_optional", "kind_of"]
+__all__ = ["ValueKind", "choices_of", "is_optional", "kind_of"]
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """Each is what the documents call it."""
 
     SIZE = "size"
@@ -29,25 +29,25 @@ class Kind(StrEnum):
 
 
 _BY_TYPE = (
-    (bool, Kind.FLAG),
-    (int, Kind.WHOLE),
-    (float, Kind.NUMBER),
-    (tuple[int], Kind.NUMBERS),
-    (tuple[str], Kind.TEXTS),
-    (Path, Kind.PATH),
-    (Address, Kind.ADDRESS),
-    (str, Kind.TEXT),
+    (bool, ValueKind.FLAG),
+    (int, ValueKind.WHOLE),
+    (float, ValueKind.NUMBER),
+    (tuple[int], ValueKind.NUMBERS),
+    (tuple[str], ValueKind.TEXTS),
+    (Path, ValueKind.PATH),
+    (ListenAddress, ValueKind.ADDRESS),
+    (str, ValueKind.TEXT),
 )
 
 
-def kind_of(name: str, field: FieldInfo) -> Kind:
+def kind_of(name: str, field: FieldInfo) -> ValueKind:
     """Return the kind of the field called ``name``."""
     if name.endswith("_bytes"):
-        return Kind.SIZE
+        return ValueKind.SIZE
     if name.endswith("_ns"):
-        return Kind.DURATION
+        return ValueKind.DURATION
     types = set(map(_class, _members(field.annotation)))
-    return next((kind for each, kind in _BY_TYPE if each in types), Kind.CHOICE)
+    return next((kind for each, kind in _BY_TYPE if each in types), ValueKind.CHOICE)
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvtier.config.document import example_of
-from kvtier.config.kind import Kind, is_optional, kind_of
+from kvtier.config.kind import ValueKind, is_optional, kind_of
 from kvtier.config.model import Config, section_models
-from kvtier.config.section import Address, Section, extra_of, key_of
+from kvtier.config.section import ListenAddress, Section, extra_of, key_of
 from kvtier.config.source import Faults, Given, from_environment, from_file, from_overrides
 from kvtier.config.units import format_duration, format_size, parse_duration, parse_size
 from kvtier.errors import ConfigError
@@ -114,11 +114,11 @@ def _refusal(section: str, name: str, given: Given, problem: str) -> ConfigError
 def _read(name: str, field: FieldInfo, value: object) -> object:
     """Turn a value as given into the field's type where it is written another way."""
     kind = kind_of(name, field)
-    if kind is Kind.SIZE:
+    if kind is ValueKind.SIZE:
         return parse_size(value)
-    if kind is Kind.DURATION:
+    if kind is ValueKind.DURATION:
         return parse_duration(value)
-    if kind in {Kind.NUMBERS, Kind.TEXTS} and isinstance(value, list):
+    if kind in {ValueKind.NUMBERS, ValueKind.TEXTS} and isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
         return value
@@ -126,9 +126,9 @@ def _read(name: str, field: FieldInfo, value: object) -> object:
         raise ValueError("is no text in UTF-8")
     if is_optional(field) and not value:
         return None
-    if kind is Kind.PATH:
+    if kind is ValueKind.PATH:
         return _path(value)
-    return _address(value) if kind is Kind.ADDRESS else value
+    return _address(value) if kind is ValueKind.ADDRESS else value
 
 
 def _path(text: str) -> Path:
@@ -138,12 +138,12 @@ def _path(text: str) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
-def _address(text: str) -> Address:
+def _address(text: str) -> ListenAddress:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdecimal() and int(port) < 65536):
         raise ValueError(f"{text!r} is no HOST:PORT")
-    return Address(host, int(port))
+    return ListenAddress(host, int(port))
 
 
 def _problem(name: str, error: ErrorDetails) -> str:

@@ -13,18 +13,28 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from kvtier.config.engine import ClientConfig, EngineConfig
-from kvtier.config.section import HOUR, MS, SECOND, Address, HostNames, Section, key_of, live, why
+from kvtier.config.section import (
+    HOUR,
+    MS,
+    SECOND,
+    HostNames,
+    ListenAddress,
+    Section,
+    key_of,
+    live,
+    why,
+)
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
 from kvtier.errors import ConfigError
 
 __all__ = [
-    "Address",
     "ClientConfig",
     "Config",
     "CostConfig",
     "DaemonConfig",
     "EngineConfig",
     "HttpConfig",
+    "ListenAddress",
     "PolicyConfig",
     "RpcConfig",
     "all_fields",
@@ -186,7 +196,7 @@ class CostConfig(Section):
 class RpcConfig(Section):
     """The operator's calls over TCP: off unless told otherwise, always with TLS and a token."""
 
-    listen: Address | None = Field(
+    listen: ListenAddress | None = Field(
         default=None,
         json_schema_extra=why(
             "Nobody reaches a daemon from elsewhere unless somebody wants it.",
@@ -231,8 +241,8 @@ class RpcConfig(Section):
 class HttpConfig(Section):
     """The daemon's own HTTP server: health, metrics and the status page, nothing else."""
 
-    listen: Address | None = Field(
-        default=Address("127.0.0.1", 9464),
+    listen: ListenAddress | None = Field(
+        default=ListenAddress("127.0.0.1", 9464),
         json_schema_extra=why("Loopback, because this port has no authentication."),
         description="Host and port for /healthz, /readyz, /metrics and the status page; empty: no "
         "such server.",

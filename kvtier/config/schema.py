@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvtier.config.document import as_toml
-from kvtier.config.kind import Kind, choices_of, is_optional, kind_of
+from kvtier.config.kind import ValueKind, choices_of, is_optional, kind_of
 from kvtier.config.model import section_models
 from kvtier.config.section import extra_of, key_of
 from kvtier.config.units import DURATION_UNITS, SIZE_UNITS
@@ -58,9 +58,11 @@ def schema() -> _Schema:
 def _property(name: str, field: FieldInfo) -> _Schema:
     extra = extra_of(field)
     kinds = [_value(kind_of(name, field), field)]
-    if choices_of(field) and kind_of(name, field) is not Kind.CHOICE:
+    if choices_of(field) and kind_of(name, field) is not ValueKind.CHOICE:
         kinds.append({"enum": list(choices_of(field))})
-    if is_optional(field) and kind_of(name, field) is not Kind.PATH:  # a path may be empty as it is
+    if (
+        is_optional(field) and kind_of(name, field) is not ValueKind.PATH
+    ):  # a path may be empty as it is
         kinds.append({"const": ""})
     found: _Schema = {"description": f"{field.description} {extra['reason']}"}
     if field.default is not PydanticUndefined:
@@ -68,28 +70,28 @@ def _property(name: str, field: FieldInfo) -> _Schema:
     return found | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
 
 
-def _value(kind: Kind, field: FieldInfo) -> _Schema:
+def _value(kind: ValueKind, field: FieldInfo) -> _Schema:
     match kind:
-        case Kind.SIZE:
+        case ValueKind.SIZE:
             text = {"type": "string", "pattern": _quantity(SIZE_UNITS, "?")}
             return {"anyOf": [{"type": "integer"} | _limits(field), text]}
-        case Kind.DURATION:
+        case ValueKind.DURATION:
             return {"type": "string", "pattern": _quantity(DURATION_UNITS, "")}
-        case Kind.FLAG:
+        case ValueKind.FLAG:
             return {"type": "boolean"}
-        case Kind.WHOLE:
+        case ValueKind.WHOLE:
             return {"type": "integer"} | _limits(field)
-        case Kind.NUMBER:
+        case ValueKind.NUMBER:
             return {"type": "number"} | _limits(field)
-        case Kind.NUMBERS:
+        case ValueKind.NUMBERS:
             return {"type": "array", "items": {"type": "integer"} | _limits(field)}
-        case Kind.TEXTS:
+        case ValueKind.TEXTS:
             return {"type": "array", "items": {"type": "string"} | _limits(field)}
-        case Kind.CHOICE:
+        case ValueKind.CHOICE:
             return {"enum": list(choices_of(field))}
-        case Kind.ADDRESS:
+        case ValueKind.ADDRESS:
             return {"type": "string", "pattern": r"^.+:\d{1,5}$"}
-        case Kind.PATH if not is_optional(field):
+        case ValueKind.PATH if not is_optional(field):
             return {"type": "string", "minLength": 1}
         case _:
             return {"type": "string"} | _limits(field)

@@ -26,8 +26,8 @@ __all__ = [
     "MS",
     "PAGE",
     "SECOND",
-    "Address",
     "HostNames",
+    "ListenAddress",
     "Section",
     "above",
     "extra_of",
@@ -71,7 +71,7 @@ def extra_of(field: FieldInfo) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ListenAddress:
     """A host and a TCP port to listen on; port 0 lets the kernel choose."""
 
     host: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.config.kind import Kind, kind_of
+from kvtier.config.kind import ValueKind, kind_of
 from kvtier.config.model import Config, section_models
 from kvtier.config.section import key_of
 from kvtier.errors import ConfigError
@@ -125,15 +125,15 @@ def _take(layer: dict[str, dict[str, Given]], name: str, given: Given, faults: F
     layer.setdefault(section, {})[key] = Given(value, given.source)
 
 
-def _typed(text: str, kind: Kind) -> object:
+def _typed(text: str, kind: ValueKind) -> object:
     match kind:
-        case Kind.FLAG:
+        case ValueKind.FLAG:
             return {"true": True, "false": False}.get(text.lower(), text)
-        case Kind.NUMBERS:
+        case ValueKind.NUMBERS:
             return [_number(item) for item in _items(text)]
-        case Kind.TEXTS:
+        case ValueKind.TEXTS:
             return [item.strip("\"'") for item in _items(text)]
-        case Kind.WHOLE | Kind.NUMBER | Kind.SIZE:
+        case ValueKind.WHOLE | ValueKind.NUMBER | ValueKind.SIZE:
             return _number(text)
         case _:
             return text

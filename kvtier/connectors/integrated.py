@@ -22,22 +22,22 @@ from typing import Protocol
 from kvtier.client import Announcement, Client, LoadedBlock
 from kvtier.connectors.guard import note_fault
 from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.engine.port import (
-    Chain,
-    Found,
-    Loaded,
     LoadEnded,
     LoadOrder,
+    LoadProgress,
+    PortChain,
     PortEvent,
-    Stored,
+    PortLookup,
+    StoreEnded,
     StoreOffer,
 )
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.observe.log import Log, Repeated
-from kvtier.observe.table import Route
+from kvtier.observe.table import TransferRoute
 from kvtier.observe.trace import TRACES
 
 __all__ = ["DaemonPort", "PoolBytes"]
@@ -103,7 +103,7 @@ class DaemonPort:
         *,
         block_tokens: int,
         engine_block_bytes: int,
-        on_copied: Callable[[Route, float], object] = lambda _route, _seconds: None,
+        on_copied: Callable[[TransferRoute, float], object] = lambda _route, _seconds: None,
     ) -> None:
         """``on_copied`` is told what each block's copy took, on threads of the port."""
         self.block_tokens = block_tokens
@@ -126,12 +126,12 @@ class DaemonPort:
         """Have ``wake`` called whenever there is an event."""
         self._wake = wake
 
-    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
         """Have it sent with others."""
         self._announced.add(traits.request_id)
         self._client.announce([Announcement(traits, chain.tenant, chain.hashes, first)])
 
-    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+    def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
         """Have it sent with others."""
         if outcome is not None:
             self._client.note_outcome(outcome)
@@ -143,10 +143,10 @@ class DaemonPort:
         """Have them sent with the next report."""
         self._client.note_steps(steps, load)
 
-    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Queue a lookup."""
         if not self._client.is_attached:
-            self._emit(Found(traits.request_id, (), "daemon_away"))
+            self._emit(PortLookup(traits.request_id, (), "daemon_away"))
             return
         self._begin(self._askers, self._lookup, chain, first, traits, load)
 
@@ -171,14 +171,14 @@ class DaemonPort:
             return flight.num_claimed
 
     def store(
-        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+        self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
     ) -> int:
         """Queue a store."""
         number = next(self._numbers)
         if self._client.is_attached:
             self._begin(self._writer, self._store, number, chain, first, blocks, offer)
         else:
-            self._emit(Stored(number, 0))
+            self._emit(StoreEnded(number, 0))
         return number
 
     def cancel(self, request_id: str) -> None:
@@ -210,12 +210,12 @@ class DaemonPort:
         self._events.append(event)
         self._wake()
 
-    def _lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
-        answer = Found(traits.request_id, (), "daemon_away")
+    def _lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+        answer = PortLookup(traits.request_id, (), "daemon_away")
         try:
             with TRACES.step("lookup", traits.request_id, asked_blocks=len(chain.hashes) - first):
                 found = self._client.lookup(chain.tenant, chain.hashes, first, traits, load)
-            answer = Found(
+            answer = PortLookup(
                 traits.request_id, found.tiers, found.reason, found.plan, found.max_offload_tokens
             )
         except DaemonUnavailable:
@@ -263,13 +263,13 @@ class DaemonPort:
             if time.monotonic() > item.good_until_s:
                 raise DaemonSlow("the lease ran out while copying")
             flight.tiers.append(item.tier)
-            self._emit(Loaded(order.request_id, tuple(flight.tiers)))
+            self._emit(LoadProgress(order.request_id, tuple(flight.tiers)))
         return "failed"
 
     def _store(
         self,
         number: int,
-        chain: Chain,
+        chain: PortChain,
         first: int,
         blocks: Sequence[Sequence[int]],
         offer: StoreOffer,
@@ -294,19 +294,19 @@ class DaemonPort:
         except DaemonUnavailable:
             taken = 0  # offered again when a later request has these blocks
         finally:
-            self._emit(Stored(number, taken))
+            self._emit(StoreEnded(number, taken))
 
     def _gather(self, blocks: Sequence[int], slot: memoryview) -> None:
         size, began_s = self._engine_block_bytes, time.perf_counter()
         for place, block in enumerate(blocks):
             self._pool.read_block(block, slot[place * size : (place + 1) * size])
-        self._on_copied(Route.GPU_TO_CPU, time.perf_counter() - began_s)
+        self._on_copied(TransferRoute.GPU_TO_CPU, time.perf_counter() - began_s)
 
     def _scatter(self, payload: memoryview, blocks: Sequence[int]) -> None:
         size, began_s = self._engine_block_bytes, time.perf_counter()
         for place, block in enumerate(blocks):
             self._pool.write_block(block, payload[place * size : (place + 1) * size])
-        self._on_copied(Route.CPU_TO_GPU, time.perf_counter() - began_s)
+        self._on_copied(TransferRoute.CPU_TO_GPU, time.perf_counter() - began_s)
 
 
 _REASONS: Mapping[str, str] = {

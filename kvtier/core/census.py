@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from kvtier.core.residency import LOWER_TIERS
 
-__all__ = ["Census", "Held"]
+__all__ = ["BlockTotals", "Census"]
 
 _SCOPES_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BlockTotals:
     """Blocks, and the bytes of their payloads."""
 
     num_blocks: int = 0
@@ -74,13 +74,13 @@ class Census:
         number = self._numbers.get(key_space)
         return number is not None and bool(self._ready[:, number].any())
 
-    def held(self, tier: int) -> Iterator[tuple[bytes, Held]]:
+    def held(self, tier: int) -> Iterator[tuple[bytes, BlockTotals]]:
         """Yield each key space that a tier has blocks of, with how many."""
         num_ready = self._ready[tier].tolist()
         for key_space, number in self._numbers.items():
             if num_ready[number]:
                 count = num_ready[number]
-                yield key_space, Held(count, count * self._block_bytes[number])
+                yield key_space, BlockTotals(count, count * self._block_bytes[number])
 
     def keep_only(self, key_spaces: Iterable[bytes]) -> None:
         """Forget all the others, which have no scope any more, and so no block."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.ma  # what np.unique imports when first used, perhaps with no file left to open
 import numpy.typing as npt
 
-from kvtier.core.census import Census, Held
+from kvtier.core.census import BlockTotals, Census
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
@@ -31,7 +31,7 @@ __all__ = [
     "WAS_FLUSHED",
     "WAS_REFUSED",
     "WAS_USED",
-    "Index",
+    "BlockIndex",
     "NewBlocks",
     "Scope",
     "Watch",
@@ -99,7 +99,7 @@ class NewBlocks:
     payload_bytes: int
 
 
-class Index:
+class BlockIndex:
     """Every block the daemon knows of, in the CPU, SSD and remote tiers."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class Index:
         assert state is not Residency.ABSENT
         return int(self._counts[_COLUMN[tier], state])
 
-    def held_in(self, tier: TierName) -> dict[bytes, Held]:
+    def held_in(self, tier: TierName) -> dict[bytes, BlockTotals]:
         """Return what a tier would serve, by key space."""
         return dict(self.census.held(_COLUMN[tier]))
 

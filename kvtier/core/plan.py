@@ -7,7 +7,7 @@ from enum import StrEnum
 from kvtier.core.cost.sample import EngineLoad, Estimate
 from kvtier.core.residency import TierName
 
-__all__ = ["Ask", "Judgement", "Outcome", "Plan", "PlanReason", "Source"]
+__all__ = ["Ask", "Judgement", "PlanOutcome", "PlanReason", "RestorePlan", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PlanReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """How much of what was found to restore: the first ``num_blocks`` of it, 0: nothing."""
 
     decision: int
@@ -97,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlanOutcome:
     """What came of a plan, as its engine measured it."""
 
     decision: int

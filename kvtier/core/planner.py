@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from kvtier.core.cost.engines import Engines
+from kvtier.core.cost.engines import EngineCosts
 from kvtier.core.cost.fit import number, table
-from kvtier.core.cost.guard import Guard
+from kvtier.core.cost.guard import TierGuard
 from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of, took_s
-from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.recompute import EngineCost
 from kvtier.core.cost.restore import Restores, transfer_blocks
 from kvtier.core.cost.roads import Road, Roads
 from kvtier.core.cost.sample import Estimate, ModelFlops, StepSample, TransferSample
-from kvtier.core.plan import Ask, Judgement, Outcome, Plan, PlanReason, Source
+from kvtier.core.plan import Ask, Judgement, PlanOutcome, PlanReason, RestorePlan, Source
 from kvtier.core.residency import LOWER_TIERS, TierName
 
 __all__ = ["Ask", "Judgement", "Planner", "PlannerSettings", "Source"]
@@ -76,8 +76,8 @@ class Planner:
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
         self._restores = Restores()
-        self._engines = Engines()
-        self._guard = Guard()
+        self._engines = EngineCosts()
+        self._guard = TierGuard()
         self._is_restoring: dict[tuple[TierName, int], bool] = {}
         """The road last taken, by the tier that is waited for and the magnitude of tokens."""
         self._trials: dict[TierName, tuple[int | None, int]] = {}
@@ -90,12 +90,12 @@ class Planner:
 
     # Deciding
 
-    def plan(self, ask: Ask, decision: int, now_ns: int) -> Plan:
+    def plan(self, ask: Ask, decision: int, now_ns: int) -> RestorePlan:
         """Decide about one request."""
         self._now_ns = now_ns
         found = ask.num_found
         if found <= 0:
-            return Plan(decision, 0, PlanReason.NOTHING)
+            return RestorePlan(decision, 0, PlanReason.NOTHING)
         limit = found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
         most = min(found, limit)
         roads = self._roads(ask)
@@ -115,7 +115,9 @@ class Planner:
             full = PlanReason.GUARD if open_blocks < most else PlanReason.LIMIT
         return self._cheapest(ask, roads, min(open_blocks, most), decision, full)
 
-    def _cheapest(self, ask: Ask, roads: Roads, most: int, decision: int, full: PlanReason) -> Plan:
+    def _cheapest(
+        self, ask: Ask, roads: Roads, most: int, decision: int, full: PlanReason
+    ) -> RestorePlan:
         """Take the shortest road with at most so many blocks; ``full`` is why not more."""
         options = self._options(ask, roads, most)
         best = _shortest(options)
@@ -196,12 +198,12 @@ class Planner:
 
     def _roads(self, ask: Ask) -> Roads:
         engine = self._engines.find(ask.key_space, ask.session)
-        return Roads(ask, self._restores, engine or Engine())
+        return Roads(ask, self._restores, engine or EngineCost())
 
     def _plan(
         self, roads: Roads, road: Road, decision: int, reason: PlanReason, wait_ns: int
-    ) -> Plan:
-        return Plan(
+    ) -> RestorePlan:
+        return RestorePlan(
             decision=decision,
             num_blocks=road.num_blocks,
             reason=reason,
@@ -214,9 +216,9 @@ class Planner:
             recompute_total_s=roads.recompute.mean_s,
         )
 
-    def _nothing(self, roads: Roads, road: Road, decision: int, reason: PlanReason) -> Plan:
+    def _nothing(self, roads: Roads, road: Road, decision: int, reason: PlanReason) -> RestorePlan:
         """Restore nothing; ``road`` is the best there was."""
-        return Plan(
+        return RestorePlan(
             decision=decision,
             num_blocks=0,
             reason=reason,
@@ -260,7 +262,13 @@ class Planner:
             engine.note(step, now_ns)
 
     def note_outcome(
-        self, ask: Ask, plan: Plan, outcome: Outcome, now_ns: int, *, cold_s: float | None = None
+        self,
+        ask: Ask,
+        plan: RestorePlan,
+        outcome: PlanOutcome,
+        now_ns: int,
+        *,
+        cold_s: float | None = None,
     ) -> Judgement:
         """Learn from a plan's outcome, and return what the plan saved or cost.
 
@@ -280,7 +288,9 @@ class Planner:
             self._note_restored(ask, plan, outcome, roads)
         return verdict.judgement
 
-    def _note_restored(self, ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> None:
+    def _note_restored(
+        self, ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads
+    ) -> None:
         restored, seconds = restored_blocks(outcome, plan), seconds_of(outcome.restore_s)
         is_whole = sum(restored.values()) == plan.num_blocks
         counts = restored if is_whole else planned_blocks(ask, plan)
@@ -296,7 +306,7 @@ class Planner:
             # It waited for the way into the engine, wherever the blocks came from.
             self._note_copied(ask, sum(counts.values()), seconds)
 
-    def _note_split(self, ask: Ask, plan: Plan, outcome: Outcome, roads: Roads) -> None:
+    def _note_split(self, ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads) -> None:
         """Learn that the way into the engine is no slower than a load from the back was.
 
         How far the load got shows only after each chunk that is computed, so it may be faster.
@@ -310,7 +320,7 @@ class Planner:
         sample = TransferSample(num_blocks, num_blocks * ask.block_bytes, 1, seconds)
         self._restores.route(TierName.CPU).note(sample, self._now_ns)
 
-    def _note_computed(self, ask: Ask, outcome: Outcome, roads: Roads) -> None:
+    def _note_computed(self, ask: Ask, outcome: PlanOutcome, roads: Roads) -> None:
         engine = self._engines.find(ask.key_space, ask.session)
         # A request that had to wait for others says little about its own compute time.
         is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
@@ -342,7 +352,7 @@ class Planner:
 
         Without a key space, for the engine that reported last.
         """
-        engine = self._engines.latest(key_space) or Engine()
+        engine = self._engines.latest(key_space) or EngineCost()
         return engine.saved_s(end_tokens, num_tokens)
 
     def restore_s(self, tier: TierName, num_bytes: int) -> float:
@@ -371,7 +381,7 @@ class Planner:
 
     def recall(self, document: Mapping[str, Any]) -> str:
         """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
-        restores, engines = Restores(), Engines()
+        restores, engines = Restores(), EngineCosts()
         try:
             number(document.get("version"), _VERSION, _VERSION)
             restores.recall(table(document, "restore"))

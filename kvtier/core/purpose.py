@@ -2,10 +2,10 @@
 
 from enum import Enum, auto
 
-__all__ = ["Purpose"]
+__all__ = ["LoadPurpose"]
 
 
-class Purpose(Enum):
+class LoadPurpose(Enum):
     """Blocks that one call holds and another copies are counted once, each half where it is done.
 
     vLLM must know what it will get before it has room for it: its scheduler holds, a worker copies.
@@ -21,9 +21,9 @@ class Purpose(Enum):
     @property
     def brings(self) -> bool:
         """Tell whether it is this load that brings blocks up."""
-        return self is not Purpose.COPY_HELD
+        return self is not LoadPurpose.COPY_HELD
 
     @property
     def copies(self) -> bool:
         """Tell whether it is this load that copies them."""
-        return self is not Purpose.HOLD
+        return self is not LoadPurpose.HOLD

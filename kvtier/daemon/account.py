@@ -18,18 +18,18 @@ from kvtier.observe.table import (
     REGRET_SECONDS,
     SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
-    Route,
+    TransferRoute,
 )
 
-__all__ = ["ROUTES", "Account"]
+__all__ = ["ROUTES", "BenefitAccount"]
 
-ROUTES: Mapping[str, Route] = {
-    "cpu_read": Route.CPU_TO_GPU,
-    "cpu_write": Route.GPU_TO_CPU,
-    "ssd_read": Route.SSD_TO_CPU,
-    "ssd_write": Route.CPU_TO_SSD,
-    "remote_read": Route.REMOTE_TO_CPU,
-    "remote_write": Route.CPU_TO_REMOTE,
+ROUTES: Mapping[str, TransferRoute] = {
+    "cpu_read": TransferRoute.CPU_TO_GPU,
+    "cpu_write": TransferRoute.GPU_TO_CPU,
+    "ssd_read": TransferRoute.SSD_TO_CPU,
+    "ssd_write": TransferRoute.CPU_TO_SSD,
+    "remote_read": TransferRoute.REMOTE_TO_CPU,
+    "remote_write": TransferRoute.CPU_TO_REMOTE,
 }
 """By the cost model's names: the CPU tier is read by engines, the others by the node."""
 
@@ -37,7 +37,7 @@ _Document = dict[str, Any]
 """A section: everything in it can be written as JSON."""
 
 
-class Account:
+class BenefitAccount:
     """Reads them from ``node`` and what decides for it, on the loop's thread."""
 
     def __init__(self, node: Node, policies: Policies) -> None:

@@ -114,7 +114,7 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
             return
         for first in range(0, len(headers), ROWS_TOLD_AT_ONCE):
             some = headers[first : first + ROWS_TOLD_AT_ONCE]
-            driver.post(ev.Recovered(name, some))
+            driver.post(ev.BlocksRecovered(name, some))
             on_told(len(some))
             await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ from kvtier.daemon.stop import Stop
 from kvtier.errors import KvtierError
 from kvtier.observe.log import Log
 
-__all__ = ["Closing", "Step"]
+__all__ = ["ClosingStack", "Step"]
 
 _log = Log("kvtier.daemon")
 
@@ -22,7 +22,7 @@ Step = Callable[[], Awaitable[object] | None]
 """Closes something."""
 
 
-class Closing:
+class ClosingStack:
     """Steps to take on leaving the context; one that fails or hangs does not keep the others."""
 
     def __init__(self, stop: Stop) -> None:

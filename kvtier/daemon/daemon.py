@@ -21,10 +21,10 @@ from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.daemon.arrival import OpenTier, open_at_start
 from kvtier.daemon.background import Background
-from kvtier.daemon.closing import Closing
+from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.health import NodeHealth
 from kvtier.daemon.notify import Systemd
-from kvtier.daemon.parts import Parts
+from kvtier.daemon.parts import DaemonParts
 from kvtier.daemon.past import NOTED_EVERY_S
 from kvtier.daemon.policies import policies
 from kvtier.daemon.probe import Prober
@@ -37,7 +37,7 @@ from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.scrub import Scrubber
+from kvtier.node.scrub import TierScrubber
 from kvtier.node.verify import Verifier
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log, set_level
@@ -118,13 +118,13 @@ class Daemon:
         """Be ready within the context; everything is closed after it. Raises StartError."""
         os.umask(0o077)  # sockets and files are this user's alone
         self._systemd.starting("opening the tiers")
-        async with Closing(self._stop) as closing:
+        async with ClosingStack(self._stop) as closing:
             path = self.config.daemon.socket
             lock = PathLock(path.with_name(path.name + ".lock"), "daemon.socket", str(path))
             closing.add("releasing the lock", lock.release)
             tiers, late = await open_at_start(self.config, self._open_tier)
             driver, arena = self._open_node(tiers, closing)
-            parts = Parts(
+            parts = DaemonParts(
                 driver,
                 arena,
                 self._policies,
@@ -171,7 +171,7 @@ class Daemon:
         return open_tier(config, name, self._ring, self._policies.history.orders.scores)
 
     def _open_node(
-        self, tiers: dict[TierName, BreakerTier], closing: Closing
+        self, tiers: dict[TierName, BreakerTier], closing: ClosingStack
     ) -> tuple[Driver, HostArena]:
         """Open the arena, and create a node that knows what the tiers hold."""
         # The last one is closed first: the SSD has something to lose by not being closed.
@@ -210,7 +210,7 @@ class Daemon:
         cpu = self.config.cpu
         return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
 
-    def _begin(self, closing: Closing, parts: Parts) -> None:
+    def _begin(self, closing: ClosingStack, parts: DaemonParts) -> None:
         """Begin what is done again and again."""
         driver, background = parts.driver, Background(self.metrics)
         closing.add("stopping the background tasks", background.stop)
@@ -262,7 +262,7 @@ class Daemon:
         if self.config.cost.probe == "start":
             await prober.step()
 
-    async def _scrub(self, scrubber: Scrubber) -> None:
+    async def _scrub(self, scrubber: TierScrubber) -> None:
         await scrubber.step(int(self.config.ssd.scrub_rate_bytes * _SCRUB_PERIOD_S))
 
     async def _tell_budget(self, driver: Driver) -> None:
@@ -271,7 +271,7 @@ class Daemon:
             driver.post(ev.Allowance(TierName.SSD, allowance(self.config, tier)))
 
     async def _flush(self, driver: Driver) -> None:
-        driver.post(ev.Closing())
+        driver.post(ev.DaemonStopping())
         if not await driver.flush(self._stop.left_s * (1 - _CLOSE_SHARE)):
             _log.warning("stopped with blocks still unwritten")
 
@@ -296,7 +296,7 @@ def _recover(driver: Driver, name: TierName, tier: BreakerTier) -> None:
     """Tell the node which blocks a tier holds."""
     num_blocks = 0
     for headers in tier.headers():
-        driver.post(ev.Recovered(name, headers))
+        driver.post(ev.BlocksRecovered(name, headers))
         num_blocks += len(headers)
     if tier.properties.is_persistent and not tier.properties.is_shared:
         _log.info("tier opened", tier=name, blocks=num_blocks, **tier.usage().detail)

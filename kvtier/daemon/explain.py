@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.api.rpc.reports import Question
+from kvtier.api.rpc.reports import ExplainQuestion
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.index import Scope
 from kvtier.core.limits import EXPLAINED_RUNS_MAX
-from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.planner import Judgement
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.daemon.key_spaces import KeySpaces
-from kvtier.node.ledger import Decision
+from kvtier.node.ledger import LoggedDecision
 from kvtier.node.node import Node
-from kvtier.node.run import Chain, Run, find_own
+from kvtier.node.run import BlockRun, PromptChain, find_own
 
 __all__ = ["FATE_SENTENCES", "PLAN_SENTENCES", "Explainer"]
 
@@ -84,7 +84,7 @@ class Explainer:
         self._block_tokens = block_tokens
         self._clock_ns = clock_ns
 
-    def document(self, question: Question) -> _Document | None:
+    def document(self, question: ExplainQuestion) -> _Document | None:
         """Return the document, or None where only a request is named and it is not known."""
         now_ns = self._clock_ns()
         decision = None
@@ -100,10 +100,10 @@ class Explainer:
             "decision": self._decision(decision, now_ns) if decision else None,
         }
 
-    def _chain(self, question: Question, now_ns: int) -> _Document:
+    def _chain(self, question: ExplainQuestion, now_ns: int) -> _Document:
         """Tell what of a chain is where, and what became of the first block that is nowhere."""
         scope = Scope(question.key_space, question.tenant)
-        chain = Chain.of(scope, question.hashes, self._payload_bytes(question))
+        chain = PromptChain.of(scope, question.hashes, self._payload_bytes(question))
         rows, own_end = find_own(self._node.cache.index, chain)
         run = self._node.find(chain, 0, now_ns)
         num_blocks, block_tokens = len(rows), self._tokens_of(question.key_space)
@@ -125,10 +125,14 @@ class Explainer:
             "missing": None if is_whole else self._missing(question, chain, run, now_ns),
         }
 
-    def _missing(self, question: Question, chain: Chain, run: Run, now_ns: int) -> _Document:
+    def _missing(
+        self, question: ExplainQuestion, chain: PromptChain, run: BlockRun, now_ns: int
+    ) -> _Document:
         """Tell of the first block that is not served what became of it."""
         gap = len(run)
-        upto = Chain.of(chain.scope, question.hashes[: (gap + 1) * HASH_BYTES], chain.payload_bytes)
+        upto = PromptChain.of(
+            chain.scope, question.hashes[: (gap + 1) * HASH_BYTES], chain.payload_bytes
+        )
         num_known = gap + self._was_seen(question.hashes, gap)
         fates = self._node.misses.of_lookup(upto, gap, run, num_known, is_late=False, now_ns=now_ns)
         fate = next(iter(fates), Fate.NEVER_STORED)
@@ -171,7 +175,7 @@ class Explainer:
             "more_runs": max(0, len(runs) - EXPLAINED_RUNS_MAX),
         }
 
-    def _payload_bytes(self, question: Question) -> int:
+    def _payload_bytes(self, question: ExplainQuestion) -> int:
         """Return the size of a chain's blocks: as an engine says, else as the first one has it."""
         for session in self._node.sessions.values():
             if session.key_space == question.key_space:
@@ -184,7 +188,7 @@ class Explainer:
         named = self._spaces.get(key_space)
         return named.block_tokens if named else self._block_tokens
 
-    def _decision(self, decision: Decision, now_ns: int) -> _Document:
+    def _decision(self, decision: LoggedDecision, now_ns: int) -> _Document:
         """Tell what was decided about a request, of what, and what came of it."""
         ask, plan = decision.ask, decision.plan
         return {
@@ -224,9 +228,9 @@ class Explainer:
         }
 
 
-def _about(decision: Decision) -> Question:
+def _about(decision: LoggedDecision) -> ExplainQuestion:
     """Return the question about the chain of a request."""
-    return Question(
+    return ExplainQuestion(
         decision.request_id,
         decision.ask.key_space,
         decision.tenant,
@@ -235,7 +239,7 @@ def _about(decision: Decision) -> Question:
     )
 
 
-def _plan(plan: Plan) -> _Document:
+def _plan(plan: RestorePlan) -> _Document:
     """Tell a plan; where nothing was found, nothing was predicted either."""
 
     def predicted(seconds: float) -> float | None:
@@ -258,7 +262,7 @@ def _plan(plan: Plan) -> _Document:
     }
 
 
-def _outcome(outcome: Outcome) -> _Document:
+def _outcome(outcome: PlanOutcome) -> _Document:
     return {
         "restored": _runs(outcome.tiers),
         "restore_s": _number(outcome.restore_s),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtier.api.rpc.reports import Reports
+from kvtier.api.rpc.reports import OperatorReports
 from kvtier.config import Config
 from kvtier.core.residency import TierName
 from kvtier.daemon.arrival import OpenTier
@@ -18,21 +18,21 @@ from kvtier.daemon.memory import Reservation
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
-from kvtier.daemon.roster import Roster
+from kvtier.daemon.roster import TierRoster
 from kvtier.daemon.secrets import DaemonSecrets
 from kvtier.daemon.stat import Status
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
-from kvtier.node.scrub import Scrubber
+from kvtier.node.scrub import TierScrubber
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
 
-__all__ = ["Parts"]
+__all__ = ["DaemonParts"]
 
 
-class Parts:
+class DaemonParts:
     """Those of ``driver``, which knows by now what an earlier run has kept."""
 
     def __init__(
@@ -52,9 +52,9 @@ class Parts:
         block_tokens = now.engine.block_tokens
         self.driver = driver
         self.reload = reload
-        self.scrubber = Scrubber(driver, TierName.SSD)
+        self.scrubber = TierScrubber(driver, TierName.SSD)
         self.reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
-        self.roster = Roster(driver, config, open_tier)
+        self.roster = TierRoster(driver, config, open_tier)
         self.roster.on_attach = self._moved
         reload.is_free = self.roster.is_free
         self.secrets = DaemonSecrets(driver, reload, *([ring] if ring else []))
@@ -85,9 +85,9 @@ class Parts:
         self.learned = Learned(driver, learners, directory)
         self.learned.recall()
 
-    def reports(self) -> Reports:
+    def reports(self) -> OperatorReports:
         """Return what operators may ask for."""
-        return Reports(
+        return OperatorReports(
             stat=self.status.document,
             explain=self.explainer.document,
             probe=self.prober.probe,

@@ -22,7 +22,7 @@ from kvtier.observe.table import (
     MISSED_BLOCKS,
     SAVED_SECONDS,
     TRANSFER_BYTES,
-    Route,
+    TransferRoute,
 )
 
 __all__ = ["NOTED_EVERY_S", "Noted", "Past", "grown"]
@@ -51,7 +51,7 @@ class Noted:
         loaded = {tier.value: samples.count(LOADED_TOKENS, tier=tier) for tier in LOWER_TIERS}
         moved = {
             route.value: samples.count(TRANSFER_BYTES, route=route, outcome="complete")
-            for route in Route
+            for route in TransferRoute
         }
         counters = {
             "seconds": uptime_s,
@@ -62,7 +62,7 @@ class Noted:
             "found_tokens": samples.count(FOUND_TOKENS),
             "first_tokens": sum(tally.first_tokens for tally in tallies),
             "first_token_s": sum(tally.first_token_s for tally in tallies),
-            "restored_bytes": moved[Route.CPU_TO_GPU.value],
+            "restored_bytes": moved[TransferRoute.CPU_TO_GPU.value],
             "served_tokens": {"gpu": sum(each.report.hit_tokens for each in sessions), **loaded},
             "moved_bytes": moved,
             "decisions": samples.counts(DECISIONS),

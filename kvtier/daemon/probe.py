@@ -23,7 +23,7 @@ from typing import Any
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
-from kvtier.daemon.yardstick import BLOCK_SIZES, Measured, depth_of, measure
+from kvtier.daemon.yardstick import BLOCK_SIZES, TierMeasurement, depth_of, measure
 from kvtier.errors import TierError, TierFull
 from kvtier.node.driver import Driver
 from kvtier.node.transfer import Duty
@@ -223,7 +223,7 @@ class Prober:
             return f"measuring blocks of {block_bytes} bytes failed: {error}"
         return self._noted(name, measured, rounds)
 
-    def _noted(self, name: TierName, measured: Measured, rounds: list[_Round]) -> str:
+    def _noted(self, name: TierName, measured: TierMeasurement, rounds: list[_Round]) -> str:
         now_ns = time.monotonic_ns()
         for is_read, samples in ((False, (measured.written,)), (True, measured.read)):
             for sample in samples:

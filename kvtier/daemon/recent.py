@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.node.ledger import Decision, Ledger
+from kvtier.node.ledger import Ledger, LoggedDecision
 
 __all__ = ["recent_requests"]
 
@@ -25,7 +25,7 @@ def recent_requests(ledger: Ledger, now_ns: int) -> list[_Document]:
     return [_request(each, now_ns) for each in ledger.latest(_SHOWN_MAX)]
 
 
-def _request(decision: Decision, now_ns: int) -> _Document:
+def _request(decision: LoggedDecision, now_ns: int) -> _Document:
     """Tell of one; what is not known, or not known yet, is None."""
     ask, plan, outcome, judgement = (
         decision.ask,

@@ -35,7 +35,7 @@ from kvtier.errors import ConfigError
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 
-__all__ = ["Outcome", "Read", "Reload", "Reloaded"]
+__all__ = ["Read", "Reload", "ReloadOutcome", "Reloaded"]
 
 _log = Log("kvtier.daemon")
 
@@ -57,7 +57,7 @@ _Found = tuple[Config | Sequence[ConfigError], list[str]]
 """What was read, and what is wrong with secrets."""
 
 
-class Outcome(StrEnum):
+class ReloadOutcome(StrEnum):
     """What became of a reload; a closed set."""
 
     APPLIED = "applied"
@@ -71,7 +71,7 @@ class Outcome(StrEnum):
 class Reloaded:
     """One reload: what has changed by it, or why nothing was applied."""
 
-    outcome: Outcome
+    outcome: ReloadOutcome
     changed: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     at_s: float = 0.0
@@ -219,7 +219,7 @@ class Reload:
             _log.info("configuration changed", change=line)
         if not said:
             _log.info("configuration read again, nothing has changed")
-        outcome = Outcome.APPLIED if said else Outcome.UNCHANGED
+        outcome = ReloadOutcome.APPLIED if said else ReloadOutcome.UNCHANGED
         return Reloaded(outcome, said, at_s=_now_s())
 
     async def _found(self) -> _Found | str:
@@ -291,7 +291,7 @@ def _refused(reasons: Iterable[str], faults: Iterable[str] = ()) -> Reloaded:
     told = tuple(reasons)
     for reason in told:
         _log.error("configuration refused, nothing was applied", reason=reason)
-    return Reloaded(Outcome.REFUSED, reasons=(*told, *faults), at_s=_now_s())
+    return Reloaded(ReloadOutcome.REFUSED, reasons=(*told, *faults), at_s=_now_s())
 
 
 def _now_s() -> float:

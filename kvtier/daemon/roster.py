@@ -42,11 +42,11 @@ from kvtier.errors import StartError, TierError
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
-from kvtier.node.transfer import Duty, Lane
+from kvtier.node.transfer import Duty, TransferLane
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Health, HealthState
 
-__all__ = ["Roster"]
+__all__ = ["TierRoster"]
 
 _log = Log("kvtier.daemon")
 
@@ -71,7 +71,7 @@ _FIXED: Mapping[TierName, tuple[str, str]] = {
 """Why a tier stays, and what may have been meant."""
 
 
-class Roster:
+class TierRoster:
     """Takes tiers of ``driver`` off and puts them on, as ``config`` says by then."""
 
     def __init__(self, driver: Driver, config: Callable[[], Config], open_tier: OpenTier) -> None:
@@ -207,14 +207,14 @@ class Roster:
 
     # Off
 
-    def _lane(self, name: TierName) -> Lane | None:
+    def _lane(self, name: TierName) -> TransferLane | None:
         return self._driver.node.transfers.lanes.get(name)
 
     def _duty(self, name: TierName) -> Duty:
         lane = self._lane(name)
         return Duty.NONE if lane is None else lane.duty
 
-    def _in_use(self, name: TierName) -> Lane:
+    def _in_use(self, name: TierName) -> TransferLane:
         """Return the lane of a tier that is in use. Raises StartError."""
         if name in _FIXED:
             raise StartError(name, *_FIXED[name])
@@ -224,12 +224,12 @@ class Roster:
             raise StartError(name, f"is {state}", f"`kvtier tier attach {name}` puts it on")
         return lane
 
-    def _set(self, lane: Lane, duty: Duty) -> None:
+    def _set(self, lane: TransferLane, duty: Duty) -> None:
         if lane.duty is not duty:
             self._driver.post(ev.TierDuty(lane.tier.name, duty))
             _log.info("a tier has another duty", tier=lane.tier.name, duty=duty)
 
-    async def _rest(self, lane: Lane, wait_s: float) -> None:
+    async def _rest(self, lane: TransferLane, wait_s: float) -> None:
         """Let a tier come to rest; where that takes too long, or nobody waits, it is drained."""
         crew = self._driver.crews[lane.tier.name]
         self._set(lane, Duty.LAST)
@@ -247,7 +247,7 @@ class Roster:
                 "wait longer, or have that computed instead with --now",
             )
 
-    async def _until(self, lane: Lane, is_done: Callable[[], bool], wait_s: float) -> bool:
+    async def _until(self, lane: TransferLane, is_done: Callable[[], bool], wait_s: float) -> bool:
         """Wait until something is so, at most so long, and while the tier's duty stays."""
         duty, until_s = lane.duty, time.monotonic() + wait_s
         while not is_done():
@@ -341,7 +341,7 @@ class Roster:
             _log.error("a tier could not be attached", tier=name, error=error)
 
 
-def _open_work(lane: Lane, crew: Crew) -> str:
+def _open_work(lane: TransferLane, crew: Crew) -> str:
     """Say what is still to be done by a tier, and what of it hangs; nothing where it is at rest."""
     num_read = sum(len(each.rows) for each in lane.flights.values() if each.is_read)
     num_written = sum(len(each.rows) for each in lane.flights.values() if not each.is_read)

@@ -12,21 +12,21 @@ from kvtier.api.http.guard import Allowed
 from kvtier.api.http.server import serve
 from kvtier.api.http.status import SharedDocument
 from kvtier.api.rpc.credentials import Credentials
-from kvtier.api.rpc.engine_service import EngineService
+from kvtier.api.rpc.engine_service import EngineServicer
 from kvtier.api.rpc.operator import operator_door
-from kvtier.api.rpc.operator_service import OperatorService
-from kvtier.api.rpc.reports import Reports
+from kvtier.api.rpc.operator_service import OperatorServicer
+from kvtier.api.rpc.reports import OperatorReports
 from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
 from kvtier.config import Config
-from kvtier.daemon.closing import Closing
+from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.health import NodeHealth
 from kvtier.daemon.room import check_owner, check_writable, directory_mode
-from kvtier.daemon.roster import Roster
+from kvtier.daemon.roster import TierRoster
 from kvtier.errors import StartError, reason_of
 from kvtier.lock import PathLock
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
-from kvtier.node.scrub import Scrubber
+from kvtier.node.scrub import TierScrubber
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 from kvtier.secret import Secret
@@ -67,7 +67,7 @@ class Sockets:
     def __init__(
         self,
         config: Config,
-        closing: Closing,
+        closing: ClosingStack,
         driver: Driver,
         *,
         lock: PathLock,
@@ -124,21 +124,21 @@ class Sockets:
 
     async def open_rpc(
         self,
-        reports: Reports,
-        scrubber: Scrubber,
+        reports: OperatorReports,
+        scrubber: TierScrubber,
         on_emptied: Callable[[], None],
-        roster: Roster,
+        roster: TierRoster,
     ) -> Sequence[Secret[Any]]:
         """Serve engines and operators; ``open_arena`` comes before. Returns what that goes by."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
-        operator = OperatorService(self._driver, reports, scrubber, on_emptied, roster)
+        operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, roster)
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
         door_path = operator_door(daemon.socket)
         await door.start(door_path)
         self._listeners[door_path] = door
         self._closing.add("closing the operators' door", door.stop, most_s=_CALLS_END_S)
-        engine = EngineService(self._driver, self._passing)
+        engine = EngineServicer(self._driver, self._passing)
         server = await open_unix(daemon.socket, door, daemon.allowed_uids, engine, operator)
         self._listeners[daemon.socket] = server
         self._close_calls(server.stop)

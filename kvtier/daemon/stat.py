@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier import __version__
-from kvtier.core.census import Held
+from kvtier.core.census import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.daemon.account import Account
+from kvtier.daemon.account import BenefitAccount
 from kvtier.daemon.health import NodeHealth, told
 from kvtier.daemon.key_spaces import KeySpaces
 from kvtier.daemon.past import Noted, Past, grown
@@ -32,7 +32,7 @@ from kvtier.observe.table import (
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     UNLOADED_TOKENS,
-    Route,
+    TransferRoute,
 )
 from kvtier.tiers.base import Health
 
@@ -66,7 +66,7 @@ class Status:
         self._config = config
         self._unmeasured = unmeasured
         self._driver = driver
-        self._account = Account(driver.node, policies)
+        self._account = BenefitAccount(driver.node, policies)
         self._health = health
         self._spaces = spaces
         self._block_tokens = block_tokens
@@ -121,7 +121,9 @@ class Status:
         uptime_s = time.monotonic() - self._start_s
         return Noted.of(uptime_s, samples, self._driver.node.sessions.values())
 
-    def _tiers(self, held: Mapping[TierName, Mapping[bytes, Held]]) -> dict[str, dict[str, Any]]:
+    def _tiers(
+        self, held: Mapping[TierName, Mapping[bytes, BlockTotals]]
+    ) -> dict[str, dict[str, Any]]:
         sessions = list(self._driver.node.sessions.values())
         lower = {
             TierName.CPU: self._cpu(),
@@ -136,12 +138,14 @@ class Status:
             )
         return {"gpu": _gpu(sessions)} | {tier.value: each for tier, each in lower.items()}
 
-    def _key_spaces(self, held: Mapping[TierName, Mapping[bytes, Held]]) -> list[dict[str, Any]]:
+    def _key_spaces(
+        self, held: Mapping[TierName, Mapping[bytes, BlockTotals]]
+    ) -> list[dict[str, Any]]:
         """Return the key spaces that have a block or an engine here, those with most first."""
         attached = {session.key_space for session in self._driver.node.sessions.values()}
 
         def num_bytes(key_space: bytes) -> int:
-            return sum(held[tier].get(key_space, Held()).num_bytes for tier in LOWER_TIERS)
+            return sum(held[tier].get(key_space, BlockTotals()).num_bytes for tier in LOWER_TIERS)
 
         found = attached.union(*held.values())
         most = sorted(found, key=lambda each: (-num_bytes(each), each))[:_KEY_SPACES_SHOWN_MAX]
@@ -151,8 +155,8 @@ class Status:
                 "names": list(named.names) if (named := self._spaces.get(key_space)) else [],
                 "tiers": {
                     tier.value: {
-                        "blocks": held[tier].get(key_space, Held()).num_blocks,
-                        "bytes": held[tier].get(key_space, Held()).num_bytes,
+                        "blocks": held[tier].get(key_space, BlockTotals()).num_blocks,
+                        "bytes": held[tier].get(key_space, BlockTotals()).num_bytes,
                     }
                     for tier in LOWER_TIERS
                 },
@@ -267,10 +271,10 @@ def _miss_reasons(samples: Samples) -> dict[str, dict[str, int]]:
 
 def _transfers(samples: Samples) -> dict[str, dict[str, float | None]]:
     """Return what went over each route; how long engines copy they alone know."""
-    return {route.value: _transfer(samples, route) for route in Route}
+    return {route.value: _transfer(samples, route) for route in TransferRoute}
 
 
-def _transfer(samples: Samples, route: Route) -> dict[str, float | None]:
+def _transfer(samples: Samples, route: TransferRoute) -> dict[str, float | None]:
     is_timed = "gpu" not in route
     return {
         "bytes": samples.count(TRANSFER_BYTES, route=route, outcome="complete"),

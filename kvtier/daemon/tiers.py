@@ -128,10 +128,10 @@ def authorities_of(tier: Tier) -> Secret[Certificates] | None:
 def is_login_alone(before: Config, after: Config) -> bool:
     """Tell whether two configurations' URLs name the same servers, for another login."""
     try:
-        from kvtier.tiers.remote.address import Address
+        from kvtier.tiers.remote.address import RemoteAddress
 
-        address = Address.parse(before.remote.url)
-        return address.is_same_but_login(Address.parse(after.remote.url))
+        address = RemoteAddress.parse(before.remote.url)
+        return address.is_same_but_login(RemoteAddress.parse(after.remote.url))
     except StartError:
         return False
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.engine.request import TierTokens
 
@@ -105,11 +105,13 @@ class Timing:
         for tier in tiers:
             self.restored[tier] = self.restored.get(tier, 0) + 1
 
-    def outcome(self, decision: int, computed_tokens: int, first_token_ns: int) -> Outcome | None:
+    def outcome(
+        self, decision: int, computed_tokens: int, first_token_ns: int
+    ) -> PlanOutcome | None:
         """Return what came of a plan, or None where that cannot be told."""
         if not decision or self.is_spoilt:
             return None
-        return Outcome(
+        return PlanOutcome(
             decision=decision,
             tiers=tuple(self.restored.items()),
             restore_s=self.restore_ns / 1e9,

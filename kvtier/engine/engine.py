@@ -19,18 +19,18 @@ from kvtier.engine.account import Stalls, Timing, TokenAccount
 from kvtier.engine.attention import AttentionBatch, Span
 from kvtier.engine.fingerprint import key_space
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.pool import BlockPool, Dropped, PoolCounts, PoolShape
-from kvtier.engine.port import Chain, KVPort
+from kvtier.engine.pool import BlockPool, PoolCounts, PoolDropped, PoolShape
+from kvtier.engine.port import KVPort, PortChain
 from kvtier.engine.request import (
     Deliver,
+    EngineRequest,
     FinishReason,
     Output,
     QueueFull,
-    Request,
     RequestRefused,
 )
 from kvtier.engine.sampler import make_generator, sample
-from kvtier.engine.scheduler import Chunk, Scheduler
+from kvtier.engine.scheduler import ScheduledChunk, Scheduler
 from kvtier.engine.sequence import BlockChain, Phase, Sequence
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
@@ -134,7 +134,7 @@ class Engine:
 
     # Requests
 
-    def check_request(self, request: Request) -> None:
+    def check_request(self, request: EngineRequest) -> None:
         """Raise RequestRefused for a request that can never be served; from any thread."""
         limit = self.loaded.context_limit
         if not request.prompt:
@@ -156,7 +156,7 @@ class Engine:
                 "lower max_tokens, or raise engine.pool"
             )
 
-    def submit(self, request: Request, deliver: Deliver, now_ns: int) -> None:
+    def submit(self, request: EngineRequest, deliver: Deliver, now_ns: int) -> None:
         """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing."""
         self.check_request(request)
         scheduler = self._scheduler
@@ -197,7 +197,7 @@ class Engine:
         first = num_hit * self.settings.engine_block_tokens // self.settings.block_tokens
         if len(self._scheduler.sequences) == 1:
             first = len(hashes)  # alone it has its turn now: what it lacks is loaded, not fetched
-        chain = Chain(sequence.tenant, sequence.port_chain.root, tuple(hashes))
+        chain = PortChain(sequence.tenant, sequence.port_chain.root, tuple(hashes))
         self.port.announce(chain, min(first, len(hashes)), sequence.traits)
 
     def abort(self, request_id: str) -> bool:
@@ -256,7 +256,7 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def _compute(self, chunks: list[Chunk]) -> list[int]:
+    def _compute(self, chunks: list[ScheduledChunk]) -> list[int]:
         """Run the model over a batch; returns a token for each sequence that is through."""
         token_ids: list[int] = []
         positions: list[int] = []
@@ -342,7 +342,7 @@ class Engine:
 
     # Looking in
 
-    def _report(self, chunks: list[Chunk], seconds: float) -> StepSample:
+    def _report(self, chunks: list[ScheduledChunk], seconds: float) -> StepSample:
         """Note what a step took, and the share of each prompt that it computed."""
         num_decode = sum(chunk.is_decode for chunk in chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -367,7 +367,7 @@ class Engine:
         self._reports.clear()
         return reports
 
-    def drop_cache(self) -> Dropped:
+    def drop_cache(self) -> PoolDropped:
         """Empty the prefix cache; what requests and stores still use stays with them, unfound."""
         return self.pool.drop()
 

@@ -18,8 +18,8 @@ from kvtier.core.plan import PlanReason
 from kvtier.core.residency import TierName
 from kvtier.engine.meeting import Meeting
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import Chain, Found, KVPort, Loaded, LoadEnded, LoadOrder
-from kvtier.engine.request import Decision, DecisionReason
+from kvtier.engine.port import KVPort, LoadEnded, LoadOrder, LoadProgress, PortChain, PortLookup
+from kvtier.engine.request import DecisionReason, RestoreDecision
 from kvtier.engine.sequence import Back, Phase, Sequence
 
 __all__ = ["Loader"]
@@ -96,11 +96,11 @@ class Loader:
         """Tell whether to ask for what the GPU lacks after ``num_hit`` engine blocks."""
         first = num_hit // self._ratio
         if first >= self._end(sequence):
-            decision = Decision.GPU_HIT if num_hit else Decision.COMPUTED
+            decision = RestoreDecision.GPU_HIT if num_hit else RestoreDecision.COMPUTED
             sequence.decide(decision, DecisionReason.TOO_SHORT)
             return False
         if self._load_limit(sequence) == 0:
-            sequence.decide(Decision.COMPUTED, DecisionReason.MAX_LOAD_TOKENS)
+            sequence.decide(RestoreDecision.COMPUTED, DecisionReason.MAX_LOAD_TOKENS)
             return False
         is_known = sequence.found is not None and sequence.found_first <= first
         return not is_known and sequence.num_lookups < _LOOKUPS_MAX
@@ -115,7 +115,7 @@ class Loader:
         self._lookups[sequence.request_id] = sequence
         self._port.lookup(self._chain(sequence), first, sequence.traits, load)
 
-    def found(self, event: Found) -> Sequence | None:
+    def found(self, event: PortLookup) -> Sequence | None:
         """Take a lookup's answer; returns the sequence if it still wants one."""
         sequence = self._lookups.pop(event.request_id)
         if sequence.phase is not Phase.LOOKING:
@@ -138,7 +138,7 @@ class Loader:
         """Note that nothing will be loaded, for this reason or the lookup's."""
         found = sequence.found
         limit = _limit_reason(found) if found is not None else DecisionReason.OTHER
-        sequence.decide(Decision.COMPUTED, reason or limit)
+        sequence.decide(RestoreDecision.COMPUTED, reason or limit)
         sequence.found = None
 
     # Loading
@@ -202,7 +202,7 @@ class Loader:
         if load is not None:  # else its end has said what was decided
             _decide(load, "met")
 
-    def loaded(self, event: Loaded, now_ns: int) -> None:
+    def loaded(self, event: LoadProgress, now_ns: int) -> None:
         """Take in the blocks of a load that are in place."""
         self._take_in(self._loads[event.request_id], event.tiers, now_ns)
 
@@ -314,13 +314,13 @@ class Loader:
             num_planned = min(num_planned, found.plan.num_blocks)
         return sequence.found_first + num_planned - first
 
-    def _chain(self, sequence: Sequence, end: int | None = None) -> Chain:
+    def _chain(self, sequence: Sequence, end: int | None = None) -> PortChain:
         end = self._end(sequence) if end is None else end
         hashes = tuple(sequence.port_chain.hashes[:end])
-        return Chain(sequence.tenant, sequence.port_chain.root, hashes)
+        return PortChain(sequence.tenant, sequence.port_chain.root, hashes)
 
 
-def _limit_reason(found: Found) -> str:
+def _limit_reason(found: PortLookup) -> str:
     """Return why no more than a plan's blocks are loaded, or why no more were found."""
     plan = found.plan
     if plan is not None and plan.num_blocks < len(found.tiers):
@@ -332,8 +332,8 @@ def _decide(load: _Load, reason: str) -> None:
     """Note what became of a load that is over."""
     decide = load.sequence.decide
     if len(load.tiers) == len(load.into):
-        decision = Decision.LOADED_PART if load.whole_reason else Decision.LOADED
+        decision = RestoreDecision.LOADED_PART if load.whole_reason else RestoreDecision.LOADED
         decide(decision, load.whole_reason or DecisionReason.COMPLETE)
         return
-    decision = Decision.LOADED_PART if load.tiers else Decision.COMPUTED
+    decision = RestoreDecision.LOADED_PART if load.tiers else RestoreDecision.COMPUTED
     decide(decision, DecisionReason.SPLIT if reason == "met" else reason)

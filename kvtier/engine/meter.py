@@ -30,7 +30,7 @@ from kvtier.observe.engine_table import (
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
     READY,
-    Route,
+    TransferRoute,
 )
 
 __all__ = ["EngineMeter"]
@@ -58,7 +58,7 @@ class EngineMeter:
         """Note the end of a request."""
         self.metrics.add(REQUESTS, outcome=outcome)
 
-    def copied(self, route: Route, seconds: float) -> None:
+    def copied(self, route: TransferRoute, seconds: float) -> None:
         """Note the copy of one block."""
         self.metrics.observe(COPY_SECONDS, seconds, route=route)
 

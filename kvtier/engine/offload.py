@@ -8,7 +8,7 @@ request that hits it offers it again.
 from collections.abc import Iterator
 
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import Chain, KVPort, Stored, StoreOffer
+from kvtier.engine.port import KVPort, PortChain, StoreEnded, StoreOffer
 from kvtier.engine.sequence import Sequence
 
 __all__ = ["OPEN_STORES_MAX", "Offload"]
@@ -49,7 +49,7 @@ class Offload:
             self._store(sequence, first, last)
         sequence.num_offered = max(sequence.num_offered, end)
 
-    def stored(self, event: Stored) -> None:
+    def stored(self, event: StoreEnded) -> None:
         """Let go of a store's blocks; those that were not taken may be offered again."""
         blocks = self._open.pop(event.store_id)
         self._num_held -= len(blocks) * self._ratio
@@ -84,6 +84,6 @@ class Offload:
             self._pool.mark(group[-1])
         self._num_held += num_blocks
         hashes = tuple(sequence.port_chain.hashes[:end])
-        chain = Chain(sequence.tenant, sequence.port_chain.root, hashes)
+        chain = PortChain(sequence.tenant, sequence.port_chain.root, hashes)
         offer = StoreOffer(sequence.traits, sequence.num_prompt // self._port.block_tokens)
         self._open[self._port.store(chain, first, blocks, offer)] = blocks

@@ -28,7 +28,7 @@ import torch
 
 from kvtier.core.identity import BlockHash
 
-__all__ = ["BlockPool", "Dropped", "PoolCounts", "PoolShape"]
+__all__ = ["BlockPool", "PoolCounts", "PoolDropped", "PoolShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PoolCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class PoolDropped:
     """What ``drop`` removed, and how many blocks stay until their users let go of them."""
 
     num_blocks: int
@@ -194,7 +194,7 @@ class BlockPool:
         cached = self._block_of.get(block_hash, block)
         return bool(self._is_marked[block] or self._is_marked[cached])
 
-    def drop(self) -> Dropped:
+    def drop(self) -> PoolDropped:
         """Forget every hash. Blocks in use stay with their users, and are not found any more."""
         num_dropped = num_kept = 0
         for block in list(self._block_of.values()):
@@ -206,7 +206,7 @@ class BlockPool:
             self._num_unreferenced_cached -= 1
             self._free.append(block)
         self._leaves.clear()
-        return Dropped(num_dropped, num_dropped * self.shape.block_bytes, num_kept)
+        return PoolDropped(num_dropped, num_dropped * self.shape.block_bytes, num_kept)
 
     def _forget(self, block: int) -> None:
         block_hash, parent = self._hash_of[block], self._parent_of[block]

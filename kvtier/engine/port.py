@@ -3,8 +3,8 @@
 Contract
 --------
 * No call blocks: each takes microseconds and its result comes back from ``poll``. Every request
-  ends in exactly one ``Found`` (after ``lookup``) and one ``LoadEnded`` (after ``load``), every
-  store in exactly one ``Stored``, by the port's own deadlines, whatever happens below.
+  ends in exactly one ``PortLookup`` (after ``lookup``) and one ``LoadEnded`` (after ``load``), and
+  every store in exactly one ``StoreEnded``, by the port's own deadlines, whatever happens below.
 * A chain is a prompt in blocks of ``block_tokens`` tokens. Each block is made of
   ``block_tokens / engine_block_tokens`` engine blocks, given as block ids of the engine's pool.
 * A load fills blocks in order: from its first one on, or, ``from_back``, from its last one down,
@@ -21,26 +21,26 @@ from typing import Protocol
 
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 
 __all__ = [
-    "Chain",
-    "Found",
     "KVPort",
     "LoadEnded",
     "LoadOrder",
-    "Loaded",
+    "LoadProgress",
     "NoPort",
+    "PortChain",
     "PortEvent",
+    "PortLookup",
+    "StoreEnded",
     "StoreOffer",
-    "Stored",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class PortChain:
     """The block hashes of a request's tokens, from the root, full blocks only."""
 
     tenant: bytes
@@ -53,7 +53,7 @@ class LoadOrder:
     """Which blocks a request wants loaded, and how."""
 
     request_id: str
-    chain: Chain
+    chain: PortChain
     first: int
     decision: int = 0
     """Of the plan that led to it, or 0."""
@@ -72,21 +72,21 @@ class StoreOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PortLookup:
     """The answer to a lookup: ``tiers[i]`` would serve block ``first + i``; then comes a miss."""
 
     request_id: str
     tiers: tuple[TierName, ...]
     reason: str
     """Why it ends where it ends: ``complete``, ``absent``, ``too_short``, ``daemon_away``, …"""
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     """How many of them to load, and how; without one, all of them."""
     max_offload_tokens: int | None = None
     """What it pays to offer of this request; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadProgress:
     """Progress of a load: ``len(tiers)`` blocks, in its order, are verified and in place so far."""
 
     request_id: str
@@ -106,14 +106,14 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoreEnded:
     """The end of a store: its engine blocks may be reused; ``num_blocks`` were taken."""
 
     store_id: int
     num_blocks: int
 
 
-PortEvent = Found | Loaded | LoadEnded | Stored
+PortEvent = PortLookup | LoadProgress | LoadEnded | StoreEnded
 
 
 class KVPort(Protocol):
@@ -126,14 +126,14 @@ class KVPort(Protocol):
     def bind(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, whenever ``poll`` has something to return."""
 
-    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
         """Say once of a request that it has come; ``first`` leading blocks need not be fetched.
 
         They are the engine's own, or it is about to ask for them. ``chain`` is the whole prompt;
         one that fills no block is not announced.
         """
 
-    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Ask which blocks of ``chain`` from index ``first`` on could and should be loaded.
 
         ``traits.request_id`` names the request.
@@ -151,11 +151,11 @@ class KVPort(Protocol):
         """
 
     def store(
-        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+        self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
     ) -> int:
         """Offer computed blocks; ``blocks[i]`` holds block ``first + i``. Returns a store id."""
 
-    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+    def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
         """Say once of each request that its prompt is done with, and what came of its plan.
 
         That is so with its first token, or when it ends before.
@@ -185,12 +185,12 @@ class NoPort:
     def bind(self, wake: Callable[[], None]) -> None:
         """Need no wake: events are there as soon as they are asked for."""
 
-    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
         """Have nobody to tell."""
 
-    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Answer at once that nothing is there."""
-        self._events.append(Found(traits.request_id, (), "off"))
+        self._events.append(PortLookup(traits.request_id, (), "off"))
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """End at once with nothing."""
@@ -200,18 +200,18 @@ class NoPort:
         """Have no load to shorten."""
         return 0
 
-    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+    def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
         """Have nobody to tell."""
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
         """Have nobody to tell."""
 
     def store(
-        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+        self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
     ) -> int:
         """Take nothing."""
         self._num_stores += 1
-        self._events.append(Stored(self._num_stores, 0))
+        self._events.append(StoreEnded(self._num_stores, 0))
         return self._num_stores
 
     def cancel(self, request_id: str) -> None:

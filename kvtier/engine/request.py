@@ -9,15 +9,15 @@ from kvtier.errors import KvtierError
 
 __all__ = [
     "NO_HINTS",
-    "Decision",
     "DecisionReason",
     "Deliver",
+    "EngineRequest",
     "FinishReason",
     "Hints",
     "Output",
     "QueueFull",
-    "Request",
     "RequestRefused",
+    "RestoreDecision",
     "Sampling",
     "TierTokens",
     "Usage",
@@ -66,7 +66,7 @@ NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """One prompt to complete."""
 
     request_id: str
@@ -126,7 +126,7 @@ class TierTokens:
         return self.gpu + self.cpu + self.ssd + self.remote
 
 
-class Decision(StrEnum):
+class RestoreDecision(StrEnum):
     """What was done about the part of a prompt below the GPU; with a reason in ``Usage``."""
 
     GPU_HIT = "gpu_hit"
@@ -172,9 +172,9 @@ class DecisionReason(StrEnum):
     OTHER = "other"
 
 
-def format_decision(decision: Decision, reason: str) -> str:
+def format_decision(decision: RestoreDecision, reason: str) -> str:
     """Return ``decision:reason`` out of the closed sets; the two complete ones stand alone."""
-    if decision in {Decision.GPU_HIT, Decision.LOADED}:
+    if decision in {RestoreDecision.GPU_HIT, RestoreDecision.LOADED}:
         return decision.value
     known = DecisionReason(reason) if reason in set(DecisionReason) else DecisionReason.OTHER
     return f"{decision.value}:{known.value}"

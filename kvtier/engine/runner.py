@@ -12,7 +12,14 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from kvtier.engine.engine import Engine
-from kvtier.engine.request import Deliver, FinishReason, Output, QueueFull, Request, RequestRefused
+from kvtier.engine.request import (
+    Deliver,
+    EngineRequest,
+    FinishReason,
+    Output,
+    QueueFull,
+    RequestRefused,
+)
 from kvtier.observe.log import Log, Repeated
 
 __all__ = ["EngineRunner"]
@@ -71,7 +78,7 @@ class EngineRunner:
         """Begin to take requests."""
         self._thread.start()
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Accept a request; raises RequestRefused or QueueFull, and then delivers nothing.
 
         ``deliver`` is called on the engine's thread, the last time with a finish reason. If the

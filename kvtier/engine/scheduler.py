@@ -28,19 +28,19 @@ from kvtier.core.residency import TierName
 from kvtier.engine.loader import Loader
 from kvtier.engine.offload import Offload
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import Found, KVPort, Loaded, LoadEnded, PortEvent, Stored
+from kvtier.engine.port import KVPort, LoadEnded, LoadProgress, PortEvent, PortLookup, StoreEnded
 from kvtier.engine.request import DecisionReason
 from kvtier.engine.sequence import Phase, Sequence
 from kvtier.engine.settings import EngineSettings
 
-__all__ = ["Chunk", "Scheduler"]
+__all__ = ["ScheduledChunk", "Scheduler"]
 
 _ORDERED_MAX = 256
 """Waiting requests that are put in order each step: the oldest. More would cost milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ScheduledChunk:
     """What one sequence computes in a step: its next ``num_tokens`` tokens."""
 
     sequence: Sequence
@@ -116,18 +116,18 @@ class Scheduler:
 
     def _take(self, event: PortEvent, now_ns: int) -> None:
         match event:
-            case Found():
+            case PortLookup():
                 sequence = self.loader.found(event)
                 if sequence is not None:
                     self._queue(sequence, now_ns)
-            case Loaded():
+            case LoadProgress():
                 self.loader.loaded(event, now_ns)
             case LoadEnded():
                 sequence = self.loader.ended(event, now_ns)
                 if sequence is not None:
                     sequence.phase = Phase.RUNNING
                     self._running.append(sequence)
-            case Stored():
+            case StoreEnded():
                 self.offload.stored(event)
 
     def admit(self, now_ns: int) -> bool:
@@ -145,26 +145,26 @@ class Scheduler:
             num_started += 1
         return num_started > 0
 
-    def plan(self, now_ns: int) -> list[Chunk]:
+    def plan(self, now_ns: int) -> list[ScheduledChunk]:
         """Return what to compute now, each sequence with blocks for it; preempts if it must."""
         budget = self._settings.max_batch_tokens
-        chunks: list[Chunk] = []
+        chunks: list[ScheduledChunk] = []
         running = sorted(self._running, key=lambda sequence: sequence.ticket)
         for sequence in running:
             # One that lost its blocks to an earlier one in this loop is not running any more.
             is_next = sequence.num_missing == 1 and sequence.phase is Phase.RUNNING and budget
             if is_next and self._grow(sequence, now_ns):
-                chunks.append(Chunk(sequence, 1))
+                chunks.append(ScheduledChunk(sequence, 1))
                 budget -= 1
         for sequence in running:
             if sequence.num_missing > 1 and sequence.phase is Phase.RUNNING and budget:
                 num_tokens = min(budget, self.loader.num_computable(sequence))
                 if num_tokens:
-                    chunks.append(Chunk(sequence, num_tokens))
+                    chunks.append(ScheduledChunk(sequence, num_tokens))
                     budget -= num_tokens
         return chunks
 
-    def complete(self, chunk: Chunk) -> None:
+    def complete(self, chunk: ScheduledChunk) -> None:
         """Note that a chunk is computed: its full blocks are found and offered from now on."""
         sequence = chunk.sequence
         start = sequence.num_computed

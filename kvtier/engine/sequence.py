@@ -6,15 +6,15 @@ from enum import StrEnum
 import torch
 
 from kvtier.core.identity import BlockHash, hash_blocks
-from kvtier.core.plan import Plan
+from kvtier.core.plan import RestorePlan
 from kvtier.core.traits import Traits
 from kvtier.engine.account import Timing, TokenAccount
-from kvtier.engine.port import Found
+from kvtier.engine.port import PortLookup
 from kvtier.engine.request import (
-    Decision,
     DecisionReason,
     Deliver,
-    Request,
+    EngineRequest,
+    RestoreDecision,
     Usage,
     format_decision,
 )
@@ -77,7 +77,7 @@ class Sequence:
         tokens  |<-- num_computed -->|<-- to compute -->|<-- back -->|<-- to compute -->|
     """
 
-    request: Request
+    request: EngineRequest
     deliver: Deliver
     arrival_ns: int
     ticket: int
@@ -103,12 +103,12 @@ class Sequence:
     num_lookups: int = 0
     num_reserved: int = 0
     """Blocks it will need when its lookup is answered."""
-    found: Found | None = None
+    found: PortLookup | None = None
     found_first: int = 0
     """The block of ``port_chain`` that ``found`` begins with."""
     num_loaded: int = 0
     """Blocks of ``port_chain`` that were loaded in all."""
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     """The latest one that the daemon made for it."""
     advised_offload_tokens: int | None = None
     """What the daemon said it pays to offer; the request's own limit goes before it."""
@@ -164,7 +164,7 @@ class Sequence:
         self.back = None
         return True
 
-    def decide(self, decision: Decision, reason: str = DecisionReason.COMPLETE) -> None:
+    def decide(self, decision: RestoreDecision, reason: str = DecisionReason.COMPLETE) -> None:
         """Note what was done about the prefix; the first decision is the one that is told."""
         self.decision = self.decision or format_decision(decision, reason)
 
@@ -175,5 +175,6 @@ class Sequence:
             completion_tokens=self.num_generated,
             tier_tokens=self.account.tier_tokens(),
             computed_tokens=self.account.computed,
-            decision=self.decision or format_decision(Decision.COMPUTED, DecisionReason.CANCELLED),
+            decision=self.decision
+            or format_decision(RestoreDecision.COMPUTED, DecisionReason.CANCELLED),
         )

@@ -3,28 +3,28 @@
 from dataclasses import dataclass
 
 from kvtier.core.identity import BlockHash, BlockHeader, Selection
-from kvtier.core.plan import Plan
+from kvtier.core.plan import RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.slots import slot_bytes
 
 __all__ = [
     "Action",
     "Answer",
-    "Dropped",
-    "Found",
+    "CallReply",
+    "EmptyEngineTier",
     "Granted",
     "Keeping",
-    "Order",
+    "LoadUpdate",
+    "LookupResult",
     "Probe",
-    "Progress",
     "Purge",
     "Read",
     "Refused",
     "Registered",
     "Released",
-    "Reply",
     "Retained",
-    "Stored",
+    "StoreResult",
+    "TierDropped",
     "TransferBlock",
     "Warmed",
     "Write",
@@ -84,7 +84,7 @@ class Purge:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EmptyEngineTier:
     """Have a session's engine empty its own tier; it answers with a ``Report``."""
 
     session: str
@@ -110,13 +110,13 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """Where the leading blocks are, and why the run ends."""
 
     runs: tuple[tuple[TierName, int], ...]
     """Consecutive blocks that one tier would serve, with how many they are."""
     reason: str
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     """What to do with them; without one all of them are restored."""
     max_offload_tokens: int | None = None
     """What it pays to offer of this request; None: all of it."""
@@ -149,7 +149,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoreResult:
     """How many blocks were published."""
 
     num_blocks: int
@@ -182,7 +182,7 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class TierDropped:
     """What one tier lost, and what it kept because it was in use until the deadline."""
 
     tier: TierName
@@ -197,19 +197,19 @@ class Dropped:
 Answer = (
     Refused
     | Registered
-    | Found
+    | LookupResult
     | Released
     | Granted
-    | Stored
+    | StoreResult
     | Retained
     | Warmed
-    | tuple[Dropped, ...]
+    | tuple[TierDropped, ...]
     | None
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CallReply:
     """The one answer to a call."""
 
     call: int
@@ -217,7 +217,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadUpdate:
     """The next blocks of a load that are in place; the last message has an ``end``."""
 
     call: int
@@ -231,4 +231,4 @@ class Progress:
     as were asked for."""
 
 
-Action = Reply | Progress | Read | Write | Probe | Purge | Order
+Action = CallReply | LoadUpdate | Read | Write | Probe | Purge | EmptyEngineTier

@@ -22,8 +22,8 @@ one call holds and another copies was loaded by the first.
 from collections import Counter
 
 from kvtier.core.residency import TierName
-from kvtier.node.action import Found
-from kvtier.node.run import Run
+from kvtier.node.action import LookupResult
+from kvtier.node.run import BlockRun
 from kvtier.node.session import LoadLease, Session
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
@@ -41,7 +41,7 @@ __all__ = ["count_load", "count_lookup"]
 
 
 def count_lookup(
-    metrics: Metrics, num_asked: int, run: Run, found: Found, session: Session
+    metrics: Metrics, num_asked: int, run: BlockRun, found: LookupResult, session: Session
 ) -> None:
     """Count a lookup that asked for ``num_asked`` blocks, found a run, and was answered so."""
     pending = int(run.is_writing.sum())

@@ -18,7 +18,15 @@ import numpy as np
 from kvtier.core.eviction import Eviction
 from kvtier.core.fate import Fate
 from kvtier.core.identity import Selection, split_hashes
-from kvtier.core.index import IS_KEPT, NO_SLOT, WAS_DEMOTED, WAS_REFUSED, WAS_USED, Index, Scope
+from kvtier.core.index import (
+    IS_KEPT,
+    NO_SLOT,
+    WAS_DEMOTED,
+    WAS_REFUSED,
+    WAS_USED,
+    BlockIndex,
+    Scope,
+)
 from kvtier.core.limits import (
     DRAINS_MAX,
     INDEX_ROWS_MAX,
@@ -48,7 +56,7 @@ class Cache:
         metrics: Metrics,
         history: History | None = None,
     ) -> None:
-        self.index = Index()
+        self.index = BlockIndex()
         self.whereabouts = Whereabouts(self.index, history)
         self.slots = slots
         self.eviction = eviction

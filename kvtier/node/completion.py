@@ -14,7 +14,7 @@ from kvtier.node.event import Lost, ReadDone, Verified, WriteDone
 from kvtier.node.load import Loads
 from kvtier.node.measurement import Measurements
 from kvtier.node.probe import Probes
-from kvtier.node.transfer import Lane, Transfers
+from kvtier.node.transfer import TierTransfers, TransferLane
 from kvtier.node.writes import Writes
 from kvtier.observe.table import (
     EVICTED_BLOCKS,
@@ -46,7 +46,7 @@ class Completions:
     def __init__(
         self,
         cache: Cache,
-        transfers: Transfers,
+        transfers: TierTransfers,
         writes: Writes,
         loads: Loads,
         probes: Probes,
@@ -144,7 +144,7 @@ class Completions:
             self._cache.index.move(row, tier, Residency.ABSENT)
         return self._loads.block_missed(row, fate, now_ns)
 
-    def _forget(self, lane: Lane, hashes: bytes, reason: str) -> Rows:
+    def _forget(self, lane: TransferLane, hashes: bytes, reason: str) -> Rows:
         """Record which blocks a tier no longer has; returns rows of those in other tiers."""
         if not hashes:
             return np.zeros(0, np.int64)

@@ -16,17 +16,17 @@ from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import OUTCOME_LATE_NS, SAMPLE_MAX_S
-from kvtier.core.plan import Judgement, Outcome, Plan, PlanReason
+from kvtier.core.plan import Judgement, PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.planner import Ask, Planner, Source
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
 from kvtier.core.traits import Traits
-from kvtier.node.action import Found
+from kvtier.node.action import LookupResult
 from kvtier.node.event import Load, Lookup
-from kvtier.node.ledger import Decision, Ledger
-from kvtier.node.run import Run
+from kvtier.node.ledger import Ledger, LoggedDecision
+from kvtier.node.run import BlockRun
 from kvtier.node.session import Session
-from kvtier.node.transfer import Transfers
+from kvtier.node.transfer import TierTransfers
 from kvtier.observe.log import Log
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import (
@@ -51,7 +51,7 @@ class Decisions:
     """All decisions of a node; without a planner there are none, and everything is restored."""
 
     def __init__(
-        self, transfers: Transfers, planner: Planner | None, ledger: Ledger, metrics: Metrics
+        self, transfers: TierTransfers, planner: Planner | None, ledger: Ledger, metrics: Metrics
     ) -> None:
         self.ledger = ledger
         self._transfers = transfers
@@ -62,22 +62,22 @@ class Decisions:
         self,
         event: Lookup,
         session: Session,
-        run: Run,
+        run: BlockRun,
         missed: Counter[Fate],
         max_offload_tokens: int | None,
         *,
         now_ns: int,
-    ) -> Found:
+    ) -> LookupResult:
         """Answer a lookup; what is there and not restored is added to ``missed``."""
         runs = run.by_tier()
         if self._planner is None:
-            return Found(runs, run.reason, max_offload_tokens=max_offload_tokens)
+            return LookupResult(runs, run.reason, max_offload_tokens=max_offload_tokens)
         number = self.ledger.next_number()
         num_tokens = len(event.hashes) // HASH_BYTES * session.layout.block_tokens
         ask = self._ask(session, run, event.first, num_tokens, event.traits)
         ask = replace(ask, load=event.load)
         session.tally.asked(ask)
-        plan = Plan(number, 0, PlanReason.NOTHING)
+        plan = RestorePlan(number, 0, PlanReason.NOTHING)
         if len(run):
             plan = self._planner.plan(ask, number, now_ns)
             assert 0 <= plan.num_blocks <= len(run), "no more can be restored than was found"
@@ -95,7 +95,7 @@ class Decisions:
         if plan.reason in _COMPUTED:
             missed[Fate.COST] += len(run) - plan.num_blocks
         self.ledger.add(
-            Decision(
+            LoggedDecision(
                 number=number,
                 request_id=event.traits.request_id,
                 session=session.token,
@@ -110,14 +110,14 @@ class Decisions:
                 hashes=event.hashes,
             )
         )
-        return Found(runs, run.reason, plan, max_offload_tokens)
+        return LookupResult(runs, run.reason, plan, max_offload_tokens)
 
-    def plan_of(self, event: Load, session: Session) -> Plan | None:
+    def plan_of(self, event: Load, session: Session) -> RestorePlan | None:
         """Return the plan that a load carries out, if it is one of its own engine's."""
         decision = self.ledger.find(event.decision) if event.decision else None
         return decision.plan if decision and decision.session == session.token else None
 
-    def conclude(self, session: Session, outcome: Outcome, now_ns: int) -> None:
+    def conclude(self, session: Session, outcome: PlanOutcome, now_ns: int) -> None:
         """Take in what came of a decision, once, and from the engine it was made for."""
         decision = self.ledger.open(outcome.decision, session.token, now_ns)
         if self._planner is None or decision is None or not _is_sane(outcome, decision):
@@ -137,7 +137,7 @@ class Decisions:
         if session.is_of_first_rank:
             self._count(decision.plan, outcome, judgement)
 
-    def _count(self, plan: Plan, outcome: Outcome, judgement: Judgement) -> None:
+    def _count(self, plan: RestorePlan, outcome: PlanOutcome, judgement: Judgement) -> None:
         for tier, seconds in judgement.saved_s.items():
             self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
             if judgement.cold_s is not None:
@@ -154,7 +154,9 @@ class Decisions:
             self._metrics.add(PREDICTED_SECONDS, plan.restore.mean_s, of="restore")
             self._metrics.add(ACTUAL_SECONDS, outcome.restore_s, of="restore")
 
-    def num_paying(self, session: Session, use: Use, run: Run, first: int, *, now_ns: int) -> int:
+    def num_paying(
+        self, session: Session, use: Use, run: BlockRun, first: int, *, now_ns: int
+    ) -> int:
         """Return how many leading blocks of a run to bring closer for a request that waits."""
         if self._planner is None:
             return len(run)
@@ -162,7 +164,9 @@ class Decisions:
         ask = self._ask(session, run, first, num_tokens, use.traits)
         return self._planner.num_paying(replace(ask, load=session.load), now_ns)
 
-    def _ask(self, session: Session, run: Run, first: int, num_tokens: int, traits: Traits) -> Ask:
+    def _ask(
+        self, session: Session, run: BlockRun, first: int, num_tokens: int, traits: Traits
+    ) -> Ask:
         block_tokens, limit = session.layout.block_tokens, traits.max_load_tokens
         return Ask(
             key_space=session.key_space,
@@ -177,7 +181,7 @@ class Decisions:
             session=session.token,
         )
 
-    def _sources(self, run: Run) -> tuple[Source, ...]:
+    def _sources(self, run: BlockRun) -> tuple[Source, ...]:
         """Return which tiers would serve a run; what is being read comes from where it is read."""
         queued = {name: lane.read_bytes for name, lane in self._transfers.lanes.items()}
         if not run.is_writing.any():
@@ -194,7 +198,7 @@ class Decisions:
         return tuple(Source(tier, length, queued.get(tier, 0)) for tier, length in pieces)
 
 
-def _is_sane(outcome: Outcome, decision: Decision) -> bool:
+def _is_sane(outcome: PlanOutcome, decision: LoggedDecision) -> bool:
     """Tell whether an outcome could be true: one that is not would spoil every sum."""
     times = (outcome.restore_s, outcome.compute_s, outcome.wait_s, outcome.ttft_s)
     if not all(math.isfinite(seconds) and 0 <= seconds <= SAMPLE_MAX_S for seconds in times):

@@ -22,7 +22,7 @@ from kvtier.core.limits import (
 )
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, TierTransfers, TransferLane, WriteMode
 from kvtier.node.writes import Writes
 from kvtier.observe.table import DEMOTED_BLOCKS, REFUSED_BLOCKS
 
@@ -36,7 +36,7 @@ _LOOKS_A_WINDOW = 256
 class _Look:
     """One look ahead."""
 
-    lanes: list[Lane]
+    lanes: list[TransferLane]
     num_left: int
     """Blocks that may be offered before others get their turn."""
     is_cut_short: bool = False
@@ -45,7 +45,7 @@ class _Look:
 class Demotion:
     """Looks ahead of eviction each time slots were given out."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, writes: Writes) -> None:
+    def __init__(self, cache: Cache, transfers: TierTransfers, writes: Writes) -> None:
         self._cache = cache
         self._transfers = transfers
         self._writes = writes
@@ -111,7 +111,7 @@ class Demotion:
                     REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=Rule.FULL
                 )
 
-    def _lanes(self, now_ns: int, *modes: WriteMode) -> list[Lane]:
+    def _lanes(self, now_ns: int, *modes: WriteMode) -> list[TransferLane]:
         """Return the lanes that are written to in one of these modes, and can be used."""
         lanes = self._transfers.lanes.values()
         return [lane for lane in lanes if lane.tier.write in modes and lane.takes_writes(now_ns)]
@@ -167,7 +167,7 @@ class Demotion:
             look.is_cut_short |= 1 in chances
             self._mark(row, is_taken=1 in chances)
 
-    def _offer(self, row: int, lane: Lane, now_ns: int) -> int | None:
+    def _offer(self, row: int, lane: TransferLane, now_ns: int) -> int | None:
         """Offer a row to a tier; returns how many were taken, None where there is no room."""
         index, name = self._cache.index, lane.tier.name
         if not self._cache.lacks(row, name):

@@ -72,7 +72,7 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[ac.Answer]] = {}
-        self._streams: dict[int, asyncio.Queue[ac.Progress | ac.Reply]] = {}
+        self._streams: dict[int, asyncio.Queue[ac.LoadUpdate | ac.CallReply]] = {}
         self._orders: dict[str, asyncio.Queue[int]] = {}
         self._readers: dict[str, asyncio.Event] = {}
         """By session, set when there is news for its feed."""
@@ -96,7 +96,7 @@ class Driver:
 
     async def stream(
         self, make: Callable[[int], ev.Event]
-    ) -> AsyncGenerator[ac.Progress | ac.Reply, None]:
+    ) -> AsyncGenerator[ac.LoadUpdate | ac.CallReply, None]:
         """Hand the node a load and yield its progress; ends after the last message."""
         call = next(self._numbers)
         # Unbounded, yet small: a load sends at most one message a block.
@@ -106,7 +106,7 @@ class Driver:
             while True:
                 message = await queue.get()
                 yield message
-                if isinstance(message, ac.Reply) or message.end:
+                if isinstance(message, ac.CallReply) or message.end:
                     return
         finally:
             del self._streams[call]
@@ -265,9 +265,9 @@ class Driver:
 
     def _perform(self, action: ac.Action) -> None:
         match action:
-            case ac.Reply() | ac.Progress():
+            case ac.CallReply() | ac.LoadUpdate():
                 self._answer(action)
-            case ac.Order():
+            case ac.EmptyEngineTier():
                 orders = self._orders.get(action.session)
                 if orders is not None and not orders.full():
                     orders.put_nowait(action.order)
@@ -285,10 +285,10 @@ class Driver:
         if not isinstance(event, ev.PurgeDone) or self.crews.get(event.tier) is crew:
             self.post(event)
 
-    def _answer(self, action: ac.Reply | ac.Progress) -> None:
+    def _answer(self, action: ac.CallReply | ac.LoadUpdate) -> None:
         if action.call in self._streams:
             self._streams[action.call].put_nowait(action)
-        elif isinstance(action, ac.Reply):
+        elif isinstance(action, ac.CallReply):
             future = self._calls.get(action.call)
             if future and not future.done():
                 future.set_result(action.answer)

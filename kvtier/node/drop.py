@@ -19,11 +19,11 @@ from kvtier.core.fate import Fate
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, as_keys
-from kvtier.node.action import Action, Dropped, Keeping, Order, Purge, Reply
+from kvtier.node.action import Action, CallReply, EmptyEngineTier, Keeping, Purge, TierDropped
 from kvtier.node.cache import Cache
 from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
-from kvtier.node.transfer import Duty, Lane, Transfers
+from kvtier.node.transfer import Duty, TierTransfers, TransferLane
 from kvtier.observe.table import DROPPED_BLOCKS
 from kvtier.tiers.base import Removed
 
@@ -38,9 +38,9 @@ _EMPTIED = "it was emptied, but detached before the drop ended: what it has now 
 @dataclass(slots=True)
 class _Pending:
     event: Drop
-    lanes: list[Lane]
+    lanes: list[TransferLane]
     """Those it has closed to what is dropped; others may come meanwhile."""
-    done: dict[TierName, Dropped] = field(default_factory=dict)
+    done: dict[TierName, TierDropped] = field(default_factory=dict)
     purging: set[TierName] = field(default_factory=set)
     orders: dict[int, str] = field(default_factory=dict)
     """Order numbers not yet answered, with the session that owes the answer."""
@@ -56,13 +56,15 @@ class _Pending:
     """Which of those were blocks already."""
 
     def report(self, tier: TierName, removed: Removed, kept: int = 0, error: str = "") -> None:
-        self.done[tier] = Dropped(tier, removed.num_blocks, removed.num_bytes, kept, error)
+        self.done[tier] = TierDropped(tier, removed.num_blocks, removed.num_bytes, kept, error)
 
 
 class Drops:
     """All drops that are not done."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, sessions: dict[str, Session]) -> None:
+    def __init__(
+        self, cache: Cache, transfers: TierTransfers, sessions: dict[str, Session]
+    ) -> None:
         self._cache = cache
         self._transfers = transfers
         self._sessions = sessions
@@ -95,7 +97,7 @@ class Drops:
                 self._pending.remove(drop)
                 self._reopen(drop)
                 answer = tuple(drop.done[tier] for tier in drop.event.tiers)
-                actions.append(Reply(drop.event.call, answer))
+                actions.append(CallReply(drop.event.call, answer))
         return actions
 
     def purged(self, event: PurgeDone) -> None:
@@ -153,7 +155,7 @@ class Drops:
             if drop.event.selection.key_space in {b"", session.key_space}:
                 self._num_orders += 1
                 drop.orders[self._num_orders] = session.token
-                actions.append(Order(session.token, self._num_orders))
+                actions.append(EmptyEngineTier(session.token, self._num_orders))
         return actions
 
     def _expel(self, drop: _Pending) -> None:
@@ -192,7 +194,7 @@ class Drops:
         late = [self._sessions[token] for token in drop.orders.values()]
         drop.keeping += [Keeping(each.engine, each.pid, _SILENT) for each in late]
         error = f"{len(drop.keeping)} engine(s) did not empty their own" if drop.keeping else ""
-        drop.done[TierName.GPU] = Dropped(
+        drop.done[TierName.GPU] = TierDropped(
             TierName.GPU,
             drop.gpu.num_blocks,
             drop.gpu.num_bytes,

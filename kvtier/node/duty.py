@@ -20,9 +20,9 @@ from kvtier.core.residency import Residency
 from kvtier.core.table import as_keys
 from kvtier.node.action import Action
 from kvtier.node.cache import Cache
-from kvtier.node.event import Forget, MarkUnverified, Recovered, TierDuty, TierSettings
+from kvtier.node.event import BlocksRecovered, Forget, MarkUnverified, TierDuty, TierSettings
 from kvtier.node.load import Loads
-from kvtier.node.transfer import Duty, Lane, Transfers
+from kvtier.node.transfer import Duty, TierTransfers, TransferLane
 from kvtier.observe.table import MISS_BLOCKS
 
 __all__ = ["Duties"]
@@ -31,7 +31,7 @@ __all__ = ["Duties"]
 class Duties:
     """Changes what lanes are used for, and keeps the index true to it."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, loads: Loads) -> None:
+    def __init__(self, cache: Cache, transfers: TierTransfers, loads: Loads) -> None:
         self._cache = cache
         self._transfers = transfers
         self._loads = loads
@@ -47,7 +47,7 @@ class Duties:
     def expect(self, event: TierSettings) -> None:
         """Take the settings of a tier that is off duty, or new; what it holds is told next."""
         name = event.settings.name
-        lane = self._transfers.lanes.setdefault(name, Lane(event.settings, Duty.NONE))
+        lane = self._transfers.lanes.setdefault(name, TransferLane(event.settings, Duty.NONE))
         assert lane.duty is Duty.NONE, "a tier is taken off before it is put on"
         lane.tier, lane.is_up = event.settings, True
 
@@ -68,7 +68,7 @@ class Duties:
         rows = rows[index.residency(rows, event.tier) == Residency.READY]
         index.move(rows, event.tier, Residency.UNVERIFIED)
 
-    def recovered(self, event: Recovered) -> None:
+    def recovered(self, event: BlocksRecovered) -> None:
         """Record blocks that a tier was found to hold; some may be known from other tiers."""
         index = self._cache.index
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
@@ -82,14 +82,14 @@ class Duties:
         known = known[index.residency(known, event.tier) == Residency.ABSENT]
         index.move(known, event.tier, Residency.READY)
 
-    def _offer_again(self, lane: Lane) -> None:
+    def _offer_again(self, lane: TransferLane) -> None:
         """Let the tier be offered the blocks that it missed while it was not written to."""
         index = self._cache.index
         rows = np.arange(index.extent)
         rows = rows[index.lacks(rows, lane.tier.name)]
         index.past[rows] &= ~np.uint8(WAS_DEMOTED)
 
-    def _let_go(self, lane: Lane, now_ns: int) -> list[Action]:
+    def _let_go(self, lane: TransferLane, now_ns: int) -> list[Action]:
         actions: list[Action] = []
         for row in self._transfers.orphan(lane):
             actions += self._loads.block_stuck(row, Fate.DETACHED)

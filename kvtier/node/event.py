@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import EVERYTHING, Headers, Selection
 from kvtier.core.layout import KVLayout
-from kvtier.core.plan import Outcome
-from kvtier.core.purpose import Purpose
+from kvtier.core.plan import PlanOutcome
+from kvtier.core.purpose import LoadPurpose
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.node.transfer import Duty, SlowTier
@@ -20,24 +20,24 @@ __all__ = [
     "Allowance",
     "Announce",
     "Announced",
-    "Closing",
+    "BlocksRecovered",
     "CompleteStore",
+    "DaemonStopping",
     "Drop",
+    "EngineTierReport",
     "Event",
     "Forget",
     "Load",
     "Lookup",
     "Lost",
     "MarkUnverified",
-    "Pin",
+    "PinBlocks",
     "PrepareStore",
     "ProbeDone",
     "PurgeDone",
     "ReadDone",
-    "Recovered",
     "Register",
     "Release",
-    "Report",
     "SessionEnded",
     "SlabsReserved",
     "Tick",
@@ -129,7 +129,7 @@ class Load:
     decision: int = 0
     """Of the plan that led to this load, or 0."""
     from_back: bool = False
-    purpose: Purpose = Purpose.COPY
+    purpose: LoadPurpose = LoadPurpose.COPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class CompleteStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EngineTierReport:
     """What an engine's own tier holds; ``order`` is the one this answers, or 0."""
 
     call: int
@@ -185,7 +185,7 @@ class Report:
     """Why the order was not followed."""
     steps: tuple[StepSample, ...] = ()
     """What the engine's steps took since the last report."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[PlanOutcome, ...] = ()
     load: EngineLoad = field(default_factory=EngineLoad)
 
 
@@ -207,7 +207,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinBlocks:
     """Keep a chain's blocks for a time, or no longer (``ttl_ns`` 0), within the budget for that."""
 
     call: int
@@ -347,7 +347,7 @@ class Tuned:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class DaemonStopping:
     """The daemon is about to stop: no more calls come, and what is worth it is written below."""
 
 
@@ -359,7 +359,7 @@ class SlabsReserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class BlocksRecovered:
     """A persistent tier was found to hold these blocks; each is told once."""
 
     tier: TierName
@@ -379,10 +379,10 @@ Event = (
     | Release
     | PrepareStore
     | CompleteStore
-    | Report
+    | EngineTierReport
     | SessionEnded
     | Drop
-    | Pin
+    | PinBlocks
     | Warm
     | ReadDone
     | WriteDone
@@ -396,9 +396,9 @@ Event = (
     | TierSettings
     | Forget
     | Allowance
-    | Closing
+    | DaemonStopping
     | Tuned
     | SlabsReserved
-    | Recovered
+    | BlocksRecovered
     | Tick
 )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import Selection
-from kvtier.core.index import Index, Watch
+from kvtier.core.index import BlockIndex, Watch
 from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import Rows
@@ -34,7 +34,7 @@ class Feed:
 
     def __init__(
         self,
-        index: Index,
+        index: BlockIndex,
         key_space: bytes,
         is_up: Callable[[TierName], bool],
         on_news: Callable[[], None],
@@ -103,7 +103,7 @@ class Feed:
 class Feeds:
     """All feeds of a node. They listen to the index as long as there are any."""
 
-    def __init__(self, index: Index, is_up: Callable[[TierName], bool]) -> None:
+    def __init__(self, index: BlockIndex, is_up: Callable[[TierName], bool]) -> None:
         self._index = index
         self._is_up = is_up
         self._feeds: list[Feed] = []

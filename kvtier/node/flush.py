@@ -17,7 +17,7 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.table import Keys, Rows, as_keys
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, TierTransfers, TransferLane, WriteMode
 from kvtier.node.writes import Writes
 
 __all__ = ["Flush"]
@@ -32,7 +32,7 @@ class Flush:
     def __init__(
         self,
         cache: Cache,
-        transfers: Transfers,
+        transfers: TierTransfers,
         writes: Writes,
         history: History | None = None,
     ) -> None:
@@ -82,18 +82,18 @@ class Flush:
         dues = [self._due_ns(lane) for lane in lanes if lane.is_up and lane.duty is Duty.FULL]
         return min((due_ns for due_ns in dues if due_ns is not None), default=None)
 
-    def _due_ns(self, lane: Lane) -> int | None:
+    def _due_ns(self, lane: TransferLane) -> int | None:
         """Return when an idle tier is to be written to next."""
         stores, after_ns = self._lingering.get(lane.tier.name), lane.tier.flush_after_ns
         if not (stores and after_ns and lane.is_idle):
             return None
         return max(stores[0][0] + after_ns, self._resume_ns)
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[TransferLane]:
         lanes = self._transfers.lanes.values()
         return [lane for lane in lanes if lane.tier.write is WriteMode.DEMOTE]
 
-    def _write_lingering(self, lane: Lane, now_ns: int) -> None:
+    def _write_lingering(self, lane: TransferLane, now_ns: int) -> None:
         stores, num_left = self._lingering[lane.tier.name], DEMOTION_BLOCKS_MAX
         came_ns = now_ns - lane.tier.flush_after_ns
         while stores and stores[0][0] <= came_ns and num_left > 0:
@@ -108,14 +108,14 @@ class Flush:
                     self._cache.index.past[row] |= WAS_FLUSHED
         self._resume_ns = now_ns + _PAUSE_NS
 
-    def _write_closing(self, lane: Lane, key: bytes, now_ns: int) -> None:
+    def _write_closing(self, lane: TransferLane, key: bytes, now_ns: int) -> None:
         row = int(self._cache.index.find(as_keys(key))[0])
         if row < 0 or self._cache.state(row, TierName.CPU) != Residency.READY:
             return  # it was dropped, or found corrupt
         if self._cache.lacks(row, lane.tier.name):
             self._transfers.write(lane, [row], now_ns)
 
-    def _worthy(self, lane: Lane, now_ns: int) -> list[bytes]:
+    def _worthy(self, lane: TransferLane, now_ns: int) -> list[bytes]:
         """Return the blocks that a tier lacks and would take, the most valuable first."""
         index = self._cache.index
         rows = index.in_state(TierName.CPU, Residency.READY)

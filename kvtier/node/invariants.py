@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import split_hashes
-from kvtier.core.index import NO_SLOT, Index
+from kvtier.core.index import NO_SLOT, BlockIndex
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.reuse.invariants import check_history, residents
@@ -83,7 +83,7 @@ def check_books(node: Node) -> None:
     assert tokens[ORDERED_TOKENS.name] == loaded + unloaded, "ordered tokens were lost"
 
 
-def _check_parents(history: History, index: Index) -> None:
+def _check_parents(history: History, index: BlockIndex) -> None:
     """Check that the history and the index agree on the parents of blocks in the CPU tier."""
     rows, blocks = index.in_state(TierName.CPU, Residency.READY), history.blocks
     known = blocks.find(split_hashes(index.keys_of(rows).tobytes()))
@@ -91,7 +91,7 @@ def _check_parents(history: History, index: Index) -> None:
     assert (blocks.parent[known] == parents).all(), "the history and the index differ on a parent"
 
 
-def _check_census(index: Index, rows: Rows) -> None:
+def _check_census(index: BlockIndex, rows: Rows) -> None:
     """Check the running counts of each key space against a fresh count."""
     key_space_of = {number: scope.key_space for number, scope in index.scopes()}
     for tier in LOWER_TIERS:

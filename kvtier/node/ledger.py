@@ -18,15 +18,15 @@ from kvtier.core.limits import (
     DECISIONS_MAX,
     OUTCOME_LATE_NS,
 )
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.planner import Ask, Judgement
 from kvtier.core.residency import TierName
 
-__all__ = ["Decision", "Ledger"]
+__all__ = ["Ledger", "LoggedDecision"]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LoggedDecision:
     """One lookup, as it was answered."""
 
     number: int
@@ -36,14 +36,14 @@ class Decision:
     at_ns: int
     """By the node's clock, which means nothing outside."""
     ask: Ask
-    plan: Plan
+    plan: RestorePlan
     found: tuple[tuple[TierName, int], ...] = ()
     """The runs that were found, as the engine was told them."""
     reason: str = ""
     """Why they end where they end."""
     missed: Mapping[Fate, int] = field(default_factory=dict)
     """Blocks that are not restored, by what became of them."""
-    outcome: Outcome | None = None
+    outcome: PlanOutcome | None = None
     judgement: Judgement | None = None
     tenant: bytes = NO_TENANT
     hashes: bytes = b""
@@ -65,7 +65,7 @@ class Ledger:
 
     def __init__(self, first_number: int = 1) -> None:
         self._next_number = first_number
-        self._by_number: dict[int, Decision] = {}
+        self._by_number: dict[int, LoggedDecision] = {}
         """Oldest first."""
         self._by_request: dict[str, int] = {}
         """The last decision about each request that has a name."""
@@ -82,7 +82,7 @@ class Ledger:
         self._next_number += 1
         return self._next_number - 1
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: LoggedDecision) -> None:
         """Note a decision; the oldest are forgotten for it."""
         self._by_number[decision.number] = decision
         self._num_bytes += len(decision.hashes)
@@ -94,15 +94,15 @@ class Ledger:
             if self._by_request.get(oldest.request_id) == oldest.number:
                 del self._by_request[oldest.request_id]
 
-    def find(self, number: int) -> Decision | None:
+    def find(self, number: int) -> LoggedDecision | None:
         """Return a decision by its number, if it is remembered."""
         return self._by_number.get(number)
 
-    def latest(self, count: int) -> list[Decision]:
+    def latest(self, count: int) -> list[LoggedDecision]:
         """Return the last decisions, the newest first."""
         return list(islice(reversed(self._by_number.values()), count))
 
-    def find_request(self, request_id: str) -> Decision | None:
+    def find_request(self, request_id: str) -> LoggedDecision | None:
         """Return the last decision about a request, if it is remembered.
 
         An engine may have a longer name for it than the id in its answer: vLLM adds a dash, the
@@ -121,14 +121,14 @@ class Ledger:
             missed = {**decision.missed, fate: decision.missed.get(fate, 0) + num_blocks}
             self._by_number[number] = replace(decision, missed=missed)
 
-    def open(self, number: int, session: str, now_ns: int) -> Decision | None:
+    def open(self, number: int, session: str, now_ns: int) -> LoggedDecision | None:
         """Return a decision whose outcome this session may still tell."""
         decision = self._by_number.get(number)
         if decision is None or decision.session != session or decision.outcome is not None:
             return None
         return decision if now_ns - decision.at_ns <= OUTCOME_LATE_NS else None
 
-    def close(self, number: int, outcome: Outcome, judgement: Judgement) -> None:
+    def close(self, number: int, outcome: PlanOutcome, judgement: Judgement) -> None:
         """Record the outcome of an open decision."""
         decision = replace(self._by_number[number], outcome=outcome, judgement=judgement)
         self._by_number[number] = decision
@@ -138,6 +138,6 @@ class Ledger:
             if len(self._cold_s) > COLD_TIMES_MAX:
                 del self._cold_s[next(iter(self._cold_s))]
 
-    def cold_s(self, decision: Decision) -> float | None:
+    def cold_s(self, decision: LoggedDecision) -> float | None:
         """Return the measured time of computing this prompt, or one with the same full blocks."""
         return self._cold_s.get(decision.hashes[-HASH_BYTES:])

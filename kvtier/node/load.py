@@ -17,18 +17,18 @@ import numpy as np
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
-from kvtier.core.plan import Plan
+from kvtier.core.plan import RestorePlan
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
-from kvtier.node.action import Action, Progress, Refused, Released, Reply
+from kvtier.node.action import Action, CallReply, LoadUpdate, Refused, Released
 from kvtier.node.books import count_load
 from kvtier.node.cache import Cache
 from kvtier.node.event import Load
 from kvtier.node.miss import Misses
-from kvtier.node.run import Run
+from kvtier.node.run import BlockRun
 from kvtier.node.session import LoadLease, Session
-from kvtier.node.transfer import Transfers
-from kvtier.observe.table import MISS_BLOCKS, TRANSFER_BYTES, Route
+from kvtier.node.transfer import TierTransfers
+from kvtier.observe.table import MISS_BLOCKS, TRANSFER_BYTES, TransferRoute
 
 __all__ = ["Loads"]
 
@@ -36,7 +36,7 @@ __all__ = ["Loads"]
 class Loads:
     """All open loads."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, misses: Misses) -> None:
+    def __init__(self, cache: Cache, transfers: TierTransfers, misses: Misses) -> None:
         self._cache = cache
         self._transfers = transfers
         self._misses = misses
@@ -52,8 +52,8 @@ class Loads:
         event: Load,
         session: Session,
         before: Rows,
-        run: Run,
-        plan: Plan | None = None,
+        run: BlockRun,
+        plan: RestorePlan | None = None,
         *,
         now_ns: int,
     ) -> list[Action]:
@@ -62,7 +62,7 @@ class Loads:
         Waits no longer than the client would, nor than its plan says.
         """
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
-            return [Reply(event.call, Refused("too_many", "release loads that are done"))]
+            return [CallReply(event.call, Refused("too_many", "release loads that are done"))]
         self._num_leases += 1
         deadline_ns = event.deadline_ns
         if plan is not None and plan.wait_ns:
@@ -179,7 +179,9 @@ class Loads:
                     self._cut(lease, 0)
         return actions
 
-    def _gather(self, lease: LoadLease, before: Rows, run: Run, places: range, now_ns: int) -> None:
+    def _gather(
+        self, lease: LoadLease, before: Rows, run: BlockRun, places: range, now_ns: int
+    ) -> None:
         """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
         used = np.concatenate([before, run.rows])
         mark = self._cache.touch(used, run.payload_bytes, now_ns)
@@ -251,8 +253,8 @@ class Loads:
         checksums: tuple[bytes, ...],
         tiers: tuple[TierName, ...],
         end: str = "",
-    ) -> Progress:
-        return Progress(
+    ) -> LoadUpdate:
+        return LoadUpdate(
             lease.call, lease.number, offsets, checksums, tiers, end, num_blocks=lease.num_found
         )
 
@@ -298,7 +300,9 @@ class Loads:
         if not lease.purpose.copies:
             return
         num_bytes = self._cache.payload_bytes(lease.rows[: lease.num_sent])
-        self._metrics.add(TRANSFER_BYTES, num_bytes, route=Route.CPU_TO_GPU, outcome=outcome)
+        self._metrics.add(
+            TRANSFER_BYTES, num_bytes, route=TransferRoute.CPU_TO_GPU, outcome=outcome
+        )
 
     def _count_late(self, lease: LoadLease) -> None:
         for tier in lease.tiers[lease.num_ready :]:

@@ -15,17 +15,17 @@ from kvtier.core.table import as_keys
 from kvtier.node.action import Retained, Warmed
 from kvtier.node.cache import Cache
 from kvtier.node.decision import Decisions
-from kvtier.node.event import Pin, Warm
+from kvtier.node.event import PinBlocks, Warm
 from kvtier.node.retention import Retention
-from kvtier.node.run import Chain, Run
+from kvtier.node.run import BlockRun, PromptChain
 from kvtier.node.session import Session
-from kvtier.node.transfer import Transfers
+from kvtier.node.transfer import TierTransfers
 from kvtier.node.warming import Warming
 from kvtier.node.writes import Writes
 
 __all__ = ["Lookahead"]
 
-_Find = Callable[[Chain, int, int], Run]
+_Find = Callable[[PromptChain, int, int], BlockRun]
 """Returns what could be loaded of a chain, from a block on, at a time."""
 
 
@@ -35,7 +35,7 @@ class _Wish:
 
     session: Session
     use: Use
-    chain: Chain
+    chain: PromptChain
     first: int
     end: int
 
@@ -46,7 +46,7 @@ class Lookahead:
     def __init__(
         self,
         cache: Cache,
-        transfers: Transfers,
+        transfers: TierTransfers,
         writes: Writes,
         find: _Find,
         decisions: Decisions,
@@ -65,7 +65,7 @@ class Lookahead:
         cache.is_kept = self.retention.is_kept
         cache.give_way = self.retention.give_way
 
-    def pin(self, event: Pin, now_ns: int) -> Retained:
+    def pin(self, event: PinBlocks, now_ns: int) -> Retained:
         """Keep a chain for as long as an operator says, or no longer."""
         payload_bytes = self._payload_bytes(event.key_space, event.hashes)
         if not payload_bytes:
@@ -79,13 +79,15 @@ class Lookahead:
         if not payload_bytes:
             return Warmed(0, 0, "unknown")
         scope = Scope(event.key_space, event.tenant)
-        run = self._find(Chain.of(scope, event.hashes, payload_bytes), 0, now_ns)
+        run = self._find(PromptChain.of(scope, event.hashes, payload_bytes), 0, now_ns)
         warmed = self.warming.start(run, "warm", now_ns)
         if warmed.reason or run.reason == "complete":
             return warmed
         return Warmed(warmed.num_ready, warmed.num_coming, run.reason)
 
-    def announced(self, session: Session, use: Use, chain: Chain, first: int, now_ns: int) -> None:
+    def announced(
+        self, session: Session, use: Use, chain: PromptChain, first: int, now_ns: int
+    ) -> None:
         """Keep what a request that waits will ask for, and bring what the CPU tier lacks of it."""
         token, traits = session.token, use.traits
         num_kept = self.retention.announce(token, use.keys, use.payload_bytes, traits, now_ns)

@@ -11,7 +11,7 @@ from kvtier.core.cost.sample import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.node.cache import Cache
 from kvtier.node.event import ReadDone, WriteDone
-from kvtier.node.transfer import Flight, Lane
+from kvtier.node.transfer import Flight, TransferLane
 from kvtier.tiers.base import MissReason, WriteOutcome
 
 __all__ = ["Measurements"]
@@ -24,7 +24,9 @@ class Measurements:
         self._cache = cache
         self._planner = planner
 
-    def ended(self, lane: Lane, flight: Flight, event: ReadDone | WriteDone, now_ns: int) -> None:
+    def ended(
+        self, lane: TransferLane, flight: Flight, event: ReadDone | WriteDone, now_ns: int
+    ) -> None:
         """Take in a transfer that ended; one that was late before counts no more."""
         if self._planner is None or flight.is_overdue:
             return
@@ -38,11 +40,11 @@ class Measurements:
             sample = self._sample(flight, moved, event.seconds)
             self._planner.note_transfer(lane.tier.name, flight.is_read, sample, now_ns)
 
-    def overdue(self, lane: Lane, flight: Flight, now_ns: int) -> None:
+    def overdue(self, lane: TransferLane, flight: Flight, now_ns: int) -> None:
         """Take in a transfer that is past its deadline, and may never end."""
         self._at_least(lane, flight, now_ns)
 
-    def _at_least(self, lane: Lane, flight: Flight, now_ns: int) -> None:
+    def _at_least(self, lane: TransferLane, flight: Flight, now_ns: int) -> None:
         if self._planner is None:
             return
         sample = self._sample(flight, flight.rows, (now_ns - flight.started_ns) / 1e9)

@@ -10,8 +10,8 @@ from kvtier.core.reuse.history import History
 from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.ledger import Ledger
-from kvtier.node.run import Chain, Run
-from kvtier.node.transfer import Duty, Transfers
+from kvtier.node.run import BlockRun, PromptChain
+from kvtier.node.transfer import Duty, TierTransfers
 from kvtier.observe.table import MISSED_BLOCKS
 
 __all__ = ["Misses"]
@@ -21,7 +21,7 @@ class Misses:
     """Asks the history, except where the node knows better."""
 
     def __init__(
-        self, cache: Cache, transfers: Transfers, history: History | None, ledger: Ledger
+        self, cache: Cache, transfers: TierTransfers, history: History | None, ledger: Ledger
     ) -> None:
         self._cache = cache
         self._transfers = transfers
@@ -29,7 +29,14 @@ class Misses:
         self._ledger = ledger
 
     def of_lookup(
-        self, chain: Chain, gap: int, run: Run, num_known: int, *, is_late: bool, now_ns: int
+        self,
+        chain: PromptChain,
+        gap: int,
+        run: BlockRun,
+        num_known: int,
+        *,
+        is_late: bool,
+        now_ns: int,
     ) -> Counter[Fate]:
         """Return the fates of a chain's blocks from ``gap`` on, where what was found ends.
 
@@ -77,7 +84,7 @@ class Misses:
         is_there: Rows = ((state == Residency.READY) & (rows >= 0)[:, None]).any(axis=1)
         return is_there
 
-    def _unserved(self, row: int, chain: Chain, now_ns: int) -> Fate | None:
+    def _unserved(self, row: int, chain: PromptChain, now_ns: int) -> Fate | None:
         """Return why a block that some tier has is not served, if one has it."""
         if row < 0:
             return None

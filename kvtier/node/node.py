@@ -33,7 +33,7 @@ from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import as_keys
 from kvtier.node import event as ev
-from kvtier.node.action import Action, Refused, Registered, Released, Reply
+from kvtier.node.action import Action, CallReply, Refused, Registered, Released
 from kvtier.node.books import count_lookup
 from kvtier.node.cache import Cache
 from kvtier.node.completion import Completions
@@ -49,10 +49,10 @@ from kvtier.node.lookahead import Lookahead
 from kvtier.node.measurement import Measurements
 from kvtier.node.miss import Misses
 from kvtier.node.probe import PendingLookup, Probes
-from kvtier.node.run import Chain, Run, chain_fault, find_run, has_repeats
+from kvtier.node.run import BlockRun, PromptChain, chain_fault, find_run, has_repeats
 from kvtier.node.session import EngineReport, Session
 from kvtier.node.store import Stores
-from kvtier.node.transfer import Duty, SlowTier, Transfers
+from kvtier.node.transfer import Duty, SlowTier, TierTransfers
 from kvtier.node.use import Uses, use_of
 from kvtier.node.writes import Writes
 from kvtier.observe.metrics import Metrics
@@ -60,7 +60,7 @@ from kvtier.observe.table import ANNOUNCED_REQUESTS, MISS_BLOCKS
 
 __all__ = ["Node", "NodeSettings"]
 
-_Call = ev.Announce | ev.Lookup | ev.Load | ev.PrepareStore | ev.CompleteStore | ev.Report
+_Call = ev.Announce | ev.Lookup | ev.Load | ev.PrepareStore | ev.CompleteStore | ev.EngineTierReport
 """What only a registered engine may ask."""
 
 
@@ -100,7 +100,7 @@ class Node:
         self.metrics = metrics
         slots = SlabAllocator(settings.num_slabs, settings.slab_bytes)
         self.cache = Cache(slots, eviction, metrics, history)
-        self.transfers = Transfers(self.cache, settings.tiers)
+        self.transfers = TierTransfers(self.cache, settings.tiers)
         self.writes = Writes(self.cache, self.transfers, admission)
         self.flush = Flush(self.cache, self.transfers, self.writes, history)
         self.ledger = Ledger(settings.first_decision)
@@ -195,10 +195,10 @@ class Node:
             ev.Release: self._release,
             ev.PrepareStore: self._in_session(self._prepare_store),
             ev.CompleteStore: self._in_session(self._complete_store),
-            ev.Report: self._in_session(self._report),
+            ev.EngineTierReport: self._in_session(self._report),
             ev.SessionEnded: self._session_ended,
             ev.Drop: self._drop,
-            ev.Pin: self._pin,
+            ev.PinBlocks: self._pin,
             ev.Warm: self._warm,
             ev.ReadDone: self._completions.read,
             ev.WriteDone: self._write_done,
@@ -212,10 +212,10 @@ class Node:
             ev.TierSettings: self._tier_settings,
             ev.Forget: self._forget,
             ev.Allowance: self._allowance,
-            ev.Closing: self._closing,
+            ev.DaemonStopping: self._closing,
             ev.Tuned: self._tuned,
             ev.SlabsReserved: self._slabs_reserved,
-            ev.Recovered: self._recovered,
+            ev.BlocksRecovered: self._recovered,
             ev.Tick: self._tick,
         }
 
@@ -235,10 +235,10 @@ class Node:
     def _register(self, event: ev.Register, _now_ns: int) -> list[Action]:
         refusal = _refusal(event, self.cache.slots)
         if refusal:
-            return [Reply(event.call, Refused("registration", refusal))]
+            return [CallReply(event.call, Refused("registration", refusal))]
         if len(self.sessions) >= SESSIONS_MAX:
             full = f"{SESSIONS_MAX} engines are attached already"
-            return [Reply(event.call, Refused("too_many", full))]
+            return [CallReply(event.call, Refused("too_many", full))]
         self._num_sessions += 1
         # Only who holds the ticket can know it: each later call is let in by this alone.
         secret = f"kvtier.session {self.boot}.{self._num_sessions} {event.ticket}"
@@ -258,9 +258,9 @@ class Node:
         if self.planner is not None:
             self.planner.note_flops(event.key_space, event.flops, token)
         self.writes.note_layout(event.key_space, event.layout)
-        return [Reply(event.call, Registered(token, self.boot, self._lease_ns))]
+        return [CallReply(event.call, Registered(token, self.boot, self._lease_ns))]
 
-    def _report(self, event: ev.Report, session: Session, now_ns: int) -> list[Action]:
+    def _report(self, event: ev.EngineTierReport, session: Session, now_ns: int) -> list[Action]:
         session.report = EngineReport(
             event.capacity_bytes, event.used_bytes, event.used_tokens, event.hit_tokens
         )
@@ -271,7 +271,7 @@ class Node:
             self.planner.note_steps(session.key_space, event.steps, now_ns, session.token)
         for outcome in event.outcomes:
             self.decisions.conclude(session, outcome, now_ns)
-        return [Reply(event.call, None)]
+        return [CallReply(event.call, None)]
 
     def _session_ended(self, event: ev.SessionEnded, _now_ns: int) -> list[Action]:
         actions: list[Action] = []
@@ -289,25 +289,25 @@ class Node:
     def _announce(self, event: ev.Announce, session: Session, now_ns: int) -> list[Action]:
         for each in event.requests:
             if fault := chain_fault(each.hashes, each.tenant, each.first):
-                return [Reply(event.call, Refused("chain", fault))]
+                return [CallReply(event.call, Refused("chain", fault))]
         for each in event.requests:
             use = use_of(session, each.tenant, each.hashes, each.traits)
             # One without a name counts when it is looked up, unless it need not be.
             if each.traits.request_id or each.first == len(use.keys):
                 num_known = self.uses.count(session.token, use, 0, now_ns)
                 self.writes.used(as_keys(each.hashes)[:num_known], now_ns)
-            chain = Chain.of(
+            chain = PromptChain.of(
                 Scope(session.key_space, each.tenant), each.hashes, session.layout.block_bytes
             )
             self.lookahead.announced(session, use, chain, each.first, now_ns)
         for name in event.over:
             self.lookahead.over(session.token, name)
         self.metrics.add(ANNOUNCED_REQUESTS, len(event.requests))
-        return [Reply(event.call, None)]
+        return [CallReply(event.call, None)]
 
     def _lookup(self, event: ev.Lookup, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [Reply(event.call, Refused("chain", fault))]
+            return [CallReply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         remote = self.transfers.lanes.get(TierName.REMOTE)
@@ -332,7 +332,7 @@ class Node:
         lookup = self.probes.end(event, now_ns)
         return [] if lookup is None else [self._answer(lookup, now_ns)]
 
-    def _answer(self, lookup: PendingLookup, now_ns: int) -> Reply:
+    def _answer(self, lookup: PendingLookup, now_ns: int) -> CallReply:
         """Answer a lookup that waited with what is known now."""
         session = self.sessions.get(lookup.event.session)
         if session is None:
@@ -344,7 +344,7 @@ class Node:
 
     def _load(self, event: ev.Load, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [Reply(event.call, Refused("chain", fault))]
+            return [CallReply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         before = self.cache.index.find(chain.keys[: event.first if len(run) else 0])
@@ -356,9 +356,9 @@ class Node:
         released, actions = Released(held=False), list[Action]()
         if session is not None:
             released, actions = self.loads.release(session, event.lease, event.corrupt)
-        return actions if event.call is None else [*actions, Reply(event.call, released)]
+        return actions if event.call is None else [*actions, CallReply(event.call, released)]
 
-    def find(self, chain: Chain, first: int, now_ns: int) -> Run:
+    def find(self, chain: PromptChain, first: int, now_ns: int) -> BlockRun:
         """Return the run of blocks from ``first`` on that could be loaded now. Changes nothing."""
         usable = {
             name
@@ -376,12 +376,12 @@ class Node:
         self,
         event: ev.Lookup,
         session: Session,
-        chain: Chain,
-        run: Run,
+        chain: PromptChain,
+        run: BlockRun,
         *,
         is_late: bool = False,
         now_ns: int,
-    ) -> Reply:
+    ) -> CallReply:
         use = use_of(session, event.tenant, event.hashes, event.traits)
         num_found = event.first + len(run)
         num_known = self.uses.count(session.token, use, num_found if len(run) else 0, now_ns)
@@ -395,7 +395,7 @@ class Node:
         self.misses.count(missed)
         num_asked = len(chain.keys) - event.first
         count_lookup(self.metrics, num_asked, run, found, session)
-        return Reply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
+        return CallReply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
 
     def _is_empty(self, key_space: bytes) -> bool:
         """Tell whether no tier has a block of a key space, nor might have one unknown to us."""
@@ -407,15 +407,15 @@ class Node:
 
     def _prepare_store(self, event: ev.PrepareStore, session: Session, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
-            return [Reply(event.call, Refused("chain", fault))]
+            return [CallReply(event.call, Refused("chain", fault))]
         if has_repeats(event.hashes):
-            return [Reply(event.call, Refused("chain", "a chain names each block once"))]
+            return [CallReply(event.call, Refused("chain", "a chain names each block once"))]
         chain = _chain_of(session, event)
         use = use_of(session, event.tenant, event.hashes, event.traits, event.num_prompt_blocks)
         self.uses.store(session.token, use, now_ns)
         self.lookahead.stored(use, now_ns)
         return [
-            Reply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
+            CallReply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
         ]
 
     def _complete_store(
@@ -423,7 +423,7 @@ class Node:
     ) -> list[Action]:
         stored, actions = self.stores.complete(session, event, now_ns)
         session.tally.stored_tokens += stored.num_blocks * session.layout.block_tokens
-        return [Reply(event.call, stored), *actions]
+        return [CallReply(event.call, stored), *actions]
 
     def _published(self, rows: list[int], now_ns: int) -> None:
         """Have blocks that a store brought written below, now or later."""
@@ -432,15 +432,15 @@ class Node:
 
     # The rest
 
-    def _pin(self, event: ev.Pin, now_ns: int) -> list[Action]:
+    def _pin(self, event: ev.PinBlocks, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, 0):
-            return [Reply(event.call, Refused("chain", fault))]
-        return [Reply(event.call, self.lookahead.pin(event, now_ns))]
+            return [CallReply(event.call, Refused("chain", fault))]
+        return [CallReply(event.call, self.lookahead.pin(event, now_ns))]
 
     def _warm(self, event: ev.Warm, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, 0):
-            return [Reply(event.call, Refused("chain", fault))]
-        return [Reply(event.call, self.lookahead.warm(event, now_ns))]
+            return [CallReply(event.call, Refused("chain", fault))]
+        return [CallReply(event.call, self.lookahead.warm(event, now_ns))]
 
     def _allowance(self, event: ev.Allowance, _now_ns: int) -> list[Action]:
         self.writes.note_allowance(event.tier, event.bytes_per_s)
@@ -454,7 +454,7 @@ class Node:
                 self.transfers.lanes[tier.name].tier = tier
         return []
 
-    def _closing(self, _event: ev.Closing, now_ns: int) -> list[Action]:
+    def _closing(self, _event: ev.DaemonStopping, now_ns: int) -> list[Action]:
         self.flush.close(now_ns)
         return []
 
@@ -518,7 +518,7 @@ class Node:
         self.cache.slots.reserve(event.num_slabs)
         return []
 
-    def _recovered(self, event: ev.Recovered, _now_ns: int) -> list[Action]:
+    def _recovered(self, event: ev.BlocksRecovered, _now_ns: int) -> list[Action]:
         self._duties.recovered(event)
         if self._is_up(event.tier):
             self.feeds.begin()
@@ -549,10 +549,12 @@ def _refusal(event: ev.Register, slots: SlabAllocator) -> str:
     return ""
 
 
-def _unknown_session(call: int) -> Reply:
-    return Reply(call, Refused("session", "this daemon does not know the session; register again"))
+def _unknown_session(call: int) -> CallReply:
+    return CallReply(
+        call, Refused("session", "this daemon does not know the session; register again")
+    )
 
 
-def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> Chain:
+def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> PromptChain:
     scope = Scope(session.key_space, event.tenant)
-    return Chain.of(scope, event.hashes, session.layout.block_bytes)
+    return PromptChain.of(scope, event.hashes, session.layout.block_bytes)

@@ -24,8 +24,8 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.node.action import Probe
 from kvtier.node.cache import Cache
 from kvtier.node.event import Lookup, ProbeDone
-from kvtier.node.run import Chain
-from kvtier.node.transfer import Lane
+from kvtier.node.run import PromptChain
+from kvtier.node.transfer import TransferLane
 from kvtier.observe.table import PROBED_LOOKUPS
 
 __all__ = ["PendingLookup", "Probes"]
@@ -36,7 +36,7 @@ class PendingLookup:
     """A lookup that is answered when its probe is, or at its deadline."""
 
     event: Lookup
-    chain: Chain
+    chain: PromptChain
     first: int
     """The first block that the shared tier was asked for."""
     deadline_ns: int
@@ -57,7 +57,14 @@ class Probes:
         self._paused_until_ns = 0
 
     def start(
-        self, event: Lookup, chain: Chain, first: int, block_tokens: int, *, lane: Lane, now_ns: int
+        self,
+        event: Lookup,
+        chain: PromptChain,
+        first: int,
+        block_tokens: int,
+        *,
+        lane: TransferLane,
+        now_ns: int,
     ) -> Probe | None:
         """Ask ``lane`` for the blocks from ``first`` on, if that can pay."""
         deadline_ns = event.deadline_ns - PROBE_GRACE_NS

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import HASH_BYTES, chain_root, split_hashes
-from kvtier.core.index import Index, Scope
+from kvtier.core.index import BlockIndex, Scope
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import Keys, Rows, as_keys
 
-__all__ = ["Chain", "Run", "chain_fault", "find_own", "find_run", "has_repeats"]
+__all__ = ["BlockRun", "PromptChain", "chain_fault", "find_own", "find_run", "has_repeats"]
 
 _BITS = np.array([1 << column for column in range(len(LOWER_TIERS))], dtype=np.uint8)
 _SOURCES = tuple(
@@ -24,7 +24,7 @@ _SOURCES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class PromptChain:
     """The hashes of a prompt's blocks from the root on, with the hash before each."""
 
     scope: Scope
@@ -34,7 +34,7 @@ class Chain:
     """Of each of its blocks."""
 
     @classmethod
-    def of(cls, scope: Scope, hashes: bytes, payload_bytes: int) -> "Chain":
+    def of(cls, scope: Scope, hashes: bytes, payload_bytes: int) -> "PromptChain":
         """Read a chain as it travels in messages."""
         root = chain_root(scope.key_space, scope.tenant)
         keys = as_keys(hashes)
@@ -43,7 +43,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Consecutive blocks that could be served: their rows, and for each a mask of tiers."""
 
     rows: Rows
@@ -57,13 +57,13 @@ class Run:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def without(self, stuck: Sequence[int]) -> "Run":
+    def without(self, stuck: Sequence[int]) -> "BlockRun":
         """Return the run up to the first of these rows, which do not count as there."""
         if not stuck or not (is_stuck := np.isin(self.rows, stuck)).any():
             return self
         return replace(self.head(int(is_stuck.argmax())), reason="absent")
 
-    def head(self, length: int) -> "Run":
+    def head(self, length: int) -> "BlockRun":
         """Return the first ``length`` blocks, or all there are."""
         return replace(
             self,
@@ -87,7 +87,7 @@ class Run:
         return tuple(zip(tiers, lengths, strict=True))
 
 
-def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:
+def find_own(index: BlockIndex, chain: PromptChain) -> tuple[Rows, int]:
     """Return the row of each block, and the place of the first known by another identity.
 
     An honest hash has one identity. A client that lies, or counts wrongly, must not get at others'
@@ -104,7 +104,9 @@ def find_own(index: Index, chain: Chain) -> tuple[Rows, int]:
     return rows, int(foreign[0]) if len(foreign) else len(rows)
 
 
-def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]) -> Run:
+def find_run(
+    index: BlockIndex, chain: PromptChain, first: int, usable: frozenset[TierName]
+) -> BlockRun:
     """Return the run of blocks from ``first`` on in ``usable`` tiers.
 
     Changes nothing.
@@ -126,7 +128,7 @@ def find_run(index: Index, chain: Chain, first: int, usable: frozenset[TierName]
         reason = "absent"
     elif first + length < len(chain.keys):
         reason = "identity"
-    return Run(rows[:length], masks[:length], is_writing[:length], chain.payload_bytes, reason)
+    return BlockRun(rows[:length], masks[:length], is_writing[:length], chain.payload_bytes, reason)
 
 
 def has_repeats(hashes: bytes) -> bool:

@@ -17,7 +17,7 @@ from kvtier.observe.log import Log, Repeated
 from kvtier.observe.table import SCRUBBED_BYTES
 from kvtier.tiers.base import HealthState, Scrubbed
 
-__all__ = ["Progress", "Scrubber"]
+__all__ = ["ScrubProgress", "TierScrubber"]
 
 _log = Log("kvtier.daemon")
 
@@ -37,7 +37,7 @@ _HASHES_SHOWN_MAX = 100
 
 
 @dataclass(slots=True)
-class Progress:
+class ScrubProgress:
     """What a whole pass has seen so far."""
 
     num_blocks: int = 0
@@ -59,7 +59,7 @@ class Progress:
         self.damaged += [block_hash.hex() for block_hash in step.damaged[:room]]
 
 
-class Scrubber:
+class TierScrubber:
     """Scrubs one tier of ``driver``; one step at a time, whoever asks."""
 
     def __init__(self, driver: Driver, tier: TierName) -> None:
@@ -84,13 +84,13 @@ class Scrubber:
                 if self._driver.crews.get(self._tier) is crew:
                     raise  # else it was detached meanwhile, and there is nothing to scrub
 
-    async def whole_pass(self) -> AsyncGenerator[Progress, None]:
+    async def whole_pass(self) -> AsyncGenerator[ScrubProgress, None]:
         """Verify everything, reads first; yields after each step. Raises TierError.
 
         A pass that a second's share has begun is ended first, and what it sees is not counted.
         """
         async with self._lock:
-            progress = Progress()
+            progress = ScrubProgress()
             num_passes = 1 if self._is_between_passes else 2
             num_timeouts = 0
             while num_passes:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.layout import KVLayout
-from kvtier.core.purpose import Purpose
+from kvtier.core.purpose import LoadPurpose
 from kvtier.core.residency import TierName
-from kvtier.node.tally import Tally
+from kvtier.node.tally import RequestTally
 
 __all__ = ["EngineReport", "Leased", "LoadLease", "Session", "StoreLease"]
 
@@ -72,7 +72,7 @@ class LoadLease:
     expires_ns: int
     end: str
     """Why the run ends where it ends; said in the last message."""
-    purpose: Purpose
+    purpose: LoadPurpose
     is_of_first_rank: bool
     num_ready: int = 0
     num_sent: int = 0
@@ -114,7 +114,7 @@ class Session:
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)
     leased: Leased = field(default_factory=Leased)
-    tally: Tally = field(default_factory=Tally)
+    tally: RequestTally = field(default_factory=RequestTally)
 
     @property
     def is_of_first_rank(self) -> bool:

@@ -21,14 +21,14 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
-from kvtier.node.action import Action, Granted, Stored
+from kvtier.node.action import Action, Granted, StoreResult
 from kvtier.node.cache import Cache
 from kvtier.node.event import CompleteStore
 from kvtier.node.load import Loads
-from kvtier.node.run import Chain, find_own
+from kvtier.node.run import PromptChain, find_own
 from kvtier.node.session import Session, StoreLease
-from kvtier.node.transfer import Transfers
-from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS, TRANSFER_BYTES, Route
+from kvtier.node.transfer import TierTransfers
+from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS, TRANSFER_BYTES, TransferRoute
 
 __all__ = ["Stores"]
 
@@ -56,7 +56,7 @@ class Stores:
         self,
         cache: Cache,
         loads: Loads,
-        transfers: Transfers,
+        transfers: TierTransfers,
         admission: Admission,
         *,
         history: History | None = None,
@@ -78,7 +78,7 @@ class Stores:
     def prepare(
         self,
         session: Session,
-        chain: Chain,
+        chain: PromptChain,
         first: int,
         now_ns: int,
         *,
@@ -122,11 +122,11 @@ class Stores:
 
     def complete(
         self, session: Session, event: CompleteStore, now_ns: int
-    ) -> tuple[Stored, list[Action]]:
+    ) -> tuple[StoreResult, list[Action]]:
         """Publish the leading blocks of a lease that were copied whole, and abandon the others."""
         lease = session.stores.pop(event.lease, None)
         if lease is None:
-            return Stored(0), []
+            return StoreResult(0), []
         self._held_bytes -= lease.num_bytes
         actions: list[Action] = []
         whole = lease.rows[: len(event.checksums)]
@@ -141,7 +141,7 @@ class Stores:
             actions += self._loads.block_lost(row, "failed")
         if ready:
             self.on_published(ready, now_ns)
-        return Stored(len(ready)), actions
+        return StoreResult(len(ready)), actions
 
     def abandon(self, session: Session) -> list[Action]:
         """Give up every store of a client that is gone."""
@@ -159,7 +159,7 @@ class Stores:
             lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
         )
 
-    def _rows_of(self, chain: Chain, first: int) -> tuple[Rows, Rows]:
+    def _rows_of(self, chain: PromptChain, first: int) -> tuple[Rows, Rows]:
         """Return the rows before ``first`` that are known, and those from there on, new ones too.
 
         Both end where a block of another identity has the name of one of ours.
@@ -263,7 +263,9 @@ class Stores:
 
     def _count_copied(self, session: Session, num_blocks: int, outcome: str) -> None:
         num_bytes = num_blocks * session.layout.block_bytes
-        self._metrics.add(TRANSFER_BYTES, num_bytes, route=Route.GPU_TO_CPU, outcome=outcome)
+        self._metrics.add(
+            TRANSFER_BYTES, num_bytes, route=TransferRoute.GPU_TO_CPU, outcome=outcome
+        )
 
     def _count(self, outcome: str, num_blocks: int) -> None:
         self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=TierName.CPU, outcome=outcome)

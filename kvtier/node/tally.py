@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.plan import Ask, Judgement, Outcome
+from kvtier.core.plan import Ask, Judgement, PlanOutcome
 
-__all__ = ["Tally"]
+__all__ = ["RequestTally"]
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """Kept by its session; what is asked for per second its reader takes from two looks."""
 
     requests: int = 0
@@ -33,7 +33,7 @@ class Tally:
         self.gpu_tokens += ask.first_token
         self.found_tokens += ask.num_found * ask.block_tokens
 
-    def told(self, ask: Ask, outcome: Outcome, judgement: Judgement) -> None:
+    def told(self, ask: Ask, outcome: PlanOutcome, judgement: Judgement) -> None:
         """Count what came of one."""
         self.first_tokens += 1
         self.first_token_s += outcome.ttft_s

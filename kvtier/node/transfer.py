@@ -28,7 +28,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.reads import ReadQueue
 from kvtier.observe.table import TRANSFER_QUEUE_SECONDS
 
-__all__ = ["Duty", "Flight", "Lane", "SlowTier", "Transfers", "WriteMode"]
+__all__ = ["Duty", "Flight", "SlowTier", "TierTransfers", "TransferLane", "WriteMode"]
 
 
 class Duty(StrEnum):
@@ -91,7 +91,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Lane:
+class TransferLane:
     """The way between the arena and one tier."""
 
     tier: SlowTier
@@ -137,14 +137,14 @@ class Lane:
         return self.duty is Duty.FULL and self.is_working(now_ns)
 
 
-class Transfers:
+class TierTransfers:
     """Every lane. ``pump`` turns what is queued into actions, as far as workers are free."""
 
     def __init__(self, cache: Cache, tiers: Sequence[SlowTier]) -> None:
         self._cache = cache
         self._metrics = cache.metrics
         self._num_started = 0
-        self.lanes = {tier.name: Lane(tier) for tier in tiers}
+        self.lanes = {tier.name: TransferLane(tier) for tier in tiers}
         self.orphans: dict[int, Flight] = {}
         """Transfers of tiers that were taken off since; they hold slots, and nothing else."""
 
@@ -173,7 +173,7 @@ class Transfers:
         """Take a row off the queue of reads; False where none is queued that has not begun."""
         return any(lane.reads.discard(row) for lane in self.lanes.values())
 
-    def cancel_writes(self, lane: Lane, selection: Selection) -> None:
+    def cancel_writes(self, lane: TransferLane, selection: Selection) -> None:
         """Write no block of a selection that is still queued."""
         rows = self._cache.index.selected(np.array([*lane.writes], np.int64), selection)
         for row in rows.tolist():
@@ -181,13 +181,13 @@ class Transfers:
             self._cache.index.move(row, lane.tier.name, Residency.ABSENT)
             self._unqueue(lane, row)
 
-    def writing(self, lane: Lane, selection: Selection) -> int:
+    def writing(self, lane: TransferLane, selection: Selection) -> int:
         """Return how many blocks of a selection are being written."""
         flights = lane.flights.values()
         rows = np.array([r for f in flights if not f.is_read for r in f.rows], np.int64)
         return len(self._cache.index.selected(rows, selection))
 
-    def write(self, lane: Lane, rows: Sequence[int], now_ns: int) -> None:
+    def write(self, lane: TransferLane, rows: Sequence[int], now_ns: int) -> None:
         """Queue rows that are ready here, and absent there, to be written to a tier."""
         for row in rows:
             self._cache.pin(row)
@@ -208,7 +208,7 @@ class Transfers:
                 actions.append(self._start(lane, now_ns, Write))
         return actions
 
-    def end(self, transfer: int) -> tuple[Lane, Flight]:
+    def end(self, transfer: int) -> tuple[TransferLane, Flight]:
         """Take a transfer off its lane; a write's rows are unpinned."""
         for lane in self.lanes.values():
             flight = lane.flights.pop(transfer, None)
@@ -220,7 +220,7 @@ class Transfers:
             return lane, flight
         raise AssertionError(f"transfer {transfer} ends once")
 
-    def orphan(self, lane: Lane) -> list[int]:
+    def orphan(self, lane: TransferLane) -> list[int]:
         """Take what is under way off a lane: it holds its slots until it ends, and counts no more.
 
         Returns the rows that were being read.
@@ -247,14 +247,14 @@ class Transfers:
                 self._cache.unpin(row)
         return flight
 
-    def shed(self, lane: Lane) -> list[int]:
+    def shed(self, lane: TransferLane) -> list[int]:
         """Give up what is queued on a lane that cannot be used; returns the rows to be read."""
         self.cancel_writes(lane, EVERYTHING)
         unread = list(lane.reads)
         lane.reads.clear()
         return unread
 
-    def note_overdue(self, now_ns: int) -> list[tuple[Lane, Flight]]:
+    def note_overdue(self, now_ns: int) -> list[tuple[TransferLane, Flight]]:
         """Note transfers past their deadline; returns those that just became so."""
         fresh = [
             (lane, flight)
@@ -279,7 +279,7 @@ class Transfers:
         flights = [f for f in flights if f.is_overdue] + [*self.orphans.values()]
         return [row for f in flights if f.is_read for row in f.rows]
 
-    def shed_unusable(self, now_ns: int) -> list[tuple[Lane, list[int]]]:
+    def shed_unusable(self, now_ns: int) -> list[tuple[TransferLane, list[int]]]:
         """Shed every lane that is down or stuck."""
         return [
             (lane, self.shed(lane))
@@ -299,19 +299,19 @@ class Transfers:
             for lane in self.lanes.values()
         )
 
-    def room_bytes(self, lane: Lane) -> int:
+    def room_bytes(self, lane: TransferLane) -> int:
         """Return how many more bytes may wait to be written to a tier."""
         share_bytes = int(self._cache.slots.reserved_bytes * WRITE_ARENA_SHARE)
         return min(share_bytes, lane.tier.queue_bytes_max) - lane.queued_bytes
 
-    def _start(self, lane: Lane, now_ns: int, kind: type[Read | Write]) -> Read | Write:
+    def _start(self, lane: TransferLane, now_ns: int, kind: type[Read | Write]) -> Read | Write:
         index, is_read = self._cache.index, kind is Read
         rows = self._next(lane, now_ns, is_read=is_read)
         blocks = tuple(TransferBlock(index.header_of(row), int(index.slot[row])) for row in rows)
         number = self._fly(lane, rows, now_ns, is_read=is_read)
         return kind(number, lane.tier.name, blocks, lane.flights[number].deadline_ns)
 
-    def _next(self, lane: Lane, now_ns: int, *, is_read: bool) -> tuple[int, ...]:
+    def _next(self, lane: TransferLane, now_ns: int, *, is_read: bool) -> tuple[int, ...]:
         queue = lane.reads if is_read else lane.writes
         small = lane.tier.transfer_bytes // self._cache.size_of(next(iter(queue)))
         count = max(TRANSFER_BLOCKS, min(TRANSFER_BLOCKS_MAX, small))
@@ -325,7 +325,7 @@ class Transfers:
             self._metrics.observe(TRANSFER_QUEUE_SECONDS, waited, route=f"{source}_to_{target}")
         return tuple(row for row, _ in taken)
 
-    def _fly(self, lane: Lane, rows: tuple[int, ...], now_ns: int, *, is_read: bool) -> int:
+    def _fly(self, lane: TransferLane, rows: tuple[int, ...], now_ns: int, *, is_read: bool) -> int:
         self._num_started += 1
         num_bytes = sum(self._cache.size_of(row) for row in rows)
         deadline_ns = (
@@ -337,6 +337,6 @@ class Transfers:
         )
         return self._num_started
 
-    def _unqueue(self, lane: Lane, row: int) -> None:
+    def _unqueue(self, lane: TransferLane, row: int) -> None:
         lane.queued_bytes -= self._cache.size_of(row)
         self._cache.unpin(row)

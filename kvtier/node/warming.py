@@ -13,8 +13,8 @@ from kvtier.core.reuse.history import History
 from kvtier.node.action import Warmed
 from kvtier.node.cache import Cache
 from kvtier.node.reads import BACKGROUND
-from kvtier.node.run import Run
-from kvtier.node.transfer import Transfers
+from kvtier.node.run import BlockRun
+from kvtier.node.transfer import TierTransfers
 from kvtier.observe.table import PREFETCHED_BLOCKS
 
 __all__ = ["Warming"]
@@ -23,14 +23,16 @@ __all__ = ["Warming"]
 class Warming:
     """Reads that nobody waits for."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, history: History | None = None) -> None:
+    def __init__(
+        self, cache: Cache, transfers: TierTransfers, history: History | None = None
+    ) -> None:
         self._cache = cache
         self._transfers = transfers
         self._history = history
         self._rows: set[int] = set()
         """Being read, or queued to be; some may have ended since."""
 
-    def start(self, run: Run, reason: str, now_ns: int) -> Warmed:
+    def start(self, run: BlockRun, reason: str, now_ns: int) -> Warmed:
         """Queue what the CPU tier lacks of a run, from its head, as far as there is room.
 
         ``reason`` is ``announced`` or ``warm``.

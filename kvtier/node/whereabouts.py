@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtier.core.fate import Fate
 from kvtier.core.identity import split_hashes
-from kvtier.core.index import Index
+from kvtier.core.index import BlockIndex
 from kvtier.core.limits import ARRIVALS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
@@ -31,7 +31,7 @@ __all__ = ["Whereabouts"]
 class Whereabouts:
     """Listens to an index on behalf of a history, if there is one."""
 
-    def __init__(self, index: Index, history: History | None) -> None:
+    def __init__(self, index: BlockIndex, history: History | None) -> None:
         self._index = index
         self._history = history
         self._arrivals: list[tuple[TierName, Rows]] = []

@@ -20,7 +20,7 @@ from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, Rows
 from kvtier.node.cache import Cache
-from kvtier.node.transfer import Duty, Lane, Transfers, WriteMode
+from kvtier.node.transfer import Duty, TierTransfers, TransferLane, WriteMode
 from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Writes"]
@@ -32,7 +32,7 @@ _UNKNOWN_TOKENS = 64
 class Writes:
     """Offers blocks to lanes, and queues what is taken."""
 
-    def __init__(self, cache: Cache, transfers: Transfers, admission: Admission) -> None:
+    def __init__(self, cache: Cache, transfers: TierTransfers, admission: Admission) -> None:
         self._cache = cache
         self._transfers = transfers
         self._admission = admission
@@ -88,7 +88,9 @@ class Writes:
         while len(self._wanted) > WANTED_BLOCKS_MAX:
             del self._wanted[next(iter(self._wanted))]
 
-    def offer(self, lane: Lane, rows: Sequence[int], occasion: Occasion, now_ns: int) -> int:
+    def offer(
+        self, lane: TransferLane, rows: Sequence[int], occasion: Occasion, now_ns: int
+    ) -> int:
         """Offer rows, consecutive in one chain, to one tier; returns how many will be written."""
         name = lane.tier.name
         lacking = [
@@ -114,7 +116,7 @@ class Writes:
         self.note_needed(lane, lacking[:taken])
         return taken
 
-    def lost(self, lane: Lane, rows: Rows, now_ns: int) -> None:
+    def lost(self, lane: TransferLane, rows: Rows, now_ns: int) -> None:
         """Offer lost blocks that the CPU tier still has again: now, or before they are evicted."""
         index = self._cache.index
         rows = rows[index.residency(rows, TierName.CPU) == Residency.READY]
@@ -123,17 +125,17 @@ class Writes:
             for row in rows.tolist():
                 self.offer(lane, [row], Occasion.STORED, now_ns)
 
-    def would_take(self, lane: Lane, row: int, now_ns: int) -> bool:
+    def would_take(self, lane: TransferLane, row: int, now_ns: int) -> bool:
         """Tell whether a row would be written before the daemon stops, were there room for it."""
         offer = self._offer(lane, [row], Occasion.CLOSING, now_ns, has_room=True)
         return isinstance(self._admission.judge(offer), Admit)
 
-    def note_written(self, lane: Lane, row: int, now_ns: int) -> None:
+    def note_written(self, lane: TransferLane, row: int, now_ns: int) -> None:
         """Have a row that is about to go, and was written long ago, counted as written."""
         offer = self._offer(lane, [row], Occasion.LEAVING, now_ns, has_room=True, is_needed=True)
         self._admission.judge(offer)
 
-    def note_needed(self, lane: Lane, rows: Sequence[int]) -> None:
+    def note_needed(self, lane: TransferLane, rows: Sequence[int]) -> None:
         """Note that the parents of rows that a tier was given are needed there."""
         if not rows or lane.tier.write is WriteMode.STORE:
             return
@@ -145,12 +147,12 @@ class Writes:
         # One that had its turn before, and was not taken, gets another.
         index.past[parents] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
-    def _lanes(self, mode: WriteMode) -> list[Lane]:
+    def _lanes(self, mode: WriteMode) -> list[TransferLane]:
         return [lane for lane in self._transfers.lanes.values() if lane.tier.write is mode]
 
     def _offer(
         self,
-        lane: Lane,
+        lane: TransferLane,
         rows: Sequence[int],
         occasion: Occasion,
         now_ns: int,
@@ -178,7 +180,7 @@ class Writes:
             now_ns=now_ns,
         )
 
-    def _count_refused(self, lane: Lane, rule: Rule, num_blocks: int) -> None:
+    def _count_refused(self, lane: TransferLane, rule: Rule, num_blocks: int) -> None:
         name = lane.tier.name
         outcome = "throttled" if rule is Rule.FULL else "rejected"
         self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=name, outcome=outcome)

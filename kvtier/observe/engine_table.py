@@ -2,7 +2,7 @@
 
 from kvtier.core.residency import TierName
 from kvtier.observe.metric import TRANSFER_BUCKETS, Counter, Gauge, Histogram, Metric
-from kvtier.observe.table import BUILD, READY, REFUSED_SAMPLES, SECRET_REFUSED, Route
+from kvtier.observe.table import BUILD, READY, REFUSED_SAMPLES, SECRET_REFUSED, TransferRoute
 
 __all__ = [
     "ATTACHED",
@@ -33,7 +33,7 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
-_COPY = ("route", (Route.GPU_TO_CPU.value, Route.CPU_TO_GPU.value))
+_COPY = ("route", (TransferRoute.GPU_TO_CPU.value, TransferRoute.CPU_TO_GPU.value))
 """What engines copy themselves."""
 
 PROMPT_TOKENS = Counter(

@@ -79,11 +79,11 @@ __all__ = [
     "TRANSFER_QUEUE_SECONDS",
     "TRANSFER_SECONDS",
     "UNLOADED_TOKENS",
-    "Route",
+    "TransferRoute",
 ]
 
 
-class Route(StrEnum):
+class TransferRoute(StrEnum):
     """From which tier to which a transfer goes."""
 
     GPU_TO_CPU = "gpu_to_cpu"
@@ -97,7 +97,7 @@ class Route(StrEnum):
 _TIER = ("tier", tuple(tier.value for tier in TierName))
 _LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
 _SLOW = ("tier", tuple(tier.value for tier in SLOW_TIERS))
-_ROUTE = ("route", tuple(route.value for route in Route))
+_ROUTE = ("route", tuple(route.value for route in TransferRoute))
 _TRANSFER = ("route", tuple(route for route in _ROUTE[1] if "gpu" not in route))
 """What the daemon's threads do."""
 _RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})

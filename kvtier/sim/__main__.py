@@ -5,7 +5,7 @@ import sys
 import time
 
 from kvtier.sim.campaign import Failure, replay_command, run_seeds, summarize
-from kvtier.sim.simulation import Report
+from kvtier.sim.simulation import SimulationReport
 
 __all__ = ["main"]
 
@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     start_s = time.monotonic()
-    reports: list[Report] = []
+    reports: list[SimulationReport] = []
     seeds = range(options.first, options.first + options.seeds)
     for outcome in run_seeds(seeds, options.events, options.jobs):
         if isinstance(outcome, Failure):

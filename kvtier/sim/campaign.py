@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.sim.simulation import Report, Simulation
+from kvtier.sim.simulation import Simulation, SimulationReport
 
 __all__ = ["Failure", "replay_command", "run_seed", "run_seeds", "summarize"]
 
@@ -24,7 +24,7 @@ class Failure:
     trace: str
 
 
-def run_seed(seed: int, num_events: int) -> Report | Failure:
+def run_seed(seed: int, num_events: int) -> SimulationReport | Failure:
     """Run one seed; whatever goes wrong is its failure."""
     try:
         return Simulation(seed).run(num_events)
@@ -32,7 +32,9 @@ def run_seed(seed: int, num_events: int) -> Report | Failure:
         return Failure(seed, traceback.format_exc())
 
 
-def run_seeds(seeds: Iterable[int], num_events: int, num_jobs: int) -> Iterator[Report | Failure]:
+def run_seeds(
+    seeds: Iterable[int], num_events: int, num_jobs: int
+) -> Iterator[SimulationReport | Failure]:
     """Run seeds on ``num_jobs`` processes, and yield what came of them, in order."""
     run = partial(run_seed, num_events=num_events)
     if num_jobs == 1:
@@ -48,7 +50,7 @@ def replay_command(seed: int, num_events: int) -> str:
     return f"python -m kvtier.sim --first {seed} --seeds 1 --events {num_events}"
 
 
-def summarize(reports: Iterable[Report]) -> str:
+def summarize(reports: Iterable[SimulationReport]) -> str:
     """Say what happened in these runs, for people."""
     reports = list(reports)
     served, ends, faults = Counter[str](), Counter[str](), Counter[str]()

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
@@ -21,7 +21,7 @@ from kvtier.node import action as ac
 from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.fake_engine import Blocks, FakeEngine, FakeLoad
 
-__all__ = ["Customer", "Job", "Tally"]
+__all__ = ["Customer", "Job", "WorkloadTally"]
 
 Job = Generator[int, None, None]
 """Yields how long to wait before it is resumed."""
@@ -34,7 +34,7 @@ _RECENT_PROMPTS = 4
 
 
 @dataclass(slots=True)
-class Tally:
+class WorkloadTally:
     """What came of a run, so that one can see that it got anywhere."""
 
     served: dict[str, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Tally:
         end = load.end or "given_up"
         self.ends[end] = self.ends.get(end, 0) + 1
 
-    def count_plan(self, plan: Plan) -> None:
+    def count_plan(self, plan: RestorePlan) -> None:
         """Add one plan."""
         self.plans[plan.reason] = self.plans.get(plan.reason, 0) + 1
 
@@ -59,7 +59,7 @@ class Tally:
 class Customer:
     """One engine and its habits."""
 
-    def __init__(self, engine: FakeEngine, world: World, tally: Tally) -> None:
+    def __init__(self, engine: FakeEngine, world: World, tally: WorkloadTally) -> None:
         self.engine = engine
         self._draw = world.draw
         self._weather = world.weather
@@ -116,7 +116,7 @@ class Customer:
         while call not in self.engine.stage.answers:
             yield from self._wait()
         found = self.engine.answer(call)
-        assert isinstance(found, ac.Found), found
+        assert isinstance(found, ac.LookupResult), found
         assert found.plan is not None
         self._tally.count_plan(found.plan)
         num_loaded, tiers = yield from self._load(blocks, found, found.plan)
@@ -126,7 +126,7 @@ class Customer:
             self._report(found.plan, tiers)
 
     def _load(
-        self, blocks: Blocks, found: ac.Found, plan: Plan
+        self, blocks: Blocks, found: ac.LookupResult, plan: RestorePlan
     ) -> Generator[int, None, tuple[int, list[TierName]]]:
         """Restore as planned, or otherwise; returns how many leading blocks there are, and whence.
 
@@ -204,7 +204,7 @@ class Customer:
             max_load_tokens=draw.choice(limits),
         )
 
-    def _report(self, plan: Plan, tiers: list[TierName]) -> None:
+    def _report(self, plan: RestorePlan, tiers: list[TierName]) -> None:
         """Say what steps took and what came of a plan, truly or not."""
         draw = self._draw
         num_tokens = draw.randint(1, 512)
@@ -212,14 +212,14 @@ class Customer:
         restored = tuple(Counter(tiers).items())
         steps = [StepSample(num_tokens, 0, num_tokens**2 / 2, 0, seconds)]
         ttft_s = (seconds + 0.01) * (self._restored_lag if tiers else 1.0)
-        outcomes = [Outcome(plan.decision, restored, 0.01, num_tokens, seconds, 0.0, ttft_s)]
+        outcomes = [PlanOutcome(plan.decision, restored, 0.01, num_tokens, seconds, 0.0, ttft_s)]
         if self._happens(self._weather.lie):
             wrong = draw.choice((math.nan, math.inf, -1.0, 0.0, 1e-300, 1e12))
             steps.append(StepSample(num_tokens, 0, draw.choice((wrong, 1.0)), 0, wrong))
             number = draw.choice((plan.decision, plan.decision + 1, -1, 10**12))
             restored = ((TierName.SSD, draw.choice((-1, 10**9))),)
             outcomes.insert(
-                draw.randrange(2), Outcome(number, restored, wrong, -1, wrong, wrong, wrong)
+                draw.randrange(2), PlanOutcome(number, restored, wrong, -1, wrong, wrong, wrong)
             )
         self.engine.measured(steps, outcomes)
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from kvtier.node import action as ac
-from kvtier.sim.customer import Customer, Job, Tally
+from kvtier.sim.customer import Customer, Job, WorkloadTally
 from kvtier.sim.world import MS, World
 from kvtier.testing.fake_engine import FakeEngine
 
@@ -15,7 +15,7 @@ _JOBS_PER_ENGINE = 2
 class Fleet:
     """Engines of three block sizes, two of them alike; the largest fills most of a slab."""
 
-    def __init__(self, world: World, tally: Tally) -> None:
+    def __init__(self, world: World, tally: WorkloadTally) -> None:
         self._world = world
         engines = [
             FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
@@ -48,7 +48,7 @@ class Fleet:
             if not self._is_lost(customer.engine):
                 customer.engine.die()
 
-    def obey(self, order: ac.Order) -> None:
+    def obey(self, order: ac.EmptyEngineTier) -> None:
         """Have the engine that an order is for empty its own tier."""
         for customer in self.customers:
             engine = customer.engine

@@ -177,7 +177,7 @@ class Misfortune:
         world, draw = self._world, self._world.draw
         ttl_ns = draw.choice((0, 50, 5000, 10**7)) * MS
         key_space, tenant, hashes = self._some_chain()
-        world.stage.call(lambda call: ev.Pin(call, key_space, tenant, hashes, ttl_ns))
+        world.stage.call(lambda call: ev.PinBlocks(call, key_space, tenant, hashes, ttl_ns))
 
     def _warm(self) -> None:
         world = self._world

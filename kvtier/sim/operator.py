@@ -102,6 +102,6 @@ class Operator:
             for headers in self._world.tiers[name].headers():
                 for first in range(0, len(headers), _ROWS_AT_ONCE):
                     yield draw.choice((0, 0, 0, 1)) * MS
-                    stage.post(ev.Recovered(name, headers[first : first + _ROWS_AT_ONCE]))
+                    stage.post(ev.BlocksRecovered(name, headers[first : first + _ROWS_AT_ONCE]))
         yield draw.randint(0, 5) * MS
         stage.post(ev.TierDuty(name, Duty.FULL))

@@ -19,7 +19,7 @@ from functools import partial
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.sim.customer import Tally
+from kvtier.sim.customer import WorkloadTally
 from kvtier.sim.fleet import Fleet
 from kvtier.sim.misfortune import Misfortune
 from kvtier.sim.weather import CALM
@@ -28,21 +28,21 @@ from kvtier.testing.block import payload_of
 from kvtier.testing.stage import Stage, Work
 from kvtier.tiers.base import BlockWrite
 
-__all__ = ["Report", "Simulation"]
+__all__ = ["Simulation", "SimulationReport"]
 
 _DRAIN_NS = 120_000 * MS
 """Longer than any deadline, lease or pause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """What one run did."""
 
     seed: int
     num_events: int
     simulated_s: float
     num_crashes: int
-    tally: Tally
+    tally: WorkloadTally
     faults: dict[str, int]
 
 
@@ -52,12 +52,12 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._world = World(seed)
-        self._tally = Tally()
+        self._tally = WorkloadTally()
         self._fleet = Fleet(self._world, self._tally)
         self._misfortune = Misfortune(self._world, self._fleet)
         self._armed: tuple[Stage, int] | None = None
 
-    def run(self, num_events: int) -> Report:
+    def run(self, num_events: int) -> SimulationReport:
         """Go on for ``num_events`` events of the node, then let everything come to rest."""
         world = self._world
         self._fleet.start()
@@ -65,7 +65,7 @@ class Simulation:
         while world.num_events < num_events:
             self._step()
         self._end()
-        return Report(
+        return SimulationReport(
             self.seed,
             world.num_events,
             world.clock() / 1e9,
@@ -95,7 +95,7 @@ class Simulation:
     def _undertake(self, work: Work) -> None:
         """Decide when a piece of work takes effect, when it is told, and how it fails."""
         world, stage, draw = self._world, self._world.stage, self._world.draw
-        if isinstance(work, ac.Order):
+        if isinstance(work, ac.EmptyEngineTier):
             world.at(draw.randint(1, 400) * MS, lambda: self._fleet.obey(work))
             return
         weather = world.weather

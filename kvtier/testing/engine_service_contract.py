@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from kvtier.api.http.service import EngineService
-from kvtier.engine.request import FinishReason, Output, Request
+from kvtier.engine.request import EngineRequest, FinishReason, Output
 
 __all__ = ["check_engine_service"]
 
@@ -13,7 +13,9 @@ _DEADLINE_SECONDS = 60.0
 """A real engine may run a small model on a busy machine."""
 
 
-def check_engine_service(engine: EngineService, request: Callable[[str, int], Request]) -> None:
+def check_engine_service(
+    engine: EngineService, request: Callable[[str, int], EngineRequest]
+) -> None:
     """Run every check; ``request(request_id, max_tokens)`` makes one that does not end early."""
     _check_outputs(engine, request("whole", 8))
     _check_abort(engine, request("aborted", 1000))
@@ -22,7 +24,7 @@ def check_engine_service(engine: EngineService, request: Callable[[str, int], Re
     _check_outputs(engine, request("after", 3))
 
 
-def _check_outputs(engine: EngineService, request: Request) -> None:
+def _check_outputs(engine: EngineService, request: EngineRequest) -> None:
     outputs, threads = _run(engine, request, abort_after=None)
     assert threads.isdisjoint({threading.get_ident()}), "deliver runs on the engine's thread"
     assert len(threads) == 1
@@ -38,13 +40,13 @@ def _check_outputs(engine: EngineService, request: Request) -> None:
     _check_usage(outputs, request)
 
 
-def _check_abort(engine: EngineService, request: Request) -> None:
+def _check_abort(engine: EngineService, request: EngineRequest) -> None:
     outputs, _ = _run(engine, request, abort_after=2)
     assert outputs[-1].finish is FinishReason.ABORT
     _check_usage(outputs, request)
 
 
-def _check_usage(outputs: list[Output], request: Request) -> None:
+def _check_usage(outputs: list[Output], request: EngineRequest) -> None:
     usage = outputs[-1].usage
     assert usage is not None
     assert usage.prompt_tokens == len(request.prompt)
@@ -54,7 +56,7 @@ def _check_usage(outputs: list[Output], request: Request) -> None:
 
 
 def _run(
-    engine: EngineService, request: Request, *, abort_after: int | None
+    engine: EngineService, request: EngineRequest, *, abort_after: int | None
 ) -> tuple[list[Output], set[int]]:
     arrivals: queue.Queue[tuple[Output, int]] = queue.Queue(request.max_tokens + 1)
     engine.submit(request, lambda output: arrivals.put_nowait((output, threading.get_ident())))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import NO_TENANT, BlockHeader, payload_checksum
 from kvtier.core.layout import KVLayout
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
@@ -130,7 +130,7 @@ class FakeEngine:
     def found(self, blocks: Blocks, first: int = 0) -> tuple[TierName, ...]:
         """Look up and return the tiers, where no probe is needed."""
         answer = self.answer(self.lookup(blocks, first))
-        assert isinstance(answer, ac.Found), answer
+        assert isinstance(answer, ac.LookupResult), answer
         return tuple(tier for tier, length in answer.runs for _ in range(length))
 
     def answer(self, call: int) -> ac.Answer:
@@ -186,7 +186,7 @@ class FakeEngine:
                 lambda call: ev.CompleteStore(call, self.session, granted.lease, tuple(checksums))
             )
         )
-        assert isinstance(answer, ac.Stored), answer
+        assert isinstance(answer, ac.StoreResult), answer
         return answer.num_blocks
 
     def store(self, blocks: Blocks, first: int = 0, *, traits: Traits = NO_TRAITS) -> ac.Granted:
@@ -232,12 +232,12 @@ class FakeEngine:
     def measured(
         self,
         steps: Sequence[StepSample] = (),
-        outcomes: Sequence[Outcome] = (),
+        outcomes: Sequence[PlanOutcome] = (),
         load: EngineLoad | None = None,
     ) -> None:
         """Report what steps took, what came of decisions, and what there is to do."""
         call = self.stage.call(
-            lambda call: ev.Report(
+            lambda call: ev.EngineTierReport(
                 call,
                 self.session,
                 0,
@@ -255,7 +255,7 @@ class FakeEngine:
         """Answer an order to empty this engine's own tier."""
         removed = Removed(num_blocks, num_blocks * self.layout.block_bytes)
         call = self.stage.call(
-            lambda call: ev.Report(call, self.session, 0, 0, 0, 0, order, removed)
+            lambda call: ev.EngineTierReport(call, self.session, 0, 0, 0, 0, order, removed)
         )
         self.answer(call)
 

@@ -11,19 +11,19 @@ from typing import Self
 
 from kvtier.engine.request import (
     Deliver,
+    EngineRequest,
     FinishReason,
     Output,
     QueueFull,
-    Request,
     TierTokens,
     Usage,
 )
 
-__all__ = ["Answer", "FakeEngineService", "echo"]
+__all__ = ["FakeEngineService", "ScriptedAnswer", "echo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScriptedAnswer:
     """What the engine makes of one request; cut at its ``max_tokens``."""
 
     token_ids: tuple[int, ...]
@@ -36,16 +36,16 @@ class Answer:
     """Wait here for ``resume`` or an abort."""
 
 
-def echo(request: Request) -> Answer:
+def echo(request: EngineRequest) -> ScriptedAnswer:
     """Answer with the prompt itself."""
-    return Answer(request.prompt)
+    return ScriptedAnswer(request.prompt)
 
 
 @dataclass(slots=True)
 class _Open:
-    request: Request
+    request: EngineRequest
     deliver: Deliver
-    answer: Answer
+    answer: ScriptedAnswer
     num_sent: int = 0
     is_aborted: bool = False
 
@@ -54,11 +54,14 @@ class FakeEngineService:
     """One token, or a few, per request and turn; every wait of a test ends at its deadline."""
 
     def __init__(
-        self, script: Callable[[Request], Answer] = echo, *, capacity: int | None = None
+        self,
+        script: Callable[[EngineRequest], ScriptedAnswer] = echo,
+        *,
+        capacity: int | None = None,
     ) -> None:
         self.is_ready = True
         self.is_stuck = False
-        self.requests: list[Request] = []
+        self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         """Open requests that were aborted, in order."""
         self._script = script
@@ -70,7 +73,7 @@ class FakeEngineService:
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Queue a request, unless there are ``capacity`` already."""
         with self._changed:
             if self._is_stopping:

@@ -16,7 +16,7 @@ from kvtier.core.identity import EVERYTHING, BlockHeader
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.base import BlockRead, MissReason, Tier
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.wrap.around import AroundTier, Call, Operation
+from kvtier.tiers.wrap.around import AroundTier, Operation, TierCall
 
 __all__ = ["Fault", "FaultScript", "FaultyTier", "scripted_faults", "seeded_faults"]
 
@@ -44,7 +44,7 @@ class Fault(StrEnum):
     """One bit of each payload read is wrong, and the tier says it is right."""
 
 
-FaultScript = Callable[[Call], Fault | None]
+FaultScript = Callable[[TierCall], Fault | None]
 """Asked before each call; None lets it be."""
 
 
@@ -52,7 +52,7 @@ def scripted_faults(*steps: tuple[Operation, Fault]) -> FaultScript:
     """Return a script of faults, each for the next call of its operation, in order."""
     waiting = list(steps)
 
-    def next_fault(call: Call) -> Fault | None:
+    def next_fault(call: TierCall) -> Fault | None:
         if waiting and waiting[0][0] is call.operation:
             return waiting.pop(0)[1]
         return None
@@ -76,7 +76,7 @@ def seeded_faults(
     choices = sorted(faults)
     draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
 
-    def next_fault(_call: Call) -> Fault | None:
+    def next_fault(_call: TierCall) -> Fault | None:
         return draw.choice(choices) if draw.random() < rate else None
 
     return next_fault
@@ -94,7 +94,7 @@ class FaultyTier(AroundTier):
         self._lock = threading.Lock()
         self._current = threading.local()
 
-    def around(self, call: Call, step: Callable[[], T]) -> T:
+    def around(self, call: TierCall, step: Callable[[], T]) -> T:
         """Make the call with the fault that is next."""
         with self._lock:
             fault = self._script(call)

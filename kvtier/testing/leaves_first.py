@@ -3,7 +3,7 @@
 from collections.abc import Generator
 
 from kvtier.core.eviction import Eviction
-from kvtier.core.index import Index
+from kvtier.core.index import BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows
@@ -20,16 +20,16 @@ class LeavesFirst:
     def __init__(self, inner: Eviction) -> None:
         self._inner = inner
 
-    def touch(self, index: Index, rows: Rows) -> int:
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Leave it to the other."""
         return self._inner.touch(index, rows)
 
-    def offer(self, index: Index, row: int) -> None:
+    def offer(self, index: BlockIndex, row: int) -> None:
         """Leave it to the other."""
         self._inner.offer(index, row)
 
     def victims(
-        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
         """Yield what the other does, and look at each."""
         proposed: set[int] = set()
@@ -43,12 +43,12 @@ class LeavesFirst:
         finally:
             inner.close()
 
-    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Leave it to the other: it may be out of date by the time they go."""
         return self._inner.coming(index, slots, size, count)
 
 
-def _free_children(index: Index, row: int, size: int, before: int | None) -> list[int]:
+def _free_children(index: BlockIndex, row: int, size: int, before: int | None) -> list[int]:
     """Return the children of a block that could go just now."""
     rows = index.in_state(TierName.CPU, Residency.READY)
     rows = rows[index.evictable(rows) & (index.parent_rows(rows) == row)]

@@ -18,24 +18,24 @@ import numpy.typing as npt
 
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.engine.port import (
-    Chain,
-    Found,
-    Loaded,
     LoadEnded,
     LoadOrder,
+    LoadProgress,
+    PortChain,
     PortEvent,
-    Stored,
+    PortLookup,
+    StoreEnded,
     StoreOffer,
 )
 
-__all__ = ["Blocks", "LoadScript", "MemoryPort"]
+__all__ = ["LoadScript", "MemoryPort", "PoolBlocks"]
 
 
-class Blocks(Protocol):
+class PoolBlocks(Protocol):
     """The pool, as far as a port sees it."""
 
     def block_bytes(self, block: int) -> npt.NDArray[np.uint8]:
@@ -49,7 +49,7 @@ class LoadScript:
     num_blocks: int | None = None
     reason: str = "failed"
     is_reported_early: bool = False
-    """``Loaded`` comes before ``LoadEnded``."""
+    """``LoadProgress`` comes before ``LoadEnded``."""
 
 
 @dataclass(slots=True)
@@ -77,12 +77,12 @@ class _OpenLoad:
 
 @dataclass(slots=True)
 class _OpenStore:
-    chain: Chain
+    chain: PortChain
     first: int
     blocks: list[list[int]]
 
 
-def _no_plan(_found: Found) -> Plan | None:
+def _no_plan(_found: PortLookup) -> RestorePlan | None:
     return None
 
 
@@ -99,8 +99,8 @@ class MemoryPort:
     """Where a block is, if not in ``tier``."""
     stores_taken_max: int | None = None
     """Blocks of each store that are taken; None: all."""
-    pool: Blocks | None = None
-    make_plan: Callable[[Found], Plan | None] = _no_plan
+    pool: PoolBlocks | None = None
+    make_plan: Callable[[PortLookup], RestorePlan | None] = _no_plan
     """What a lookup's answer says to do with what it found."""
     max_offload_tokens: int | None = None
     """What a lookup's answer says it pays to offer."""
@@ -109,15 +109,15 @@ class MemoryPort:
     num_lookups: int = 0
     stored_hashes: list[BlockHash] = field(default_factory=list)
     """Every hash offered, in order, with repetitions."""
-    announced: dict[str, tuple[Chain, int, Traits]] = field(default_factory=dict)
-    finished: dict[str, Outcome | None] = field(default_factory=dict)
+    announced: dict[str, tuple[PortChain, int, Traits]] = field(default_factory=dict)
+    finished: dict[str, PlanOutcome | None] = field(default_factory=dict)
     offers: list[StoreOffer] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     waiting: dict[str, EngineLoad] = field(default_factory=dict)
     """By request, what the engine had to do before its lookup."""
     steps: list[StepSample] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    open_lookups: dict[str, Found] = field(default_factory=dict)
+    open_lookups: dict[str, PortLookup] = field(default_factory=dict)
     open_loads: dict[str, _OpenLoad] = field(default_factory=dict)
     open_stores: dict[int, _OpenStore] = field(default_factory=dict)
     is_closed: bool = False
@@ -129,7 +129,7 @@ class MemoryPort:
         """Keep ``wake`` for when a manual operation ends."""
         self._wake = wake
 
-    def announce(self, chain: Chain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
         """Note it."""
         assert traits.request_id not in self.announced, "a request is announced once"
         assert chain.hashes, "an announced request has blocks"
@@ -148,7 +148,7 @@ class MemoryPort:
             self.finish_load(request_id)
         return load.num_claimed
 
-    def finish(self, request_id: str, outcome: Outcome | None) -> None:
+    def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
         """Note it."""
         assert request_id not in self.finished, "a request is finished once"
         self.finished[request_id] = outcome
@@ -157,7 +157,7 @@ class MemoryPort:
         """Note them."""
         self.steps += steps
 
-    def lookup(self, chain: Chain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
         """Answer with the leading blocks that are kept."""
         request_id = traits.request_id
         assert request_id not in self.open_lookups, "one lookup at a time for a request"
@@ -171,7 +171,9 @@ class MemoryPort:
         is_complete = len(tiers) == len(chain.hashes) - first
         reason = "complete" if is_complete else "absent"
         self.waiting[request_id] = load
-        found = Found(request_id, tuple(tiers), reason, max_offload_tokens=self.max_offload_tokens)
+        found = PortLookup(
+            request_id, tuple(tiers), reason, max_offload_tokens=self.max_offload_tokens
+        )
         self.open_lookups[request_id] = replace(found, plan=self.make_plan(found))
         if not self.is_manual:
             self.finish_lookup(request_id)
@@ -188,7 +190,7 @@ class MemoryPort:
             self.finish_load(request_id)
 
     def store(
-        self, chain: Chain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
+        self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
     ) -> int:
         """Begin to take blocks; their bytes are read when the store finishes."""
         assert len(chain.hashes) == first + len(blocks), "a chain ends with what is offered"
@@ -230,7 +232,7 @@ class MemoryPort:
         """Put the next blocks of an open load in place, ``num_blocks`` in all, and say so."""
         load = self.open_loads[request_id]
         self._fill(load, num_blocks)
-        self._emit(Loaded(request_id, self._tiers(load)))
+        self._emit(LoadProgress(request_id, self._tiers(load)))
 
     def finish_load(self, request_id: str, script: LoadScript | None = None) -> None:
         """End a load as the script says."""
@@ -239,7 +241,7 @@ class MemoryPort:
         num_asked = len(load.into)
         self._fill(load, num_asked if script.num_blocks is None else script.num_blocks)
         if script.is_reported_early:
-            self._emit(Loaded(request_id, self._tiers(load)))
+            self._emit(LoadProgress(request_id, self._tiers(load)))
         del self.open_loads[request_id]
         reason = "complete" if load.num_filled == num_asked else script.reason
         if load.num_claimed and not load.num_left:
@@ -253,7 +255,7 @@ class MemoryPort:
         for offset, group in enumerate(store.blocks[:most]):
             content = b"".join(self._view(block).tobytes() for block in group)
             self.kept[store.chain.hashes[store.first + offset]] = content
-        self._emit(Stored(store_id, min(most, len(store.blocks))))
+        self._emit(StoreEnded(store_id, min(most, len(store.blocks))))
 
     def finish_all(self) -> None:
         """End everything that is open."""

@@ -32,7 +32,7 @@ from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, 
 
 __all__ = ["Stage", "StageSettings", "Work"]
 
-Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.Order
+Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.EmptyEngineTier
 
 _EVENTS_A_LOOK = 16
 """The history is looked through each so many events, and when all is at rest: it takes longer."""
@@ -97,7 +97,7 @@ class Stage:
         self.arena = memoryview(bytearray(settings.num_slabs * settings.slab_bytes))
         self.waiting: list[Work] = []
         self.answers: dict[int, ac.Answer] = {}
-        self.progress: dict[int, list[ac.Progress]] = defaultdict(list)
+        self.progress: dict[int, list[ac.LoadUpdate]] = defaultdict(list)
         self.open_calls: dict[int, ev.Event] = {}
         self.num_events = 0
         self.is_checked = True
@@ -113,7 +113,7 @@ class Stage:
         """Tell the node what persistent tiers already hold, as the daemon does when it starts."""
         for name, tier in tiers.items():
             for headers in tier.headers():
-                self.post(ev.Recovered(name, headers))
+                self.post(ev.BlocksRecovered(name, headers))
 
     def post(self, event: ev.Event) -> None:
         """Let the node take an event in; its work waits, its answers are noted."""
@@ -124,7 +124,7 @@ class Stage:
         lanes = self.node.transfers.lanes.values()
         drained = [(lane, set(lane.writes)) for lane in lanes if lane.duty is not Duty.FULL]
         for action in self.node.handle(event, self.clock()):
-            if isinstance(action, ac.Reply | ac.Progress):
+            if isinstance(action, ac.CallReply | ac.LoadUpdate):
                 self._note(action)
             else:
                 self._check_asked(action)
@@ -167,7 +167,7 @@ class Stage:
 
     def settle(self) -> None:
         """Carry out all work for tiers until there is none."""
-        while tier_work := [w for w in self.waiting if not isinstance(w, ac.Order)]:
+        while tier_work := [w for w in self.waiting if not isinstance(w, ac.EmptyEngineTier)]:
             self.carry_out(tier_work[0])
 
     def fail(self, work: Work) -> None:
@@ -189,7 +189,7 @@ class Stage:
                 case ac.Purge():
                     removed = self.tiers[work.tier].purge(work.selection, _NEVER_NS)
                     return ev.PurgeDone(work.tier, work.selection, removed)
-                case ac.Order():
+                case ac.EmptyEngineTier():
                     raise AssertionError("an order is for an engine")
         except TierError:
             return self.fault(work)
@@ -208,7 +208,7 @@ class Stage:
                 return ev.PurgeDone(
                     work.tier, work.selection, Removed(), fault="a fault was injected"
                 )
-            case ac.Order():
+            case ac.EmptyEngineTier():
                 raise AssertionError("an order is for an engine")
 
     def excuse(self) -> None:
@@ -279,13 +279,13 @@ class Stage:
         row = int(self.node.cache.index.find(as_keys(header.block_hash))[0])
         return row >= 0 and self.node.cache.state(row, tier) == Residency.READY
 
-    def _note(self, action: ac.Reply | ac.Progress) -> None:
+    def _note(self, action: ac.CallReply | ac.LoadUpdate) -> None:
         event = self.open_calls.get(action.call)
         assert event is not None, f"call {action.call} was answered already: {action}"
         deadline_ns = getattr(event, "deadline_ns", self.clock())
         is_in_time = self.clock() <= deadline_ns or action.call in self._excused
         assert is_in_time, f"an answer after its deadline: {event}"
-        if isinstance(action, ac.Progress):
+        if isinstance(action, ac.LoadUpdate):
             self.progress[action.call].append(action)
             if not action.end:
                 return
@@ -297,11 +297,11 @@ class Stage:
 
     def _check_asked(self, work: Work) -> None:
         """Require that nothing is asked of a tier that is off."""
-        if not isinstance(work, ac.Order):
+        if not isinstance(work, ac.EmptyEngineTier):
             duty = self.node.transfers.lanes[work.tier].duty
             assert duty is not Duty.NONE, f"{work.tier} is off, and was asked for {work}"
 
-    def _check_drop(self, event: ev.Drop, answer: tuple[ac.Dropped, ...]) -> None:
+    def _check_drop(self, event: ev.Drop, answer: tuple[ac.TierDropped, ...]) -> None:
         """Require that what was said to be dropped is gone, and cannot come by what is under way.
 
         Nothing may come in before the answer, so at this very moment there is none.

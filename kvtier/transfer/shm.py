@@ -26,7 +26,7 @@ from kvtier.core.limits import PAGE_BYTES, SESSIONS_MAX
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import Door, Greeting, Visitor, knock
 
-__all__ = ["ArenaServer", "Attachment", "Pin", "arena_socket", "attach"]
+__all__ = ["ArenaPin", "ArenaServer", "Attachment", "arena_socket", "attach"]
 
 _PATTERN_BYTES = 32
 _SPOT_BYTES = PAGE_BYTES // SESSIONS_MAX
@@ -109,7 +109,7 @@ class ArenaServer:
         self._on_end(visitor.ticket)
 
 
-class Pin(Protocol):
+class ArenaPin(Protocol):
     """Locks an arena in memory for a device that copies from and to it."""
 
     def pin(self, arena: memoryview, is_over: Callable[[], bool]) -> None:
@@ -127,7 +127,7 @@ class Attachment:
         connection: socket.socket,
         fd: int,
         message: dict[str, str | int],
-        pin: Pin | None = None,
+        pin: ArenaPin | None = None,
     ) -> None:
         self.ticket = str(message["ticket"])
         self.boot = str(message["boot"])
@@ -196,7 +196,7 @@ class Attachment:
         self.close()
 
 
-def attach(socket_path: Path, timeout_s: float, pin: Pin | None = None) -> Attachment:
+def attach(socket_path: Path, timeout_s: float, pin: ArenaPin | None = None) -> Attachment:
     """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
     connection, message, (fd,) = knock(arena_socket(socket_path), timeout_s, num_fds=1)
     try:

@@ -15,7 +15,7 @@ from kvtier.engine.fingerprint import key_space
 from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import NoPort
-from kvtier.engine.request import Output, Request, Usage
+from kvtier.engine.request import EngineRequest, Output, Usage
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true
@@ -74,7 +74,7 @@ class AttachedEngine:
 
     def submit(self, prompt: tuple[int, ...], num_tokens: int = 8, **more: Any) -> Pending:
         pending = Pending(f"request-{next(NUMBERS)}")
-        self.runner.submit(Request(pending.name, prompt, num_tokens, **more), pending.deliver)
+        self.runner.submit(EngineRequest(pending.name, prompt, num_tokens, **more), pending.deliver)
         return pending
 
     def complete(self, prompt: tuple[int, ...], num_tokens: int = 8, **more: Any) -> Answer:

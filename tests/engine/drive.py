@@ -7,7 +7,7 @@ from typing import Any
 from kvtier.engine.engine import Engine, create_pool
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import KVPort, NoPort
-from kvtier.engine.request import Output, Request, Usage
+from kvtier.engine.request import EngineRequest, Output, Usage
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.memory_port import MemoryPort
 from tests.engine.models import VOCAB
@@ -57,10 +57,10 @@ class Drive:
 
     def submit(self, tokens: tuple[int, ...], max_tokens: int = 8, **fields: Any) -> Answer:
         self._count += 1
-        request = Request(f"request-{self._count}", tokens, max_tokens, **fields)
+        request = EngineRequest(f"request-{self._count}", tokens, max_tokens, **fields)
         return self.submit_request(request)
 
-    def submit_request(self, request: Request) -> Answer:
+    def submit_request(self, request: EngineRequest) -> Answer:
         answer = Answer()
         self.engine.submit(request, answer.outputs.append, self.now_ns)
         return answer

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtier.api.http.service import Outcome
+from kvtier.api.http.service import PromptOutcome
 from kvtier.engine.meter import EngineMeter
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import Sampling, TierTokens, Usage
@@ -32,7 +32,7 @@ from kvtier.observe.table import (
     BUILD,
     READY,
     REFUSED_SAMPLES,
-    Route,
+    TransferRoute,
 )
 from kvtier.testing.memory_port import MemoryPort
 from tests.engine.drive import Drive, prompt
@@ -196,11 +196,11 @@ def test_latencies_count_under_the_slowest_source_of_the_prompt(drive: Drive, so
 
 def test_what_others_tell_the_meter(drive: Drive) -> None:
     told = Told(drive)
-    for outcome in Outcome:
+    for outcome in PromptOutcome:
         told.meter.finished(outcome)
-    assert told.by(REQUESTS) == dict.fromkeys(Outcome, 1)
-    told.meter.copied(Route.CPU_TO_GPU, 0.004)
-    told.meter.copied(Route.GPU_TO_CPU, 0.002)
+    assert told.by(REQUESTS) == dict.fromkeys(PromptOutcome, 1)
+    told.meter.copied(TransferRoute.CPU_TO_GPU, 0.004)
+    told.meter.copied(TransferRoute.GPU_TO_CPU, 0.002)
     assert told.by(COPY_SECONDS, "_sum") == {"cpu_to_gpu": 0.004, "gpu_to_cpu": 0.002}
     assert list(told.by(BUILD).values()) == [1]
     assert told.value(REFUSED_SAMPLES) == 0

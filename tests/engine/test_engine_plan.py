@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.plan import Plan, PlanReason
+from kvtier.core.plan import PlanReason, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.engine.account import Timing, TokenAccount
 from kvtier.engine.engine import Engine
@@ -20,7 +20,7 @@ from tests.engine.models import Reference
 SECOND = 1_000_000_000
 
 
-def planned(tiny: LoadedModel, plan: Plan | None, **fields: Any) -> tuple[Drive, MemoryPort]:
+def planned(tiny: LoadedModel, plan: RestorePlan | None, **fields: Any) -> tuple[Drive, MemoryPort]:
     """An engine whose tiers hold four blocks of a prompt, and have this plan for them."""
     other = MemoryPort()
     Drive(tiny, other).ask(prompt(300), 1)
@@ -48,7 +48,7 @@ def planned(tiny: LoadedModel, plan: Plan | None, **fields: Any) -> tuple[Drive,
 def test_no_more_is_loaded_than_planned(
     tiny: LoadedModel, reference: Reference, reason: PlanReason, num_blocks: int, decision: str
 ) -> None:
-    drive, port = planned(tiny, Plan(9, num_blocks, reason, wait_ns=5 * SECOND))
+    drive, port = planned(tiny, RestorePlan(9, num_blocks, reason, wait_ns=5 * SECOND))
     answer = drive.ask(prompt(300), 8)
     assert answer.tokens == reference.generate(prompt(300), 8)
     assert answer.usage.decision == decision
@@ -59,7 +59,7 @@ def test_no_more_is_loaded_than_planned(
 
 
 def test_the_requests_own_limit_goes_before_the_plan(tiny: LoadedModel) -> None:
-    drive, port = planned(tiny, Plan(9, 4, PlanReason.ALL))
+    drive, port = planned(tiny, RestorePlan(9, 4, PlanReason.ALL))
     answer = drive.ask(prompt(300), 1, max_load_tokens=130)
     assert answer.usage.tier_tokens.cpu == 128
     assert answer.usage.decision == "loaded_part:max_load_tokens"
@@ -130,7 +130,7 @@ class Ticking:
 
 
 def test_the_outcome_is_what_it_took(tiny: LoadedModel) -> None:
-    drive, port = planned(tiny, Plan(9, 3, PlanReason.PART), is_manual=True)
+    drive, port = planned(tiny, RestorePlan(9, 3, PlanReason.PART), is_manual=True)
     drive.engine = Engine(
         tiny, drive.engine.settings, port, pool=drive.engine.pool, clock_ns=Ticking()
     )
@@ -159,7 +159,7 @@ def test_the_outcome_is_what_it_took(tiny: LoadedModel) -> None:
 
 
 def test_a_step_is_shared_by_its_tokens(tiny: LoadedModel) -> None:
-    drive, port = planned(tiny, Plan(9, 0, PlanReason.COST))
+    drive, port = planned(tiny, RestorePlan(9, 0, PlanReason.COST))
     drive.engine = Engine(
         tiny, drive.engine.settings, port, pool=drive.engine.pool, clock_ns=Ticking()
     )

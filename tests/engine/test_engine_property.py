@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.core.plan import Plan, PlanReason
+from kvtier.core.plan import PlanReason, RestorePlan
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.port import Found
+from kvtier.engine.port import PortLookup
 from kvtier.engine.request import FinishReason, Sampling
 from kvtier.testing.memory_port import LoadScript, MemoryPort
 from tests.engine.drive import Answer, Drive, prompt
@@ -110,11 +110,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.sampled_from([None, 0, 1, 2, 10]), is_split=st.booleans())
     def change_the_plan(self, num_blocks: int | None, is_split: bool) -> None:
-        def make_plan(found: Found) -> Plan | None:
+        def make_plan(found: PortLookup) -> RestorePlan | None:
             if num_blocks is None or not found.tiers:
                 return None
             reason = PlanReason.SPLIT if is_split else PlanReason.PART
-            return Plan(1, min(num_blocks, len(found.tiers)), reason, is_split)
+            return RestorePlan(1, min(num_blocks, len(found.tiers)), reason, is_split)
 
         self.port.make_plan = make_plan
 

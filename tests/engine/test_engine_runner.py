@@ -9,7 +9,14 @@ import pytest
 
 from kvtier.engine.engine import Engine
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.request import FinishReason, Output, QueueFull, Request, RequestRefused, Sampling
+from kvtier.engine.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    QueueFull,
+    RequestRefused,
+    Sampling,
+)
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.memory_port import MemoryPort
@@ -34,7 +41,7 @@ def _collect(outputs: "queue.Queue[Output]") -> list[Output]:
     return collected
 
 
-def _ask(runner: EngineRunner, request: Request) -> list[Output]:
+def _ask(runner: EngineRunner, request: EngineRequest) -> list[Output]:
     outputs: queue.Queue[Output] = queue.Queue()
     runner.submit(request, outputs.put)
     return _collect(outputs)
@@ -44,7 +51,7 @@ def test_requests_from_many_threads(runner: EngineRunner, reference: Reference) 
     answers: dict[int, list[int]] = {}
 
     def client(seed: int) -> None:
-        outputs = _ask(runner, Request(f"client-{seed}", prompt(70, seed=seed), 10))
+        outputs = _ask(runner, EngineRequest(f"client-{seed}", prompt(70, seed=seed), 10))
         answers[seed] = [token for output in outputs for token in output.token_ids]
 
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
@@ -67,7 +74,7 @@ def test_an_event_of_the_port_wakes_the_engine(tiny: LoadedModel, reference: Ref
     runner = EngineRunner(drive.engine)
     runner.start()
     outputs: queue.Queue[Output] = queue.Queue()
-    runner.submit(Request("slow", prompt(100), 8), outputs.put)
+    runner.submit(EngineRequest("slow", prompt(100), 8), outputs.put)
     while not runner.call(lambda _: bool(port.open_lookups)):
         pass
     runner.call(lambda _: port.finish_lookup("slow"))
@@ -84,7 +91,7 @@ def test_an_event_of_the_port_wakes_the_engine(tiny: LoadedModel, reference: Ref
 
 def test_abort(runner: EngineRunner) -> None:
     outputs: queue.Queue[Output] = queue.Queue()
-    request = Request("long", prompt(20), 900, Sampling(ignore_eos=True))
+    request = EngineRequest("long", prompt(20), 900, Sampling(ignore_eos=True))
     runner.submit(request, outputs.put)
     assert outputs.get(timeout=DEADLINE_S).finish is None
     runner.abort("long")
@@ -95,7 +102,7 @@ def test_abort(runner: EngineRunner) -> None:
 
 def test_refusals_come_back_to_the_caller(runner: EngineRunner) -> None:
     with pytest.raises(RequestRefused, match="empty"):
-        runner.submit(Request("empty", (), 1), lambda _: None)
+        runner.submit(EngineRequest("empty", (), 1), lambda _: None)
 
 
 def test_call_returns_results_faults_and_deadlines(runner: EngineRunner) -> None:
@@ -116,11 +123,11 @@ def test_call_returns_results_faults_and_deadlines(runner: EngineRunner) -> None
 def test_a_drain_takes_no_more_and_waits_for_the_rest(runner: EngineRunner) -> None:
     assert runner.await_idle(0)
     outputs: queue.Queue[Output] = queue.Queue()
-    runner.submit(Request("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
+    runner.submit(EngineRequest("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
     runner.drain()
     assert not runner.is_ready
     with pytest.raises(QueueFull):
-        runner.submit(Request("late", prompt(20), 1), outputs.put)
+        runner.submit(EngineRequest("late", prompt(20), 1), outputs.put)
     assert not runner.await_idle(0)
     runner.abort("long")
     assert _collect(outputs)[-1].finish is FinishReason.ABORT
@@ -130,7 +137,7 @@ def test_a_drain_takes_no_more_and_waits_for_the_rest(runner: EngineRunner) -> N
 def test_a_stop_ends_requests_of_an_engine_that_hangs(runner: EngineRunner) -> None:
     has_begun, release = threading.Event(), threading.Event()
     outputs: queue.Queue[Output] = queue.Queue()
-    runner.submit(Request("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
+    runner.submit(EngineRequest("long", prompt(20), 900, Sampling(ignore_eos=True)), outputs.put)
     assert outputs.get(timeout=DEADLINE_S).finish is None
 
     def hang(_: Engine) -> None:
@@ -154,14 +161,14 @@ def test_stop_ends_every_request(tiny: LoadedModel) -> None:
     runner = EngineRunner(Drive(tiny, MemoryPort()).engine)
     runner.start()
     outputs: queue.Queue[Output] = queue.Queue()
-    request = Request("long", prompt(20), 900, Sampling(ignore_eos=True))
+    request = EngineRequest("long", prompt(20), 900, Sampling(ignore_eos=True))
     runner.submit(request, outputs.put)
     outputs.get(timeout=DEADLINE_S)
     assert runner.stop(DEADLINE_S)
     assert _collect(outputs)[-1].finish is FinishReason.ERROR
     assert not runner.is_ready
     with pytest.raises(QueueFull, match="stopping"):
-        runner.submit(Request("late", prompt(20), 1), outputs.put)
+        runner.submit(EngineRequest("late", prompt(20), 1), outputs.put)
     with pytest.raises(TimeoutError):
         runner.call(lambda _: None, deadline_s=0.01)
 
@@ -181,10 +188,10 @@ def test_a_fault_between_steps_ends_the_requests_and_the_engine_goes_on(
     runner = EngineRunner(Drive(tiny, FaultyPort()).engine)
     runner.start()
     with caplog.at_level(logging.CRITICAL, logger="kvtier"):
-        outputs = _ask(runner, Request("first", prompt(100), 8))
+        outputs = _ask(runner, EngineRequest("first", prompt(100), 8))
     assert outputs[-1].finish is FinishReason.ERROR
     assert "a bug" in outputs[-1].error
-    outputs = _ask(runner, Request("second", prompt(100), 8))
+    outputs = _ask(runner, EngineRequest("second", prompt(100), 8))
     tokens = [token for output in outputs for token in output.token_ids]
     assert tokens == reference.generate(prompt(100), 8)
     assert runner.stop(DEADLINE_S)
@@ -196,7 +203,7 @@ def test_stuck_means_work_and_no_progress(tiny: LoadedModel) -> None:
     runner = EngineRunner(Drive(tiny, port).engine, clock_ns=lambda: now_ns)
     runner.start()
     outputs: queue.Queue[Output] = queue.Queue()
-    runner.submit(Request("waits", prompt(100), 8), outputs.put)
+    runner.submit(EngineRequest("waits", prompt(100), 8), outputs.put)
     while not runner.call(lambda _: bool(port.open_lookups)):
         pass
     assert not runner.is_stuck
@@ -228,9 +235,9 @@ def test_settings_bound_the_queue(tiny: LoadedModel) -> None:
     began.wait(DEADLINE_S)
     outputs: queue.Queue[Output] = queue.Queue()
     for index in range(2):
-        runner.submit(Request(f"fits-{index}", prompt(20), 1), outputs.put)
+        runner.submit(EngineRequest(f"fits-{index}", prompt(20), 1), outputs.put)
     with pytest.raises(QueueFull):
-        runner.submit(Request("too many", prompt(20), 1), outputs.put)
+        runner.submit(EngineRequest("too many", prompt(20), 1), outputs.put)
     release.set()
     holder.join(DEADLINE_S)
     assert {outputs.get(timeout=DEADLINE_S).finish for _ in range(2)} == {FinishReason.LENGTH}

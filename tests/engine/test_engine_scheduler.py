@@ -8,7 +8,14 @@ import pytest
 
 from kvtier.engine.engine import create_pool
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.request import FinishReason, Output, QueueFull, Request, RequestRefused, Sampling
+from kvtier.engine.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    QueueFull,
+    RequestRefused,
+    Sampling,
+)
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
 from kvtier.testing.memory_port import MemoryPort
@@ -69,7 +76,7 @@ def test_longest_cached_prefix_goes_first_until_age_counts(tiny: LoadedModel) ->
     order: list[str] = []
 
     def submit(name: str, seed: int) -> None:
-        request = Request(name, prompt(100, seed=seed), 1)
+        request = EngineRequest(name, prompt(100, seed=seed), 1)
         drive.engine.submit(request, lambda _: order.append(name), drive.now_ns)
 
     submit("cold", 2)
@@ -87,7 +94,7 @@ def test_a_long_prompt_is_not_overtaken_for_ever(tiny: LoadedModel) -> None:
     order: list[str] = []
 
     def submit(name: str, tokens: tuple[int, ...], max_tokens: int) -> None:
-        request = Request(name, tokens, max_tokens, Sampling(ignore_eos=True))
+        request = EngineRequest(name, tokens, max_tokens, Sampling(ignore_eos=True))
         drive.engine.submit(request, lambda output: order.append(output.request_id), 0)
 
     submit("holder", prompt(200), 100)
@@ -134,7 +141,7 @@ def test_what_can_never_be_served_is_refused(
 
 def test_a_full_queue_and_a_name_in_use_are_refused(tiny: LoadedModel) -> None:
     drive = Drive(tiny, max_num_waiting=1)
-    request = Request("only", prompt(10), 1)
+    request = EngineRequest("only", prompt(10), 1)
     drive.submit_request(request)
     with pytest.raises(RequestRefused, match="in use"):
         drive.submit_request(request)
@@ -194,7 +201,7 @@ def test_a_receiver_that_fails_ends_its_own_request_only(
         raise ConnectionError("gone")
 
     drive = Drive(tiny)
-    drive.engine.submit(Request("gone", prompt(20), 8), fail, 0)
+    drive.engine.submit(EngineRequest("gone", prompt(20), 8), fail, 0)
     other = drive.submit(prompt(20, seed=1))
     with caplog.at_level(logging.CRITICAL, logger="kvtier"):
         drive.run()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvtier.core.plan import Plan, PlanReason
+from kvtier.core.plan import PlanReason, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.engine.meeting import Meeting
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.port import Found
+from kvtier.engine.port import PortLookup
 from kvtier.engine.request import FinishReason
 from kvtier.testing.memory_port import LoadScript, MemoryPort
 from tests.engine.drive import Answer, Drive, prompt
@@ -17,8 +17,10 @@ NUM_BLOCKS = 9
 """Full blocks of 64 tokens before the last token, so that 44 tokens are always computed."""
 
 
-def split_plan(found: Found) -> Plan | None:
-    return Plan(7, len(found.tiers), PlanReason.SPLIT, is_split=True) if found.tiers else None
+def split_plan(found: PortLookup) -> RestorePlan | None:
+    return (
+        RestorePlan(7, len(found.tiers), PlanReason.SPLIT, is_split=True) if found.tiers else None
+    )
 
 
 def warm(tiny: LoadedModel, length: int = LENGTH, **settings: int) -> tuple[Drive, MemoryPort]:
@@ -140,7 +142,7 @@ def test_a_partial_plan_leaves_the_tail_to_computing(
     tiny: LoadedModel, reference: Reference
 ) -> None:
     drive, port = warm(tiny)
-    port.make_plan = lambda _found: Plan(7, 5, PlanReason.SPLIT, is_split=True)
+    port.make_plan = lambda _found: RestorePlan(7, 5, PlanReason.SPLIT, is_split=True)
     answer = begin(drive, port)
     port.finish_load("request-1")
     let_go(port)
@@ -173,7 +175,7 @@ def test_abort_in_the_middle(tiny: LoadedModel, reference: Reference, num_loaded
 def preempted(tiny: LoadedModel, num_blocks: int = 3) -> tuple[Drive, MemoryPort, Answer, Answer]:
     """Two requests, of which the second has lost its blocks while its load goes on."""
     drive, port = warm(tiny, 200, pool_tokens=320)
-    split = Plan(7, num_blocks, PlanReason.SPLIT, is_split=True)
+    split = RestorePlan(7, num_blocks, PlanReason.SPLIT, is_split=True)
     port.make_plan = lambda found: split if found.tiers else None
     port.is_manual = False
     first = drive.submit(prompt(60, seed=1), 100)  # it grows until the pool is full

@@ -10,14 +10,14 @@ import pytest
 
 from kvtier.client import ClientDeadlines, LoadedBlock
 from kvtier.connectors.integrated import DaemonPort
-from kvtier.connectors.vllm.order import LoadOrder as VllmOrder
-from kvtier.connectors.vllm.order import Orders
+from kvtier.connectors.vllm.order import WorkerLoadOrder as VllmOrder
+from kvtier.connectors.vllm.order import WorkerOrders
 from kvtier.connectors.vllm.worker import WorkerHalf
-from kvtier.connectors.vllm_tier.chain import Run
-from kvtier.connectors.vllm_tier.transfers import Order, Transfers
+from kvtier.connectors.vllm_tier.chain import ChunkRun
+from kvtier.connectors.vllm_tier.transfers import ChunkJob, ChunkTransfers
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.residency import TierName
-from kvtier.engine.port import Chain, Loaded, LoadEnded, LoadOrder
+from kvtier.engine.port import LoadEnded, LoadOrder, LoadProgress, PortChain
 from kvtier.testing.child import await_true
 
 HASHES = tuple(BlockHash(bytes([number]) * 16) for number in range(3))
@@ -61,7 +61,7 @@ def test_of_the_integrated_engine(leases: Sequence[float], num_good: int) -> Non
     client: Any = LeasingClient(leases)
     pool: Any = SimpleNamespace(write_block=lambda _block, _source: None)
     port = DaemonPort(client, pool, block_tokens=64, engine_block_bytes=64)
-    order = LoadOrder("a", Chain(NO_TENANT, HASHES[0], HASHES), 0)
+    order = LoadOrder("a", PortChain(NO_TENANT, HASHES[0], HASHES), 0)
     port.load(order, [[0], [1], [2]])
     events: list[Any] = []
     await_true(
@@ -69,7 +69,7 @@ def test_of_the_integrated_engine(leases: Sequence[float], num_good: int) -> Non
         "the load is over",
     )
     assert len(events[-1].tiers) == num_good
-    assert sum(isinstance(event, Loaded) for event in events) == num_good
+    assert sum(isinstance(event, LoadProgress) for event in events) == num_good
     port.close()
 
 
@@ -86,7 +86,7 @@ def test_of_vllm(leases: Sequence[float], num_good: int) -> None:
     worker = WorkerHalf(client, copies)
     into = ((0,), (1,), (2,))
     order = VllmOrder("a", NO_TENANT, (HASHES,), 0, into, (1,), time.monotonic() + 60)
-    worker.load(Orders(loads=[order]))
+    worker.load(WorkerOrders(loads=[order]))
     received: set[str] = set()
     await_true(
         lambda: received.update(worker.reports.take_received() or ()) or received == {"a"},
@@ -99,10 +99,10 @@ def test_of_vllm(leases: Sequence[float], num_good: int) -> None:
 @LEASES
 def test_of_a_tier_behind_vllm(leases: Sequence[float], num_good: int) -> None:
     client: Any = LeasingClient(leases)
-    transfers = Transfers(client, memoryview(bytearray(3 * 64)).cast("b", (3, 64)))
+    transfers = ChunkTransfers(client, memoryview(bytearray(3 * 64)).cast("b", (3, 64)))
     names = (b"a", b"b", b"c")
-    run = Run(0, names, chunks=(0, 1, 2))
-    transfers.load(Order(1, "request", hashes=HASHES, runs=[run]), 3)
+    run = ChunkRun(0, names, chunks=(0, 1, 2))
+    transfers.load(ChunkJob(1, "request", hashes=HASHES, runs=[run]), 3)
     transfers.drain(5)
     (ended,) = transfers.take_ended()
     assert tuple(ended.names) == names[:num_good]

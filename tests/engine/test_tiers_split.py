@@ -10,9 +10,9 @@ import pytest
 from kvtier.client import ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks
-from kvtier.core.plan import Plan, PlanReason
+from kvtier.core.plan import PlanReason, RestorePlan
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.port import Found, Loaded, PortEvent
+from kvtier.engine.port import LoadProgress, PortEvent, PortLookup
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
@@ -34,10 +34,10 @@ class SplittingPort(DaemonPort):
         return [self._split(event) for event in super().poll()]
 
     def _split(self, event: PortEvent) -> PortEvent:
-        if not isinstance(event, Found) or not event.tiers:
+        if not isinstance(event, PortLookup) or not event.tiers:
             return event
         decision = event.plan.decision if event.plan is not None else 0
-        plan = Plan(decision, len(event.tiers), PlanReason.SPLIT, is_split=True)
+        plan = RestorePlan(decision, len(event.tiers), PlanReason.SPLIT, is_split=True)
         return replace(event, plan=plan)
 
 
@@ -125,7 +125,7 @@ def striking(strike: Callable[[], None]) -> type[DaemonPort]:
     class Striking(SplittingPort):
         def _emit(self, event: PortEvent) -> None:
             super()._emit(event)
-            if isinstance(event, Loaded) and strikes:
+            if isinstance(event, LoadProgress) and strikes:
                 strikes.pop()()
 
         def meet(self, request_id: str, num_computed: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 from source import ROOT
 
 from kvtier.config import load_config
-from kvtier.engine.request import Decision, DecisionReason
+from kvtier.engine.request import DecisionReason, RestoreDecision
 from kvtier.tiers.base import MissReason
 
 RENDERED = runpy.run_path(str(ROOT / "scripts" / "render_docs.py"))["RENDERED"]
@@ -43,7 +43,7 @@ def test_decisions_are_numbered_without_gaps():
     assert [name[:4] for name in names] == [f"{n:04}" for n in range(1, len(names) + 1)]
 
 
-@pytest.mark.parametrize("closed", [MissReason, Decision, DecisionReason])
+@pytest.mark.parametrize("closed", [MissReason, RestoreDecision, DecisionReason])
 def test_closed_sets_are_explained(closed):
     page = (ROOT / "docs" / "concepts.md").read_text()
     missing = [value for value in closed if f"| `{value}` |" not in page]

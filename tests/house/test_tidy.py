@@ -198,6 +198,15 @@ def test_tidy(rule: Rule, where: list[Module]) -> None:
     assert not found, f"{rule.__name__}:\n" + "\n".join(found)
 
 
+def test_public_classes_have_unique_names() -> None:
+    where: dict[str, list[str]] = {}
+    for module in SOURCE:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
 def test_no_exception_is_left_over() -> None:
     rules = {rule.__name__: rule for rule, _ in CASES}
     for (rule, name), reason in ALLOWED.items():

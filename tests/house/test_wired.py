@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from source import SOURCE, TESTS
 
-from kvtier.api.http.service import Outcome
+from kvtier.api.http.service import PromptOutcome
 from kvtier.config.model import section_models
 from kvtier.config.section import key_of
 from kvtier.core.admission import Rule
@@ -105,7 +105,7 @@ def test_closed_sets_are_those_of_the_code():
         (table.MISSED_BLOCKS, "fate", {*Fate}),
         (table.REFUSED_BLOCKS, "rule", {*Rule}),
         (table.DECISIONS, "reason", {*PlanReason}),
-        (engine_table.REQUESTS, "outcome", {*Outcome}),
+        (engine_table.REQUESTS, "outcome", {*PromptOutcome}),
         (engine_table.PROMPT_TOKENS, "source", {*TierName, "computed"}),
     ):
         assert set(dict(row.labels)[label]) == values, f"{row.name}: {label}"

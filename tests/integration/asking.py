@@ -9,7 +9,7 @@ from typing import Self
 from kvtier.client import ClientDeadlines, LoadedBlock
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import NO_TENANT
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
@@ -46,7 +46,7 @@ class Users:
             loading = client.load(NO_TENANT, chain[: plan.num_blocks], 0, decision=plan.decision)
             tiers = [item.tier for item in loading if isinstance(item, LoadedBlock)]
         runs = tuple((tier, 1) for tier in tiers)
-        outcome = Outcome(plan.decision, runs, 0.004, 4, 0.01, 0.0, 0.02)
+        outcome = PlanOutcome(plan.decision, runs, 0.004, 4, 0.01, 0.0, 0.02)
         client.note_steps(SLOW_STEPS, EngineLoad(128, 3))
         client.note_outcome(outcome)
         self._engine.store(prompt, num_blocks, len(tiers), traits=traits)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvtier.client import Announcement, Client, ClientDeadlines, Found, LoadedBlock
+from kvtier.client import Announcement, Client, ClientDeadlines, FoundBlocks, LoadedBlock
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import (
     NO_TENANT,
@@ -115,7 +115,7 @@ class PatternEngine:
         num_blocks: int = 4,
         traits: Traits = NO_TRAITS,
         load: EngineLoad | None = None,
-    ) -> Found:
+    ) -> FoundBlocks:
         """Look a prompt up, and return the whole answer."""
         return self.client.lookup(self.tenant, self.chain(prompt, num_blocks), 0, traits, load)
 

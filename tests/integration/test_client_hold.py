@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.client import ClientDeadlines, Held
+from kvtier.client import ClientDeadlines, HeldBlocks
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
@@ -20,11 +20,11 @@ def node() -> Iterator[Served]:
         yield Served(directory)
 
 
-def hold(engine: PatternEngine, prompt: int, num_blocks: int = 4, first: int = 0) -> Held:
+def hold(engine: PatternEngine, prompt: int, num_blocks: int = 4, first: int = 0) -> HeldBlocks:
     return engine.client.hold(engine.tenant, engine.chain(prompt, num_blocks), first)
 
 
-def tiers(held: Held) -> list[str]:
+def tiers(held: HeldBlocks) -> list[str]:
     return [tier.value for tier in held.tiers]
 
 

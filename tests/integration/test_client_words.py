@@ -22,7 +22,7 @@ from kvtier.core.limits import (
     SAMPLE_MAX_S,
     STEPS_MAX,
 )
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, RegistrationRefused
@@ -79,7 +79,7 @@ def test_an_engine_announces_follows_its_plan_and_tells_what_came_of_it(node: Se
         assert loaded[-1] == "complete"
         tiers = ((TierName.CPU, 6),)
         engine.client.note_steps([StepSample(6, 0, 168.0, 0, 0.01)], EngineLoad(0, 1))
-        engine.client.note_outcome(Outcome(plan.decision, tiers, 0.004, 6, 0.01, 0.0, 0.015))
+        engine.client.note_outcome(PlanOutcome(plan.decision, tiers, 0.004, 6, 0.01, 0.0, 0.015))
         engine.client.announce([], ["life-1"])
         told = await_true(lambda: node.explain("life-1")["decision"]["outcome"], "it is told")
         assert told == {
@@ -293,7 +293,7 @@ def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: Served
         one.store(106)
         plan = one.ask(106, traits=Traits(request_id="foreign")).plan
         assert plan is not None
-        lie = Outcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 9.0, 9.0)
+        lie = PlanOutcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 9.0, 9.0)
         other.client.note_outcome(lie)
         other.client.note_outcome(replace(lie, decision=2**63))
         truth = replace(lie, restore_s=0.1, compute_s=0.0, wait_s=0.0, ttft_s=0.1)
@@ -320,7 +320,7 @@ def test_no_lie_saves_more_than_computing_what_was_restored(
         before = node.stat()["worth"]
         plan = engine.ask(107, traits=replace(traits, request_id="boast"), load=load).plan
         assert plan is not None
-        at_once = Outcome(plan.decision, ((TierName.CPU, 4),), 0.0, 0, 0.0, 0.0, 0.0)
+        at_once = PlanOutcome(plan.decision, ((TierName.CPU, 4),), 0.0, 0, 0.0, 0.0, 0.0)
         engine.client.note_outcome(at_once)
         await_true(lambda: node.explain("boast")["decision"]["outcome"], "it is told")
         saved_s = node.stat()["worth"]["saved_s"] - before["saved_s"]
@@ -333,7 +333,7 @@ def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: Served) 
         before = node.stat()["worth"]
         plan = engine.ask(108, traits=Traits(request_id="moan")).plan
         assert plan is not None
-        lie = Outcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 0.0, 86_400.0)
+        lie = PlanOutcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 0.0, 86_400.0)
         engine.client.note_outcome(lie)
         engine.client.note_outcome(replace(lie, ttft_s=1.0))
         told = await_true(lambda: node.explain("moan")["decision"]["outcome"], "it is told")
@@ -357,7 +357,7 @@ def test_saying_things_to_a_daemon_that_stands_still_costs_nothing() -> None:
                         [Announcement(traits, NO_TENANT, chain, 0)], [str(number)]
                     )
                     engine.client.note_steps([StepSample(1, 1, 1.0, 1, 0.01)], EngineLoad(1, 1))
-                    engine.client.note_outcome(Outcome(number, (), 0.0, 1, 0.1, 0.0, 0.1))
+                    engine.client.note_outcome(PlanOutcome(number, (), 0.0, 1, 0.1, 0.0, 0.1))
                 took_s = time.monotonic() - start_s
                 print(f"30,000 words in {took_s:.2f} s")
                 assert took_s < 30, "not even a millisecond a call is waited"

@@ -15,7 +15,7 @@ import torch
 
 from kvtier.config import load_config
 from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.engine.model import LoadedModel
@@ -205,7 +205,7 @@ class Teller:
         engines = self._node.served.stat()["cost"]["engines"]
         return any(each["samples"] > 0 for each in engines.values())
 
-    def ask(self, load: EngineLoad | None = None) -> tuple[Plan, Any]:
+    def ask(self, load: EngineLoad | None = None) -> tuple[RestorePlan, Any]:
         """Return a new decision about the same prompt, as the client and as explain has it."""
         self._num_asked += 1
         name = f"request-{self._num_asked}"
@@ -216,20 +216,20 @@ class Teller:
         assert told["plan"]["blocks"] == plan.num_blocks
         return plan, told
 
-    def conclude(self, plan: Plan, ttft_s: float) -> None:
+    def conclude(self, plan: RestorePlan, ttft_s: float) -> None:
         """Say that all came, and how long the request took."""
         tiers = ((TierName.CPU, plan.num_blocks),)
-        outcome = Outcome(plan.decision, tiers, min(ttft_s, 0.01), 0, 0.0, 0.0, ttft_s)
+        outcome = PlanOutcome(plan.decision, tiers, min(ttft_s, 0.01), 0, 0.0, 0.0, ttft_s)
         self._engine.client.note_outcome(outcome)
 
-    def await_reason(self, reason: str, load: EngineLoad | None = None) -> tuple[Plan, Any]:
+    def await_reason(self, reason: str, load: EngineLoad | None = None) -> tuple[RestorePlan, Any]:
         """Ask until it is decided for that reason."""
 
         def look() -> Any:
             plan, told = self.ask(load)
             return (plan, told) if plan.reason == reason else None
 
-        found: tuple[Plan, Any] = await_true(look, f"the reason is {reason}", DECIDED_S)
+        found: tuple[RestorePlan, Any] = await_true(look, f"the reason is {reason}", DECIDED_S)
         return found
 
     def guarded(self) -> list[str]:

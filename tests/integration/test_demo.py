@@ -14,7 +14,7 @@ import redis
 
 import kvtier
 from kvtier.cli.demo.product import Product
-from kvtier.cli.demo.report import Progress
+from kvtier.cli.demo.report import DemoProgress
 from kvtier.cli.demo.tour import QUESTIONS, Tour
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
@@ -126,7 +126,7 @@ class Forgetful(Product):
 
 
 def test_a_tier_that_does_not_serve_is_a_problem(tiny_model, tmp_path):
-    with Progress() as progress, Forgetful(tmp_path, tiny_model, "") as product:
+    with DemoProgress() as progress, Forgetful(tmp_path, tiny_model, "") as product:
         passes = Tour(product, TEXT, progress).passes()
     problems = {done.name: done.problems for done in passes if done.problems}
     assert list(problems) == ["ssd"]

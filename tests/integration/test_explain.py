@@ -16,7 +16,7 @@ from kvtier.client.link import open_link
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.fate import Fate
 from kvtier.core.identity import NO_TENANT, tenant_digest
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.daemon.explain import FATE_SENTENCES
@@ -355,7 +355,7 @@ def test_what_came_of_a_decision_is_told_with_its_worth() -> None:
 
         plan = await_true(restored, "an engine so slow restores everything", 20)
         tiers = ((TierName.CPU, 32),)
-        engine.client.note_outcome(Outcome(plan.decision, tiers, 0.01, 0, 0.0, 0.0, 0.05))
+        engine.client.note_outcome(PlanOutcome(plan.decision, tiers, 0.01, 0, 0.0, 0.0, 0.05))
         decision = await_true(
             lambda: (told := node.explain("slow")["decision"])["judgement"] and told, "it is judged"
         )

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from kvtier.api.http.app import create_app
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.server import HttpServer, serve
-from kvtier.api.http.service import Outcome
-from kvtier.engine.request import FinishReason, Request, TierTokens, Usage
+from kvtier.api.http.service import PromptOutcome
+from kvtier.engine.request import EngineRequest, FinishReason, TierTokens, Usage
 from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import Answer, FakeEngineService, echo
+from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer, echo
 
 
 class Notes:
@@ -24,7 +24,7 @@ class Notes:
     def __init__(self) -> None:
         self.first_tokens: list[tuple[float, TierTokens]] = []
         self.gaps: list[tuple[float, TierTokens]] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[PromptOutcome] = []
 
     def first_token(self, seconds: float, usage: Usage) -> None:
         self.first_tokens.append((seconds, usage.tier_tokens))
@@ -32,13 +32,13 @@ class Notes:
     def token_gap(self, seconds: float, usage: Usage) -> None:
         self.gaps.append((seconds, usage.tier_tokens))
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: PromptOutcome) -> None:
         self.outcomes.append(outcome)
 
 
 @contextmanager
 def running(
-    script: Callable[[Request], Answer] = echo,
+    script: Callable[[EngineRequest], ScriptedAnswer] = echo,
     *,
     capacity: int | None = None,
     limits: ServerLimits | None = None,
@@ -87,8 +87,8 @@ def connect(server: HttpServer, **fields: object) -> socket.socket:
     return client
 
 
-def pausing(request: Request) -> Answer:
-    return Answer(tuple(b"never ending" * 10), pause_after=3)
+def pausing(request: EngineRequest) -> ScriptedAnswer:
+    return ScriptedAnswer(tuple(b"never ending" * 10), pause_after=3)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_aborts_its_requests(is_stream):
         assert engine.wait_until(lambda e: e.num_open == 0)
         assert sorted(engine.aborted) == [request.request_id for request in engine.requests]
         assert complete(server, max_tokens=2).status_code == 200, "its places are free again"
-    assert notes.outcomes == [Outcome.ABORT, Outcome.ABORT, Outcome.LENGTH]
+    assert notes.outcomes == [PromptOutcome.ABORT, PromptOutcome.ABORT, PromptOutcome.LENGTH]
 
 
 def test_a_client_that_leaves_in_its_body_starts_nothing():
@@ -124,9 +124,11 @@ def test_a_client_that_leaves_in_its_body_starts_nothing():
 def test_a_stop_string_ends_the_engines_request(is_stream, tokens_per_output):
     """The answer would go on for ever: without an abort, this test ends at its deadline."""
 
-    def script(_request: Request) -> Answer:
+    def script(_request: EngineRequest) -> ScriptedAnswer:
         text = "one €ND, two €ND" + "x" * 60_000
-        return Answer(tuple(text.encode()), tokens_per_output=tokens_per_output, pause_after=150)
+        return ScriptedAnswer(
+            tuple(text.encode()), tokens_per_output=tokens_per_output, pause_after=150
+        )
 
     with running(script) as (engine, server):
         options = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
@@ -150,7 +152,7 @@ def test_a_stop_string_ends_the_engines_request(is_stream, tokens_per_output):
 def test_the_token_that_ends_an_answer_is_not_in_its_text(is_stream):
     model = ByteChatModel()
     model.eos_ids = frozenset(b"!")  # a token that has text
-    with running(lambda _: Answer(tuple(b"Wow! Yes!")), model=model) as (_, server):
+    with running(lambda _: ScriptedAnswer(tuple(b"Wow! Yes!")), model=model) as (_, server):
         response = complete(server, stream=is_stream)
     choices = [
         each["choices"][0] for each in (events_of(response) if is_stream else [response.json()])
@@ -160,8 +162,8 @@ def test_the_token_that_ends_an_answer_is_not_in_its_text(is_stream):
 
 
 def test_a_stop_string_that_is_not_completed_is_text():
-    def script(_request: Request) -> Answer:
-        return Answer(tuple(b"the EN"))
+    def script(_request: EngineRequest) -> ScriptedAnswer:
+        return ScriptedAnswer(tuple(b"the EN"))
 
     with running(script) as (engine, server):
         assert complete(server, stop="END").json()["choices"][0]["text"] == "the EN"
@@ -180,7 +182,7 @@ def test_a_full_queue_says_when_to_come_back():
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["code"] == "engine_overloaded"
-    assert Outcome.REFUSED in notes.outcomes
+    assert PromptOutcome.REFUSED in notes.outcomes
 
 
 def test_an_engine_that_refuses_one_prompt_gets_the_others_back():
@@ -240,8 +242,8 @@ def test_a_stuck_engine_does_not_hold_its_clients():
 
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_is_given_up():
-    def script(_request: Request) -> Answer:
-        return Answer((120,) * 200_000, tokens_per_output=100)
+    def script(_request: EngineRequest) -> ScriptedAnswer:
+        return ScriptedAnswer((120,) * 200_000, tokens_per_output=100)
 
     limits = ServerLimits(send_seconds=0.1)
     with running(script, limits=limits) as (engine, server), socket.socket() as client:
@@ -277,8 +279,8 @@ def test_a_server_that_stops_cuts_what_does_not_end(caplog):
 def test_what_is_measured():
     notes = Notes()
 
-    def script(_request: Request) -> Answer:
-        return Answer(tuple(b"four"), TierTokens(cpu=2))
+    def script(_request: EngineRequest) -> ScriptedAnswer:
+        return ScriptedAnswer(tuple(b"four"), TierTokens(cpu=2))
 
     with running(script, notes=notes) as (_, server):
         assert complete(server).status_code == 200
@@ -288,11 +290,14 @@ def test_what_is_measured():
     assert tiers.cpu == 2
     assert len(notes.gaps) == 3
     assert all(gap >= 0 and source == tiers for gap, source in notes.gaps)
-    assert notes.outcomes == [Outcome.STOP, Outcome.REFUSED]
+    assert notes.outcomes == [PromptOutcome.STOP, PromptOutcome.REFUSED]
 
 
 def test_a_failure_is_counted():
     notes = Notes()
-    with running(lambda _: Answer((1,), finish=FinishReason.ERROR), notes=notes) as (_, server):
+    with running(lambda _: ScriptedAnswer((1,), finish=FinishReason.ERROR), notes=notes) as (
+        _,
+        server,
+    ):
         assert complete(server).status_code == 500
-    assert notes.outcomes == [Outcome.ERROR]
+    assert notes.outcomes == [PromptOutcome.ERROR]

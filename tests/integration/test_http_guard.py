@@ -18,7 +18,7 @@ from kvtier.api.http.chain import ChainIdentity
 from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.guard import Allowed, BrowserGuard
 from kvtier.api.http.server import HttpServer, serve
-from kvtier.api.http.tenant import Tenants, api_keys
+from kvtier.api.http.tenant import TenantRules, api_keys
 from kvtier.testing.byte_model import ByteChatModel
 from kvtier.testing.fake_engine_service import FakeEngineService
 
@@ -48,7 +48,7 @@ def app_of(engine: FakeEngineService, keys: Path | None = None):
         engine,
         Tripping(),
         registry=CollectorRegistry(),
-        tenants=Tenants(keys=api_keys(keys) if keys else None),
+        tenants=TenantRules(keys=api_keys(keys) if keys else None),
         identity=ChainIdentity(bytes(16), 4),
     )
 

@@ -8,23 +8,23 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.server import serve
-from kvtier.engine.request import FinishReason, Request, TierTokens
+from kvtier.engine.request import EngineRequest, FinishReason, TierTokens
 from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import Answer, FakeEngineService
+from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
 
 TIERS = TierTokens(gpu=1, cpu=2, ssd=3, remote=4)
 ANSWER = " Grüße, 東京 😀!"
 """Includes the leading space, which the model's decoder strips at the start of a text."""
 
 
-def script(request: Request) -> Answer:
+def script(request: EngineRequest) -> ScriptedAnswer:
     """Serve a prompt that is long enough from every tier; refuse to say anything about errors."""
     prompt = bytes(token for token in request.prompt if token < 256)
     if b"fail" in prompt:
-        return Answer(tuple(b"half"), finish=FinishReason.ERROR, error="Traceback: secret")
+        return ScriptedAnswer(tuple(b"half"), finish=FinishReason.ERROR, error="Traceback: secret")
     tiers = TIERS if len(prompt) > TIERS.total else TierTokens()
     decision = "loaded" if tiers.total else "computed:too_short"
-    return Answer((*ANSWER.encode(), 256), tiers, decision)
+    return ScriptedAnswer((*ANSWER.encode(), 256), tiers, decision)
 
 
 @pytest.fixture(scope="module")

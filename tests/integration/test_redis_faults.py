@@ -21,7 +21,7 @@ from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
-from kvtier.tiers.remote.link import Link
+from kvtier.tiers.remote.link import ServerLink
 from tests.integration.redis_child import RedisServer
 from tests.integration.redis_proxy import Liar, Proxy
 
@@ -418,11 +418,11 @@ def test_a_call_that_begins_as_it_closes_fails(
     with opened(server.url) as tier:
         store(tier, block)
 
-        def close_meanwhile(_link: Link) -> bool:
+        def close_meanwhile(_link: ServerLink) -> bool:
             tier.close()
             return True
 
-        monkeypatch.setattr(Link, "is_alive", property(close_meanwhile))
+        monkeypatch.setattr(ServerLink, "is_alive", property(close_meanwhile))
         with pytest.raises(TierError, match="closed"):
             fetch(tier, block)
 

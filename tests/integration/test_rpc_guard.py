@@ -14,7 +14,7 @@ import pytest
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.api.rpc.operator import Remote, dial, open_operator, operator_door
 from kvtier.api.rpc.server import open_tcp, open_unix
-from kvtier.config import Address, RpcConfig
+from kvtier.config import ListenAddress, RpcConfig
 from kvtier.errors import DaemonUnavailable, StartError
 from kvtier.secret import read_tokens
 from kvtier.testing.child import await_true, work_directory
@@ -218,7 +218,7 @@ def pair(authority: Authority) -> Pair:
 def config(directory: Path, pair: Pair) -> RpcConfig:
     token = write_secret(directory / "token", TOKEN + "\n")
     return RpcConfig(
-        listen=Address("127.0.0.1", 0),
+        listen=ListenAddress("127.0.0.1", 0),
         tls_cert=pair.certificate,
         tls_key=pair.key,
         token_file=token,
@@ -342,7 +342,7 @@ def test_a_client_trusts_only_its_own_authority(address: str, directory: Path) -
 def test_an_address_in_use_is_refused(address: str, config: RpcConfig) -> None:
     async def again() -> None:
         await open_tcp(
-            Address("127.0.0.1", int(address.rpartition(":")[2])),
+            ListenAddress("127.0.0.1", int(address.rpartition(":")[2])),
             Credentials(config),
             Operator(),
         )

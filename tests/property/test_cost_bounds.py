@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.cost.fit import SECONDS_MAX, Fit, Rate
-from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.recompute import EngineCost
 from kvtier.core.cost.restore import Restores
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
 from kvtier.core.residency import TierName
@@ -50,7 +50,7 @@ def test_a_restore_has_a_finite_time(noted, block_bytes):
 @given(st.lists(st.tuples(STEPS, CLOCK), max_size=60), st.builds(EngineLoad, ODD_COUNT, ODD_COUNT))
 @settings(max_examples=80, deadline=None)
 def test_computing_has_a_finite_time(noted, load):
-    engine = Engine()
+    engine = EngineCost()
     for step, now_ns in noted:
         engine.note(step, now_ns)
     pace = engine.pace(load)
@@ -66,7 +66,7 @@ def test_computing_has_a_finite_time(noted, load):
 @given(st.builds(ModelFlops, ODD_SECONDS, ODD_SECONDS, ODD_SECONDS))
 @settings(deadline=None)
 def test_odd_figures_of_a_model_leave_a_finite_guess(flops):
-    engine = Engine()
+    engine = EngineCost()
     engine.note_flops(flops)
     assert 0 < engine.saved_s(4096, 4096) <= SECONDS_MAX
 

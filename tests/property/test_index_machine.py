@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.core.census import Held
+from kvtier.core.census import BlockTotals
 from kvtier.core.eviction import leaf_lru
 from kvtier.core.identity import NO_TENANT, BlockHash
-from kvtier.core.index import Index, NewBlocks, Scope
+from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import as_keys
@@ -37,7 +37,7 @@ def one_slab():
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.index, self.lru, self.slots = Index(), leaf_lru.LeafLru(), one_slab()
+        self.index, self.lru, self.slots = BlockIndex(), leaf_lru.LeafLru(), one_slab()
         self.scope = self.index.scope_id(Scope(TEST_KEY_SPACE, NO_TENANT))
         self.state: dict[BlockHash, dict[TierName, Residency]] = {}
         self.parent: dict[BlockHash, BlockHash] = {}
@@ -159,7 +159,11 @@ class IndexMachine(RuleBasedStateMachine):
             rows = self.index.in_state(tier, Residency.READY).tolist()
             expected = {h for h, s in self.state.items() if s[tier] == Residency.READY}
             assert {self.index.hash_of(row) for row in rows} == expected
-            held = {TEST_KEY_SPACE: Held(len(expected), 100 * len(expected))} if expected else {}
+            held = (
+                {TEST_KEY_SPACE: BlockTotals(len(expected), 100 * len(expected))}
+                if expected
+                else {}
+            )
             assert self.index.held_in(tier) == held
 
     @invariant()
@@ -177,7 +181,7 @@ TestIndex.settings = settings(
 
 def test_the_order_is_exact_whatever_is_scanned_at_once(monkeypatch):
     monkeypatch.setattr(leaf_lru, "VICTIMS_SCANNED_AT_ONCE", 3)
-    index, lru, slots = Index(), leaf_lru.LeafLru(), one_slab()
+    index, lru, slots = BlockIndex(), leaf_lru.LeafLru(), one_slab()
     scope = index.scope_id(Scope(TEST_KEY_SPACE, NO_TENANT))
     headers = [block.header for block in make_chain(range(20), 100)]
     rows = index.add(

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import EVERYTHING, Selection
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
 from kvtier.core.traits import NO_TRAITS, Traits
@@ -106,7 +106,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     def ask(self, engine, blocks, traits):
         found = self.stage.answers.get(engine.lookup(blocks, traits=traits))
-        if isinstance(found, ac.Found) and found.plan is not None:
+        if isinstance(found, ac.LookupResult) and found.plan is not None:
             self.plans.append((engine, found.plan))
 
     @precondition(lambda self: self.plans)
@@ -116,13 +116,13 @@ class NodeMachine(RuleBasedStateMachine):
         engine, plan = self.plans.pop(place % len(self.plans))
         steps = [StepSample(100, 0, 5000.0, 0, seconds)]
         restored = ((tier, num_blocks),)
-        said = Outcome(plan.decision, restored, seconds, 100, seconds, 0.0, 2 * seconds)
+        said = PlanOutcome(plan.decision, restored, seconds, 100, seconds, 0.0, 2 * seconds)
         engine.measured(steps, [said])
 
     @rule(who=ENGINES, path=PATHS, ttl_ms=st.sampled_from([0, 10, 10_000]))
     def pin(self, who, path, ttl_ms):
         chain = self.named(who, path)
-        answer = self.stage.ask(lambda call: ev.Pin(call, *chain, ttl_ms * MS))
+        answer = self.stage.ask(lambda call: ev.PinBlocks(call, *chain, ttl_ms * MS))
         assert isinstance(answer, ac.Retained | ac.Refused)
 
     @rule(who=ENGINES, path=PATHS)
@@ -197,7 +197,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(place=PLACES)
     def carry_out(self, place):
         work = self.stage.waiting[place % len(self.stage.waiting)]
-        if not isinstance(work, ac.Order):
+        if not isinstance(work, ac.EmptyEngineTier):
             self.stage.carry_out(work)
             return
         self.stage.waiting.remove(work)
@@ -209,7 +209,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(place=PLACES)
     def fail(self, place):
         work = self.stage.waiting[place % len(self.stage.waiting)]
-        if not isinstance(work, ac.Order):
+        if not isinstance(work, ac.EmptyEngineTier):
             self.stage.fail(work)
 
     @precondition(lambda self: self.stage.waiting and len(self.lost) < 2)
@@ -217,7 +217,7 @@ class NodeMachine(RuleBasedStateMachine):
     def lose_completion(self, place, is_done):
         """A thread hangs for ever, with its work done or not."""
         work = self.stage.waiting[place % len(self.stage.waiting)]
-        if not isinstance(work, ac.Order):
+        if not isinstance(work, ac.EmptyEngineTier):
             self.stage.waiting.remove(work)
             self.lost.append(work)
             if is_done:
@@ -311,7 +311,9 @@ class NodeMachine(RuleBasedStateMachine):
             case 1:
                 self.stage.call(lambda call: ev.Load(call, *chain, deadline_ns))
             case 2:
-                self.stage.call(lambda call: ev.Pin(call, liar.key_space, *chain[1:3], FAR_NS))
+                self.stage.call(
+                    lambda call: ev.PinBlocks(call, liar.key_space, *chain[1:3], FAR_NS)
+                )
             case 3:
                 announced = (ev.Announced(NO_TRAITS, *chain[1:]),)
                 self.stage.ask(lambda call: ev.Announce(call, liar.session, announced))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.cost.restore import transfer_blocks
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
-from kvtier.core.plan import Ask, Judgement, Outcome, Plan, Source
+from kvtier.core.plan import Ask, Judgement, PlanOutcome, RestorePlan, Source
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import LOWER_TIERS, TierName
 
@@ -97,7 +97,7 @@ class World:
             can_split=False,
         )
 
-    def serve(self, num_blocks: int, num_rest: int) -> tuple[Plan, Judgement]:
+    def serve(self, num_blocks: int, num_rest: int) -> tuple[RestorePlan, Judgement]:
         """Plan one request, carry the plan out, and tell what came of it."""
         ask = self.ask(num_blocks, num_rest)
         plan = self.planner.plan(ask, 1, self.now_ns)
@@ -112,7 +112,7 @@ class World:
         tiers = ((self.tier, restored),) if restored else ()
         ttft_s = restore_s + compute_s
         self.now_ns += round(ttft_s * 1e9) + 10**8
-        outcome = Outcome(
+        outcome = PlanOutcome(
             1, tiers, restore_s, ask.num_tokens - restored * BLOCK_TOKENS, compute_s, 0.0, ttft_s
         )
         self.took.append(ttft_s)
@@ -148,7 +148,7 @@ ASKS = st.builds(
     can_split=st.booleans(),
 )
 OUTCOMES = st.builds(
-    Outcome,
+    PlanOutcome,
     st.just(1),
     st.lists(st.tuples(st.sampled_from(list(TierName)), ODD_COUNT), max_size=4).map(tuple),
     ODD_SECONDS,
@@ -182,7 +182,7 @@ def report(planner: Planner, kind: str, reported: object, now_ns: int) -> None:
             raise AssertionError(kind)
 
 
-def is_bounded(plan: Plan, ask: Ask, wait_max_ns: int) -> None:
+def is_bounded(plan: RestorePlan, ask: Ask, wait_max_ns: int) -> None:
     limit = ask.num_found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
     assert 0 <= plan.num_blocks <= min(ask.num_found, limit)
     assert 0 <= plan.wait_ns <= wait_max_ns
@@ -212,7 +212,7 @@ def test_no_report_leads_to_an_unbounded_decision(turns):
         plan = planner.plan(ask, 1, now_ns)
         is_bounded(plan, ask, wait_max_ns)
         for kind, reported in reports:
-            if isinstance(reported, Outcome):
+            if isinstance(reported, PlanOutcome):
                 is_judged(planner.note_outcome(ask, plan, reported, now_ns))
             else:
                 report(planner, kind, reported, now_ns)

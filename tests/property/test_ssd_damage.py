@@ -21,7 +21,7 @@ from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.seal import STAMP_BYTES, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
+from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import _HEADER, _TRAILER, ENTRY_DTYPE, footer_bytes
 
@@ -127,7 +127,7 @@ def damage(rng: random.Random, directory: Path) -> None:
         path.write_bytes(content)
 
 
-def fsck(directory: Path, purpose: Purpose) -> Report:
+def fsck(directory: Path, purpose: FsckPurpose) -> FsckReport:
     return Fsck(Disk(directory, DirectIO.OFF), PLAIN, purpose).run()
 
 
@@ -163,12 +163,12 @@ def test_a_damaged_store_is_checked_repaired_and_used(
         damaged, repaired = tmp_path / f"{seed}", tmp_path / f"{seed}-repaired"
         shutil.copytree(sound, damaged)
         damage(random.Random(seed), damaged)
-        fsck(damaged, Purpose.CHECK)
+        fsck(damaged, FsckPurpose.CHECK)
         shutil.copytree(damaged, repaired)
         use(damaged)
         for _ in range(2):  # a rewritten footer may reveal records that the old one hid
-            fsck(repaired, Purpose.REPAIR)
-        assert fsck(repaired, Purpose.CHECK).num_faults == 0
+            fsck(repaired, FsckPurpose.REPAIR)
+        assert fsck(repaired, FsckPurpose.CHECK).num_faults == 0
         use(repaired)
         shutil.rmtree(damaged)
         shutil.rmtree(repaired)

@@ -10,7 +10,7 @@ import pytest
 from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
-from kvtier.core.reuse.order import Order
+from kvtier.core.reuse.order import TierOrder
 from kvtier.core.slots import SlabAllocator
 from kvtier.node.cache import Cache
 from kvtier.node.drop import Drops
@@ -20,7 +20,7 @@ from kvtier.node.node import Node
 from kvtier.node.probe import Probes
 from kvtier.node.reads import ReadQueue
 from kvtier.node.store import Stores
-from kvtier.node.transfer import Lane, Transfers
+from kvtier.node.transfer import TierTransfers, TransferLane
 from kvtier.sim.campaign import Failure, replay_command, run_seeds, summarize
 from kvtier.sim.simulation import Simulation
 from kvtier.sim.weather import Weather, draw_weather
@@ -148,7 +148,7 @@ def free_slots_of_reads_that_are_given_up(patch):
 
 def forget_to_unpin_writes(patch):
     patch.setattr(
-        Transfers,
+        TierTransfers,
         "_unqueue",
         lambda self, lane, row: setattr(
             lane, "queued_bytes", lane.queued_bytes - self._cache.size_of(row)
@@ -194,12 +194,12 @@ def publish_what_was_dropped(patch):
 
 
 def drop_without_closing(patch):
-    patch.setattr(Lane, "is_closed", lambda self, scope: False)
+    patch.setattr(TransferLane, "is_closed", lambda self, scope: False)
     patch.setattr(Cache, "is_closed", lambda self, scope: False)
 
 
 def purge_while_a_write_is_under_way(patch):
-    patch.setattr(Transfers, "writing", lambda self, lane, selection: 0)
+    patch.setattr(TierTransfers, "writing", lambda self, lane, selection: 0)
 
 
 def forget_what_waits_for_a_purge(patch):
@@ -207,7 +207,7 @@ def forget_what_waits_for_a_purge(patch):
 
 
 def keep_work_on_the_lane_of_a_tier_that_left(patch):
-    patch.setattr(Transfers, "orphan", lambda self, lane: [])
+    patch.setattr(TierTransfers, "orphan", lambda self, lane: [])
 
 
 def forget_less_than_a_tier_held(patch):
@@ -225,7 +225,7 @@ def take_a_late_write_for_one_of_the_tier_that_came(patch):
         if flight is not None:
             self.lanes[TierName.SSD].flights[transfer] = flight
 
-    patch.setattr(Transfers, "end_orphan", end_orphan)
+    patch.setattr(TierTransfers, "end_orphan", end_orphan)
 
 
 def keep_slots_held(patch):
@@ -240,7 +240,7 @@ def begin_reads_that_were_given_up(patch):
     def cancel(self, row):
         return any(row in lane.reads for lane in self.lanes.values())
 
-    patch.setattr(Transfers, "cancel_read", cancel)
+    patch.setattr(TierTransfers, "cancel_read", cancel)
 
 
 def wait_longer_than_the_client(patch):
@@ -279,24 +279,24 @@ def forget_that_a_child_has_gone(patch):
 
 
 def keep_runs_where_they_were_as_they_age(patch):
-    put = Order.put
+    put = TierOrder.put
 
     def put_once(self, run):
         if self._runs.bucket[self._tier][run] < 0:
             put(self, run)
 
-    patch.setattr(Order, "put", put_once)
+    patch.setattr(TierOrder, "put", put_once)
 
 
 def evict_parents_before_their_children(patch):
-    tails = Order._tails
+    tails = TierOrder._tails
 
     class AllGone(dict):
         def get(self, _row, _default):
             return 1 << 30
 
     patch.setattr(
-        Order,
+        TierOrder,
         "_tails",
         lambda self, entry, _gone, *others: tails(self, entry, AllGone(), *others),
     )

@@ -1,14 +1,14 @@
 """Rows of an index, for tests of what works on them."""
 
 from kvtier.core.identity import NO_TENANT, BlockHeader
-from kvtier.core.index import Index, NewBlocks, Scope
+from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.table import Rows, as_keys
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
 
 SCOPE = Scope(TEST_KEY_SPACE, NO_TENANT)
 
 
-def add(index: Index, headers: list[BlockHeader], first: int = 0) -> Rows:
+def add(index: BlockIndex, headers: list[BlockHeader], first: int = 0) -> Rows:
     """Make a chain known, and return its rows."""
     return index.add(
         NewBlocks(

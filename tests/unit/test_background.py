@@ -5,7 +5,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from kvtier.daemon.background import Background
-from kvtier.daemon.closing import Closing
+from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.stop import Stop
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import BACKGROUND_FAULTS, DAEMON_METRICS
@@ -99,7 +99,7 @@ def test_a_part_that_will_not_be_cancelled_holds_up_no_other() -> None:
 
     async def scenario() -> None:
         async with asyncio.timeout(30):
-            async with Closing(Stop(60, end=lambda _code: None)) as closing:
+            async with ClosingStack(Stop(60, end=lambda _code: None)) as closing:
                 closing.add("the first one", lambda: ended.append("first"))
                 closing.add("what hangs", hang, most_s=0.01)
                 closing.add("the last one", lambda: ended.append("last"))

@@ -21,7 +21,7 @@ from kvtier.client.wire import (
 )
 from kvtier.core.cost.sample import EngineLoad, Estimate, StepSample
 from kvtier.core.limits import GAP_MAX_S, PRIORITY_MAX, SAMPLE_MAX_S
-from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.v1 import engine_pb2 as pb
@@ -43,7 +43,7 @@ TRAITS = st.builds(
 )
 ESTIMATES = st.builds(Estimate, SECONDS, SECONDS)
 PLANS = st.builds(
-    Plan,
+    RestorePlan,
     decision=st.integers(0, 2**64 - 1),
     num_blocks=st.integers(0, 16_384),
     reason=st.sampled_from(PlanReason),
@@ -70,14 +70,14 @@ def test_what_is_not_said_is_not_known() -> None:
 
 
 @given(PLANS)
-def test_plans_arrive(plan: Plan) -> None:
+def test_plans_arrive(plan: RestorePlan) -> None:
     sent = pb.Plan.FromString(plan_to_wire(plan).SerializeToString())
     assert plan_from_wire(sent) == plan
 
 
 @pytest.mark.parametrize(("wait_ns", "told_ms"), [(0, 0), (1, 1), (999_999, 1), (2_900_000, 2)])
 def test_a_wait_is_never_longer_than_it_was_nor_none(wait_ns: int, told_ms: int) -> None:
-    plan = Plan(1, 1, PlanReason.ALL, wait_ns=wait_ns)
+    plan = RestorePlan(1, 1, PlanReason.ALL, wait_ns=wait_ns)
     assert plan_to_wire(plan).wait_ms == told_ms, "0 would mean: as long as you like"
 
 
@@ -88,7 +88,7 @@ def test_a_plan_of_another_version_is_a_fault() -> None:
 
 @given(
     st.builds(
-        Outcome,
+        PlanOutcome,
         decision=st.integers(0, 2**64 - 1),
         tiers=st.lists(
             st.tuples(st.sampled_from(LOWER_TIERS), st.integers(0, 100)), max_size=8
@@ -100,7 +100,7 @@ def test_a_plan_of_another_version_is_a_fault() -> None:
         ttft_s=SECONDS,
     )
 )
-def test_outcomes_arrive(outcome: Outcome) -> None:
+def test_outcomes_arrive(outcome: PlanOutcome) -> None:
     assert outcomes_of([outcome_to_wire(outcome)]) == (outcome,)
 
 

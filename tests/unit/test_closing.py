@@ -8,7 +8,7 @@ import pytest
 from kvtier.config import Config
 from kvtier.core.residency import TierName
 from kvtier.daemon.arrival import begin_opening, opened
-from kvtier.daemon.closing import Closing
+from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.departure import close
 from kvtier.daemon.stop import Stop
 from kvtier.tiers.memory import MemoryTier
@@ -27,7 +27,7 @@ def test_a_part_that_breaks_or_is_cancelled_keeps_no_other_open() -> None:
         raise RuntimeError("can't start new thread")
 
     async def scenario() -> None:
-        async with Closing(Stop(60, end=lambda _code: None)) as closing:
+        async with ClosingStack(Stop(60, end=lambda _code: None)) as closing:
             closing.add("the first one", lambda: ended.append("first"))
             closing.add("what breaks", break_down)
             closing.add("what waits in vain", wait_for_what_is_given_up)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Address, Config, load_config
+from kvtier.config import Config, ListenAddress, load_config
 from kvtier.config.units import format_duration, format_size, parse_duration, parse_size
 from kvtier.errors import ConfigError
 
@@ -27,7 +27,7 @@ def test_defaults_need_no_file():
     config = load_config(None, {}, {})
     assert config.cpu.capacity_bytes == 2 << 30
     assert config.daemon.lease_ns == 30 * 10**9
-    assert config.engine.listen == Address("127.0.0.1", 8000)
+    assert config.engine.listen == ListenAddress("127.0.0.1", 8000)
     assert config.engine.model is None
     assert config.remote.url == ""
     assert config.source_of("cpu.capacity") == "default"
@@ -65,7 +65,7 @@ def test_a_file_sets_every_kind_of_value(tmp_path):
     assert config.cpu.capacity_bytes == 1 << 30
     assert (config.ssd.enabled, config.ssd.io_threads, config.ssd.direct_io) == (False, 8, "off")
     assert config.http.listen is None
-    assert config.engine.listen == Address("::1", 9000)
+    assert config.engine.listen == ListenAddress("::1", 9000)
     assert str(config.engine.listen) == "[::1]:9000"
     assert config.engine.pool_bytes == 3 << 29
     assert config.source_of("ssd.io_threads") == f"{path}:9"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.recompute import EngineCost
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 
 SECOND = 1_000_000_000
@@ -20,10 +20,10 @@ def true_s(new, past, *, token_s=1e-4, floor_s=0.01, attended_s=2e-9) -> float:
     return max(floor_s, new * token_s) + attended_s * new * (past + new / 2)
 
 
-def fed(*, noise=0.0, count=60, **truth) -> Engine:
+def fed(*, noise=0.0, count=60, **truth) -> EngineCost:
     """Return a model that saw chunks of 512 and some shorter ends, at many depths."""
     chance = random.Random(4)
-    engine = Engine()
+    engine = EngineCost()
     for turn in range(count):
         new, past = chance.choice([512, 512, 512, 300, 40]), chance.randrange(0, 30_000)
         seconds = true_s(new, past, **truth) * math.exp(chance.gauss(0, noise))
@@ -52,7 +52,7 @@ def test_few_tokens_take_the_floor():
 
 
 def test_a_full_batch_does_not_look_like_slow_prefill():
-    quiet, full = fed(), Engine()
+    quiet, full = fed(), EngineCost()
     chance = random.Random(4)
     for turn in range(60):
         now_ns = turn * SECOND // 20
@@ -77,19 +77,19 @@ def test_a_request_waits_for_all_that_came_before():
 
 
 def test_before_anything_was_measured_the_engine_is_thought_fast():
-    guess = Engine().saved_s(4096, 4096)
+    guess = EngineCost().saved_s(4096, 4096)
     assert 0.1 < guess < 0.5, "some 15,000 tokens a second"
 
 
 def test_the_first_steps_replace_the_guess():
-    engine = Engine()
+    engine = EngineCost()
     engine.note(step(512, seconds=2.0), 0)
     assert engine.is_measured
     assert engine.pace(IDLE).compute_s(0, 512) == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_model_says_how_much_work_it_is_until_it_was_measured():
-    engine = Engine()
+    engine = EngineCost()
     engine.note_flops(ModelFlops(per_token=16e9, per_attended=5e5, per_s=1e14))
     assert engine.saved_s(4096, 4096) == pytest.approx(16e9 / 1e14 * 4096, rel=0.2)
     engine.note(step(512, seconds=1.0), 0)
@@ -99,9 +99,9 @@ def test_a_model_says_how_much_work_it_is_until_it_was_measured():
 
 @pytest.mark.parametrize("per_s", [0.0, -1.0, math.nan, math.inf, 1.0])
 def test_a_device_of_no_speed_leaves_the_guess(per_s):
-    engine = Engine()
+    engine = EngineCost()
     engine.note_flops(ModelFlops(16e9, 5e5, per_s))
-    assert engine.document() == Engine().document()
+    assert engine.document() == EngineCost().document()
 
 
 def test_deeper_blocks_save_more():

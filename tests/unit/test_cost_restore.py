@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvtier.core.cost.restore import Restores, Route, transfer_blocks
+from kvtier.core.cost.restore import Restores, RouteCost, transfer_blocks
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.residency import LOWER_TIERS, TierName
 
@@ -13,7 +13,7 @@ SECOND = 1_000_000_000
 MIB = 1 << 20
 
 
-def fed(truth, samples, *, noise=0.0, tier=TierName.SSD) -> Route:
+def fed(truth, samples, *, noise=0.0, tier=TierName.SSD) -> RouteCost:
     """Return a route that saw these (blocks, bytes, depth), a tenth of a second apart."""
     chance = random.Random(5)
     route = Restores().route(tier)

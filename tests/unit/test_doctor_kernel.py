@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.cli.doctor import machine, memory, storage
-from kvtier.cli.doctor.check import Check, Finding, Verdict, examine, ok
+from kvtier.cli.doctor.check import Check, CheckVerdict, Finding, examine, ok
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.config import load_config
 from kvtier.daemon.room import floor_beside_system
@@ -34,8 +34,8 @@ def subject(
     return Subject(load_config(None, overrides, {}), running, root)
 
 
-def told(finding: Finding) -> Verdict:
-    assert bool(finding.remedy) == (finding.verdict is not Verdict.OK)
+def told(finding: Finding) -> CheckVerdict:
+    assert bool(finding.remedy) == (finding.verdict is not CheckVerdict.OK)
     return finding.verdict
 
 

@@ -14,7 +14,7 @@ from rows import SCOPE
 from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.identity import NO_TENANT, Selection, split_hashes
-from kvtier.core.index import Index, NewBlocks, Scope
+from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
@@ -62,7 +62,7 @@ def check(index, heard):
 
 
 def test_a_reader_is_told_what_is_there_then_what_comes_and_leaves():
-    index = Index()
+    index = BlockIndex()
     rows = new_blocks(index, 10)
     index.move(rows[:6], CPU, Residency.READY)
     index.move(rows[4:], SSD, Residency.WRITING)
@@ -80,7 +80,7 @@ def test_a_reader_is_told_what_is_there_then_what_comes_and_leaves():
 
 
 def test_others_key_spaces_are_none_of_its_business_and_tenants_are():
-    index = Index()
+    index = BlockIndex()
     feed, heard = opened(index)
     read(feed, heard)
     scopes = enumerate((SCOPE, SALTED, OTHERS))
@@ -98,7 +98,7 @@ def test_whatever_happens_while_it_reads_it_ends_with_what_is_there(seed, monkey
     monkeypatch.setattr(feed_module, "FEED_ROWS_AT_ONCE", 16)
     monkeypatch.setattr(feed_module, "FEED_BLOCKS_MAX", 60)
     rng = random.Random(seed)
-    index = Index()
+    index = BlockIndex()
     new_blocks(index, 300, seed=seed)
     feed, heard = opened(index)
     for step in range(400):
@@ -117,7 +117,7 @@ def test_whatever_happens_while_it_reads_it_ends_with_what_is_there(seed, monkey
 
 
 def test_a_slow_reader_costs_no_more_than_the_bound_and_misses_nothing():
-    index = Index()
+    index = BlockIndex()
     feed, heard = opened(index)
     read(feed, heard)
     rows = new_blocks(index, FEED_BLOCKS_MAX + 1)
@@ -135,7 +135,7 @@ def test_a_slow_reader_costs_no_more_than_the_bound_and_misses_nothing():
 
 
 def test_one_look_is_short_however_much_there_is():
-    index = Index()
+    index = BlockIndex()
     rows = new_blocks(index, 5 * FEED_ROWS_AT_ONCE)
     index.move(rows, CPU, Residency.READY)
     feed, heard = opened(index)
@@ -150,7 +150,7 @@ def test_one_look_is_short_however_much_there_is():
 
 
 def test_where_nobody_watches_nobody_listens():
-    index = Index()
+    index = BlockIndex()
     quiet = index.watch
     feeds = feeds_on(index)
     one, two = (feeds.open(SCOPE.key_space, lambda: None) for _ in range(2))
@@ -166,7 +166,7 @@ def test_where_nobody_watches_nobody_listens():
 
 
 def test_who_listened_before_still_hears_all():
-    index, told = Index(), []
+    index, told = BlockIndex(), []
     index.watch = lambda rows, *_: told.extend(rows.tolist())
     feed, _ = opened(index)
     rows = new_blocks(index, 3)

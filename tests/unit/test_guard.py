@@ -2,16 +2,16 @@
 
 import pytest
 
-from kvtier.core.cost.guard import Guard
+from kvtier.core.cost.guard import TierGuard
 from kvtier.core.residency import TierName
 
 SECOND = 1_000_000_000
 SSD = TierName.SSD
 
 
-def after(gains, *, start_ns=0) -> Guard:
+def after(gains, *, start_ns=0) -> TierGuard:
     """Return a guard that saw these outcomes, a tenth of a second apart."""
-    guard = Guard()
+    guard = TierGuard()
     for turn, gain in enumerate(gains):
         guard.note(SSD, gain, start_ns + turn * SECOND // 10)
     return guard
@@ -99,7 +99,7 @@ def test_a_tier_that_pays_for_long_is_no_longer_on_probation():
 
 
 def test_the_gpu_tier_is_not_guarded():
-    guard = Guard()
+    guard = TierGuard()
     for turn in range(10):
         guard.note(TierName.GPU, -1.0, turn)
     assert not guard.closed(SECOND)

@@ -13,7 +13,7 @@ from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity, Recent
 from kvtier.api.http.operator import Operators, engine_socket
 from kvtier.api.http.server import serve
-from kvtier.api.http.tenant import Tenants, api_keys, key_salt
+from kvtier.api.http.tenant import TenantRules, api_keys, key_salt
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
 from kvtier.testing.byte_model import ByteChatModel
 from kvtier.testing.fake_engine_service import FakeEngineService
@@ -53,7 +53,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    yield from served(Tenants(), tmp_path / "k.sock")
+    yield from served(TenantRules(), tmp_path / "k.sock")
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def guarded(tmp_path: Path) -> Iterator[Server]:
     keys = tmp_path / "keys"
     keys.write_text(f"{ALICE}\n{EVE}\n")
     keys.chmod(0o600)
-    yield from served(Tenants(True, api_keys(keys)), tmp_path / "guarded.sock")
+    yield from served(TenantRules(True, api_keys(keys)), tmp_path / "guarded.sock")
 
 
-def served(tenants: Tenants, daemon_socket: Path) -> Iterator[Server]:
+def served(tenants: TenantRules, daemon_socket: Path) -> Iterator[Server]:
     with FakeEngineService() as engine:
         app = create_app(
             engine,

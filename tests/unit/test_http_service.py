@@ -1,13 +1,13 @@
-from kvtier.engine.request import Request
+from kvtier.engine.request import EngineRequest
 from kvtier.testing.engine_service_contract import check_engine_service
-from kvtier.testing.fake_engine_service import Answer, FakeEngineService
+from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
 
 
 def test_the_fake_engine_keeps_the_contract_of_the_real_one():
-    def script(request: Request) -> Answer:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         pause_after = 2 if request.max_tokens == 1000 else None
-        return Answer(tuple(range(request.max_tokens)), pause_after=pause_after)
+        return ScriptedAnswer(tuple(range(request.max_tokens)), pause_after=pause_after)
 
     with FakeEngineService(script) as engine:
-        check_engine_service(engine, lambda name, length: Request(name, (1, 2, 3), length))
+        check_engine_service(engine, lambda name, length: EngineRequest(name, (1, 2, 3), length))
         assert engine.aborted == ["aborted"]

@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
-from kvtier.api.http.tenant import Tenants, api_keys, key_salt
-from kvtier.engine.request import Request
+from kvtier.api.http.tenant import TenantRules, api_keys, key_salt
+from kvtier.engine.request import EngineRequest
 from kvtier.errors import StartError
 from kvtier.secret import Secret
 from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import Answer, FakeEngineService
+from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
 
 ALICE, BOB = "alice-0123456789", "bob-0123456789abc"
 BODY = {"model": "byte-model", "prompt": "hello", "max_tokens": 1}
@@ -23,14 +23,14 @@ BODY = {"model": "byte-model", "prompt": "hello", "max_tokens": 1}
 class Server:
     """The application in this process; ``salts`` are those that reached the engine."""
 
-    def __init__(self, tenants: Tenants, host: str = "203.0.113.7") -> None:
+    def __init__(self, tenants: TenantRules, host: str = "203.0.113.7") -> None:
         self.salts: list[str | None] = []
         self._tenants = tenants
         self._host = host
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: EngineRequest) -> ScriptedAnswer:
         self.salts.append(request.cache_salt)
-        return Answer((65,))
+        return ScriptedAnswer((65,))
 
     async def ask(
         self, path: str, key: str | None = None, scheme: str = "Bearer", **more: object
@@ -59,7 +59,7 @@ def check_refused(reply: httpx.Response) -> None:
 
 
 def test_a_request_says_itself_whose_it_is():
-    server = Server(Tenants())
+    server = Server(TenantRules())
     for key in (None, ALICE):
         assert run(server.ask("/v1/completions", key, cache_salt="mine")).status_code == 200
         assert run(server.ask("/v1/completions", key)).status_code == 200
@@ -67,7 +67,7 @@ def test_a_request_says_itself_whose_it_is():
 
 
 def test_the_key_says_whose_it_is_and_a_salt_nothing():
-    server = Server(Tenants(is_from_key=True))
+    server = Server(TenantRules(is_from_key=True))
     for key in (ALICE, BOB):
         assert run(server.ask("/v1/completions", key)).status_code == 200
         forged = run(server.ask("/v1/completions", key, cache_salt=key_salt(ALICE)))
@@ -78,7 +78,7 @@ def test_the_key_says_whose_it_is_and_a_salt_nothing():
 
 
 @pytest.mark.parametrize(
-    "tenants", [Tenants(is_from_key=True), Tenants(keys=Secret("none", tuple, frozenset))]
+    "tenants", [TenantRules(is_from_key=True), TenantRules(keys=Secret("none", tuple, frozenset))]
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models"])
 def test_without_a_key_nothing_is_answered(tenants, path):
@@ -92,7 +92,7 @@ def test_without_a_key_nothing_is_answered(tenants, path):
 def test_only_listed_keys_are_let_in(tmp_path):
     path = written(tmp_path, f"# ours\n{ALICE}\n\n{BOB}\n")
     for is_from_key in (False, True):
-        server = Server(Tenants(is_from_key, api_keys(path)))
+        server = Server(TenantRules(is_from_key, api_keys(path)))
         for key in (ALICE, BOB):
             assert run(server.ask("/v1/completions", key)).status_code == 200
             assert run(server.ask("/v1/models", key, scheme="bearer")).status_code == 200
@@ -102,13 +102,13 @@ def test_only_listed_keys_are_let_in(tmp_path):
 
 
 def test_sums_over_tenants_are_told_on_this_node_alone():
-    apart = Tenants(is_from_key=True)
+    apart = TenantRules(is_from_key=True)
     assert run(Server(apart).ask("/metrics", ALICE)).status_code == 403
     for host in ("", "unknown", "10.0.0.1", "::ffff:10.0.0.1"):
         assert run(Server(apart, host).ask("/metrics", ALICE)).status_code == 403
     for host in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
         assert run(Server(apart, host).ask("/metrics")).status_code == 200
-    assert run(Server(Tenants()).ask("/metrics")).status_code == 200
+    assert run(Server(TenantRules()).ask("/metrics")).status_code == 200
     for probe in ("/healthz", "/readyz"):
         assert run(Server(apart).ask(probe)).status_code == 200
 
@@ -144,5 +144,5 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_keys_show_nowhere(tmp_path):
-    tenants = Tenants(keys=api_keys(written(tmp_path, ALICE)))
+    tenants = TenantRules(keys=api_keys(written(tmp_path, ALICE)))
     assert "digests" not in repr(tenants)

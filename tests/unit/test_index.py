@@ -3,21 +3,21 @@ from rows import SCOPE, add, chain
 
 from kvtier.core import index as index_module
 from kvtier.core.identity import NO_TENANT, pack_headers
-from kvtier.core.index import NO_SLOT, Index, Scope
+from kvtier.core.index import NO_SLOT, BlockIndex, Scope
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
 
 
 def test_a_row_says_whose_block_it_is():
-    index, headers = Index(), chain(1, 2, 3)
+    index, headers = BlockIndex(), chain(1, 2, 3)
     rows = add(index, headers)
     assert [index.header_of(row).identity() for row in rows] == [h.identity() for h in headers]
     assert index.parent_rows(rows).tolist() == [-1, rows[0], rows[1]]
 
 
 def test_adding_again_keeps_what_is_known():
-    index, headers = Index(), chain(1, 2, 3)
+    index, headers = BlockIndex(), chain(1, 2, 3)
     rows = add(index, headers[:2])
     index.move(rows, TierName.SSD, Residency.READY)
     again = add(index, headers)
@@ -26,7 +26,7 @@ def test_adding_again_keeps_what_is_known():
 
 
 def test_only_what_is_nowhere_is_forgotten():
-    index, headers = Index(), chain(1, 2, 3)
+    index, headers = BlockIndex(), chain(1, 2, 3)
     rows = add(index, headers)
     index.move(rows[1], TierName.REMOTE, Residency.READY)
     index.forget_absent(rows)
@@ -35,7 +35,7 @@ def test_only_what_is_nowhere_is_forgotten():
 
 
 def test_what_a_tier_held_before_is_ready_there():
-    index, headers = Index(), chain(1, 2, 3)
+    index, headers = BlockIndex(), chain(1, 2, 3)
     index.restore(pack_headers(headers), TierName.SSD)
     rows = index.in_state(TierName.SSD, Residency.READY)
     assert {index.header_of(row).identity() for row in rows} == {h.identity() for h in headers}
@@ -43,14 +43,14 @@ def test_what_a_tier_held_before_is_ready_there():
 
 
 def test_looking_for_a_scope_does_not_make_it_known():
-    index = Index()
+    index = BlockIndex()
     assert index.known_scope(SCOPE) == -1
     assert index.scope_id(SCOPE) == index.known_scope(SCOPE) == 0
     assert list(index.scopes()) == [(0, SCOPE)]
 
 
 def test_columns_grow_with_the_table():
-    index = Index()
+    index = BlockIndex()
     rows = add(index, chain(*range(3000)))
     assert len(index) == 3000
     assert (index.slot[rows] == NO_SLOT).all()
@@ -60,7 +60,7 @@ def test_columns_grow_with_the_table():
 
 def test_scopes_without_blocks_are_forgotten_in_time(monkeypatch):
     monkeypatch.setattr(index_module, "SCOPES_WITHOUT_BLOCKS_MAX", 10)
-    index = Index()
+    index = BlockIndex()
     rows = add(index, chain(1, 2, 3))
     index.move(rows, TierName.SSD, Residency.READY)
     numbers = [index.scope_id(Scope(TEST_KEY_SPACE, n.to_bytes(16, "big"))) for n in range(1, 500)]
@@ -75,7 +75,7 @@ def test_each_recovered_block_keeps_its_tenant_where_there_are_many(monkeypatch)
     monkeypatch.setattr(index_module, "SCOPES_WITHOUT_BLOCKS_MAX", 3)
     tenants = [n.to_bytes(16, "big") for n in range(1, 100)]
     headers = [make_chain([7], tenant=tenant)[0].header for tenant in tenants]
-    index = Index()
+    index = BlockIndex()
     index.restore(pack_headers(headers), TierName.SSD)
     rows = [int(index.find(as_keys(header.block_hash))[0]) for header in headers]
     assert [index.header_of(row).tenant for row in rows] == tenants

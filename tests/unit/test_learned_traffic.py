@@ -11,7 +11,7 @@ from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.hazard import NUM_BINS, Group, Hazards
 from kvtier.core.reuse.history import History, Use
-from kvtier.core.reuse.tenant import Tenants
+from kvtier.core.reuse.tenant import TenantHints
 from kvtier.core.traits import Traits
 from kvtier.node.ledger import Ledger
 
@@ -121,7 +121,7 @@ def test_numbers_of_groups_that_are_not_met_any_more_are_given_away():
 
 
 def test_a_tenant_is_judged_alone_once_it_has_said_enough():
-    tenants = Tenants()
+    tenants = TenantHints()
     for number in range(500):
         assert not tenants.alone(use(1, tenant=LIAR)), number
         tenants.note(use(1, tenant=LIAR))

@@ -14,10 +14,10 @@ from kvtier.core.limits import (
     DECISIONS_MAX,
     OUTCOME_LATE_NS,
 )
-from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.planner import Ask, Judgement
 from kvtier.core.residency import TierName
-from kvtier.node.ledger import Decision, Ledger
+from kvtier.node.ledger import Ledger, LoggedDecision
 
 ASK = Ask(bytes(16), (), 0, 640, 64, 3000, None, EngineLoad(), can_split=False)
 WORTH = Judgement({}, {}, 0.0, "recompute")
@@ -25,13 +25,13 @@ WORTH = Judgement({}, {}, 0.0, "recompute")
 
 def note(ledger, request_id="", session="s", at_ns=0):
     number = ledger.next_number()
-    plan = Plan(number, 0, PlanReason.NOTHING)
-    ledger.add(Decision(number, request_id, session, "engine", at_ns, ASK, plan))
+    plan = RestorePlan(number, 0, PlanReason.NOTHING)
+    ledger.add(LoggedDecision(number, request_id, session, "engine", at_ns, ASK, plan))
     return number
 
 
 def outcome_of(number):
-    return Outcome(number, (), 0.0, 640, 0.1, 0.0, 0.1)
+    return PlanOutcome(number, (), 0.0, 640, 0.1, 0.0, 0.1)
 
 
 def test_a_decision_is_found_by_its_number_and_by_its_request():
@@ -98,8 +98,8 @@ def test_an_outcome_is_taken_once_from_whom_it_concerns_and_in_time():
 def conclude(ledger, hashes, outcome, ask=ASK):
     """Record a decision and its outcome; returns the decision without the outcome."""
     number = ledger.next_number()
-    plan = Plan(number, 0, PlanReason.NOTHING)
-    decision = Decision(number, "", "s", "engine", 0, ask, plan, hashes=hashes)
+    plan = RestorePlan(number, 0, PlanReason.NOTHING)
+    decision = LoggedDecision(number, "", "s", "engine", 0, ask, plan, hashes=hashes)
     ledger.add(decision)
     ledger.close(number, replace(outcome, decision=number), WORTH)
     return decision
@@ -152,9 +152,11 @@ def test_what_did_not_come_is_added():
 def test_long_chains_are_remembered_within_their_bytes():
     ledger = Ledger()
     longest = bytes(CHAIN_BLOCKS_MAX * HASH_BYTES)
-    plan = Plan(0, 0, PlanReason.NOTHING)
+    plan = RestorePlan(0, 0, PlanReason.NOTHING)
     for number in range(1, 301):
-        ledger.add(Decision(number, f"r{number}", "s", "engine", 0, ASK, plan, hashes=longest))
+        ledger.add(
+            LoggedDecision(number, f"r{number}", "s", "engine", 0, ASK, plan, hashes=longest)
+        )
     assert len(ledger) == DECISIONS_BYTES_MAX // len(longest)
     assert ledger.find_request("r300") is not None
     assert ledger.find_request("r1") is None
@@ -165,8 +167,8 @@ def test_long_chains_leave_room_for_fewer():
     hashes = bytes(DECISIONS_BYTES_MAX // 8)
     for n in range(40):
         number = ledger.next_number()
-        plan = Plan(number, 0, PlanReason.NOTHING)
-        ledger.add(Decision(number, f"r{n}", "s", "engine", 0, ASK, plan, hashes=hashes))
+        plan = RestorePlan(number, 0, PlanReason.NOTHING)
+        ledger.add(LoggedDecision(number, f"r{n}", "s", "engine", 0, ASK, plan, hashes=hashes))
     assert len(ledger) == 8
     assert ledger.find_request("r39").number == number
     assert ledger.find_request("r30") is None

@@ -254,7 +254,7 @@ def test_a_stop_writes_what_is_worth_it_however_narrow_the_way():
     for chain in chains:
         engine.store(chain)
     assert not stage.waiting
-    stage.post(ev.Closing())
+    stage.post(ev.DaemonStopping())
     stage.settle()
     assert [on_ssd(stage, chain) for chain in chains] == [5] * 10
     stage.check_idle()
@@ -270,7 +270,7 @@ def test_a_stop_writes_what_is_worth_most_first_and_parents_before_their_childre
             engine.answer(engine.lookup(blocks, traits=request))
             engine.store(blocks)
             stage.advance(10 * SECOND)
-    stage.post(ev.Closing())
+    stage.post(ev.DaemonStopping())
     order = [block.header.block_hash for work in stage.waiting for block in work.blocks]
     assert order == [block.header.block_hash for block in often][: len(order)]
     stage.settle()
@@ -282,7 +282,7 @@ def test_a_stop_while_the_tier_is_down_waits_for_nothing():
     engine = engine_on(stage)
     engine.store(engine.chain(range(10)))
     stage.post(ev.TierUp(SSD, is_up=False))
-    stage.post(ev.Closing())
+    stage.post(ev.DaemonStopping())
     assert not stage.waiting
     stage.check_idle()
 

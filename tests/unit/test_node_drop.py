@@ -199,7 +199,7 @@ def test_a_lookup_that_waits_for_a_probe_hears_nothing_outdated():
     answer = stage.completion(probe)  # the tier said yes, and nobody heard it yet
     stage.waiting.remove(probe)
     drop(stage, REMOTE, selection=OURS)
-    assert engine.answer(lookup) == ac.Found((), "absent")
+    assert engine.answer(lookup) == ac.LookupResult((), "absent")
     stage.post(answer)
     stage.settle()
     assert rows_of(stage, REMOTE) == 0
@@ -210,10 +210,12 @@ def test_no_lookup_asks_a_tier_that_is_being_purged():
     stage = open_stage(REMOTE)
     engine = engine_on(stage)
     drop(stage, REMOTE, selection=OURS)
-    assert engine.answer(engine.lookup(engine.chain(range(4), TENANT))) == ac.Found((), "absent")
+    assert engine.answer(engine.lookup(engine.chain(range(4), TENANT))) == ac.LookupResult(
+        (), "absent"
+    )
     call = engine.lookup(engine.chain(range(4)))
     stage.settle()
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.LookupResult((), "absent")
     outcome = {"outcome": "out"}
     assert metric(stage, "kvtier_probed_lookups_total", **outcome) == 1
 

@@ -154,7 +154,7 @@ def test_a_block_that_goes_by_the_name_of_another_is_not_learned():
     foreign = headers.copy()
     foreign["position"] += 1
     stage.post(ev.TierSettings(stage.node.transfers.lanes[SSD].tier))
-    stage.post(ev.Recovered(SSD, foreign))
+    stage.post(ev.BlocksRecovered(SSD, foreign))
     assert not stage.holds(block.header, SSD)
 
 
@@ -166,7 +166,7 @@ def test_a_lookup_that_asks_a_tier_that_leaves_is_answered():
     call = engine.lookup(blocks)
     (probe,) = stage.waiting
     leave(stage, REMOTE)
-    assert engine.answer(call) == ac.Found((), "absent", is_empty=True)
+    assert engine.answer(call) == ac.LookupResult((), "absent", is_empty=True)
     stage.carry_out(probe)
     assert len(stage.node.cache.index) == 0
     assert engine.found(blocks) == (), "and nobody asks it any more"

@@ -8,7 +8,7 @@ from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 from kvtier.core.cost.sample import EngineLoad, StepSample, TransferSample
 from kvtier.core.fate import Fate
 from kvtier.core.limits import USE_KEPT_NS
-from kvtier.core.plan import Outcome, PlanReason
+from kvtier.core.plan import PlanOutcome, PlanReason
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.reuse.history import History
 from kvtier.core.traits import Traits
@@ -48,7 +48,7 @@ def open_stage(*tiers, mode="always", slots=64, workers=2, wait_max_ns=5_000 * M
 
 def ask(engine, blocks, first=0, **said):
     answer = engine.answer(engine.lookup(blocks, first, **said))
-    assert isinstance(answer, ac.Found)
+    assert isinstance(answer, ac.LookupResult)
     return answer
 
 
@@ -416,7 +416,7 @@ def test_blocks_of_a_shared_tier_that_did_not_answer_in_time():
 
 def an_outcome(plan, tiers=((CPU, 4),), **changed):
     measured = {"restore_s": 0.01, "compute_s": 0.02, "wait_s": 0.0, "ttft_s": 0.05} | changed
-    return Outcome(plan.decision, tuple(tiers), computed_tokens=10, **measured)
+    return PlanOutcome(plan.decision, tuple(tiers), computed_tokens=10, **measured)
 
 
 def planned():
@@ -477,7 +477,7 @@ def test_what_was_measured_is_told_apart_from_what_is_predicted():
     engine.measured(steps=[StepSample(64, 0, 2048.0, 0, 0.5)] * 20)
     known, unknown = engine.chain(range(4)), engine.chain(range(10, 14))
     cold = ask(engine, known).plan
-    engine.measured(outcomes=[Outcome(cold.decision, (), 0.0, 4 * 64, 1.0, 0.0, 1.0)])
+    engine.measured(outcomes=[PlanOutcome(cold.decision, (), 0.0, 4 * 64, 1.0, 0.0, 1.0)])
     for blocks in (known, unknown):
         engine.store(blocks)
         plan = ask(engine, blocks).plan
@@ -547,4 +547,4 @@ def test_a_node_without_a_planner_has_everything_restored():
     blocks = engine.chain(range(2))
     engine.store(blocks)
     assert ask(engine, blocks).plan is None
-    engine.measured(outcomes=[Outcome(1, (), 0.0, 0, 0.0, 0.0, 0.0)])
+    engine.measured(outcomes=[PlanOutcome(1, (), 0.0, 0, 0.0, 0.0, 0.0)])

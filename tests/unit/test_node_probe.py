@@ -96,7 +96,7 @@ def test_a_tier_that_is_out_is_not_asked():
     stage.post(ev.TierUp(REMOTE, is_up=True))
     call = engine.lookup(engine.chain(range(4)))
     stage.fail(stage.waiting[0])
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.LookupResult((), "absent")
     assert look(stage, engine, engine.chain(range(4)))  # no answer is not an absence
     assert outcomes(stage) == {"out": 2, "absent": 1}
 
@@ -104,7 +104,7 @@ def test_a_tier_that_is_out_is_not_asked():
 def test_a_deadline_that_leaves_no_time_is_respected():
     stage, engine = asking()
     call = engine.lookup(engine.chain(range(4)), within_ns=20 * MS)
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.LookupResult((), "absent")
     assert outcomes(stage) == {"late": 1}
 
 

@@ -210,7 +210,9 @@ def test_an_index_at_its_bound_forgets_what_only_the_remote_tier_has(monkeypatch
     assert (refused.lease, refused.reason) == (0, "index_full")
     call = engine.lookup(remote)
     stage.settle()
-    assert engine.answer(call) == ac.Found(((REMOTE, 2),), "absent")  # as many as there is room for
+    assert engine.answer(call) == ac.LookupResult(
+        ((REMOTE, 2),), "absent"
+    )  # as many as there is room for
     assert len(stage.node.cache.index) == 6
 
 
@@ -240,7 +242,7 @@ def test_a_hash_under_another_identity_is_neither_stored_nor_served():
     found = stage.ask(
         lambda call: ev.Lookup(call, liar.session, bytes(16), more, 0, stage.clock() + 1)
     )
-    assert found == ac.Found((), "identity", is_empty=True)
+    assert found == ac.LookupResult((), "identity", is_empty=True)
     assert engine.found(blocks) == (CPU,) * 3
 
 
@@ -253,4 +255,4 @@ def test_a_chain_that_begins_in_the_middle_does_not_get_at_another_position():
     found = stage.ask(
         lambda call: ev.Lookup(call, engine.session, bytes(16), shifted, 0, stage.clock() + 1)
     )
-    assert found == ac.Found((), "identity")
+    assert found == ac.LookupResult((), "identity")

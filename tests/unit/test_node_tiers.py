@@ -129,7 +129,7 @@ def test_a_lookup_asks_the_remote_tier_for_what_is_not_known():
     (probe,) = stage.waiting
     assert len(probe.hashes) == 4
     stage.carry_out(probe)
-    assert engine.answer(call) == ac.Found(((REMOTE, 3),), "absent")
+    assert engine.answer(call) == ac.LookupResult(((REMOTE, 3),), "absent")
     load = engine.load(blocks)
     stage.settle()
     assert load.take() == [REMOTE] * 3
@@ -146,7 +146,7 @@ def test_a_late_probe_answers_with_what_is_known():
     call = engine.lookup(blocks, within_ns=100 * MS)
     (probe,) = stage.waiting
     stage.advance(100 * MS)
-    assert engine.answer(call) == ac.Found(((CPU, 2),), "absent")
+    assert engine.answer(call) == ac.LookupResult(((CPU, 2),), "absent")
     stage.carry_out(probe)  # changes nothing any more
     stage.check_idle()
 
@@ -155,7 +155,7 @@ def test_a_probe_without_time_is_not_made():
     stage = open_stage(REMOTE)
     engine = engine_on(stage)
     call = engine.lookup(engine.chain(range(4)), within_ns=10 * MS)
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.LookupResult((), "absent")
     assert not stage.waiting
 
 
@@ -164,7 +164,7 @@ def test_a_probe_that_fails_is_a_miss():
     engine = engine_on(stage)
     call = engine.lookup(engine.chain(range(4)))
     stage.fail(stage.waiting[0])
-    assert engine.answer(call) == ac.Found((), "absent")
+    assert engine.answer(call) == ac.LookupResult((), "absent")
 
 
 def test_a_lookup_tells_where_there_is_nothing_of_the_model_at_all():
@@ -175,7 +175,7 @@ def test_a_lookup_tells_where_there_is_nothing_of_the_model_at_all():
 
     def is_empty(asking: FakeEngine) -> bool:
         answer = asking.answer(asking.lookup(nothing, within_ns=10 * MS))
-        assert isinstance(answer, ac.Found)
+        assert isinstance(answer, ac.LookupResult)
         return answer.is_empty
 
     assert is_empty(engine)

@@ -12,7 +12,7 @@ from kvtier.core.limits import (
     OVER_MAX,
     STEPS_MAX,
 )
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.traits import Traits
 
 
@@ -25,8 +25,8 @@ def step(seconds: float) -> StepSample:
     return StepSample(1, 0, 1.0, 0, seconds)
 
 
-def outcome(decision: int) -> Outcome:
-    return Outcome(decision, (), 0.0, 1, 0.1, 0.0, 0.1)
+def outcome(decision: int) -> PlanOutcome:
+    return PlanOutcome(decision, (), 0.0, 1, 0.1, 0.0, 0.1)
 
 
 def names(box: Outbox) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
 from kvtier.core.limits import SESSIONS_MAX
-from kvtier.core.plan import Ask, Outcome, Plan, PlanReason, Source
+from kvtier.core.plan import Ask, PlanOutcome, PlanReason, RestorePlan, Source
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 
@@ -65,9 +65,9 @@ def ask(*runs: tuple[TierName, int], rest: int = 40, **changes: object) -> Ask:
 
 def outcome(
     tiers: Iterable[tuple[TierName, int]], restore_s: float, ttft_s: float, wait_s: float = 0.0
-) -> Outcome:
+) -> PlanOutcome:
     compute_s = max(ttft_s - restore_s, 0.0)
-    return Outcome(1, tuple(tiers), restore_s, 100, compute_s, wait_s, ttft_s + wait_s)
+    return PlanOutcome(1, tuple(tiers), restore_s, 100, compute_s, wait_s, ttft_s + wait_s)
 
 
 # How much
@@ -144,7 +144,7 @@ def test_a_request_gets_no_more_than_it_wants(limit, expected, mode):
 
 
 def test_where_nothing_was_found_there_is_nothing_to_decide():
-    assert planner().plan(ask(), 3, 0) == Plan(3, 0, PlanReason.NOTHING)
+    assert planner().plan(ask(), 3, 0) == RestorePlan(3, 0, PlanReason.NOTHING)
 
 
 @pytest.mark.parametrize("slow", [FAST, SLOW])
@@ -285,7 +285,7 @@ def lose(made: Planner, count: int, now_ns: int = 0) -> None:
     """Let restores that were thought to pay take ten times as long as computing."""
     for _ in range(count):
         asked = ask((SSD, 64))
-        plan = Plan(1, 64, PlanReason.ALL, wait_ns=1, total_s=0.1, recompute_total_s=1.0)
+        plan = RestorePlan(1, 64, PlanReason.ALL, wait_ns=1, total_s=0.1, recompute_total_s=1.0)
         made.note_outcome(asked, plan, outcome([(SSD, 64)], 9.0, 9.1), now_ns)
         see(made, now_ns, ssd=FAST)  # each transfer was fast: it lies elsewhere
 

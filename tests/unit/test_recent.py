@@ -4,23 +4,23 @@ import json
 from dataclasses import asdict, replace
 
 from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.plan import Ask, Judgement, Outcome, Plan, PlanReason, Source
+from kvtier.core.plan import Ask, Judgement, PlanOutcome, PlanReason, RestorePlan, Source
 from kvtier.core.residency import TierName
 from kvtier.daemon.recent import recent_requests
-from kvtier.node.ledger import Decision, Ledger
-from kvtier.node.tally import Tally
+from kvtier.node.ledger import Ledger, LoggedDecision
+from kvtier.node.tally import RequestTally
 
 CPU, SSD = TierName.CPU, TierName.SSD
 FOUND = ((CPU, 2), (SSD, 3), (CPU, 1))
 SOURCES = tuple(Source(tier, length, 0) for tier, length in FOUND)
 ASK = Ask(bytes(16), SOURCES, 128, 640, 64, 3000, None, EngineLoad(), can_split=False)
-PLAN = Plan(7, 6, PlanReason.ALL, total_s=0.25, recompute_total_s=1.25)
-OUTCOME = Outcome(7, ((CPU, 2), (SSD, 2)), 0.1, 256, 0.1, 0.05, 0.5)
+PLAN = RestorePlan(7, 6, PlanReason.ALL, total_s=0.25, recompute_total_s=1.25)
+OUTCOME = PlanOutcome(7, ((CPU, 2), (SSD, 2)), 0.1, 256, 0.1, 0.05, 0.5)
 WORTH = Judgement({CPU: 1.0}, {SSD: 0.25}, 0.125, "restore")
-DECISION = Decision(7, "cmpl-7", "token", "engine", 5_000_000_000, ASK, PLAN, FOUND)
+DECISION = LoggedDecision(7, "cmpl-7", "token", "engine", 5_000_000_000, ASK, PLAN, FOUND)
 
 
-def told(decision: Decision) -> dict[str, object]:
+def told(decision: LoggedDecision) -> dict[str, object]:
     ledger = Ledger()
     ledger.add(decision)
     (request,) = recent_requests(ledger, 7_500_000_000)
@@ -56,7 +56,7 @@ def test_what_came_of_it_is_told_with_what_it_cost() -> None:
 
 
 def test_where_nothing_was_found_nothing_was_predicted() -> None:
-    nothing = replace(DECISION, plan=Plan(7, 0, PlanReason.NOTHING), found=())
+    nothing = replace(DECISION, plan=RestorePlan(7, 0, PlanReason.NOTHING), found=())
     request = told(nothing)
     assert request["predicted_s"] is request["recompute_s"] is None
     assert request["found_tokens"] == {"cpu": 0, "ssd": 0, "remote": 0}
@@ -70,7 +70,7 @@ def test_the_last_ones_come_first_and_no_more_than_are_looked_at() -> None:
 
 
 def test_an_engines_requests_add_up() -> None:
-    tally = Tally()
+    tally = RequestTally()
     for _ in range(2):
         tally.asked(ASK)
     tally.told(ASK, OUTCOME, WORTH)

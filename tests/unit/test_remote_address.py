@@ -8,35 +8,45 @@ from hypothesis import strategies as st
 
 from kvtier.errors import StartError
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
-from kvtier.tiers.remote.address import Address, Form, Place
+from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
 
 
 @pytest.mark.parametrize(
     ("url", "form", "places", "shown"),
     [
-        ("redis://h", Form.SINGLE, (Place("h", 6379),), "h:6379"),
-        ("redis://h/", Form.SINGLE, (Place("h", 6379),), "h:6379"),
-        ("rediss://:pw@10.0.0.1:7000", Form.SINGLE, (Place("10.0.0.1", 7000),), "10.0.0.1:7000"),
-        ("redis://u:pw@[::1]:7000/3", Form.SINGLE, (Place("::1", 7000),), "[::1]:7000"),
-        ("unix:///run/r.sock", Form.SINGLE, (Place("/run/r.sock"),), "/run/r.sock"),
-        ("unix://u:pw@/run/r.sock?db=3", Form.SINGLE, (Place("/run/r.sock"),), "/run/r.sock"),
+        ("redis://h", Form.SINGLE, (ServerAddress("h", 6379),), "h:6379"),
+        ("redis://h/", Form.SINGLE, (ServerAddress("h", 6379),), "h:6379"),
+        (
+            "rediss://:pw@10.0.0.1:7000",
+            Form.SINGLE,
+            (ServerAddress("10.0.0.1", 7000),),
+            "10.0.0.1:7000",
+        ),
+        ("redis://u:pw@[::1]:7000/3", Form.SINGLE, (ServerAddress("::1", 7000),), "[::1]:7000"),
+        ("unix:///run/r.sock", Form.SINGLE, (ServerAddress("/run/r.sock"),), "/run/r.sock"),
+        (
+            "unix://u:pw@/run/r.sock?db=3",
+            Form.SINGLE,
+            (ServerAddress("/run/r.sock"),),
+            "/run/r.sock",
+        ),
         (
             "redis+sentinel://u:pw@a,b:1/kv/3",
             Form.SENTINEL,
-            (Place("a", 26379), Place("b", 1)),
+            (ServerAddress("a", 26379), ServerAddress("b", 1)),
             "a:26379,b:1/kv",
         ),
         (
             "rediss+cluster://u:pw@a,[::2]:7",
             Form.CLUSTER,
-            (Place("a", 6379), Place("::2", 7)),
+            (ServerAddress("a", 6379), ServerAddress("::2", 7)),
             "a:6379,[::2]:7",
         ),
-        ("redis+cluster://a/0", Form.CLUSTER, (Place("a", 6379),), "a:6379"),
+        ("redis+cluster://a/0", Form.CLUSTER, (ServerAddress("a", 6379),), "a:6379"),
     ],
 )
-def test_forms(url: str, form: Form, places: tuple[Place, ...], shown: str) -> None:
-    address = Address.parse(url)
+def test_forms(url: str, form: Form, places: tuple[ServerAddress, ...], shown: str) -> None:
+    address = RemoteAddress.parse(url)
     assert (address.form, address.places, str(address)) == (form, places, shown)
     assert address.has_tls == url.startswith("rediss")
     assert address.database == (3 if "3" in url.rpartition(":")[2] and "pw" in url else 0)
@@ -87,9 +97,9 @@ def test_refused_in_one_line_that_names_the_key_and_no_secret(url: str, problem:
 
 @given(st.text(min_size=1).filter(lambda text: "%" not in text))
 def test_any_password_may_stand_there_as_it_is(password: str) -> None:
-    address = Address.parse(f"redis://user:{password}@host:1/2")
+    address = RemoteAddress.parse(f"redis://user:{password}@host:1/2")
     assert (address.username, address.password) == ("user", password)
-    assert address.places == (Place("host", 1),)
+    assert address.places == (ServerAddress("host", 1),)
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
@@ -98,7 +108,7 @@ def test_any_login_may_stand_there_encoded(username: str, password: str) -> None
         login = f"{quote(username, safe='')}:{quote(password, safe='')}"
     except UnicodeEncodeError:  # half of a surrogate pair is in no file and no environment
         return
-    address = Address.parse(f"rediss+cluster://{login}@host:1")
+    address = RemoteAddress.parse(f"rediss+cluster://{login}@host:1")
     assert (address.username, address.password) == (username, password)
 
 

@@ -12,7 +12,7 @@ from kvtier.errors import TierError
 from kvtier.testing.child import free_port
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.remote import RemoteOptions, RemoteTier
-from kvtier.tiers.remote.parts import Parts
+from kvtier.tiers.remote.parts import CallParts
 
 OPTIONS = RemoteOptions(num_workers=2, timeout_s=0.05)
 HASHES = [BlockHash(bytes(16))]
@@ -58,7 +58,7 @@ def test_what_found_no_thread_does_not_begin_once_its_call_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would fill memory that is somebody else's by then."""
-    parts, is_over = Parts(4), threading.Event()
+    parts, is_over = CallParts(4), threading.Event()
     begun: list[bool] = []
     with (
         no_thread(monkeypatch, "remote-part_1") as refused,

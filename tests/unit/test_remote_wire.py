@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvtier.errors import TierTimeout
 from kvtier.testing.block import make_block
-from kvtier.tiers.remote.link import Link
-from kvtier.tiers.remote.resp import Command, Garbled, Refusal, Reply, ReplyReader, encode
+from kvtier.tiers.remote.link import ServerLink
+from kvtier.tiers.remote.resp import Garbled, Refusal, Reply, ReplyReader, RespCommand, encode
 from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, kept_of
 
 LONG = bytes(range(256)) * 200
@@ -137,14 +137,14 @@ words = st.lists(
 
 @given(st.lists(words, min_size=1, max_size=4))
 def test_commands_are_arrays_of_strings(commands: list[list[bytes | tuple[bytes, ...]]]) -> None:
-    pieces = encode([Command(tuple(command)) for command in commands])
+    pieces = encode([RespCommand(tuple(command)) for command in commands])
     whole = [[b"".join(w) if isinstance(w, tuple) else w for w in command] for command in commands]
     assert b"".join(pieces) == b"".join(map(wire_of, whole))
 
 
 def test_long_pieces_are_not_copied() -> None:
     payload = memoryview(LONG)
-    pieces = encode([Command((b"SET", b"k", (b"head", payload), b"PX", b"1"))])
+    pieces = encode([RespCommand((b"SET", b"k", (b"head", payload), b"PX", b"1"))])
     assert any(piece is payload for piece in pieces)
     assert len(pieces) == 3
 
@@ -170,9 +170,9 @@ def test_a_block_counts_only_for_the_bytes_that_are_stored() -> None:
 
 def test_no_more_bytes_are_asked_for_than_a_server_should_hold() -> None:
     ours, server = socket.socketpair()
-    link = Link(Connection(ours), timeout_s=0.05)
+    link = ServerLink(Connection(ours), timeout_s=0.05)
     into = memoryview(bytearray(1 << 20))
-    asked = [Command((b"GET", b"key-%d" % number), (into,)) for number in range(50)]
+    asked = [RespCommand((b"GET", b"key-%d" % number), (into,)) for number in range(50)]
     with pytest.raises(TierTimeout):
         link.ask(asked, time.monotonic_ns() + 10**10)
     assert server.recv(1 << 16).count(b"GET") == 2, "two megabytes"

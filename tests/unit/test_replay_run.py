@@ -7,26 +7,28 @@ import pytest
 
 from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.instant import replay_instant
-from kvtier.sim.replay.machine import Engines, Link, Machine
+from kvtier.sim.replay.machine import Machine, ReplayEngines, ReplayLink
 from kvtier.sim.replay.page import study_page
-from kvtier.sim.replay.record import Part, Run
+from kvtier.sim.replay.record import Part, ReplayRun
 from kvtier.sim.replay.setup import Setup
 from kvtier.sim.replay.stress import with_noise
 from kvtier.sim.replay.study import ladder, run_study
 from kvtier.sim.replay.table import study_text
 from kvtier.sim.replay.timed import replay_timed
-from kvtier.sim.replay.trace import Numbering, Request, Trace, in_order
+from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order
 from kvtier.sim.replay.traffic import Traffic
 
 TOKENS = 64
 SMALL = Machine(token_bytes=16_384)
-FAST = SMALL.model_copy(update={"cpu": Link(read_bytes_per_s=1e12, latency_s=0.0)})
+FAST = SMALL.model_copy(update={"cpu": ReplayLink(read_bytes_per_s=1e12, latency_s=0.0)})
 
 
 def chains(*ids: list[int], step_s: float = 10.0) -> Trace:
     numbering = Numbering()
     requests = [
-        Request(round(n * step_s * 1e9), numbering.number(bytes(16), each), TOKENS * len(each) + 1)
+        TraceRequest(
+            round(n * step_s * 1e9), numbering.number(bytes(16), each), TOKENS * len(each) + 1
+        )
         for n, each in enumerate(ids)
     ]
     return Trace("chains", TOKENS, in_order(requests), numbering.keys())
@@ -44,7 +46,7 @@ def lru(cpu_blocks: int, ssd_blocks: int = 0, **more: object) -> Setup:
     return Setup(cpu_blocks=cpu_blocks, ssd_blocks=ssd_blocks, **plain)
 
 
-def hit_blocks(run: Run) -> int:
+def hit_blocks(run: ReplayRun) -> int:
     return sum(run.whole.hit_tokens.values()) // TOKENS
 
 
@@ -128,7 +130,7 @@ def test_the_same_trace_gives_the_same_figures(replayed, policy):
 
 def test_with_time_a_request_waits_for_its_bytes_and_computes_the_rest():
     trace = chains([*range(40)], [*range(40)], step_s=100.0)
-    machine = FAST.model_copy(update={"engines": Engines(call_s=0.0)})
+    machine = FAST.model_copy(update={"engines": ReplayEngines(call_s=0.0)})
     setup = lru(100, is_instant=False, machine=machine, overrides={"cost.restore": "always"})
     run = replay_timed(trace, setup)
     cold_s = machine.prefill_model.seconds(40 * TOKENS + 1, 0)
@@ -149,7 +151,7 @@ def test_with_time_two_at_once_cannot_share_what_is_not_computed_yet():
 
 def test_engines_that_are_few_make_requests_wait():
     trace = chains(*([place] for place in range(20)), step_s=0.0)
-    one = SMALL.model_copy(update={"engines": Engines(count=1)})
+    one = SMALL.model_copy(update={"engines": ReplayEngines(count=1)})
     many = replay_timed(trace, lru(100, is_instant=False))
     few = replay_timed(trace, lru(100, is_instant=False, machine=one))
     assert few.whole.ttft.p99_s > 5 * many.whole.ttft.p99_s
@@ -161,8 +163,8 @@ def test_engines_that_are_few_make_requests_wait():
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e11])
 def test_at_every_speed_of_the_disk_every_request_gets_its_token(count, rate):
     trace = busy(hours=0.05)
-    engines = Engines(count=count)
-    link = Link(read_bytes_per_s=rate, write_bytes_per_s=rate)
+    engines = ReplayEngines(count=count)
+    link = ReplayLink(read_bytes_per_s=rate, write_bytes_per_s=rate)
     machine = SMALL.model_copy(update={"engines": engines, "ssd": link})
     setup = lru(60, 2000, policy="rd-sec", is_instant=False, machine=machine)
     run = replay_timed(trace, setup)

@@ -28,7 +28,7 @@ def pin(stage, engine, blocks, ttl_s=60.0):
     hashes = b"".join(block.header.block_hash for block in blocks)
     tenant = blocks[0].header.tenant
     return stage.ask(
-        lambda call: ev.Pin(call, engine.key_space, tenant, hashes, int(ttl_s * SECOND))
+        lambda call: ev.PinBlocks(call, engine.key_space, tenant, hashes, int(ttl_s * SECOND))
     )
 
 
@@ -138,7 +138,7 @@ def test_a_chain_of_an_unknown_model_cannot_be_pinned_or_warmed():
 def test_a_chain_that_is_none_is_refused(hashes):
     stage = open_stage()
     for make in (
-        lambda call: ev.Pin(call, b"k" * 16, b"t" * 16, hashes, SECOND),
+        lambda call: ev.PinBlocks(call, b"k" * 16, b"t" * 16, hashes, SECOND),
         lambda call: ev.Warm(call, b"k" * 16, b"t" * 16, hashes, 10 * SECOND),
     ):
         answer = stage.ask(make)

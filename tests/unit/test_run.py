@@ -1,9 +1,9 @@
 import numpy as np
 from rows import SCOPE, add, chain
 
-from kvtier.core.index import Index, Scope
+from kvtier.core.index import BlockIndex, Scope
 from kvtier.core.residency import Residency, TierName
-from kvtier.node.run import Chain, find_run
+from kvtier.node.run import PromptChain, find_run
 
 CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 HEADERS = chain(1, 2, 3, 4)
@@ -11,12 +11,12 @@ ALL = frozenset({CPU, SSD, REMOTE})
 
 
 def asked(scope=SCOPE, payload_bytes=5000, headers=HEADERS):
-    return Chain.of(scope, b"".join(h.block_hash for h in headers), payload_bytes)
+    return PromptChain.of(scope, b"".join(h.block_hash for h in headers), payload_bytes)
 
 
 def known(*states):
     """An index of the chain, with each block's state in the CPU, SSD and remote tiers."""
-    index = Index()
+    index = BlockIndex()
     rows = add(index, HEADERS[: len(states)])
     for row, state in zip(rows.tolist(), states, strict=True):
         for tier, cell in zip((CPU, SSD, REMOTE), state, strict=True):
@@ -40,7 +40,7 @@ def test_the_fastest_tier_is_named_first():
 def test_a_whole_chain_is_complete():
     assert find_run(known(*[(2, 0, 0)] * 4), asked(), 0, ALL).reason == "complete"
     assert find_run(known(*[(2, 0, 0)] * 4), asked(), 4, ALL).reason == "complete"
-    assert find_run(Index(), asked(headers=[]), 0, ALL).reason == "complete"
+    assert find_run(BlockIndex(), asked(headers=[]), 0, ALL).reason == "complete"
 
 
 def test_blocks_before_the_first_may_be_missing():

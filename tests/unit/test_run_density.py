@@ -7,7 +7,7 @@ from rows import add, chain
 from kvtier.core.eviction import CreditLru, RunDensity, S3Fifo
 from kvtier.core.fate import Fate
 from kvtier.core.identity import split_hashes
-from kvtier.core.index import IS_KEPT, Index
+from kvtier.core.index import IS_KEPT, BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse import History, Use
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -21,7 +21,7 @@ class Tier:
     """A CPU tier in small: index, slots and a policy, as the cache keeps them."""
 
     def __init__(self, kind):
-        self.index, self.history = Index(), History()
+        self.index, self.history = BlockIndex(), History()
         self.policy = kind(self.history)
         self.slots = SlabAllocator(1, 64 * SIZE)
         self.slots.reserve(1)

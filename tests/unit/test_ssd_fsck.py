@@ -20,7 +20,7 @@ from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk, no_hook
-from kvtier.tiers.ssd.fsck import Fsck, Purpose, Report
+from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import _CHECK, _HEADER, _TRAILER, ENTRY_DTYPE, footer_bytes
 
@@ -94,8 +94,8 @@ class Store:
         self.damage_record(segment, record, 40)
 
     def fsck(
-        self, purpose: Purpose = Purpose.CHECK, hook: Callable[[str], None] = no_hook
-    ) -> Report:
+        self, purpose: FsckPurpose = FsckPurpose.CHECK, hook: Callable[[str], None] = no_hook
+    ) -> FsckReport:
         return Fsck(Disk(self.directory, DirectIO.OFF, hook), PLAIN, purpose).run()
 
     def content(self) -> dict[str, tuple[bytes, int]]:
@@ -126,7 +126,7 @@ def blocks_of(numbers: range) -> list[BlockWrite]:
 
 def test_a_sound_store_is_clean_and_nothing_is_changed(kept: Store) -> None:
     before = kept.content()
-    for purpose in Purpose:
+    for purpose in FsckPurpose:
         report = kept.fsck(purpose)
         assert (report.num_faults, report.repaired.total()) == (0, 0)
         assert (report.segments, report.records, report.live_blocks) == (4, 35, 35)
@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[Callable[[Store], None], dict[str, object], set[int]]] =
 }
 
 
-def faults_of(report: Report) -> dict[str, object]:
+def faults_of(report: FsckReport) -> dict[str, object]:
     names = (
         "damaged_records",
         "duplicate_records",
@@ -249,12 +249,12 @@ def test_each_fault_is_found_and_repaired(kept: Store, name: str) -> None:
     assert kept.content() == before
     assert report.num_faults > 0
     assert faults_of(report) == expected
-    repair = kept.fsck(Purpose.REPAIR)
+    repair = kept.fsck(FsckPurpose.REPAIR)
     assert repair.num_faults == report.num_faults
     assert repair.num_left == 0
     assert repair.repaired.total() > 0
     after = kept.content()
-    again = kept.fsck(Purpose.REPAIR)
+    again = kept.fsck(FsckPurpose.REPAIR)
     assert faults_of(again) == {}
     assert again.repaired.total() == 0
     assert kept.content() == after
@@ -294,11 +294,11 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path: Path) -> None:
         kept.damage(2, 0, bytes(4096))
         steps_left = num_kills + 1
         try:
-            kept.fsck(Purpose.REPAIR, hook)
+            kept.fsck(FsckPurpose.REPAIR, hook)
             is_done = True
         except Killed:
             num_kills += 1
-        assert kept.fsck(Purpose.REPAIR).num_left == 0
+        assert kept.fsck(FsckPurpose.REPAIR).num_left == 0
         assert kept.fsck().num_faults == 0
         assert kept.served() == set(range(35)) - {2, 5, 11, *range(20, 30)}
     assert num_kills > 5
@@ -314,7 +314,7 @@ def test_of_two_records_of_a_block_the_earlier_is_a_duplicate(kept: Store) -> No
     kept.path(0).write_bytes(with_twins)  # as a crash in the middle of a move leaves it
     report = kept.fsck()
     assert (report.duplicate_records, report.live_blocks, report.num_faults) == (3, 35, 3)
-    assert kept.fsck(Purpose.REPAIR).repaired == {"duplicates removed": 3}
+    assert kept.fsck(FsckPurpose.REPAIR).repaired == {"duplicates removed": 3}
     assert kept.fsck().num_faults == 0
     assert kept.served() == set(range(35))
 
@@ -338,7 +338,7 @@ def test_a_sector_that_cannot_be_read_is_left_alone(kept: Store) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     before = kept.content()
-    report = kept.fsck(Purpose.REPAIR, hook)
+    report = kept.fsck(FsckPurpose.REPAIR, hook)
     assert (report.unreadable_records, report.num_left) == (35, 35)
     assert kept.content() == before
 
@@ -353,7 +353,7 @@ def test_a_footer_with_an_impossible_size_is_refused(kept: Store, payload_bytes:
     assert kept.served() == set(range(35))  # the blocks are found by their records
     kept.declare(2, payload_bytes)
     assert kept.fsck().footers_wrong == 1
-    assert kept.fsck(Purpose.REPAIR).repaired == {"footers written": 1}
+    assert kept.fsck(FsckPurpose.REPAIR).repaired == {"footers written": 1}
     assert kept.fsck().num_faults == 0
 
 
@@ -363,7 +363,7 @@ def test_strangers_are_counted_and_left_alone(kept: Store) -> None:
     (kept.directory / "folder").mkdir()
     link = kept.directory / f"{99:016x}.segment"
     link.symlink_to(kept.directory / "notes.txt")
-    report = kept.fsck(Purpose.REPAIR)
+    report = kept.fsck(FsckPurpose.REPAIR)
     assert (report.foreign_files, report.num_faults) == (3, 0)
     assert report.foreign_names == [link.name, "folder", "notes.txt"]
     assert link.is_symlink()
@@ -375,7 +375,7 @@ def test_what_another_version_wrote_is_no_fault_and_is_left_for_it(
 ) -> None:
     others = kept.of_other_version(1, number)
     before = kept.content()
-    for purpose in Purpose:
+    for purpose in FsckPurpose:
         report = kept.fsck(purpose)
         assert faults_of(report) | report.repaired == {}
         assert (report.set_aside_files, report.set_aside_bytes) == (1, SEGMENT_BYTES)
@@ -387,7 +387,7 @@ def test_what_another_version_wrote_is_no_fault_and_is_left_for_it(
     tier.close()
     assert others.exists()
     report = Fsck(
-        Disk(kept.directory, DirectIO.OFF), PLAIN, Purpose.CHECK, keeps_others=False
+        Disk(kept.directory, DirectIO.OFF), PLAIN, FsckPurpose.CHECK, keeps_others=False
     ).run()
     assert report.repaired == {"files of another version removed": 1}
     assert not others.exists()

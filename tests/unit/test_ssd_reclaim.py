@@ -13,7 +13,7 @@ from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.ssd import SsdOptions, SsdTier
-from kvtier.tiers.ssd.index import READS_MAX, Index
+from kvtier.tiers.ssd.index import READS_MAX, SegmentIndex
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
 from kvtier.tiers.ssd.victim import MOVED_SHARE, choose_victim
@@ -198,7 +198,7 @@ def entries_of(numbers: range, payload_bytes: int) -> np.ndarray:
 
 
 def test_the_choice_weighs_age_against_what_is_worth_keeping() -> None:
-    index = Index()
+    index = SegmentIndex()
     for segment in (1, 2, 3):
         index.put(entries_of(range(segment * 100, segment * 100 + 20), 40_000), segment)
     assert choose_victim(index, [], 1 << 20) is None
@@ -214,7 +214,7 @@ def test_the_choice_weighs_age_against_what_is_worth_keeping() -> None:
 
 
 def test_the_bytes_of_all_blocks_are_those_of_their_rows() -> None:
-    index = Index()
+    index = SegmentIndex()
     index.put(entries_of(range(3), 100), 1)
     assert index.payload_total_bytes == 300
     twice = np.concatenate([entries_of(range(2, 4), 200), entries_of(range(2, 3), 50)])
@@ -230,7 +230,7 @@ def test_the_bytes_of_all_blocks_are_those_of_their_rows() -> None:
 
 
 def test_reads_are_counted_to_a_limit_and_wear_off() -> None:
-    index = Index()
+    index = SegmentIndex()
     index.put(entries_of(range(1), 100), 1)
     rows = index.rows_of(1)
     for _ in range(300):

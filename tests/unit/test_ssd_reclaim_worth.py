@@ -15,7 +15,7 @@ from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, WriteOutcome
 from kvtier.tiers.ssd import SsdOptions, SsdTier
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
 from kvtier.tiers.ssd.victim import MOVED_SHARE
@@ -192,9 +192,9 @@ def test_what_a_store_found_at_its_start_is_weighed_too(opened: Opened, tmp_path
     assert fetch(tier, *hot) == [None] * 12
 
 
-def _index_of(num_segments: int, per_segment: int) -> Index:
+def _index_of(num_segments: int, per_segment: int) -> SegmentIndex:
     """Return an index of so many full segments."""
-    index = Index()
+    index = SegmentIndex()
     random = np.random.default_rng(7)
     for number in range(1, num_segments + 1):
         entries = np.zeros(per_segment, ENTRY_DTYPE)

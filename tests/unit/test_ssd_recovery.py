@@ -11,7 +11,7 @@ import psutil
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.ssd import SsdTier
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
 
 
@@ -27,7 +27,7 @@ def grown_bytes() -> int:
     Rows are reserved at once, and paid for when they are written.
     """
     process = psutil.Process()
-    index = Index()
+    index = SegmentIndex()
     index.put(random_entries(1000), 1)
     before_bytes = process.memory_info().rss
     for number in range(25):

@@ -8,7 +8,7 @@ import pytest
 from kvtier.cli.stat_text import stat_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.observe.table import Route
+from kvtier.observe.table import TransferRoute
 
 HUGE = 10**10
 
@@ -31,7 +31,7 @@ def grown() -> dict[str, Any]:
         **dict.fromkeys(("seconds", "saved_s", "lost_s", "actual_s", "first_token_s"), 0.0),
         **dict.fromkeys(("asked_tokens", "found_tokens", "first_tokens", "restored_bytes"), 0),
         "served_tokens": dict.fromkeys(("gpu", "cpu", "ssd", "remote"), 0),
-        "moved_bytes": {route.value: 0 for route in Route},
+        "moved_bytes": {route.value: 0 for route in TransferRoute},
         "decisions": {},
         "missed_blocks": {},
     }
@@ -76,7 +76,7 @@ def document() -> dict[str, Any]:
         "probed_lookups": {},
         "transfers": {
             route.value: {"bytes": 0, "failed_bytes": 0, "seconds": 0.0, "count": 0}
-            for route in Route
+            for route in TransferRoute
         },
         "policy": {
             "eviction": "rd-sec",

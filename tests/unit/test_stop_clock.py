@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvtier.daemon.closing import Closing
+from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.stop import Stop, signals_heard
 from kvtier.errors import TierError
 from kvtier.testing.child import await_true
@@ -112,7 +112,7 @@ def test_a_step_that_fails_or_hangs_keeps_no_other_from_its_turn() -> None:
         raise TierError("no disk")
 
     async def scenario() -> None:
-        async with Closing(stop) as closing:
+        async with ClosingStack(stop) as closing:
             closing.add("the first", lambda: taken.append("first"))
             closing.add("one that fails", fail)
             closing.add("one that hangs", hang, most_s=0.01)
@@ -131,7 +131,7 @@ def test_where_the_time_is_over_what_does_not_hang_is_let_go_all_the_same() -> N
         taken.append("quick")
 
     async def scenario() -> None:
-        async with Closing(stop) as closing:
+        async with ClosingStack(stop) as closing:
             for _ in range(3):
                 closing.add("a quick one", quick)
             stop.begin()

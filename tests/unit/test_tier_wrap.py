@@ -12,8 +12,8 @@ from kvtier.tiers.memory import EvictionOrder, MemoryTier
 from kvtier.tiers.wrap import (
     BreakerState,
     BreakerTier,
-    Call,
     Operation,
+    TierCall,
 )
 
 READ, WRITE, PROBE = Operation.READ, Operation.WRITE, Operation.PROBE
@@ -172,7 +172,7 @@ def test_faults_are_what_they_say() -> None:
 
 
 def test_a_seed_gives_the_same_faults_again() -> None:
-    call = Call(READ, 1, 1, 0)
+    call = TierCall(READ, 1, 1, 0)
     first, second, other = (seeded_faults(seed, 0.5) for seed in (7, 7, 8))
     drawn = [first(call) for _ in range(100)]
     assert drawn == [second(call) for _ in range(100)]

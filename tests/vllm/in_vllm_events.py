@@ -29,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.routers.events import Events, open_events
 from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import NO_TENANT
@@ -70,7 +70,7 @@ def request(name: str, first_token: int, **more: Any) -> Request:
 
 
 def followed(events: Events, asked: Request) -> Any:
-    chains = Chains([SPACE], NO_TENANT, BLOCK_TOKENS)
+    chains = RankChains([SPACE], NO_TENANT, BLOCK_TOKENS)
     chains.extend(asked.all_token_ids)
     tracked = SimpleNamespace(request=asked, chains=chains, num_learned=0)
     events.news.follow(tracked)

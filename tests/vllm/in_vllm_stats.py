@@ -20,13 +20,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvtier.connectors.vllm.metrics import KvtierStats
-from kvtier.connectors.vllm.stats import HIT_TOKENS, LOAD_SECONDS, LOOKUPS, Tally
+from kvtier.connectors.vllm.stats import HIT_TOKENS, LOAD_SECONDS, LOOKUPS, StatTally
 
 NAME = "KvtierConnector"
 
 
 def stats() -> Any:
-    tally = Tally()
+    tally = StatTally()
     tally.add(HIT_TOKENS, 512, "cpu")
     tally.add(LOOKUPS, label="hit")
     tally.add(LOAD_SECONDS, 0.013)

@@ -21,7 +21,7 @@ from kvtier.client import Client
 from kvtier.connectors.vllm.identity.facts import BlockFacts
 from kvtier.connectors.vllm.messages import StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats
-from kvtier.connectors.vllm.order import LoadOrder, Orders, RankFacts, Results
+from kvtier.connectors.vllm.order import RankFacts, Results, WorkerLoadOrder, WorkerOrders
 from kvtier.connectors.vllm.routers.events import Events
 from kvtier.connectors.vllm_tier import KvtierOffloadingConnector, KvtierTier
 from kvtier.core.identity import NO_TENANT
@@ -68,7 +68,7 @@ HOOKS: Mapping[str, object] = {
     "on_new_request": None,
     "get_num_new_matched_tokens": (0, False),
     "update_state_after_alloc": None,
-    "build_connector_meta": StepMetadata(Orders(), b""),
+    "build_connector_meta": StepMetadata(WorkerOrders(), b""),
     "update_connector_output": None,
     "request_finished_all_groups": (False, None),
     "has_pending_push_work": False,
@@ -152,7 +152,7 @@ def check_start() -> None:
 def check_worker_begins_later() -> None:
     """Where no thread is to be had a worker reports its orders, and begins with a later step."""
     layout = KVLayout("vllm-lbhnc", 1, 64, 4096, "float32", "small")
-    load = LoadOrder("a", NO_TENANT, ((bytes(16),),), 0, ((7, -1),), (1,), 1e12)
+    load = WorkerLoadOrder("a", NO_TENANT, ((bytes(16),),), 0, ((7, -1),), (1,), 1e12)
     start, failed = threading.Thread.start, []
 
     def start_none_of_ours(thread: threading.Thread) -> None:
@@ -165,7 +165,7 @@ def check_worker_begins_later() -> None:
         connector = make()
         connector._facts = RankFacts(BlockFacts("{}", layout, "float32", "vllm", "auto", 1, 0, 4))
         connector._copies = SimpleNamespace(num_readers=1, arena=None, close=lambda: None)
-        connector.bind_connector_metadata(StepMetadata(Orders(loads=[load]), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(WorkerOrders(loads=[load]), bytes(32)))
         with patch.object(threading.Thread, "start", start_none_of_ours):
             connector.start_load_kv(None)
         assert failed
@@ -173,7 +173,7 @@ def check_worker_begins_later() -> None:
         assert connector.get_finished(set()) == (None, {"a"})
         assert connector.get_block_ids_with_load_errors() == {7}
         assert not [each for each in threading.enumerate() if each.name == "kvtier-report"]
-        connector.bind_connector_metadata(StepMetadata(Orders(), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(WorkerOrders(), bytes(32)))
         connector.start_load_kv(None)
         assert isinstance(connector._worker._client, Client)
         connector.shutdown()

@@ -4,10 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.client import Announcement, ClientDeadlines, Found, Held
+from kvtier.client import Announcement, ClientDeadlines, FoundBlocks, HeldBlocks
 from kvtier.core.cost.sample import EngineLoad, Estimate, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import Outcome, Plan, PlanReason
+from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
@@ -30,7 +30,7 @@ class RecordedDaemon:
     empty_s: float = 0.0
     """For how long who asks is told that there is nothing, where that is so."""
     num_decisions: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[PlanOutcome] = field(default_factory=list)
     num_leases: int = 0
 
 
@@ -60,15 +60,17 @@ class RecordingClient:
         first: int,
         traits: Traits,
         load: EngineLoad,
-    ) -> Found:
+    ) -> FoundBlocks:
         self._reach()
         tiers = self._run(tenant, hashes, first)
         self.daemon.num_decisions += 1
         reason = PlanReason.ALL if tiers else PlanReason.NOTHING
         none = Estimate(0.0, 0.0)
-        plan = Plan(self.daemon.num_decisions, len(tiers), reason, restore=none, recompute=none)
+        plan = RestorePlan(
+            self.daemon.num_decisions, len(tiers), reason, restore=none, recompute=none
+        )
         empty_s = 0.0 if self.daemon.stored else self.daemon.empty_s
-        return Found(tuple(tiers), "complete", plan, self.daemon.advised_tokens, empty_s)
+        return FoundBlocks(tuple(tiers), "complete", plan, self.daemon.advised_tokens, empty_s)
 
     def hold(
         self,
@@ -78,17 +80,17 @@ class RecordingClient:
         *,
         decision: int = 0,
         timeout_s: float | None = None,
-    ) -> Held:
+    ) -> HeldBlocks:
         assert decision, "the plan's number is told"
         self._reach()
         tiers = self._run(tenant, hashes, first)[: self.daemon.hold_most]
         if not tiers:
-            return Held((), "late", 0.0, lambda: None)
+            return HeldBlocks((), "late", 0.0, lambda: None)
         self.daemon.num_leases += 1
         number = self.daemon.num_leases
         self.daemon.open_leases.add(number)
         good_until_s = time.monotonic() + self.daemon.lease_s
-        return Held(
+        return HeldBlocks(
             tuple(tiers), "complete", good_until_s, lambda: self.daemon.open_leases.remove(number)
         )
 
@@ -96,7 +98,7 @@ class RecordingClient:
         assert load.waiting_tokens >= 0
         assert load.num_running >= 0
 
-    def note_outcome(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: PlanOutcome) -> None:
         self.daemon.outcomes.append(outcome)
 
     def close(self) -> None:

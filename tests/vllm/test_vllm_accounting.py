@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.connectors.vllm.chain import Chains
-from kvtier.connectors.vllm.order import Loaded, LoadOrder, Results, StoreOrder
+from kvtier.connectors.vllm.chain import RankChains
+from kvtier.connectors.vllm.order import Results, WorkerLoaded, WorkerLoadOrder, WorkerStoreOrder
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.core.identity import NO_TENANT
 from tests.vllm.recording_client import LEASE_S, RecordedDaemon, RecordingClient
@@ -128,7 +128,7 @@ class Accounting(RuleBasedStateMachine):
         """Have another engine's blocks there, of two prompts of three."""
         for kind in range(2):
             tokens = prompt(kind, LENGTH_MAX)
-            chains = Chains(KEY_SPACES, NO_TENANT, BLOCK_TOKENS)
+            chains = RankChains(KEY_SPACES, NO_TENANT, BLOCK_TOKENS)
             chains.extend(tokens)
             for chain in chains.first(len(chains)):
                 for index, block_hash in enumerate(chain):
@@ -266,12 +266,12 @@ class Accounting(RuleBasedStateMachine):
         """Have one worker be done with a load."""
         name = list(self.loads)[pick % len(self.loads)]
         copy = self.loads[name]
-        order: LoadOrder = copy.order
+        order: WorkerLoadOrder = copy.order
         copy.left.pop()
         done = min(filled, len(order.into))
         copy.num_filled = min(copy.num_filled, done)
         results = Results()
-        results.note_loaded(name, Loaded(done, 0.0))
+        results.note_loaded(name, WorkerLoaded(done, 0.0))
         if not copy.left:
             del self.loads[name]
         self._deliver(results)
@@ -283,7 +283,7 @@ class Accounting(RuleBasedStateMachine):
     def store(self, pick: int, is_kept: bool) -> None:
         """Have one worker be done with a store."""
         copy = self.stores[pick % len(self.stores)]
-        order: StoreOrder = copy.order
+        order: WorkerStoreOrder = copy.order
         rank = copy.left.pop()
         for place, blocks in enumerate(order.blocks):
             index = order.first + place
@@ -412,7 +412,7 @@ class Accounting(RuleBasedStateMachine):
         if orders.step:
             self.steps.append(orders.step)
 
-    def _check_load(self, order: LoadOrder) -> None:
+    def _check_load(self, order: WorkerLoadOrder) -> None:
         """Fail where not exactly what was promised is ordered."""
         run = self.runs[order.request_id]
         flat = [block for blocks in order.into for block in blocks]
@@ -428,7 +428,7 @@ class Accounting(RuleBasedStateMachine):
             for block_hash in chain[order.first :]:
                 assert (NO_TENANT, block_hash) in self.daemon.stored
 
-    def _received(self, name: str, order: LoadOrder, num_filled: int) -> None:
+    def _received(self, name: str, order: WorkerLoadOrder, num_filled: int) -> None:
         run = self.runs.get(name) or self.aborted[name]
         for place, blocks in enumerate(order.into[:num_filled]):
             index = order.first + place

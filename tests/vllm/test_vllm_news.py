@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Facts, Told
 from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
@@ -39,7 +39,7 @@ def describe(request: Any, first: int, end: int) -> list[Facts]:
 
 
 def asked(*tokens: int, spaces: list[bytes] = SPACES[:1], num_named: int = 1000) -> Any:
-    chains = Chains(spaces, NO_TENANT, RATIO)
+    chains = RankChains(spaces, NO_TENANT, RATIO)
     chains.extend(tokens)
     request = SimpleNamespace(tokens=tokens, num_named=num_named)
     return SimpleNamespace(request=request, chains=chains, num_learned=0)

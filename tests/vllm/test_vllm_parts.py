@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 
-from kvtier.client import Held
-from kvtier.connectors.vllm.account import Account
-from kvtier.connectors.vllm.chain import Chains
-from kvtier.connectors.vllm.order import Loaded, LoadOrder, Orders, Results, StoreOrder
-from kvtier.connectors.vllm.reports import Reports
+from kvtier.client import HeldBlocks
+from kvtier.connectors.vllm.account import RequestAccount
+from kvtier.connectors.vllm.chain import RankChains
+from kvtier.connectors.vllm.order import (
+    Results,
+    WorkerLoaded,
+    WorkerLoadOrder,
+    WorkerOrders,
+    WorkerStoreOrder,
+)
+from kvtier.connectors.vllm.reports import WorkerReports
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.search import Search
 from kvtier.connectors.vllm.stats import LOOKUPS
-from kvtier.connectors.vllm.steps import Chunk, StepClock
+from kvtier.connectors.vllm.steps import StepChunk, StepClock
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.cost.sample import EngineLoad
@@ -37,7 +43,7 @@ SPACES = [bytes([rank]) * 16 for rank in range(2)]
 
 def test_chains_grow_as_if_they_had_been_hashed_at_once() -> None:
     tokens, extra = list(range(50)), {0: b"adapter", 2: b"picture"}
-    chains = Chains(SPACES, NO_TENANT, 8, extra)
+    chains = RankChains(SPACES, NO_TENANT, 8, extra)
     for end in (3, 8, 20, 21, 50):
         chains.extend(tokens[:end])
         assert len(chains) == end // 8
@@ -52,8 +58,8 @@ def test_chains_grow_as_if_they_had_been_hashed_at_once() -> None:
 def test_a_step_is_told_by_its_number() -> None:
     clock = StepClock()
     empty = clock.begin((), 1.0)
-    first = clock.begin([Chunk("a", 100, 0, 100), Chunk("b", 1, 50, 40)], 2.0)
-    second = clock.begin([Chunk("b", 1, 51, 40)], 2.5)
+    first = clock.begin([StepChunk("a", 100, 0, 100), StepChunk("b", 1, 50, 40)], 2.0)
+    second = clock.begin([StepChunk("b", 1, 51, 40)], 2.5)
     assert clock.end(99, 3.0) is None
     step = clock.end(first, 4.0)
     assert step is not None
@@ -70,7 +76,7 @@ def test_a_step_is_told_by_its_number() -> None:
 
 def test_steps_that_nobody_ends_are_forgotten() -> None:
     clock = StepClock()
-    numbers = [clock.begin([Chunk("a", 1, 0, 9)], float(place)) for place in range(200)]
+    numbers = [clock.begin([StepChunk("a", 1, 0, 9)], float(place)) for place in range(200)]
     assert clock.end(numbers[0], 300.0) is None
     assert clock.end(numbers[-1], 300.0) is not None
 
@@ -79,7 +85,7 @@ def test_steps_that_nobody_ends_are_forgotten() -> None:
 
 
 def test_an_account_of_a_restored_request() -> None:
-    account = Account(10.0, num_restored=3, restore_s=0.5)
+    account = RequestAccount(10.0, num_restored=3, restore_s=0.5)
     account.note_chunk(80, 12.0)
     account.note_chunk(20, 12.3)
     account.compute_s = 0.4
@@ -92,7 +98,7 @@ def test_an_account_of_a_restored_request() -> None:
 
 
 def test_there_is_no_outcome_without_a_plan_or_a_chunk() -> None:
-    account = Account(10.0)
+    account = RequestAccount(10.0)
     assert account.outcome(7, (), 11.0) is None
     account.note_chunk(1, 10.5)
     assert account.outcome(0, (), 11.0) is None
@@ -102,7 +108,7 @@ def test_there_is_no_outcome_without_a_plan_or_a_chunk() -> None:
 
 
 def search(*daemons: RecordedDaemon) -> Search:
-    chains = Chains(SPACES[: len(daemons)], NO_TENANT, 8)
+    chains = RankChains(SPACES[: len(daemons)], NO_TENANT, 8)
     chains.extend(list(range(40)))
     for daemon, chain in zip(daemons, chains.first(5), strict=True):
         daemon.stored |= {(NO_TENANT, each): () for each in chain}
@@ -126,7 +132,7 @@ def test_a_search_finds_what_all_ranks_hold() -> None:
 @pytest.mark.parametrize("hold_most", [0, 5])
 def test_a_search_that_one_rank_fails_holds_nothing(hold_most: int) -> None:
     class Failing(RecordingClient):
-        def hold(self, *_: Any, **__: Any) -> Held:
+        def hold(self, *_: Any, **__: Any) -> HeldBlocks:
             raise DaemonUnavailable("gone")
 
     one, other = RecordedDaemon(hold_most=hold_most), RecordedDaemon()
@@ -147,7 +153,7 @@ def test_a_search_that_nobody_wants_any_more_lets_go() -> None:
     entered, left = threading.Event(), threading.Event()
 
     class Slow(RecordingClient):
-        def hold(self, *rest: Any, **more: Any) -> Held:
+        def hold(self, *rest: Any, **more: Any) -> HeldBlocks:
             entered.set()
             assert left.wait(10)
             return super().hold(*rest, **more)
@@ -182,19 +188,19 @@ def test_a_name_that_no_message_can_carry_does_not_cost_the_cache() -> None:
 
 def test_results_of_workers_add_up() -> None:
     results = Results(3)
-    results.note_loaded("a", Loaded(5, 1.0))
+    results.note_loaded("a", WorkerLoaded(5, 1.0))
     other = Results(3)
-    other.note_loaded("a", Loaded(2, 2.0))
+    other.note_loaded("a", WorkerLoaded(2, 2.0))
     other.stored[9] = 1
     results.stored[9] = 1
     results.add(other)
-    assert results.loaded == {"a": Loaded(2, 2.0, num_workers=2)}
+    assert results.loaded == {"a": WorkerLoaded(2, 2.0, num_workers=2)}
     assert results.stored == {9: 2}
     assert not Results()
 
 
-LOAD = LoadOrder("a", NO_TENANT, ((b"h" * 16,),), 0, ((-1, 7, 8, 9),), (1,), 1e12)
-STORE = StoreOrder(4, NO_TENANT, ((b"h" * 16,),), 0, ((1, 2, 3, 4),))
+LOAD = WorkerLoadOrder("a", NO_TENANT, ((b"h" * 16,),), 0, ((-1, 7, 8, 9),), (1,), 1e12)
+STORE = WorkerStoreOrder(4, NO_TENANT, ((b"h" * 16,),), 0, ((1, 2, 3, 4),))
 
 
 class BrokenCopies:
@@ -227,7 +233,7 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
     copies: Any = BrokenCopies(has_fence=has_fence)
     client: Any = BrokenClient(RecordedDaemon())
     worker = WorkerHalf(client, copies)
-    orders = Orders(loads=[LOAD], stores=[STORE])
+    orders = WorkerOrders(loads=[LOAD], stores=[STORE])
     for begin in (worker.load, worker.store):
         if has_fence:
             begin(orders)
@@ -238,7 +244,7 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
     await_true(lambda: reports._received and reports._results.stored, "both are reported")
     worker.close()
     with nullcontext() if has_fence else pytest.raises(RuntimeError, match="the device is gone"):
-        worker.load(Orders(loads=[LoadOrder("b", NO_TENANT, (), 0, ((5,),))]))
+        worker.load(WorkerOrders(loads=[WorkerLoadOrder("b", NO_TENANT, (), 0, ((5,),))]))
     assert reports.take_received() == {"a", "b"}
     assert reports.take_missing() == {5, 7, 8, 9}
     results = reports.take_results(0)
@@ -249,7 +255,7 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
 
 
 def test_what_no_worker_is_there_for_is_reported() -> None:
-    reports = Reports()
+    reports = WorkerReports()
     reports.refuse([LOAD, STORE])
     assert reports.take_received() == {"a"}
     assert reports.take_missing() == {7, 8, 9}
@@ -263,7 +269,7 @@ class reports_loaded:  # noqa: N801 - reads as a value
         self._num_filled = num_filled
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Loaded) and other.num_filled == self._num_filled
+        return isinstance(other, WorkerLoaded) and other.num_filled == self._num_filled
 
     __hash__ = None
 
@@ -450,7 +456,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
     request = asked("a", num_tokens=4 * num_blocks)
     made.add(request)
 
-    def step(num_past: int, num_new: int) -> list[StoreOrder]:
+    def step(num_past: int, num_new: int) -> list[WorkerStoreOrder]:
         fresh = SimpleNamespace(
             req_id="a", block_ids=(list(range(num_blocks)),), num_computed_tokens=num_past
         )

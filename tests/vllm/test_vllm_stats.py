@@ -20,8 +20,8 @@ from kvtier.connectors.vllm.stats import (
     LOOKUPS,
     ROWS,
     STORE_BLOCKS,
-    Kind,
-    Tally,
+    StatKind,
+    StatTally,
     add_up,
     split_by_tier,
     summary,
@@ -36,7 +36,7 @@ CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 
 
 def test_a_tally_is_taken_once() -> None:
-    tally = Tally()
+    tally = StatTally()
     tally.add(HIT_TOKENS, 64, "cpu")
     tally.add(HIT_TOKENS, 64, "cpu")
     tally.add(STORE_BLOCKS, 0, "kept")
@@ -45,7 +45,7 @@ def test_a_tally_is_taken_once() -> None:
 
 
 def test_counts_are_added_up_by_their_kind() -> None:
-    one, other = Tally(), Tally()
+    one, other = StatTally(), StatTally()
     for tally, is_attached in ((one, 1), (other, 0)):
         tally.add(ATTACHED, is_attached)
         tally.add(LOOKUPS, label="hit")
@@ -61,13 +61,13 @@ def test_counts_are_added_up_by_their_kind() -> None:
 
 
 def test_what_another_release_of_ours_counts_is_left_out() -> None:
-    counts = Tally().take()
+    counts = StatTally().take()
     add_up(counts, {"vllm:kvtier_of_tomorrow": {"": [1]}})
     assert counts == {}
 
 
 def test_samples_that_nobody_takes_are_bounded() -> None:
-    tally = Tally()
+    tally = StatTally()
     for _ in range(3000):
         tally.add(LOAD_SECONDS, 0.001)
     counts = tally.take()
@@ -76,7 +76,7 @@ def test_samples_that_nobody_takes_are_bounded() -> None:
 
 
 def test_an_interval_reads_well() -> None:
-    tally = Tally()
+    tally = StatTally()
     tally.add(HIT_TOKENS, 2944, "ssd")
     tally.add(LOOKUPS, 2, "hit")
     for seconds in (0.010, 0.0203):
@@ -113,7 +113,7 @@ def test_tokens_are_split_by_tier(
 def test_the_guide_names_every_metric() -> None:
     guide = (ROOT / "docs" / "vllm.md").read_text()
     for row in ROWS.values():
-        suffix = "_total" if row.kind is Kind.COUNTER else ""
+        suffix = "_total" if row.kind is StatKind.COUNTER else ""
         assert f"| `{row.name}{suffix}` |" in guide, row.name
         for value in filter(None, row.values):
             assert f"`{value}`" in guide, f"{row.name} {value}"

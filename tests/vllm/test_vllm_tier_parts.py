@@ -15,15 +15,15 @@ import pytest
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm_tier.chain import Chain, Run
+from kvtier.connectors.vllm_tier.chain import ChunkChain, ChunkRun
 from kvtier.connectors.vllm_tier.identity import (
     ModelFacts,
     chunk_layout,
     model_facts,
     side_by_side,
 )
-from kvtier.connectors.vllm_tier.requests import Answer, Requests
-from kvtier.connectors.vllm_tier.transfers import Ended, Transfers
+from kvtier.connectors.vllm_tier.requests import ChunkAnswer, Requests
+from kvtier.connectors.vllm_tier.transfers import ChunkTransfers, Ended
 from kvtier.core.identity import BlockHash
 from kvtier.core.layout import KVLayout
 from kvtier.core.traits import Traits
@@ -61,7 +61,7 @@ class SmallTier:
         self.view = memoryview(self.memory).cast("b").cast("b", (NUM_CHUNKS, CHUNK_BYTES))
         self.rows = np.asarray(self.view).view(np.uint8)
         self.requests = Requests(self.client, space.digest)
-        self.transfers = Transfers(self.client, self.view)
+        self.transfers = ChunkTransfers(self.client, self.view)
         self.ended: list[Ended] = []
         self._jobs = count()
 
@@ -84,15 +84,15 @@ class SmallTier:
             lambda first: chunks[first:],
         )
 
-    def await_answers(self, request_id: str, chunks: Sequence[bytes]) -> list[Answer]:
+    def await_answers(self, request_id: str, chunks: Sequence[bytes]) -> list[ChunkAnswer]:
         """Ask in step after step until nothing is to be answered later."""
 
-        def look() -> list[Answer] | None:
+        def look() -> list[ChunkAnswer] | None:
             answers = [self.requests.ask(request_id, name) for name in chunks]
             self.requests.end_step()
-            return None if Answer.LATER in answers else answers
+            return None if ChunkAnswer.LATER in answers else answers
 
-        found: list[Answer] = await_true(look, "all is answered")
+        found: list[ChunkAnswer] = await_true(look, "all is answered")
         return found
 
     def load(self, request_id: str, chunks: dict[bytes, int]) -> int:
@@ -118,18 +118,18 @@ class SmallTier:
 
 
 def test_a_hash_says_where_its_chunk_is() -> None:
-    chain, later = Chain(BlockHash(bytes(16))), Chain(BlockHash(bytes(16)))
+    chain, later = ChunkChain(BlockHash(bytes(16))), ChunkChain(BlockHash(bytes(16)))
     chain.hear(names(3))
     later.hear(names(3)[1:])
     assert chain.hashes[0].hex() == "6899380c5085d6c80b611f2ed0f2daf9"
     assert not set(chain.hashes) & set(later.hashes)
-    other = Chain(BlockHash(b"\x01" * 16))
+    other = ChunkChain(BlockHash(b"\x01" * 16))
     other.hear(names(3))
     assert not set(chain.hashes) & set(other.hashes), "the root is the key space's"
 
 
 def test_a_chain_takes_names_in_their_order_only() -> None:
-    chain = Chain(BlockHash(bytes(16)))
+    chain = ChunkChain(BlockHash(bytes(16)))
     chain.hear(names(4))
     known = list(chain.hashes)
     for heard in ([], names(4), names(4)[1:], names(6)[2:], names(5, prompt=1)):
@@ -143,13 +143,13 @@ def test_a_chain_takes_names_in_their_order_only() -> None:
 
 
 def test_chunks_are_put_in_order_and_cut_at_gaps() -> None:
-    chain = Chain(BlockHash(bytes(16)))
+    chain = ChunkChain(BlockHash(bytes(16)))
     chain.hear(all_names := names(6))
     chunks = dict(zip(all_names, range(10, 16), strict=True))
     asked = [*reversed(all_names[3:5]), all_names[0], *names(1, prompt=1)]
     assert chain.runs([(name, chunks.get(name, 99)) for name in asked]) == [
-        Run(0, [all_names[0]], [10]),
-        Run(3, all_names[3:5], [13, 14]),
+        ChunkRun(0, [all_names[0]], [10]),
+        ChunkRun(3, all_names[3:5], [13, 14]),
     ]
     assert chain.runs([]) == []
 
@@ -159,7 +159,7 @@ def test_chunks_go_out_and_come_back(node: Served) -> None:
     chunks = names(5)
     with node.daemon(), SmallTier(node) as small:
         small.begin("one", chunks)
-        assert small.await_answers("one", chunks) == [Answer.MISS] * 5
+        assert small.await_answers("one", chunks) == [ChunkAnswer.MISS] * 5
         small.rows[:5] = np.arange(5, dtype=np.uint8)[:, None] + 1
         stored = small.await_ended(small.store("one", dict(zip(chunks, range(5), strict=True))))
         assert (stored.is_whole, stored.num_bytes) == (True, 5 * CHUNK_BYTES)
@@ -167,7 +167,9 @@ def test_chunks_go_out_and_come_back(node: Served) -> None:
 
         small.begin("two", [*chunks[:3], *names(2, prompt=1)])
         asked = [*chunks[:3], *names(2, prompt=1)]
-        assert small.await_answers("two", asked[1:]) == [Answer.HIT] * 2 + [Answer.MISS] * 2
+        assert (
+            small.await_answers("two", asked[1:]) == [ChunkAnswer.HIT] * 2 + [ChunkAnswer.MISS] * 2
+        )
         loaded = small.await_ended(small.load("two", {chunks[1]: 21, chunks[2]: 22}))
         assert loaded.is_whole
         assert (small.rows[[21, 22]] == small.rows[[1, 2]]).all()
@@ -181,27 +183,27 @@ def test_what_did_not_come_is_missing_from_then_on(node: Served) -> None:
     with node.daemon(), SmallTier(node) as small:
         small.begin("one", chunks)
         small.await_ended(small.store("one", dict(zip(chunks, range(5), strict=True))))
-        assert small.await_answers("one", chunks) == [Answer.HIT] * 5
+        assert small.await_answers("one", chunks) == [ChunkAnswer.HIT] * 5
         node.drop("cpu", "ssd")
         loaded = small.await_ended(
             small.load("one", dict(zip(chunks[1:], range(9, 13), strict=True)))
         )
         assert (loaded.is_whole, loaded.names, loaded.missing) == (False, (), chunks[1:])
         small.requests.forget("one", loaded.missing)
-        assert small.await_answers("one", chunks) == [Answer.HIT] + [Answer.MISS] * 4
+        assert small.await_answers("one", chunks) == [ChunkAnswer.HIT] + [ChunkAnswer.MISS] * 4
 
 
 @pytest.mark.slow
 def test_nobody_is_answered_later_for_ever(node: Served) -> None:
     small = SmallTier(node)
     small.begin("alone", names(2))
-    assert small.requests.ask("alone", names(1)[0]) is Answer.MISS, "there is no daemon"
+    assert small.requests.ask("alone", names(1)[0]) is ChunkAnswer.MISS, "there is no daemon"
     with node.daemon(), small:
         small.begin("strange", names(2))
-        assert small.await_answers("strange", names(1, prompt=7)) == [Answer.MISS]
-        assert small.requests.ask("never heard of", names(1)[0]) is Answer.MISS
+        assert small.await_answers("strange", names(1, prompt=7)) == [ChunkAnswer.MISS]
+        assert small.requests.ask("never heard of", names(1)[0]) is ChunkAnswer.MISS
         small.begin("a" * 1000, names(2))
-        assert small.await_answers("a" * 1000, names(2)) == [Answer.MISS] * 2
+        assert small.await_answers("a" * 1000, names(2)) == [ChunkAnswer.MISS] * 2
         for request_id in ("strange", "a" * 1000, "a" * 1000, "never heard of"):
             small.requests.finish(request_id)
         await_true(lambda: not node.stat()["leases"], "nothing is held")

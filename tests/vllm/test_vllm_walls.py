@@ -18,7 +18,7 @@ import pytest
 from kvtier.client import LoadedBlock
 from kvtier.connectors.guard import note_fault
 from kvtier.connectors.vllm.clearing import Clearing
-from kvtier.connectors.vllm.order import LoadOrder, Orders
+from kvtier.connectors.vllm.order import WorkerLoadOrder, WorkerOrders
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.stats import ATTACHED
 from kvtier.connectors.vllm.worker import WorkerHalf
@@ -198,7 +198,9 @@ def test_no_end_of_vllm_waits_for_a_device_that_hangs(
     copies: Any = HangingCopies()
     client: Any = LoadingClient(RecordedDaemon())
     worker = WorkerHalf(client, copies)
-    worker.load(Orders(loads=[LoadOrder("a", NO_TENANT, ((SPACE,),), 0, ((7,),), (1,), 1e12)]))
+    worker.load(
+        WorkerOrders(loads=[WorkerLoadOrder("a", NO_TENANT, ((SPACE,),), 0, ((7,),), (1,), 1e12)])
+    )
     assert copies.has_begun.wait(10)
     with caplog.at_level(logging.WARNING, "kvtier.vllm"):
         worker.close()

@@ -11,16 +11,16 @@ from starlette.routing import Route
 
 from kvtier.api.http.body import ChatBody, CompletionBody
 from kvtier.api.http.call import read_chat, read_completion
-from kvtier.api.http.chain import ChainIdentity, Chains, Recent, RememberingService
+from kvtier.api.http.chain import ChainEndpoint, ChainIdentity, Recent, RememberingService
 from kvtier.api.http.error import error_responses
-from kvtier.api.http.exchange import Exchange
+from kvtier.api.http.exchange import HttpExchange
 from kvtier.api.http.gate import Gate
 from kvtier.api.http.generation import Backend
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.probe import probe_routes
 from kvtier.api.http.reply import CHAT, COMPLETION
 from kvtier.api.http.service import ChatModel, EngineService, NoObserver, Observer
-from kvtier.api.http.tenant import Tenants
+from kvtier.api.http.tenant import TenantRules
 
 __all__ = ["create_app"]
 
@@ -32,7 +32,7 @@ def create_app(
     registry: CollectorRegistry,
     observer: Observer | None = None,
     limits: ServerLimits | None = None,
-    tenants: Tenants | None = None,
+    tenants: TenantRules | None = None,
     identity: ChainIdentity | None = None,
 ) -> Starlette:
     """Return the application. It holds no thread and needs no closing.
@@ -40,7 +40,7 @@ def create_app(
     ``identity`` says what the engine's block hashes are made of; without one nobody is told.
     """
     limits = limits or ServerLimits()
-    tenants = tenants or Tenants()
+    tenants = tenants or TenantRules()
     recent = Recent()
     if identity is not None:
         service = RememberingService(service, recent)
@@ -48,9 +48,11 @@ def create_app(
         service, model, observer or NoObserver(), time.monotonic, limits.silence_seconds
     )
     gate = Gate(limits.open_prompts, limits.prompts_per_call)
-    complete = Exchange(CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants)
-    chat = Exchange(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
-    chains = Chains(identity, recent, model, gate, limits, tenants) if identity else None
+    complete = HttpExchange(
+        CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants
+    )
+    chat = HttpExchange(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
+    chains = ChainEndpoint(identity, recent, model, gate, limits, tenants) if identity else None
     probes = probe_routes(
         is_alive=lambda: not service.is_stuck,
         is_ready=lambda: service.is_ready,
@@ -70,11 +72,11 @@ def create_app(
     return app
 
 
-def _chain_routes(chains: Chains | None) -> list[Route]:
+def _chain_routes(chains: ChainEndpoint | None) -> list[Route]:
     return [Route("/v1/kvtier/chain", chains.answer, methods=["POST"])] if chains else []
 
 
-def _guarded(metrics: Route, tenants: Tenants) -> Route:
+def _guarded(metrics: Route, tenants: TenantRules) -> Route:
     async def guarded(request: Request) -> Response:
         tenants.check_scrape(request)
         response: Response = await metrics.endpoint(request)
@@ -83,7 +85,7 @@ def _guarded(metrics: Route, tenants: Tenants) -> Route:
     return Route(metrics.path, guarded)
 
 
-def _models(model: ChatModel, tenants: Tenants) -> Callable[[Request], Response]:
+def _models(model: ChatModel, tenants: TenantRules) -> Callable[[Request], Response]:
     card = {
         "id": model.model_id,
         "object": "model",

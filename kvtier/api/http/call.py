@@ -7,26 +7,26 @@ from kvtier.api.http.body import ChatBody, CompletionBody, Prompt
 from kvtier.api.http.error import ApiError
 from kvtier.api.http.service import ChatModel
 from kvtier.engine.chat_template import MessageRefused
-from kvtier.engine.request import NO_HINTS, Request, Sampling
+from kvtier.engine.request import NO_HINTS, EngineRequest, Sampling
 
-__all__ = ["Call", "read_chat", "read_completion"]
+__all__ = ["EngineCall", "read_chat", "read_completion"]
 
 _COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for completions; a chat goes on to the end of the context."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EngineCall:
     """The engine's requests of one call, one for each prompt, and how to answer."""
 
     call_id: str
-    requests: tuple[Request, ...]
+    requests: tuple[EngineRequest, ...]
     stops: tuple[str, ...]
     is_stream: bool
     has_usage_chunk: bool
 
 
-def read_completion(body: CompletionBody, model: ChatModel) -> Call:
+def read_completion(body: CompletionBody, model: ChatModel) -> EngineCall:
     """Turn a completions body into a call. Slow for long texts: tokenizes."""
     _check_model(body, model)
     prompts = [_tokens(prompt, model) for prompt in body.prompt]
@@ -34,7 +34,7 @@ def read_completion(body: CompletionBody, model: ChatModel) -> Call:
     return _call(body, model, "cmpl", prompts, asked=asked, default=_COMPLETION_TOKENS_DEFAULT)
 
 
-def read_chat(body: ChatBody, model: ChatModel) -> Call:
+def read_chat(body: ChatBody, model: ChatModel) -> EngineCall:
     """Turn a chat body into a call. Slow for long texts: tokenizes."""
     _check_model(body, model)
     _check_length(sum(len(message.content) for message in body.messages), model, "messages")
@@ -97,7 +97,7 @@ def _call(
     *,
     asked: int | None,
     default: int,
-) -> Call:
+) -> EngineCall:
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     call_id = f"{prefix}-{uuid4().hex}"
     sampling = Sampling(
@@ -119,7 +119,7 @@ def _call(
         room = model.context_limit - len(prompt)
         if room < (asked or 1):
             raise _too_long(model.context_limit, len(prompt), asked, param)
-        request = Request(
+        request = EngineRequest(
             request_id=f"{call_id}-{index}",
             prompt=tuple(prompt),
             max_tokens=asked or min(default, room),
@@ -131,7 +131,7 @@ def _call(
             hints=transfer.hints if transfer else NO_HINTS,
         )
         requests.append(request)
-    return Call(call_id, tuple(requests), stops, bool(body.stream), body.has_usage_chunk)
+    return EngineCall(call_id, tuple(requests), stops, bool(body.stream), body.has_usage_chunk)
 
 
 def _too_long(context_limit: int, num_prompt: int, asked: int | None, param: str) -> ApiError:

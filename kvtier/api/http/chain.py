@@ -34,11 +34,11 @@ from kvtier.api.http.error import ApiError
 from kvtier.api.http.gate import Gate
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.service import ChatModel, EngineService
-from kvtier.api.http.tenant import Tenants
+from kvtier.api.http.tenant import TenantRules
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
-from kvtier.engine.request import Deliver, Request
+from kvtier.engine.request import Deliver, EngineRequest
 
-__all__ = ["ChainIdentity", "Chains", "Nearest", "Recent", "RememberingService"]
+__all__ = ["ChainEndpoint", "ChainIdentity", "Nearest", "Recent", "RememberingService"]
 
 _RECENT_BYTES_MAX = 32 << 20
 """Of token ids of recent prompts: eight million tokens, a thousand prompts of eight thousand."""
@@ -147,7 +147,7 @@ class RememberingService:
         """Tell what the engine says."""
         return self._inner.is_stuck
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Submit a request, and note its prompt if it was taken."""
         self._inner.submit(request, deliver)
         self._recent.note(tenant_digest(request.cache_salt), request.prompt)
@@ -158,7 +158,7 @@ class RememberingService:
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
+class ChainEndpoint:
     """The endpoint."""
 
     identity: ChainIdentity
@@ -166,7 +166,7 @@ class Chains:
     model: ChatModel
     gate: Gate
     limits: ServerLimits
-    tenants: Tenants
+    tenants: TenantRules
 
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request; its prompt counts towards the gate's limit like any other."""

@@ -12,17 +12,17 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, read_body
-from kvtier.api.http.call import Call
+from kvtier.api.http.call import EngineCall
 from kvtier.api.http.error import ApiError, not_ready
 from kvtier.api.http.gate import Gate
 from kvtier.api.http.generation import Backend, Generation, Piece
 from kvtier.api.http.limits import ServerLimits
-from kvtier.api.http.reply import Json, Reply, Shape
-from kvtier.api.http.service import ChatModel, Outcome
+from kvtier.api.http.reply import ApiReply, Json, Shape
+from kvtier.api.http.service import ChatModel, PromptOutcome
 from kvtier.api.http.stream import events
-from kvtier.api.http.tenant import Tenants
+from kvtier.api.http.tenant import TenantRules
 
-__all__ = ["Exchange"]
+__all__ = ["HttpExchange"]
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
 T = TypeVar("T")
@@ -35,7 +35,7 @@ _STREAM_HEADERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Generic[BodyT]):
+class HttpExchange(Generic[BodyT]):
     """The endpoint of one kind of call, as an ASGI application.
 
     It sends by itself: a response object that the framework sends later could not be given up
@@ -43,12 +43,12 @@ class Exchange(Generic[BodyT]):
     """
 
     body_shape: type[BodyT]
-    read_call: Callable[[BodyT, ChatModel], Call]
+    read_call: Callable[[BodyT, ChatModel], EngineCall]
     reply_shape: Shape
     backend: Backend
     gate: Gate
     limits: ServerLimits
-    tenants: Tenants
+    tenants: TenantRules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -76,11 +76,11 @@ class Exchange(Generic[BodyT]):
             exits.enter_context(closing(generation))
             generation.start()
         except ApiError:
-            self.backend.observer.finished(Outcome.REFUSED)
+            self.backend.observer.finished(PromptOutcome.REFUSED)
             raise
         return generation
 
-    def _read(self, raw: bytes, key: str) -> Call:
+    def _read(self, raw: bytes, key: str) -> EngineCall:
         body = parse_body(raw, self.body_shape)
         self.gate.check(body.num_prompts)
         salt = self.tenants.salt_of(key, body.cache_salt)
@@ -89,7 +89,9 @@ class Exchange(Generic[BodyT]):
     async def _answer(self, generation: Generation, send: Send) -> None:
         call = generation.call
         created_seconds = int(time.time())
-        reply = Reply(self.reply_shape, call.call_id, self.backend.model.model_id, created_seconds)
+        reply = ApiReply(
+            self.reply_shape, call.call_id, self.backend.model.model_id, created_seconds
+        )
         if call.is_stream:
             await self._send_stream(generation, reply, send)
         else:
@@ -100,7 +102,7 @@ class Exchange(Generic[BodyT]):
             )
             await self._send(send, {"type": "http.response.body", "body": response.body})
 
-    async def _send_stream(self, generation: Generation, reply: Reply, send: Send) -> None:
+    async def _send_stream(self, generation: Generation, reply: ApiReply, send: Send) -> None:
         await self._send(
             send, {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
         )
@@ -119,7 +121,7 @@ class Exchange(Generic[BodyT]):
             raise ClientDisconnect from None
 
 
-async def _whole(generation: Generation, reply: Reply) -> Json:
+async def _whole(generation: Generation, reply: ApiReply) -> Json:
     num_choices = len(generation.call.requests)
     texts: list[list[str]] = [[] for _ in range(num_choices)]
     last: dict[int, Piece] = {}

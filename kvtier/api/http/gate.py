@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from kvtier.api.http.error import ApiError, overloaded
 
-__all__ = ["Gate", "Place"]
+__all__ = ["Gate", "GateSlot"]
 
 
-class Place:
+class GateSlot:
     """What one call takes up: one prompt until its body is read, then as many as it has."""
 
     def __init__(self, gate: "Gate") -> None:
@@ -37,10 +37,10 @@ class Gate:
             )
 
     @contextmanager
-    def enter(self) -> Iterator[Place]:
+    def enter(self) -> Iterator[GateSlot]:
         """Hold a place for one call; raises ``ApiError`` when there is none."""
         self.take(1)
-        place = Place(self)
+        place = GateSlot(self)
         try:
             yield place
         finally:

@@ -9,17 +9,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from kvtier.api.http.call import Call
+from kvtier.api.http.call import EngineCall
 from kvtier.api.http.detokenizer import Detokenizer
 from kvtier.api.http.error import ApiError, engine_failed, engine_silent, not_ready, overloaded
-from kvtier.api.http.service import ChatModel, EngineService, Observer, Outcome
+from kvtier.api.http.service import ChatModel, EngineService, Observer, PromptOutcome
 from kvtier.api.http.stop import StopFinder
 from kvtier.engine.request import (
     Deliver,
+    EngineRequest,
     FinishReason,
     Output,
     QueueFull,
-    Request,
     RequestRefused,
     Usage,
 )
@@ -66,7 +66,7 @@ class Generation:
     """One call: submit its prompts with ``start``, read ``pieces``, and always ``close``."""
 
     def __init__(
-        self, call: Call, backend: Backend, began_seconds: float, traceparent: str = ""
+        self, call: EngineCall, backend: Backend, began_seconds: float, traceparent: str = ""
     ) -> None:
         """``traceparent`` is what the client traces the call by."""
         self.call = call
@@ -105,7 +105,7 @@ class Generation:
             if piece.text or piece.finish is not None:
                 yield piece
 
-    def close(self, outcome: Outcome = Outcome.ABORT) -> None:
+    def close(self, outcome: PromptOutcome = PromptOutcome.ABORT) -> None:
         """Abort what still runs and count it so; what has ended is left alone."""
         for choice in self._choices:
             choice.close(outcome)
@@ -134,7 +134,7 @@ class Generation:
                 # A long queue is no fault. A stuck engine is, and so is one that does not end
                 # what was aborted.
                 if self._backend.engine.is_stuck or any(c.is_stopped for c in self._choices):
-                    self.close(Outcome.ERROR)
+                    self.close(PromptOutcome.ERROR)
                     raise engine_silent() from None
 
 
@@ -144,7 +144,7 @@ class _Choice:
     def __init__(
         self,
         index: int,
-        request: Request,
+        request: EngineRequest,
         stops: tuple[str, ...],
         backend: Backend,
         began_seconds: float,
@@ -192,7 +192,7 @@ class _Choice:
         is_end = output.finish is FinishReason.STOP and tokens and tokens[-1] in ends
         return tokens[:-1] if is_end else tokens
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: PromptOutcome) -> None:
         """Abort if still open."""
         if self.is_open:
             self.is_open = False
@@ -226,7 +226,7 @@ class _Choice:
             _log.error(
                 "a request failed", request=output.request_id, finish=finish, error=output.error
             )
-            self._backend.observer.finished(Outcome.ERROR)
+            self._backend.observer.finished(PromptOutcome.ERROR)
             # Nobody here asked for an abort: it means that the engine is stopping.
             is_failure = finish is FinishReason.ERROR and self._backend.engine.is_ready
             raise engine_failed() if is_failure else not_ready()
@@ -235,5 +235,5 @@ class _Choice:
         if self._stop.is_found:
             # Tokens that the engine made before it heard of the abort are in no answer.
             usage = replace(usage, completion_tokens=self._num_tokens)
-        self._backend.observer.finished(Outcome(finish.value))
+        self._backend.observer.finished(PromptOutcome(finish.value))
         return Piece(self.index, text, finish, usage)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from kvtier.api.http.generation import Piece
 from kvtier.engine.request import FinishReason, TierTokens, Usage
 
-__all__ = ["CHAT", "COMPLETION", "DONE_EVENT", "Json", "Reply", "Shape", "event"]
+__all__ = ["CHAT", "COMPLETION", "DONE_EVENT", "ApiReply", "Json", "Shape", "event"]
 
 Json = dict[str, object]
 
@@ -55,7 +55,7 @@ CHAT = Shape("chat.completion", "chat.completion.chunk", _chat_choice, _chat_chu
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ApiReply:
     """One answer, whole or in chunks."""
 
     shape: Shape

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import Protocol
 
-from kvtier.engine.request import Deliver, Request, Usage
+from kvtier.engine.request import Deliver, EngineRequest, Usage
 
 __all__ = [
     "ChatModel",
     "EngineService",
     "NoObserver",
     "Observer",
-    "Outcome",
+    "PromptOutcome",
 ]
 
 
@@ -37,7 +37,7 @@ class EngineService(Protocol):
     def is_stuck(self) -> bool:
         """Tell whether work is queued and nothing has moved for too long."""
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Queue a request. Raises ``QueueFull`` (when stopping, too) or ``RequestRefused``."""
 
     def abort(self, request_id: str) -> None:
@@ -81,7 +81,7 @@ class ChatModel(Protocol):
         """Return the prompt for a conversation; raises ``ValueError`` if refused."""
 
 
-class Outcome(StrEnum):
+class PromptOutcome(StrEnum):
     """How a prompt ended, seen from outside; a closed set, each one a metric label."""
 
     STOP = "stop"
@@ -103,7 +103,7 @@ class Observer(Protocol):
     def token_gap(self, seconds: float, usage: Usage) -> None:
         """Note the time between two deliveries of tokens, with the usage told with the first."""
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: PromptOutcome) -> None:
         """Note the end of one prompt."""
 
 
@@ -116,5 +116,5 @@ class NoObserver:
     def token_gap(self, seconds: float, usage: Usage) -> None:
         """Ignore it."""
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: PromptOutcome) -> None:
         """Ignore it."""

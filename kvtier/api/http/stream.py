@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 from kvtier.api.http.error import ApiError, engine_failed
 from kvtier.api.http.generation import Generation, Piece
-from kvtier.api.http.reply import DONE_EVENT, Json, Reply, event
+from kvtier.api.http.reply import DONE_EVENT, ApiReply, Json, event
 from kvtier.observe.log import Log
 
 __all__ = ["events"]
@@ -12,7 +12,7 @@ __all__ = ["events"]
 _log = Log("kvtier.http")
 
 
-async def events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
+async def events(generation: Generation, reply: ApiReply) -> AsyncGenerator[bytes]:
     """Yield a stream's events to its end; what goes wrong becomes an event, too.
 
     The first chunk of a choice comes with its first text and not before, so that what a client
@@ -29,7 +29,7 @@ async def events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
     yield DONE_EVENT
 
 
-async def _chunks(generation: Generation, reply: Reply) -> AsyncGenerator[Json]:
+async def _chunks(generation: Generation, reply: ApiReply) -> AsyncGenerator[Json]:
     # As OpenAI does: with a usage chunk to come, every other chunk says that it is not the one.
     no_usage: Json = {"usage": None} if generation.call.has_usage_chunk else {}
     started: set[int] = set()

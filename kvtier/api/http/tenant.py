@@ -17,7 +17,7 @@ from kvtier.api.http.error import ApiError, no_key
 from kvtier.errors import StartError
 from kvtier.secret import Secret, read_secret, secret_lines
 
-__all__ = ["Tenants", "api_keys", "key_salt"]
+__all__ = ["TenantRules", "api_keys", "key_salt"]
 
 _FIELD = "engine.api_keys_file"
 _KEY_CHARACTERS_MIN = 16
@@ -54,7 +54,7 @@ def _read_keys(path: Path) -> Set[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenants:
+class TenantRules:
     """The server's rule: which keys are let in, and what separates tenants.
 
     ``keys`` None: any key is let in, and none is needed unless the tenant comes from it.

@@ -37,7 +37,7 @@ from kvtier.transfer.shm import ArenaServer
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 
-__all__ = ["EngineService"]
+__all__ = ["EngineServicer"]
 
 _STATUS: Mapping[str, grpc.StatusCode] = {
     "registration": grpc.StatusCode.FAILED_PRECONDITION,
@@ -57,7 +57,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 
-class EngineService(engine_pb2_grpc.EngineServicer):
+class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Serves ``kvtier.v1.Engine`` from a node's driver."""
 
     def __init__(self, driver: Driver, arena: ArenaServer) -> None:
@@ -126,7 +126,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         await self._ask(
             context,
-            lambda call: ev.Report(
+            lambda call: ev.EngineTierReport(
                 call=call,
                 session=request.session,
                 capacity_bytes=request.capacity_bytes,
@@ -171,7 +171,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     load=load,
                 ),
             )
-            assert isinstance(answer, ac.Found)
+            assert isinstance(answer, ac.LookupResult)
             _tell(mark, answer)
         seconds = (time.monotonic_ns() - start_ns) / 1e9
         self._driver.node.metrics.observe(LOOKUP_SECONDS, seconds)
@@ -213,7 +213,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         lease, is_ended = 0, False
         try:
             async for message in messages:
-                if isinstance(message, ac.Reply):
+                if isinstance(message, ac.CallReply):
                     assert isinstance(message.answer, ac.Refused)
                     await _refuse(context, message.answer.kind, message.answer.message)
                 lease = message.lease
@@ -282,7 +282,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             context,
             lambda call: ev.CompleteStore(call, request.session, request.lease, checksums),
         )
-        assert isinstance(answer, ac.Stored)
+        assert isinstance(answer, ac.StoreResult)
         return pb.CompleteStoreReply(stored_blocks=answer.num_blocks)
 
     async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.Changes]:
@@ -323,7 +323,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return answer
 
 
-def _tell(mark: Mark, answer: ac.Found) -> None:
+def _tell(mark: Mark, answer: ac.LookupResult) -> None:
     """Note in a trace what was found, and what was decided about it."""
     mark.tell(
         found=" ".join(f"{tier}:{length}" for tier, length in answer.runs),

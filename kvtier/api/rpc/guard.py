@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from kvtier.observe.log import Log, Repeated
 
-__all__ = ["Guard", "MessageCheck"]
+__all__ = ["MessageCheck", "OperatorGuard"]
 
 _ENGINE_CALLS = "/kvtier.v1.Engine/"
 _SCHEME = "bearer "
@@ -25,7 +25,7 @@ _WARNING_PERIOD_NS = 60 * 10**9
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
+class OperatorGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Refuses, with ``remedy``, a call that carries no secret which ``admits`` is true for."""
 
     def __init__(self, admits: Callable[[str], bool], remedy: str) -> None:

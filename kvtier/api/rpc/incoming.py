@@ -24,7 +24,7 @@ from kvtier.core.limits import (
     SAMPLE_MAX_S,
     STEPS_MAX,
 )
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.node.event import Announced
@@ -132,7 +132,7 @@ def steps_of(steps: Sequence[pb.Step]) -> tuple[StepSample, ...]:
     )
 
 
-def outcomes_of(outcomes: Sequence[pb.Outcome]) -> tuple[Outcome, ...]:
+def outcomes_of(outcomes: Sequence[pb.Outcome]) -> tuple[PlanOutcome, ...]:
     """Return what came of plans."""
     _check_length("outcomes", outcomes, OUTCOMES_MAX)
     return tuple(_outcome_of(f"outcomes[{at}]", each) for at, each in enumerate(outcomes))
@@ -143,10 +143,10 @@ def tenant_of(chain: pb.Chain) -> bytes:
     return chain.tenant or NO_TENANT
 
 
-def _outcome_of(name: str, outcome: pb.Outcome) -> Outcome:
+def _outcome_of(name: str, outcome: pb.Outcome) -> PlanOutcome:
     for part in ("restore_s", "compute_s", "wait_s", "ttft_s"):
         _check(f"{name}.{part}", getattr(outcome, part), SAMPLE_MAX_S)
-    return Outcome(
+    return PlanOutcome(
         decision=outcome.decision,
         tiers=_runs_of(name, outcome),
         restore_s=outcome.restore_s,

@@ -11,8 +11,8 @@ import grpc
 
 from kvtier import __version__
 from kvtier.api.rpc.incoming import tenant_of
-from kvtier.api.rpc.reports import Question, Reports
-from kvtier.api.rpc.roster import Roster, change_tier
+from kvtier.api.rpc.reports import ExplainQuestion, OperatorReports
+from kvtier.api.rpc.roster import RosterCalls, change_tier
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
@@ -21,11 +21,11 @@ from kvtier.errors import TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
-from kvtier.node.scrub import Progress, Scrubber
+from kvtier.node.scrub import ScrubProgress, TierScrubber
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["OperatorService"]
+__all__ = ["OperatorServicer"]
 
 _DEADLINE_MS = 10_000
 _DEADLINE_MS_MAX = 600_000
@@ -33,7 +33,7 @@ _DEADLINE_MS_MAX = 600_000
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class OperatorService(operator_pb2_grpc.OperatorServicer):
+class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     """Serves ``kvtier.v1.Operator``; ``reports`` makes what it tells.
 
     ``on_emptied`` is called when the SSD tier was emptied of everything.
@@ -42,10 +42,10 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
     def __init__(
         self,
         driver: Driver,
-        reports: Reports,
-        scrubber: Scrubber,
+        reports: OperatorReports,
+        scrubber: TierScrubber,
         on_emptied: Callable[[], None],
-        roster: Roster,
+        roster: RosterCalls,
     ) -> None:
         self._driver = driver
         self._reports = reports
@@ -82,7 +82,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainReply:
         """Return what is cached of a chain or a request, and what was decided about it."""
-        question = Question(
+        question = ExplainQuestion(
             request.request_id,
             request.key_space,
             tenant_of(request.chain),
@@ -105,7 +105,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
         ttl_ns = request.ttl_s * 10**9
         answer = await self._driver.ask(
-            lambda call: ev.Pin(call, request.key_space, tenant, hashes, ttl_ns)
+            lambda call: ev.PinBlocks(call, request.key_space, tenant, hashes, ttl_ns)
         )
         if isinstance(answer, ac.Refused):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.message)
@@ -159,7 +159,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         await _tiers(context, [request.tier])
         return await change_tier(self._roster, request)
 
-    def _told(self, progress: Progress) -> pb.FsckReply:
+    def _told(self, progress: ScrubProgress) -> pb.FsckReply:
         tier = self._driver.tiers.get(TierName.SSD)
         return pb.FsckReply(
             blocks=progress.num_blocks,
@@ -200,7 +200,7 @@ async def _check_chain(context: _Context, key_space: bytes, tenant: bytes, hashe
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
-def _removed(dropped: ac.Dropped) -> pb.DropReply.Removed:
+def _removed(dropped: ac.TierDropped) -> pb.DropReply.Removed:
     return pb.DropReply.Removed(
         tier=tier_to_wire(dropped.tier),
         blocks=dropped.num_blocks,

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvtier.core.residency import TierName
 
-__all__ = ["Question", "Reports"]
+__all__ = ["ExplainQuestion", "OperatorReports"]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ExplainQuestion:
     """What is to be explained: a request, a chain, or a request together with its chain."""
 
     request_id: str
@@ -25,11 +25,11 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
+class OperatorReports:
     """Each makes one of the stable documents that a command prints with ``--json``."""
 
     stat: Callable[[], dict[str, Any]]
-    explain: Callable[[Question], dict[str, Any] | None]
+    explain: Callable[[ExplainQuestion], dict[str, Any] | None]
     """None: the request is not known."""
     probe: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
     """Measures these tiers; none given: all there are."""

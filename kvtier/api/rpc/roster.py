@@ -8,12 +8,12 @@ from kvtier.errors import StartError
 from kvtier.tiers.base import Health
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["Roster", "change_tier"]
+__all__ = ["RosterCalls", "change_tier"]
 
 _WAIT_MS_MAX = 86_400_000
 
 
-class Roster(Protocol):
+class RosterCalls(Protocol):
     """Each verb waits at most so long, and tells whether all is done. Raises StartError."""
 
     async def drain(self, name: TierName, wait_s: float) -> bool:
@@ -32,7 +32,7 @@ class Roster(Protocol):
         """Return how a tier does, or what was made of it; None: it is off."""
 
 
-async def change_tier(roster: Roster, request: pb.ChangeTierRequest) -> pb.ChangeTierReply:
+async def change_tier(roster: RosterCalls, request: pb.ChangeTierRequest) -> pb.ChangeTierReply:
     """Do as a request says; a refusal is part of the reply. Raises KeyError for no tier."""
     name, wait_s = tier_from_wire(request.tier), min(request.wait_ms, _WAIT_MS_MAX) / 1000
     try:
@@ -50,7 +50,7 @@ async def change_tier(roster: Roster, request: pb.ChangeTierRequest) -> pb.Chang
 
 
 async def _changed(
-    roster: Roster, name: TierName, request: pb.ChangeTierRequest, wait_s: float
+    roster: RosterCalls, name: TierName, request: pb.ChangeTierRequest, wait_s: float
 ) -> bool:
     match request.verb:
         case pb.TIER_VERB_DRAIN:

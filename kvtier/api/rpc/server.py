@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 
 from kvtier.api.rpc.credentials import Credentials
-from kvtier.api.rpc.guard import Guard, MessageCheck
+from kvtier.api.rpc.guard import MessageCheck, OperatorGuard
 from kvtier.api.rpc.operator import operator_door
-from kvtier.config import Address
+from kvtier.config import ListenAddress
 from kvtier.errors import StartError
 from kvtier.transfer.door import Door, socket_mode
 from kvtier.transfer.socket_file import SocketFile
@@ -63,7 +63,7 @@ class UnixServer:
         self,
         path: Path,
         mode: int,
-        guard: Guard,
+        guard: OperatorGuard,
         add_services: Callable[[grpc.aio.Server], None],
     ) -> None:
         self._file = SocketFile(path, mode)
@@ -116,7 +116,7 @@ async def open_unix(
         engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
         operator_pb2_grpc.add_OperatorServicer_to_server(operator, server)
 
-    guard = Guard(
+    guard = OperatorGuard(
         lambda ticket: door.keep(ticket, _TICKET_IDLE_S),
         f"this call needs a ticket from {operator_door(path)}; use the daemon's version of kvtier",
     )
@@ -126,10 +126,10 @@ async def open_unix(
 
 
 async def open_tcp(
-    listen: Address, credentials: Credentials, operator: operator_pb2_grpc.OperatorServicer
+    listen: ListenAddress, credentials: Credentials, operator: operator_pb2_grpc.OperatorServicer
 ) -> tuple[grpc.aio.Server, int]:
     """Serve operators that have the token, over TLS; returns the server and its port."""
-    guard = Guard(
+    guard = OperatorGuard(
         credentials.admits,
         "calls over TCP need the token in rpc.token_file; use kvtier with --token-file",
     )

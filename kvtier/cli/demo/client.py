@@ -9,7 +9,7 @@ import openai
 from kvtier.cli.demo.product import DemoFailed
 from kvtier.core.residency import TierName
 
-__all__ = ["ANSWER_TOKENS", "Answer", "ModelClient"]
+__all__ = ["ANSWER_TOKENS", "DemoAnswer", "ModelClient"]
 
 ANSWER_TOKENS = 16
 """Of each answer: enough to see a difference, few enough to be a short part of the time."""
@@ -19,7 +19,7 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """One answer, and the account that came with it."""
 
     text: str
@@ -40,7 +40,7 @@ class ModelClient:
         self._model = model.id
         self.context_limit = int((model.model_extra or {})["max_model_len"])
 
-    def ask(self, content: str) -> Answer:
+    def ask(self, content: str) -> DemoAnswer:
         """Return the greedy answer to one message."""
         started_s = time.perf_counter()
         first_s = 0.0
@@ -66,7 +66,7 @@ class ModelClient:
         if account is None or account.usage is None or not first_s:
             raise DemoFailed("the answer came without its account")
         extension = (account.model_extra or {})["kvtier"]
-        return Answer(
+        return DemoAnswer(
             text="".join(texts),
             ttft_s=first_s - started_s,
             prompt_tokens=account.usage.prompt_tokens,

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         _check_redis(options.redis)
     # After the checks: rich and the client are only needed now.
     from kvtier.cli.demo.product import Product
-    from kvtier.cli.demo.report import Progress, as_json, print_table
+    from kvtier.cli.demo.report import DemoProgress, as_json, print_table
     from kvtier.cli.demo.tour import Tour
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             signal.signal(number, _interrupt)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_parent()) as directory,
-        Progress() as progress,
+        DemoProgress() as progress,
         Product(Path(directory), model, options.redis) as product,
     ):
         passes = Tour(product, document, progress).passes()

@@ -17,20 +17,20 @@ from kvtier.core.residency import TierName
 if TYPE_CHECKING:
     from kvtier.cli.demo.tour import Pass
 
-__all__ = ["Progress", "Step", "as_json", "print_table"]
+__all__ = ["DemoProgress", "DemoStep", "as_json", "print_table"]
 
 _PLAIN_WIDTH = 100
 """Of a table that goes into a file, where rich would take 80 columns and break words."""
 
 
 @dataclass(slots=True)
-class Step:
+class DemoStep:
     """A step under way; ``result`` is said beside it when it is done."""
 
     result: str = ""
 
 
-class Progress:
+class DemoProgress:
     """Says what is being done and what came of it; plain lines where there is no terminal."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Progress:
         self._status.stop()
 
     @contextmanager
-    def step(self, what: str) -> Iterator[Step]:
+    def step(self, what: str) -> Iterator[DemoStep]:
         """Show a step while it is being done, and leave a line when it is."""
         started_s = time.monotonic()
         self._status.update(what)
-        step = Step()
+        step = DemoStep()
         yield step
         result = step.result or f"{time.monotonic() - started_s:.1f} s"
         self._console.print(f"{what:<52}{result}", soft_wrap=True)

@@ -14,9 +14,9 @@ What makes the rows comparable
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cli.demo.client import ANSWER_TOKENS, Answer, ModelClient
+from kvtier.cli.demo.client import ANSWER_TOKENS, DemoAnswer, ModelClient
 from kvtier.cli.demo.product import Product
-from kvtier.cli.demo.report import Progress
+from kvtier.cli.demo.report import DemoProgress
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
 
@@ -44,12 +44,12 @@ class Pass:
     """One pass: its answers in the order of the questions, and all that was wrong with it."""
 
     name: str
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
     is_same_as_cold: bool
     problems: tuple[str, ...]
 
     @property
-    def median(self) -> Answer:
+    def median(self) -> DemoAnswer:
         """Return the answer with the median TTFT."""
         return sorted(self.answers, key=lambda answer: answer.ttft_s)[len(self.answers) // 2]
 
@@ -57,7 +57,7 @@ class Pass:
 class Tour:
     """Leads through the tiers of a product that is not started yet."""
 
-    def __init__(self, product: Product, document: str, progress: Progress) -> None:
+    def __init__(self, product: Product, document: str, progress: DemoProgress) -> None:
         self._product = product
         self._document = document
         self._progress = progress
@@ -108,8 +108,8 @@ class Tour:
             )
         self._document = text
 
-    def _pass(self, name: str, emptied: Sequence[TierName], cold: Sequence[Answer]) -> Pass:
-        answers: list[Answer] = []
+    def _pass(self, name: str, emptied: Sequence[TierName], cold: Sequence[DemoAnswer]) -> Pass:
+        answers: list[DemoAnswer] = []
         problems: list[str] = []
         for number, question in enumerate(QUESTIONS, start=1):
             with self._progress.step(f"{name}: question {number} of {len(QUESTIONS)}") as step:
@@ -124,7 +124,7 @@ class Tour:
             problems.append(f"{name}: an answer differs from the cold one")
         return Pass(name, tuple(answers), is_same, tuple(problems))
 
-    def _ask(self, name: str, question: str) -> tuple[Answer, list[str]]:
+    def _ask(self, name: str, question: str) -> tuple[DemoAnswer, list[str]]:
         """Ask, let the tiers come to rest, and tell what is wrong with who served the answer."""
         tier = TierName(name) if name != COLD else TierName.GPU
         before = self._product.hit_tokens(tier)

@@ -16,13 +16,13 @@ from enum import StrEnum
 
 from kvtier.errors import KvtierError, StartError, reason_of
 
-__all__ = ["REMOTE_DEADLINE_S", "Check", "Finding", "Verdict", "examine", "fail", "ok", "warn"]
+__all__ = ["REMOTE_DEADLINE_S", "Check", "CheckVerdict", "Finding", "examine", "fail", "ok", "warn"]
 
 REMOTE_DEADLINE_S = 5.0
 """For finding the remote tier's servers and asking each; a daemon gives a call far less."""
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """How bad it is."""
 
     OK = "ok"
@@ -36,24 +36,24 @@ class Verdict(StrEnum):
 class Finding:
     """What a check found; ``remedy`` says what to change unless all is well."""
 
-    verdict: Verdict
+    verdict: CheckVerdict
     found: str
     remedy: str = ""
 
 
 def ok(found: str) -> Finding:
     """Return that all is well."""
-    return Finding(Verdict.OK, found)
+    return Finding(CheckVerdict.OK, found)
 
 
 def warn(found: str, remedy: str) -> Finding:
     """Return what works, but not well."""
-    return Finding(Verdict.WARN, found, remedy)
+    return Finding(CheckVerdict.WARN, found, remedy)
 
 
 def fail(found: str, remedy: str) -> Finding:
     """Return what does not work."""
-    return Finding(Verdict.FAIL, found, remedy)
+    return Finding(CheckVerdict.FAIL, found, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from kvtier.cli.doctor import daemon, machine, memory, storage
 from kvtier.cli.doctor.check import (
     REMOTE_DEADLINE_S,
     Check,
+    CheckVerdict,
     Finding,
-    Verdict,
     examine,
     fail,
     ok,
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         look = partial(_for_its_user(storage.look_at_speed), subject)
         found += examine([Check("speed", look, _MEASURE_S, _DISK_HUNG)])
     print(_document(found) if options.json else _text(found))
-    return int(any(finding.verdict is Verdict.FAIL for _, finding in found))
+    return int(any(finding.verdict is CheckVerdict.FAIL for _, finding in found))
 
 
 def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
@@ -182,7 +182,7 @@ def _text(found: list[_Named]) -> str:
             indent = " " * (len(head) + 3 * place)
             lines += textwrap.wrap(part, width, initial_indent=begin, subsequent_indent=indent)
     counts = {
-        verdict: sum(finding.verdict is verdict for _, finding in found) for verdict in Verdict
+        verdict: sum(finding.verdict is verdict for _, finding in found) for verdict in CheckVerdict
     }
     return "\n".join([*lines, "", ", ".join(f"{count} {name}" for name, count in counts.items())])
 

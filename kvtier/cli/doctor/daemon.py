@@ -18,7 +18,7 @@ from kvtier.cli.call import ask
 from kvtier.cli.doctor.check import Finding, fail, ok, warn
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.cli.preflight import check_free, check_socket
-from kvtier.config import Address, Config
+from kvtier.config import Config, ListenAddress
 from kvtier.config.secret import with_url
 from kvtier.daemon.tiers import load_keys
 from kvtier.engine.support import check_model
@@ -119,7 +119,7 @@ def look_at_socket(subject: Subject) -> Finding:
 def look_at_ports(subject: Subject) -> Finding:
     """Look whether each port is free, or held by the running daemon itself."""
     config = subject.config
-    wanted: dict[str, Address | None] = {
+    wanted: dict[str, ListenAddress | None] = {
         "http.listen": config.http.listen,
         "rpc.listen": config.rpc.listen,
         "engine.listen": config.engine.listen if config.engine.model else None,

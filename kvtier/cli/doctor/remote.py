@@ -3,15 +3,15 @@
 import time
 from collections.abc import Mapping
 
-from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, Finding, Verdict, fail, ok, warn
+from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, CheckVerdict, Finding, fail, ok, warn
 from kvtier.cli.doctor.subject import Subject
 from kvtier.cli.shown import shown_bytes, shown_seconds
 from kvtier.config.tiers import RemoteConfig
 from kvtier.errors import TierError
-from kvtier.tiers.remote.address import Address, Form, Place
+from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
 from kvtier.tiers.remote.advice import facts_of
 from kvtier.tiers.remote.connect import Connector
-from kvtier.tiers.remote.resp import Command, Refusal
+from kvtier.tiers.remote.resp import Refusal, RespCommand
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.topology import Topology
 
@@ -28,7 +28,7 @@ _OLDEST = 6
 def look_at_remote(subject: Subject) -> Finding:
     """Ask each primary what it is; the worst finding counts."""
     remote = subject.config.remote
-    address = Address.parse(remote.url)
+    address = RemoteAddress.parse(remote.url)
     topology = _topology(address, remote)
     deadline_ns = time.monotonic_ns() + int(REMOTE_DEADLINE_S * 0.8e9)
     try:
@@ -40,7 +40,7 @@ def look_at_remote(subject: Subject) -> Finding:
         return fail(str(error).removeprefix("remote: "), "start it, or correct remote.url")
     finally:
         topology.close()
-    worst = max(findings, key=lambda finding: list(Verdict).index(finding.verdict))
+    worst = max(findings, key=lambda finding: list(CheckVerdict).index(finding.verdict))
     is_open = not address.has_tls and remote.seal == "off"
     if worst.remedy or not is_open or all(map(_is_here, address.places)):
         return worst
@@ -50,7 +50,7 @@ def look_at_remote(subject: Subject) -> Finding:
     )
 
 
-def _topology(address: Address, remote: RemoteConfig) -> Topology:
+def _topology(address: RemoteAddress, remote: RemoteConfig) -> Topology:
     connector = Connector(address, _PATIENCE_S, remote.tls_ca)
     is_alone = address.form is not Form.CLUSTER
     return Topology(
@@ -62,18 +62,18 @@ def _topology(address: Address, remote: RemoteConfig) -> Topology:
 
 def _ask(server: Server, deadline_ns: int) -> tuple[dict[str, str], float]:
     """Return what a server says of itself, and how long it takes to answer."""
-    questions = [Command((b"INFO", section)) for section in _SECTIONS]
+    questions = [RespCommand((b"INFO", section)) for section in _SECTIONS]
     facts: dict[str, str] = {}
     for reply in server.ask(questions, deadline_ns):
         if isinstance(reply, Refusal):
             raise TierError(f"it refuses INFO (-{reply.code}), {server.place}")
         facts |= facts_of(reply)
     asked_s = time.monotonic()
-    server.ask([Command((b"PING",))], deadline_ns)
+    server.ask([RespCommand((b"PING",))], deadline_ns)
     return facts, time.monotonic() - asked_s
 
 
-def _judge(place: Place, facts: Mapping[str, str], took_s: float) -> Finding:
+def _judge(place: ServerAddress, facts: Mapping[str, str], took_s: float) -> Finding:
     kind = "valkey" if "valkey_version" in facts else "redis"
     version = facts.get(f"{kind}_version", "0")
     limit, used = int(facts.get("maxmemory", "0")), int(facts.get("used_memory", "0"))
@@ -94,5 +94,5 @@ def _judge(place: Place, facts: Mapping[str, str], took_s: float) -> Finding:
     return ok(found)
 
 
-def _is_here(place: Place) -> bool:
+def _is_here(place: ServerAddress) -> bool:
     return not place.port or place.host in {"localhost", "::1"} or place.host.startswith("127.")

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 
-__all__ = ["Account"]
+__all__ = ["RequestAccount"]
 
 
 @dataclass(slots=True)
-class Account:
+class RequestAccount:
     """Of one request; all times are on one monotonic clock."""
 
     arrived_s: float
@@ -34,7 +34,7 @@ class Account:
             self.computing_since_s = now_s
         self.computed_tokens += num_prompt_tokens
 
-    def outcome(self, decision: int, tiers: Sequence[TierName], now_s: float) -> Outcome | None:
+    def outcome(self, decision: int, tiers: Sequence[TierName], now_s: float) -> PlanOutcome | None:
         """Return what came of a plan, once the first token is there; None if it cannot be told.
 
         ``tiers`` are those of the blocks that were held.
@@ -43,7 +43,7 @@ class Account:
             return None
         ttft_s = now_s - self.arrived_s
         computing_s = now_s - self.computing_since_s
-        return Outcome(
+        return PlanOutcome(
             decision=decision,
             tiers=tuple(Counter(tiers[: self.num_restored]).items()),
             restore_s=self.restore_s,

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.core.identity import BlockHash, chain_root, hash_blocks
 
-__all__ = ["Chains"]
+__all__ = ["RankChains"]
 
 
-class Chains:
+class RankChains:
     """The key spaces differ by rank, and so do the hashes; all chains are equally long."""
 
     def __init__(

@@ -23,10 +23,10 @@ from kvtier.connectors.guard import guarded
 from kvtier.connectors.vllm.log import join_log
 from kvtier.connectors.vllm.messages import Handshake, StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sources
-from kvtier.connectors.vllm.order import Orders, RankFacts
+from kvtier.connectors.vllm.order import RankFacts, WorkerOrders
 from kvtier.connectors.vllm.plugin import register
 from kvtier.connectors.vllm.pool import own_tier
-from kvtier.connectors.vllm.reports import Reports
+from kvtier.connectors.vllm.reports import WorkerReports
 from kvtier.connectors.vllm.routers.events import Events
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.settings import read_settings
@@ -67,7 +67,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
         self._events: Events | None = None
-        self._reports = Reports()
+        self._reports = WorkerReports()
         self._copies: Copies | None = None
         self._start: Start | None = None
         self._are_workers_told = False
@@ -209,12 +209,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_open(lambda: StepMetadata(Orders(), b""))
+    @_open(lambda: StepMetadata(WorkerOrders(), b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return this step's orders."""
         self._offer(scheduler_output)
         if self._scheduler is None or self._start is None:
-            return StepMetadata(Orders(), b"")
+            return StepMetadata(WorkerOrders(), b"")
         self._are_workers_told = True
         return StepMetadata(self._scheduler.take_orders(), self._start.weights)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.connectors.vllm.order import Loaded, LoadOrder
+from kvtier.connectors.vllm.order import WorkerLoaded, WorkerLoadOrder
 from kvtier.connectors.vllm.search import Search
 from kvtier.connectors.vllm.tracked import Tracked
 from kvtier.core.residency import TierName
@@ -17,7 +17,7 @@ class _Load:
     search: Search
     num_blocks: int
     ordered_s: float
-    loaded: Loaded | None = None
+    loaded: WorkerLoaded | None = None
 
 
 class OpenLoads:
@@ -40,12 +40,12 @@ class OpenLoads:
         blocks: Sequence[int],
         num_external: int,
         now_s: float,
-    ) -> LoadOrder:
+    ) -> WorkerLoadOrder:
         """Open a load of the first tokens that a search holds, into the blocks that vLLM gave."""
         end = tracked.num_local + num_external
         wanted = range(tracked.num_local // self._engine_tokens, end // self._engine_tokens)
         into = _engine_blocks(blocks, wanted, search.first, self._ratio)
-        order = LoadOrder(
+        order = WorkerLoadOrder(
             tracked.request_id,
             tracked.tenant,
             tracked.chains.first(search.first + len(into)),
@@ -60,17 +60,19 @@ class OpenLoads:
         tracked.num_offered = max(tracked.num_offered, search.first + len(into))
         return order
 
-    def order_nothing(self, request_id: str, blocks: Sequence[int], num_local: int) -> LoadOrder:
+    def order_nothing(
+        self, request_id: str, blocks: Sequence[int], num_local: int
+    ) -> WorkerLoadOrder:
         """Return an order of which nothing comes, but into what vLLM had not filled itself."""
         fresh = blocks[num_local // self._engine_tokens :]  # those before are shared, and good
-        return LoadOrder(request_id, b"", (), 0, (tuple(fresh),))
+        return WorkerLoadOrder(request_id, b"", (), 0, (tuple(fresh),))
 
     def tiers(self, request_id: str) -> Sequence[TierName]:
         """Return where the blocks of a load come from."""
         load = self._open.get(request_id)
         return () if load is None else load.search.tiers[: load.num_blocks]
 
-    def note_loaded(self, request_id: str, loaded: Loaded, now_s: float) -> None:
+    def note_loaded(self, request_id: str, loaded: WorkerLoaded, now_s: float) -> None:
         """Hear how a load went for some workers; its request is told once it is over for all."""
         load = self._open.get(request_id)
         if load is None:

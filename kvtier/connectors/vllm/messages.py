@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.order import Orders, RankFacts, Results
+from kvtier.connectors.vllm.order import RankFacts, Results, WorkerOrders
 from kvtier.observe.log import Log
 
 __all__ = ["Handshake", "StepMetadata", "WorkerMetadata"]
@@ -27,7 +27,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
     """What the workers are to do in a step; with ``weights`` they may begin."""
 
-    orders: Orders
+    orders: WorkerOrders
     weights: bytes
 
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.stats import ROWS, Counts, Kind, Row, add_up, summary
+from kvtier.connectors.vllm.stats import ROWS, Counts, Row, StatKind, add_up, summary
 from kvtier.core.residency import TierName
 from kvtier.observe.log import Log
 
@@ -87,9 +87,9 @@ class KvtierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is no
             "documentation": row.text,
             "labelnames": [*self._labelnames, *([row.label] if row.label else [])],
         }
-        if row.kind is Kind.COUNTER:
+        if row.kind is StatKind.COUNTER:
             return self._counter_cls(**common)
-        if row.kind is Kind.GAUGE:
+        if row.kind is StatKind.GAUGE:
             return self._gauge_cls(**common, multiprocess_mode="mostrecent")
         return self._histogram_cls(**common, buckets=list(row.buckets))
 
@@ -106,11 +106,11 @@ def hit_sources(split: Mapping[TierName, int]) -> dict[Any, int]:
     return {sources[tier]: num_tokens for tier, num_tokens in split.items()}
 
 
-def _record(kind: Kind, series: Any, values: list[float]) -> None:
+def _record(kind: StatKind, series: Any, values: list[float]) -> None:
     for value in values:
-        if kind is Kind.COUNTER:
+        if kind is StatKind.COUNTER:
             series.inc(value)
-        elif kind is Kind.GAUGE:
+        elif kind is StatKind.GAUGE:
             series.set(value)
         else:
             series.observe(value)

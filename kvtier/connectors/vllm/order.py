@@ -7,7 +7,14 @@ from kvtier.connectors.vllm.identity.facts import BlockFacts
 from kvtier.core.identity import BlockHash
 from kvtier.core.traits import NO_TRAITS, Traits
 
-__all__ = ["LoadOrder", "Loaded", "Orders", "RankFacts", "Results", "StoreOrder"]
+__all__ = [
+    "RankFacts",
+    "Results",
+    "WorkerLoadOrder",
+    "WorkerLoaded",
+    "WorkerOrders",
+    "WorkerStoreOrder",
+]
 
 _Chain = tuple[BlockHash, ...]
 
@@ -21,7 +28,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class WorkerLoadOrder:
     """Blocks to copy into vLLM's, from block ``first`` of the chain on."""
 
     request_id: str
@@ -40,7 +47,7 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOrder:
+class WorkerStoreOrder:
     """Blocks to offer, from block ``first`` of the chain on; vLLM keeps them until the result."""
 
     number: int
@@ -55,17 +62,17 @@ class StoreOrder:
 
 
 @dataclass(slots=True)
-class Orders:
+class WorkerOrders:
     """Of one step, for every worker."""
 
     step: int = 0
     """Its number, which comes back with its results; 0: it computes nothing."""
-    loads: list[LoadOrder] = field(default_factory=list)
-    stores: list[StoreOrder] = field(default_factory=list)
+    loads: list[WorkerLoadOrder] = field(default_factory=list)
+    stores: list[WorkerStoreOrder] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class WorkerLoaded:
     """How a load went for those workers that are done with it."""
 
     num_filled: int
@@ -74,9 +81,9 @@ class Loaded:
     """Of the last one, on the monotonic clock."""
     num_workers: int = 1
 
-    def joined(self, other: "Loaded") -> "Loaded":
+    def joined(self, other: "WorkerLoaded") -> "WorkerLoaded":
         """Return what this and other workers have."""
-        return Loaded(
+        return WorkerLoaded(
             min(self.num_filled, other.num_filled),
             max(self.ended_s, other.ended_s),
             self.num_workers + other.num_workers,
@@ -90,7 +97,7 @@ class Results:
     step: int = 0
     stored: Counter[int] = field(default_factory=Counter)
     """By store, how many workers are done with it."""
-    loaded: dict[str, Loaded] = field(default_factory=dict)
+    loaded: dict[str, WorkerLoaded] = field(default_factory=dict)
     """By request."""
 
     def __bool__(self) -> bool:
@@ -103,7 +110,7 @@ class Results:
         for request_id, loaded in other.loaded.items():
             self.note_loaded(request_id, loaded)
 
-    def note_loaded(self, request_id: str, loaded: Loaded) -> None:
+    def note_loaded(self, request_id: str, loaded: WorkerLoaded) -> None:
         """Take in how a load went."""
         before = self.loaded.get(request_id)
         self.loaded[request_id] = loaded if before is None else before.joined(loaded)

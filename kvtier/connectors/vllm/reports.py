@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Iterable
 
-from kvtier.connectors.vllm.order import Loaded, LoadOrder, Results, StoreOrder
+from kvtier.connectors.vllm.order import Results, WorkerLoaded, WorkerLoadOrder, WorkerStoreOrder
 
-__all__ = ["Reports"]
+__all__ = ["WorkerReports"]
 
 
-class Reports:
+class WorkerReports:
     """Kept by any thread until vLLM takes them, in its own order of calls."""
 
     def __init__(self) -> None:
@@ -18,23 +18,23 @@ class Reports:
         self._received: set[str] = set()
         self._missing: set[int] = set()
 
-    def end_load(self, order: LoadOrder, num_filled: int) -> None:
+    def end_load(self, order: WorkerLoadOrder, num_filled: int) -> None:
         """Note that a load is over; nothing writes to its blocks any more."""
         empty = order.into[num_filled:]
         with self._lock:
             self._missing.update(block for blocks in empty for block in blocks if block >= 0)
             self._received.add(order.request_id)
-            self._results.note_loaded(order.request_id, Loaded(num_filled, time.monotonic()))
+            self._results.note_loaded(order.request_id, WorkerLoaded(num_filled, time.monotonic()))
 
-    def end_store(self, order: StoreOrder) -> None:
+    def end_store(self, order: WorkerStoreOrder) -> None:
         """Note that a store is over; nothing reads its blocks any more."""
         with self._lock:
             self._results.stored[order.number] += 1
 
-    def refuse(self, orders: Iterable[LoadOrder | StoreOrder]) -> None:
+    def refuse(self, orders: Iterable[WorkerLoadOrder | WorkerStoreOrder]) -> None:
         """Note that nothing comes of these."""
         for order in orders:
-            if isinstance(order, LoadOrder):
+            if isinstance(order, WorkerLoadOrder):
                 self.end_load(order, 0)
             else:
                 self.end_store(order)

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import Announcement, Client
-from kvtier.connectors.vllm.account import Account
+from kvtier.connectors.vllm.account import RequestAccount
 from kvtier.connectors.vllm.backlog import Backlog
-from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.clearing import Clearing
 from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
 from kvtier.connectors.vllm.loads import OpenLoads
-from kvtier.connectors.vllm.order import Orders, Results
+from kvtier.connectors.vllm.order import Results, WorkerOrders
 from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.search import Search
 from kvtier.connectors.vllm.searches import OpenSearches
 from kvtier.connectors.vllm.settings import Role
-from kvtier.connectors.vllm.stats import ATTACHED, HIT_TOKENS, Counts, Tally, split_by_tier
-from kvtier.connectors.vllm.steps import Chunk, StepClock
+from kvtier.connectors.vllm.stats import ATTACHED, HIT_TOKENS, Counts, StatTally, split_by_tier
+from kvtier.connectors.vllm.steps import StepChunk, StepClock
 from kvtier.connectors.vllm.stores import OpenStores
 from kvtier.connectors.vllm.tracked import Tracked, note_blocks, traits_of
 from kvtier.core.identity import tenant_digest
@@ -56,7 +56,7 @@ class SchedulerHalf:
         self, ranks: Sequence[Rank], block_tokens: int, ratio: int, role: Role = Role.BOTH
     ) -> None:
         """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
-        self.tally = Tally()
+        self.tally = StatTally()
         self.hit_tokens = 0
         """Of prompts, that vLLM had itself; of requests that are over."""
         self.news: News | None = None
@@ -72,7 +72,7 @@ class SchedulerHalf:
         self._searches = OpenSearches(self._clients, block_tokens, self._backlog, self.tally)
         self._loads = OpenLoads(len(ranks), block_tokens, ratio)
         self._stores = OpenStores(len(ranks), block_tokens, ratio)
-        self._orders = Orders()
+        self._orders = WorkerOrders()
         self._clock = StepClock()
         self._told_attached: bool | None = None
         """What vLLM's metrics say."""
@@ -126,8 +126,10 @@ class SchedulerHalf:
             return
         tenant = tenant_digest(request.cache_salt)
         extra = extra_keys(request, adapter, self._block_tokens)
-        chains = Chains(self._key_spaces, tenant, self._block_tokens, extra)
-        tracked = Tracked(request, tenant, traits_of(request), chains, Account(time.monotonic()))
+        chains = RankChains(self._key_spaces, tenant, self._block_tokens, extra)
+        tracked = Tracked(
+            request, tenant, traits_of(request), chains, RequestAccount(time.monotonic())
+        )
         self._extend(tracked)
         self._tracked[request.request_id] = tracked
         if self._role.loads:
@@ -198,13 +200,13 @@ class SchedulerHalf:
         now_s = time.monotonic()
         self._clearing.step(self._searches.submit, is_quiet=not len(self._stores))
         computed = note_blocks(self._tracked, output)
-        chunks: list[Chunk] = []
+        chunks: list[StepChunk] = []
         for request_id, num_new in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             num_past, num_prompt = computed[request_id], tracked.request.num_prompt_tokens
-            chunks.append(Chunk(request_id, num_new, num_past, num_prompt))
+            chunks.append(StepChunk(request_id, num_new, num_past, num_prompt))
             tracked.account.note_chunk(max(0, min(num_new, num_prompt - num_past)), now_s)
             if self._role.stores and self.is_attached and not self._clearing.is_due:
                 self._extend(tracked)
@@ -214,9 +216,9 @@ class SchedulerHalf:
             known = chunks if len(chunks) == num_scheduled else ()
             self._orders.step = self._clock.begin(known, now_s)
 
-    def take_orders(self) -> Orders:
+    def take_orders(self) -> WorkerOrders:
         """Take what the workers are to do in this step."""
-        orders, self._orders = self._orders, Orders()
+        orders, self._orders = self._orders, WorkerOrders()
         self._backlog.end_step()
         return orders
 

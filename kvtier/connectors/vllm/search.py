@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvtier.client import Client, Found, Held
+from kvtier.client import Client, FoundBlocks, HeldBlocks
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
@@ -56,7 +56,7 @@ class Search:
     """Some rank's tiers have nothing at all until then, but what is stored since it began."""
     began_s: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
-    _held: list[Held] = field(default_factory=list)
+    _held: list[HeldBlocks] = field(default_factory=list)
 
     @property
     def tiers(self) -> Sequence[TierName]:
@@ -110,14 +110,14 @@ class Search:
         self.good_until_s = min(each.good_until_s for each in held)
         self.num_blocks = min(len(each.tiers) for each in held)
 
-    def _look_up(self, rank: int) -> Found:
+    def _look_up(self, rank: int) -> FoundBlocks:
         client, chain = self.clients[rank], self.chains[rank]
         with TRACES.passing_on("lookup", self.traceparent) as mark:
             found = client.lookup(self.tenant, chain, self.first, self.traits, self.load)
             mark.tell(asked_blocks=len(chain) - self.first, found_blocks=len(found.tiers))
         return found
 
-    def _hold(self, wanted: int, wait_s: float, rank: int) -> Held:
+    def _hold(self, wanted: int, wait_s: float, rank: int) -> HeldBlocks:
         with TRACES.passing_on("hold", self.traceparent) as mark:
             held = self.clients[rank].hold(
                 self.tenant,
@@ -138,12 +138,12 @@ class Search:
             return list(ranks.map(ask, range(len(self.clients))))
 
 
-def _planned_blocks(found: Found) -> int:
+def _planned_blocks(found: FoundBlocks) -> int:
     num_found = len(found.tiers)
     return num_found if found.plan is None else min(num_found, found.plan.num_blocks)
 
 
-def _wait_s(found: Found, most_s: float) -> float:
+def _wait_s(found: FoundBlocks, most_s: float) -> float:
     if found.plan is None or not found.plan.wait_ns:
         return most_s
     return _WAIT_SHARE * found.plan.wait_ns / 1e9 + _WAIT_MARGIN_S

@@ -16,7 +16,7 @@ from kvtier.client import Client
 from kvtier.connectors.guard import note_fault
 from kvtier.connectors.vllm.backlog import Backlog
 from kvtier.connectors.vllm.search import Search
-from kvtier.connectors.vllm.stats import LOOKUP_SECONDS, LOOKUPS, Tally
+from kvtier.connectors.vllm.stats import LOOKUP_SECONDS, LOOKUPS, StatTally
 from kvtier.connectors.vllm.tracked import Tracked
 from kvtier.observe.log import Log, Repeated
 
@@ -47,7 +47,7 @@ class OpenSearches:
     """At most one for a request; each keeps what it found until it is taken, or dropped."""
 
     def __init__(
-        self, clients: Sequence[Client], block_tokens: int, backlog: Backlog, tally: Tally
+        self, clients: Sequence[Client], block_tokens: int, backlog: Backlog, tally: StatTally
     ) -> None:
         self._clients = clients
         self._block_tokens = block_tokens

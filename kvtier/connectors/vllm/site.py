@@ -16,7 +16,7 @@ from kvtier.connectors.vllm.identity.description import describe
 from kvtier.connectors.vllm.order import RankFacts
 from kvtier.connectors.vllm.refusal import refusal
 from kvtier.connectors.vllm.release import local_model
-from kvtier.connectors.vllm.reports import Reports
+from kvtier.connectors.vllm.reports import WorkerReports
 from kvtier.connectors.vllm.routers.events import Events, open_events
 from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
@@ -94,7 +94,7 @@ class Site:
         return half
 
     def worker_half(
-        self, facts: RankFacts, weights: bytes, copies: Copies, reports: Reports
+        self, facts: RankFacts, weights: bytes, copies: Copies, reports: WorkerReports
     ) -> WorkerHalf:
         """Begin it, now that the scheduler half has begun. Raises where no thread is to be had."""
         assert facts.blocks is not None, "there are copies of blocks that are served"

@@ -31,9 +31,9 @@ __all__ = [
     "STORE_BLOCKS",
     "STORE_SECONDS",
     "Counts",
-    "Kind",
     "Row",
-    "Tally",
+    "StatKind",
+    "StatTally",
     "add_up",
     "split_by_tier",
     "summary",
@@ -45,7 +45,7 @@ _SAMPLES_MAX = 1000
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Kind(StrEnum):
+class StatKind(StrEnum):
     """What becomes of two values of one row."""
 
     COUNTER = "counter"
@@ -58,7 +58,7 @@ class Row:
     """One metric. ``title`` is what vLLM's log calls it, with the label in the braces."""
 
     name: str
-    kind: Kind
+    kind: StatKind
     title: str
     text: str
     label: str = ""
@@ -68,13 +68,13 @@ class Row:
 
 ATTACHED = Row(
     "vllm:kvtier_attached",
-    Kind.GAUGE,
+    StatKind.GAUGE,
     "Attached",
     "1 while there is a session with the daemon, as of vLLM's last step.",
 )
 HIT_TOKENS = Row(
     "vllm:kvtier_hit_tokens",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Tokens from {}",
     "Tokens of prompts whose load was ordered, by the tier they were in; those of missing blocks "
     "are among them.",
@@ -83,7 +83,7 @@ HIT_TOKENS = Row(
 )
 LOOKUPS = Row(
     "vllm:kvtier_lookups",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Lookups {}",
     "Questions to the daemon: hit, something is loaded; miss, nothing is, or it would not pay; "
     "failed, there was no answer in time; empty, the daemon has nothing at all and was not asked.",
@@ -92,7 +92,7 @@ LOOKUPS = Row(
 )
 LOOKUP_SECONDS = Row(
     "vllm:kvtier_lookup_seconds",
-    Kind.HISTOGRAM,
+    StatKind.HISTOGRAM,
     "lookup",
     "From the question to the answer, with bringing blocks up to the CPU tier. Other requests are "
     "computed meanwhile.",
@@ -100,33 +100,33 @@ LOOKUP_SECONDS = Row(
 )
 LOAD_BYTES = Row(
     "vllm:kvtier_load_bytes",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Bytes loaded",
     "Bytes copied from the CPU tier into vLLM's KV cache.",
 )
 LOAD_SECONDS = Row(
     "vllm:kvtier_load_seconds",
-    Kind.HISTOGRAM,
+    StatKind.HISTOGRAM,
     "load",
     "What the copy took, for one request.",
     buckets=_SECONDS,
 )
 STAGED_BYTES = Row(
     "vllm:kvtier_staged_bytes",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Bytes staged",
     "Bytes that were copied once more on their way, since the device does not know their part of "
     "the CPU tier.",
 )
 MISSING_BLOCKS = Row(
     "vllm:kvtier_missing_blocks",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Blocks missing",
     "Blocks that were promised and did not come, so that vLLM computed them.",
 )
 STORE_BLOCKS = Row(
     "vllm:kvtier_store_blocks",
-    Kind.COUNTER,
+    StatKind.COUNTER,
     "Blocks {}",
     "Blocks offered: kept, the daemon has them; refused, it would not pay or there was no room; "
     "failed, there was no answer in time.",
@@ -135,7 +135,7 @@ STORE_BLOCKS = Row(
 )
 STORE_SECONDS = Row(
     "vllm:kvtier_store_seconds",
-    Kind.HISTOGRAM,
+    StatKind.HISTOGRAM,
     "store",
     "What one offer took, with the copy. vLLM does not wait for it.",
     buckets=_SECONDS,
@@ -162,7 +162,7 @@ Counts = dict[str, dict[str, list[float]]]
 """By name and label: the sum of a counter, the last value of a gauge, a histogram's samples."""
 
 
-class Tally:
+class StatTally:
     """What was counted since it was last taken. May be used from any thread."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Tally:
 
     def add(self, row: Row, value: float = 1, label: str = "") -> None:
         """Add to a counter, set a gauge, or note a duration."""
-        if not value and row.kind is Kind.COUNTER:
+        if not value and row.kind is StatKind.COUNTER:
             return
         with self._lock:
             add_up(self._counts, {row.name: {label: [value]}})
@@ -192,9 +192,9 @@ def add_up(counts: Counts, others: Mapping[str, Mapping[str, Sequence[float]]]) 
         mine = counts.setdefault(name, {})
         for label, values in by_label.items():
             before = mine.setdefault(label, [])
-            if row.kind is Kind.HISTOGRAM:
+            if row.kind is StatKind.HISTOGRAM:
                 before += values[: _SAMPLES_MAX - len(before)]
-            elif row.kind is Kind.COUNTER:
+            elif row.kind is StatKind.COUNTER:
                 mine[label] = [sum(before) + sum(values)]
             else:
                 mine[label] = list(values)
@@ -205,7 +205,7 @@ def summary(counts: Counts) -> dict[str, int | float]:
     said: dict[str, int | float] = {}
     for row in ROWS.values():
         for label, values in sorted(counts.get(row.name, {}).items()):
-            if row.kind is Kind.HISTOGRAM:
+            if row.kind is StatKind.HISTOGRAM:
                 said[f"Avg {row.title} (ms)"] = round(fmean(values) * 1e3, 1)
                 said[f"Max {row.title} (ms)"] = round(max(values) * 1e3, 1)
             else:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from kvtier.core.cost.sample import StepSample
 
-__all__ = ["Chunk", "Step", "StepClock"]
+__all__ = ["StepChunk", "StepClock", "VllmStep"]
 
 _STEPS_MAX = 64
 """Under way: vLLM has two, or one for each stage of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StepChunk:
     """What a step computes of one request."""
 
     request_id: str
@@ -32,14 +32,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VllmStep:
     """One step; with ``seconds`` once it has ended."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[StepChunk]
     began_s: float
     seconds: float = 0.0
 
-    def share_s(self, chunk: Chunk) -> float:
+    def share_s(self, chunk: StepChunk) -> float:
         """Return how much of it one chunk took."""
         return self.seconds * chunk.num_new / sum(each.num_new for each in self.chunks)
 
@@ -60,25 +60,25 @@ class StepClock:
     """Told of each step twice; by its number, since vLLM does not tell of the end of empty ones."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Step] = {}
+        self._open: dict[int, VllmStep] = {}
         self._num_begun = 0
         self._ended_s = 0.0
         self.computing_s = -math.inf
         """When a step that computes last began, or ended."""
 
-    def begin(self, chunks: Sequence[Chunk], now_s: float) -> int:
+    def begin(self, chunks: Sequence[StepChunk], now_s: float) -> int:
         """Note that a step was scheduled, and return its number.
 
         One without chunks computes something that is not known.
         """
         self.computing_s = now_s
         self._num_begun += 1
-        self._open[self._num_begun] = Step(chunks, now_s)
+        self._open[self._num_begun] = VllmStep(chunks, now_s)
         if len(self._open) > _STEPS_MAX:
             del self._open[next(iter(self._open))]
         return self._num_begun
 
-    def end(self, number: int, now_s: float) -> Step | None:
+    def end(self, number: int, now_s: float) -> VllmStep | None:
         """Return what a step took, if it is one and what it computed is known."""
         if number:
             self.computing_s = now_s
@@ -86,4 +86,4 @@ class StepClock:
         if step is None:
             return None
         began_s, self._ended_s = max(step.began_s, self._ended_s), now_s
-        return Step(step.chunks, began_s, now_s - began_s) if step.chunks else None
+        return VllmStep(step.chunks, began_s, now_s - began_s) if step.chunks else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from kvtier.connectors.vllm.order import StoreOrder
+from kvtier.connectors.vllm.order import WorkerStoreOrder
 from kvtier.connectors.vllm.tracked import Tracked
 
 __all__ = ["OpenStores"]
@@ -49,7 +49,7 @@ class OpenStores:
         """Take vLLM's block pool."""
         self._pool = pool
 
-    def order(self, tracked: Tracked, num_computed: int, now_s: float) -> StoreOrder | None:
+    def order(self, tracked: Tracked, num_computed: int, now_s: float) -> WorkerStoreOrder | None:
         """Open a store of what a request has computed and not offered, as far as there is room."""
         end = min(num_computed // self._block_tokens, len(tracked.chains))
         if tracked.offload_tokens is not None:
@@ -63,7 +63,7 @@ class OpenStores:
             return None
         blocks = tuple(tuple(flat[at : at + ratio]) for at in range(0, len(flat), ratio))
         chains = tracked.chains.first(end)
-        order = StoreOrder(
+        order = WorkerStoreOrder(
             self.open(flat, now_s),
             tracked.tenant,
             chains,

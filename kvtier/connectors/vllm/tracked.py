@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.client.wire import traits_fault
-from kvtier.connectors.vllm.account import Account
-from kvtier.connectors.vllm.chain import Chains
+from kvtier.connectors.vllm.account import RequestAccount
+from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.search import Search
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.traits import Traits
 from kvtier.observe.trace import traceparent_of
 
@@ -25,8 +25,8 @@ class Tracked:
     request: Any
     tenant: bytes
     traits: Traits
-    chains: Chains
-    account: Account
+    chains: RankChains
+    account: RequestAccount
     blocks: list[int] = field(default_factory=list)
     """Of vLLM."""
     num_local: int = 0
@@ -91,7 +91,7 @@ class Tracked:
             self.blocks.clear()
         self.blocks.extend(fresh)
 
-    def take_outcomes(self, now_s: float) -> list[Outcome | None]:
+    def take_outcomes(self, now_s: float) -> list[PlanOutcome | None]:
         """Return what came of each rank's plan, once; nothing before the first token is there.
 
         What a request took that lost its blocks, or was searched for again, says nothing.

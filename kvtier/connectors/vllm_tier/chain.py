@@ -12,11 +12,11 @@ from itertools import islice
 
 from kvtier.core.identity import HASH_BYTES, BlockHash
 
-__all__ = ["Chain", "Run"]
+__all__ = ["ChunkChain", "ChunkRun"]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkRun:
     """Consecutive blocks of a chain, and the chunks of vLLM's memory that are theirs."""
 
     first: int
@@ -24,7 +24,7 @@ class Run:
     chunks: Sequence[int]
 
 
-class Chain:
+class ChunkChain:
     """Grows at its end only."""
 
     def __init__(self, root: BlockHash) -> None:
@@ -56,19 +56,21 @@ class Chain:
         """Return a name's place; None for one that was not heard."""
         return self._places.get(name)
 
-    def runs(self, chunks: Iterable[tuple[bytes, int]]) -> list[Run]:
+    def runs(self, chunks: Iterable[tuple[bytes, int]]) -> list[ChunkRun]:
         """Put named chunks in order, and cut them where a block is left out. Unknown ones go."""
         placed = sorted(
             (place, name, chunk)
             for name, chunk in chunks
             if (place := self.place(name)) is not None
         )
-        runs: list[Run] = []
+        runs: list[ChunkRun] = []
         start = 0
         for end in range(1, len(placed) + 1):
             if end < len(placed) and placed[end][0] == placed[end - 1][0] + 1:
                 continue
             part = placed[start:end]
-            runs.append(Run(part[0][0], [each[1] for each in part], [each[2] for each in part]))
+            runs.append(
+                ChunkRun(part[0][0], [each[1] for each in part], [each[2] for each in part])
+            )
             start = end
         return runs

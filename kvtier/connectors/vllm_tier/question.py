@@ -9,7 +9,7 @@ from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
 
-__all__ = ["Question"]
+__all__ = ["LookupQuestion"]
 
 _WAIT_SHARE = 1.2
 _WAIT_MARGIN_S = 0.05
@@ -20,7 +20,7 @@ _QUEUE_S = 0.75
 
 
 @dataclass(slots=True)
-class Question:
+class LookupQuestion:
     """``ask`` runs on a thread; all else may be read once ``is_over``."""
 
     client: Client

@@ -14,14 +14,14 @@ from functools import partial
 
 from kvtier.client import Announcement, Client
 from kvtier.connectors.guard import note_fault
-from kvtier.connectors.vllm_tier.chain import Chain
-from kvtier.connectors.vllm_tier.question import Question
-from kvtier.connectors.vllm_tier.transfers import Order
+from kvtier.connectors.vllm_tier.chain import ChunkChain
+from kvtier.connectors.vllm_tier.question import LookupQuestion
+from kvtier.connectors.vllm_tier.transfers import ChunkJob
 from kvtier.core.identity import NO_TENANT, chain_root
 from kvtier.core.traits import Traits
 from kvtier.observe.log import Log, Repeated
 
-__all__ = ["Answer", "Names", "Requests"]
+__all__ = ["ChunkAnswer", "Names", "Requests"]
 
 _log = Log("kvtier.vllm")
 
@@ -37,7 +37,7 @@ Names = Callable[[int], Sequence[bytes]]
 """Returns a request's names from a place on, as many as are known, where vLLM has them in order."""
 
 
-class Answer(Enum):
+class ChunkAnswer(Enum):
     """Whether a chunk should be loaded."""
 
     HIT = auto()
@@ -48,10 +48,10 @@ class Answer(Enum):
 @dataclass(slots=True)
 class _Tracked:
     traits: Traits
-    chain: Chain
+    chain: ChunkChain
     names: Names
     wanted: set[bytes] = field(default_factory=set)
-    question: Question | None = None
+    question: LookupQuestion | None = None
     num_questions: int = 0
     answered: range = range(0)
     """The places that an answer was for."""
@@ -74,11 +74,11 @@ class _Tracked:
         self.found_end = question.first + question.num_found
         self.decision, self.wait_s = question.decision, question.wait_s
 
-    def answer(self, name: bytes) -> Answer | None:
+    def answer(self, name: bytes) -> ChunkAnswer | None:
         place = self.chain.place(name)
         if place is None or place not in self.answered:
             return None
-        return Answer.HIT if place < self.found_end else Answer.MISS
+        return ChunkAnswer.HIT if place < self.found_end else ChunkAnswer.MISS
 
 
 class Requests:
@@ -90,13 +90,13 @@ class Requests:
         self._tracked: dict[str, _Tracked] = {}
         self._asking: set[str] = set()
         self._unknown: set[str] = set()
-        self._questions: list[Question] = []
+        self._questions: list[LookupQuestion] = []
         self._faults = Repeated(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
     def add(self, request_id: str, traits: Traits, names: Names) -> None:
         """Hear of a request. In ``traits`` its id may be missing, where no message can carry it."""
-        self._tracked[request_id] = _Tracked(traits, Chain(self._root), names)
+        self._tracked[request_id] = _Tracked(traits, ChunkChain(self._root), names)
         self._unknown.add(request_id)
 
     def hear(self, request_id: str, names: Collection[bytes]) -> None:
@@ -105,20 +105,20 @@ class Requests:
         if tracked is not None:
             tracked.chain.hear(names)
 
-    def ask(self, request_id: str, name: bytes) -> Answer:
+    def ask(self, request_id: str, name: bytes) -> ChunkAnswer:
         """Tell what is known of a chunk. Waits for nothing."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not self._client.is_attached:
-            return Answer.MISS
+            return ChunkAnswer.MISS
         tracked.take_answer()
         answer = tracked.answer(name)
         if answer is not None:
             return answer
         if tracked.question is None and tracked.num_questions >= _QUESTIONS_MAX:
-            return Answer.MISS
+            return ChunkAnswer.MISS
         tracked.wanted.add(name)
         self._asking.add(request_id)
-        return Answer.LATER
+        return ChunkAnswer.LATER
 
     def end_step(self) -> None:
         """Ask the daemon what this step wanted to know, and tell it of the other new requests."""
@@ -130,16 +130,16 @@ class Requests:
                 self._begin(tracked)
         self._announce()
 
-    def order(self, job: int, request_id: str, chunks: Iterable[tuple[bytes, int]]) -> Order:
+    def order(self, job: int, request_id: str, chunks: Iterable[tuple[bytes, int]]) -> ChunkJob:
         """Return what a job of a request is about; it is empty where the names are unknown."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
-            return Order(job, request_id)
+            return ChunkJob(job, request_id)
         tracked.hear()
         runs = tracked.chain.runs(chunks)
         end = runs[-1].first + len(runs[-1].names) if runs else 0
         hashes = tuple(tracked.chain.hashes[:end])
-        return Order(
+        return ChunkJob(
             job, request_id, tracked.traits, hashes, runs, tracked.decision, tracked.wait_s
         )
 
@@ -173,7 +173,9 @@ class Requests:
         if not known or len(self._questions) >= _OPEN_QUESTIONS_MAX:
             tracked.num_questions = _QUESTIONS_MAX
             return
-        question = Question(self._client, tuple(tracked.chain.hashes), min(known), tracked.traits)
+        question = LookupQuestion(
+            self._client, tuple(tracked.chain.hashes), min(known), tracked.traits
+        )
         tracked.question = question
         tracked.is_known = True
         self._questions.append(question)

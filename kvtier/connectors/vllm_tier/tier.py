@@ -30,8 +30,8 @@ from kvtier.connectors.vllm.settings import Settings, read_settings, why_kept
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
 from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
-from kvtier.connectors.vllm_tier.requests import Answer, Requests
-from kvtier.connectors.vllm_tier.transfers import Ended, Transfers
+from kvtier.connectors.vllm_tier.requests import ChunkAnswer, Requests
+from kvtier.connectors.vllm_tier.transfers import ChunkTransfers, Ended
 from kvtier.core.layout import KVLayout
 from kvtier.core.traits import Traits
 from kvtier.errors import ConfigError
@@ -52,10 +52,10 @@ _LOOK_S = 0.5
 _TELL_S = 60.0
 """In which workers tell of their pages once the weights are read: they do when vLLM has started."""
 
-_RESULTS: Mapping[Answer, LookupResult] = {
-    Answer.HIT: LookupResult.HIT,
-    Answer.MISS: LookupResult.MISS,
-    Answer.LATER: LookupResult.RETRY,
+_RESULTS: Mapping[ChunkAnswer, LookupResult] = {
+    ChunkAnswer.HIT: LookupResult.HIT,
+    ChunkAnswer.MISS: LookupResult.MISS,
+    ChunkAnswer.LATER: LookupResult.RETRY,
 }
 
 _open = partial(guarded, _log)
@@ -65,7 +65,7 @@ _open = partial(guarded, _log)
 class _Parts:
     client: Client
     requests: Requests
-    transfers: Transfers
+    transfers: ChunkTransfers
 
 
 class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there to be checked
@@ -235,7 +235,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             name = f"vllm {model.name} tier"
             client = Client(said.socket, space, name, deadlines=said.deadlines, drop=why_kept)
             client.start()
-            requests, transfers = Requests(client, space.digest), Transfers(client, chunks)
+            requests, transfers = Requests(client, space.digest), ChunkTransfers(client, chunks)
             self._parts = _Parts(client, requests, transfers)
         _log.info(
             "chunks of vLLM's CPU tier are offered to the daemon and loaded from it",

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.client import Client, LoadedBlock
-from kvtier.connectors.vllm_tier.chain import Run
+from kvtier.connectors.vllm_tier.chain import ChunkRun
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.observe.log import Log, Repeated
 
-__all__ = ["Ended", "Order", "Transfers"]
+__all__ = ["ChunkJob", "ChunkTransfers", "Ended"]
 
 _log = Log("kvtier.vllm")
 
@@ -38,14 +38,14 @@ _OPEN_STORES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ChunkJob:
     """What a job is about."""
 
     job: int
     request_id: str
     traits: Traits = NO_TRAITS
     hashes: Sequence[BlockHash] = ()
-    runs: Sequence[Run] = ()
+    runs: Sequence[ChunkRun] = ()
     decision: int = 0
     wait_s: float = 0.0
 
@@ -73,7 +73,7 @@ class _Void(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    order: Order
+    order: ChunkJob
     is_load: bool
     num_chunks: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,7 +102,7 @@ class _Job:
         )
 
 
-class Transfers:
+class ChunkTransfers:
     """Uses a client, which it does not close. Hooks are called by vLLM's scheduling thread."""
 
     def __init__(self, client: Client, chunks: memoryview) -> None:
@@ -116,12 +116,12 @@ class Transfers:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
-    def load(self, order: Order, num_chunks: int) -> None:
+    def load(self, order: ChunkJob, num_chunks: int) -> None:
         """Begin a load of ``num_chunks``; what of them ``order`` lacks does not come."""
         job = _Job(order, True, num_chunks)
         self._begin(job, self._readers, self._load, _OPEN_LOADS_MAX)
 
-    def store(self, order: Order, num_chunks: int) -> None:
+    def store(self, order: ChunkJob, num_chunks: int) -> None:
         """Begin a store of ``num_chunks``; what of them ``order`` lacks is not stored."""
         job = _Job(order, False, num_chunks)
         self._begin(job, self._writer, self._store, _OPEN_STORES_MAX)
@@ -196,7 +196,7 @@ class Transfers:
             self._load_run(job, run, ends_s - time.monotonic())
         return len(job.names) == job.num_chunks
 
-    def _load_run(self, job: _Job, run: Run, left_s: float) -> None:
+    def _load_run(self, job: _Job, run: ChunkRun, left_s: float) -> None:
         """Copy blocks as they come, and note which are good."""
         if left_s <= 0:
             return
@@ -225,7 +225,7 @@ class Transfers:
         return sum(len(run.chunks) for run in order.runs) == job.num_chunks
 
     def _fill(
-        self, job: _Job, run: Run, indexes: Sequence[int], slots: Sequence[memoryview]
+        self, job: _Job, run: ChunkRun, indexes: Sequence[int], slots: Sequence[memoryview]
     ) -> Generator[None]:
         for index, slot in zip(indexes, slots, strict=True):
             self._copy_out(job, run.chunks[index - run.first], slot)

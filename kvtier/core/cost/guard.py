@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Guard"]
+__all__ = ["TierGuard"]
 
 _OUTCOMES = 10
 """The latest ones count."""
@@ -50,7 +50,7 @@ class _Watch:
         return is_enough and sum(self.gains) < -_LOSS * len(self.gains)
 
 
-class Guard:
+class TierGuard:
     """Which tiers are left alone. Each decision asks, each outcome is told."""
 
     def __init__(self) -> None:

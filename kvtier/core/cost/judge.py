@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from kvtier.core.cost.fit import SECONDS_MAX
 from kvtier.core.cost.roads import Roads
-from kvtier.core.plan import Ask, Judgement, Outcome, Plan
+from kvtier.core.plan import Ask, Judgement, PlanOutcome, RestorePlan
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Verdict", "judge", "planned_blocks", "restored_blocks", "seconds_of", "took_s"]
+__all__ = ["CostVerdict", "judge", "planned_blocks", "restored_blocks", "seconds_of", "took_s"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CostVerdict:
     """A judgement, and what the guard is told."""
 
     judgement: Judgement
@@ -31,7 +31,7 @@ class Verdict:
     """Gain by tier, over what computing takes."""
 
 
-def restored_blocks(outcome: Outcome, plan: Plan) -> dict[TierName, int]:
+def restored_blocks(outcome: PlanOutcome, plan: RestorePlan) -> dict[TierName, int]:
     """Return what was restored by tier; no more than was planned."""
     counts: dict[TierName, int] = {}
     left = plan.num_blocks
@@ -43,7 +43,7 @@ def restored_blocks(outcome: Outcome, plan: Plan) -> dict[TierName, int]:
     return counts
 
 
-def planned_blocks(ask: Ask, plan: Plan) -> dict[TierName, int]:
+def planned_blocks(ask: Ask, plan: RestorePlan) -> dict[TierName, int]:
     """Return what was to be restored by tier."""
     counts: dict[TierName, int] = {}
     left = plan.num_blocks
@@ -60,14 +60,14 @@ def seconds_of(value: float) -> float:
     return min(value, SECONDS_MAX) if value > 0 else 0.0
 
 
-def took_s(outcome: Outcome) -> float:
+def took_s(outcome: PlanOutcome) -> float:
     """Return the time to the first token without the wait in the engine's queue."""
     return max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
 
 
 def judge(
-    ask: Ask, plan: Plan, outcome: Outcome, roads: Roads, cold_s: float | None = None
-) -> Verdict:
+    ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads, cold_s: float | None = None
+) -> CostVerdict:
     """Return what an outcome saved or cost.
 
     ``cold_s`` is the measured time of computing the same prompt, if there is one.
@@ -76,7 +76,7 @@ def judge(
     if not plan.num_blocks:
         other_s = _best_restore_s(ask, roads)
         regret_s = min(max(computing_s - other_s, 0.0), own_s)
-        return Verdict(Judgement({}, {}, regret_s, "recompute"), {})
+        return CostVerdict(Judgement({}, {}, regret_s, "recompute"), {})
     gain_s = min(max(computing_s - own_s, -own_s), _worth_s(plan, roads))
     restored = restored_blocks(outcome, plan)
     blamed = restored if gain_s >= 0 else _awaited(ask, plan, restored, roads)
@@ -92,10 +92,10 @@ def judge(
     saved_s = _shared(restored, claim_s) if claim_s > 0 else {}
     lost_s = _shared(blamed, -claim_s) if claim_s < 0 else {}
     gains = dict.fromkeys(blamed, gain_s / max(computing_s, 1e-6))
-    return Verdict(Judgement(saved_s, lost_s, max(-claim_s, 0.0), "restore", measured_s), gains)
+    return CostVerdict(Judgement(saved_s, lost_s, max(-claim_s, 0.0), "restore", measured_s), gains)
 
 
-def _worth_s(plan: Plan, roads: Roads) -> float:
+def _worth_s(plan: RestorePlan, roads: Roads) -> float:
     """Return the most a plan can save: the time of computing what it restores, without waiting.
 
     This limits the effect of clients that report wrong prompt lengths or loads.
@@ -112,7 +112,7 @@ def _best_restore_s(ask: Ask, roads: Roads) -> float:
 
 
 def _awaited(
-    ask: Ask, plan: Plan, restored: Mapping[TierName, int], roads: Roads
+    ask: Ask, plan: RestorePlan, restored: Mapping[TierName, int], roads: Roads
 ) -> Mapping[TierName, int]:
     """Return on whom the request waited: those that did not bring all, else the slowest."""
     planned = planned_blocks(ask, plan)

@@ -19,7 +19,7 @@ from typing import Any
 from kvtier.core.cost.fit import SECONDS_MAX, Fit, Rate, is_amount, table
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 
-__all__ = ["Engine", "Pace"]
+__all__ = ["EngineCost", "Pace"]
 
 _GUESS = (1e-3, 67e-6, 67e-6 / 30_000)
 """Base, per token and per squared token: an 8B model on a data-centre GPU. Faster than most, so
@@ -85,7 +85,7 @@ class Pace:
         return max(self.floor_s, self.base_s + num_tokens * self.token_s)
 
 
-class Engine:
+class EngineCost:
     """The steps of one engine: one model, on one device."""
 
     def __init__(self) -> None:

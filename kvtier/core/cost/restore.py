@@ -19,7 +19,7 @@ from kvtier.core.cost.sample import TransferSample
 from kvtier.core.limits import TRANSFER_BLOCKS, TRANSFER_BLOCKS_MAX, TRANSFER_BYTES
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Restores", "Route", "Speed", "transfer_blocks"]
+__all__ = ["Restores", "RouteCost", "Speed", "transfer_blocks"]
 
 _MIB = 1 << 20
 
@@ -110,7 +110,7 @@ class Speed:
         return float(max(1.0 + (self.tail - 1.0) / rounds**0.5, self.tail_whole))
 
 
-class Route:
+class RouteCost:
     """The transfers of one tier in one direction."""
 
     def __init__(self, tier: TierName) -> None:
@@ -210,10 +210,10 @@ class Restores:
 
     def __init__(self) -> None:
         self._routes = {
-            (tier, is_read): Route(tier) for tier in LOWER_TIERS for is_read in (True, False)
+            (tier, is_read): RouteCost(tier) for tier in LOWER_TIERS for is_read in (True, False)
         }
 
-    def route(self, tier: TierName, *, is_read: bool = True) -> Route:
+    def route(self, tier: TierName, *, is_read: bool = True) -> RouteCost:
         """Return a tier's route; the CPU tier's leads into the engine."""
         return self._routes[tier, is_read]
 

@@ -15,7 +15,7 @@ restore(m - f)) + compute(rest)``, best where both meet.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.core.cost.recompute import Engine
+from kvtier.core.cost.recompute import EngineCost
 from kvtier.core.cost.restore import Restores, Speed
 from kvtier.core.cost.sample import Estimate
 from kvtier.core.plan import Ask
@@ -61,7 +61,7 @@ class _Back:
 class Roads:
     """All roads of one request, as the models see them at one moment."""
 
-    def __init__(self, ask: Ask, restores: Restores, engine: Engine) -> None:
+    def __init__(self, ask: Ask, restores: Restores, engine: EngineCost) -> None:
         self._ask = ask
         self._runs = _runs(ask)
         self._speeds = [restores.route(tier).speed(ask.block_bytes) for tier in LOWER_TIERS]

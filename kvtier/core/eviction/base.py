@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Protocol
 
-from kvtier.core.index import Index
+from kvtier.core.index import BlockIndex
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import Rows
 
@@ -19,18 +19,18 @@ class Eviction(Protocol):
     the row of its block.
     """
 
-    def touch(self, index: Index, rows: Rows) -> int:
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Note one use of a chain's leading blocks, given from the root on.
 
         Returns the mark of this use: ``victims(…, before=mark)`` spares these blocks. Changes the
         ``stamp`` column only.
         """
 
-    def offer(self, index: Index, row: int) -> None:
+    def offer(self, index: BlockIndex, row: int) -> None:
         """Note that a row has become ready and unpinned, so that it may be proposed."""
 
     def victims(
-        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
         """Yield rows that are ready and unpinned in slots of ``size``, the least worth first.
 
@@ -38,5 +38,5 @@ class Eviction(Protocol):
         generator is closed is proposed again.
         """
 
-    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return about ``count`` of the rows that will be proposed next, in about that order."""

@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.core.index import IS_KEPT, Index
+from kvtier.core.index import IS_KEPT, BlockIndex
 from kvtier.core.limits import VICTIMS_SCANNED_AT_ONCE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -65,21 +65,21 @@ class LeafLru:
         self._queues: dict[int, _Queue] = {}
         """By slot size; there are as many as sizes of blocks were ever met."""
 
-    def touch(self, index: Index, rows: Rows) -> int:
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""
         mark = self._clock
         self._clock += len(rows) + 1
         index.stamp[rows] = np.arange(self._clock - 1, mark, -1)
         return mark
 
-    def offer(self, index: Index, row: int) -> None:
+    def offer(self, index: BlockIndex, row: int) -> None:
         """Take in a row that the last scan had to leave out; a younger one comes with the next."""
         queue = self._queues.get(slot_bytes(int(index.payload_bytes[row])))
         if queue is not None and (stamp := int(index.stamp[row])) <= queue.scanned:
             heappush(queue.returned, (stamp, row))
 
     def victims(
-        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
         """Yield the least recently used rows of a size; each is looked at once a call."""
         queue = self._queues.setdefault(size, _Queue())
@@ -101,7 +101,7 @@ class LeafLru:
                 if self._is_evictable(index, row, stamp):
                     heappush(queue.returned, (stamp, row))  # it was not taken
 
-    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return the oldest, of those that are still so."""
         queue = self._queues.setdefault(size, _Queue())
         if len(queue.oldest) < count:
@@ -112,7 +112,7 @@ class LeafLru:
         return evictable
 
     @staticmethod
-    def _scan(index: Index, rows: Rows, queue: _Queue, before: int) -> bool:
+    def _scan(index: BlockIndex, rows: Rows, queue: _Queue, before: int) -> bool:
         """Take in the next of ``rows`` by age; False if there are no more."""
         while True:
             stamps = index.stamp[rows]
@@ -138,7 +138,7 @@ class LeafLru:
                 return bool(queue.oldest)
 
     @staticmethod
-    def _is_evictable(index: Index, row: int, stamp: int) -> bool:
+    def _is_evictable(index: BlockIndex, row: int, stamp: int) -> bool:
         return bool(
             index.stamp[row] == stamp
             and index.pins[row] == 0

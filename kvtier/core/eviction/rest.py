@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from kvtier.core.index import Index
+from kvtier.core.index import BlockIndex
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import Rows
 
 __all__ = ["rest_by_age", "stamp_chain"]
 
 
-def stamp_chain(index: Index, rows: Rows, clock: int) -> int:
+def stamp_chain(index: BlockIndex, rows: Rows, clock: int) -> int:
     """Stamp a chain's leading blocks after ``clock``, the root newest; returns the clock then."""
     after = clock + len(rows) + 1
     index.stamp[rows] = np.arange(after - 1, clock, -1)
@@ -24,7 +24,7 @@ def stamp_chain(index: Index, rows: Rows, clock: int) -> int:
 
 
 def rest_by_age(
-    index: Index, slots: SlabAllocator, size: int, before: int, proposed: Collection[int]
+    index: BlockIndex, slots: SlabAllocator, size: int, before: int, proposed: Collection[int]
 ) -> Iterator[int]:
     """Yield the evictable rows of a size that were used before a mark, least recently used first.
 

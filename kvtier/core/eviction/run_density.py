@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from kvtier.core.eviction.rest import rest_by_age, stamp_chain
-from kvtier.core.index import IS_KEPT, Index
+from kvtier.core.index import IS_KEPT, BlockIndex
 from kvtier.core.limits import COMING_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
@@ -32,17 +32,17 @@ class RunDensity:
         self._history = history
         self._clock = 1
 
-    def touch(self, index: Index, rows: Rows) -> int:
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks; what the use says of their worth the history was told."""
         mark = self._clock
         self._clock = stamp_chain(index, rows, mark)
         return mark
 
-    def offer(self, index: Index, row: int) -> None:
+    def offer(self, index: BlockIndex, row: int) -> None:
         """Do nothing: what is pinned is passed over, and keeps its place."""
 
     def victims(
-        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
         """Yield rows in the history's order; then, if no leaf is left, others by age."""
         limit = self._clock if before is None else before
@@ -62,7 +62,7 @@ class RunDensity:
             yield row
         yield from rest_by_age(index, slots, size, limit, proposed)
 
-    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next; a bounded number, since each costs 3 us."""
         victims = self.victims(index, slots, size)
         rows = np.array(list(islice(victims, min(count, COMING_BLOCKS_MAX))), np.int64)

@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 
 from kvtier.core.eviction.rest import rest_by_age, stamp_chain
-from kvtier.core.index import IS_KEPT, Index
+from kvtier.core.index import IS_KEPT, BlockIndex
 from kvtier.core.limits import COMING_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
@@ -58,13 +58,13 @@ class S3Fifo:
         self._clock = 1
         self._pairs: dict[int, _Pair] = {}
 
-    def touch(self, index: Index, rows: Rows) -> int:
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks, to spare them; the history counts the use."""
         mark = self._clock
         self._clock = stamp_chain(index, rows, mark)
         return mark
 
-    def offer(self, index: Index, row: int) -> None:
+    def offer(self, index: BlockIndex, row: int) -> None:
         """Let a block that came in begin in the queue that its past earned."""
         pair = self._pairs.setdefault(slot_bytes(int(index.payload_bytes[row])), _Pair())
         key = bytes(index.hash_of(row))
@@ -76,7 +76,7 @@ class S3Fifo:
             (pair.main if seen > 1 else pair.small)[key] = (row, seen)
 
     def victims(
-        self, index: Index, slots: SlabAllocator, size: int, before: int | None = None
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
         """Yield rows as their rounds end unused; then, if no leaf is left, others by age."""
         limit = self._clock if before is None else before
@@ -103,14 +103,14 @@ class S3Fifo:
             for key, place in reversed(looked.items()):
                 _put_first(key, place)
 
-    def coming(self, index: Index, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next, a bounded number."""
         victims = self.victims(index, slots, size)
         rows = np.array(list(islice(victims, min(count, COMING_BLOCKS_MAX))), np.int64)
         victims.close()
         return rows
 
-    def _rounds_ending(self, index: Index, pair: _Pair) -> Iterator[tuple[bytes, _Place, int]]:
+    def _rounds_ending(self, index: BlockIndex, pair: _Pair) -> Iterator[tuple[bytes, _Place, int]]:
         """Yield what comes to the front unused, with its number of children in the tier.
 
         What was used goes on to another round. Each block is looked at a bounded number of times.
@@ -139,11 +139,11 @@ def _put_first(key: bytes, place: _Place) -> None:
     queue.move_to_end(key, last=False)
 
 
-def _is_there(index: Index, row: int, key: bytes) -> bool:
+def _is_there(index: BlockIndex, row: int, key: bytes) -> bool:
     """Tell whether a row still is a block that can be served."""
     is_same = index.hash_of(row) == key
     return is_same and index.cell(row, TierName.CPU) == Residency.READY
 
 
-def _is_free(index: Index, row: int) -> bool:
+def _is_free(index: BlockIndex, row: int) -> bool:
     return index.pins[row] == 0 and not index.past[row] & IS_KEPT

@@ -15,7 +15,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.core.table import HashTable, as_keys
 
-__all__ = ["FATES", "NO_ROW", "ORPHAN", "Blocks", "Places"]
+__all__ = ["FATES", "NO_ROW", "ORPHAN", "Places", "RememberedBlocks"]
 
 NO_ROW = -1
 """Before a root, or not remembered."""
@@ -46,7 +46,7 @@ _FACTS = np.dtype(
 """36 bytes a block."""
 
 
-class Blocks:
+class RememberedBlocks:
     """Every block that is remembered, be it in a tier or a ghost."""
 
     def __init__(self) -> None:

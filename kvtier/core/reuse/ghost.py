@@ -3,7 +3,7 @@
 from collections import deque
 
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
-from kvtier.core.reuse.block import Blocks
+from kvtier.core.reuse.block import RememberedBlocks
 from kvtier.core.reuse.run import NONE, Runs
 
 __all__ = ["Ghosts"]
@@ -12,7 +12,7 @@ __all__ = ["Ghosts"]
 class Ghosts:
     """Forgets what has been nowhere for long, children before their parents."""
 
-    def __init__(self, blocks: Blocks, runs: Runs) -> None:
+    def __init__(self, blocks: RememberedBlocks, runs: Runs) -> None:
         self._blocks = blocks
         self._runs = runs
         self._waiting: deque[int] = deque()

@@ -28,12 +28,12 @@ import numpy.typing as npt
 from kvtier.core.fate import Fate
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Blocks, Places
+from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Places, RememberedBlocks
 from kvtier.core.reuse.ghost import Ghosts
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
-from kvtier.core.reuse.orders import COLUMN, Orders
+from kvtier.core.reuse.orders import COLUMN, TierOrders
 from kvtier.core.reuse.run import NONE, Runs
-from kvtier.core.reuse.tenant import Tenants
+from kvtier.core.reuse.tenant import TenantHints
 from kvtier.core.reuse.use import LENGTH_TOKENS, Touched, Use
 from kvtier.core.slots import slot_bytes
 
@@ -75,18 +75,18 @@ class History:
         are worth the same.
         """
         self._saved_s = saved_s
-        self.blocks = Blocks()
+        self.blocks = RememberedBlocks()
         self.runs = Runs()
         """For the orders, and for those who check."""
         self._hazards = Hazards()
-        self._tenants = Tenants()
+        self._tenants = TenantHints()
         self._now_ns = 1
         self._due_ns = 0
         """When runs may have reached another age bin."""
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
         """By age bin that can be left, tickets of its runs, the oldest first."""
         self._ghosts = Ghosts(self.blocks, self.runs)
-        self.orders = Orders(self.blocks, self.runs, self._hazards, by_tokens)
+        self.orders = TierOrders(self.blocks, self.runs, self._hazards, by_tokens)
         """In which the blocks of each tier leave it."""
 
     @property

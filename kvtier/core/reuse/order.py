@@ -17,11 +17,11 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
 
-from kvtier.core.reuse.block import Blocks
+from kvtier.core.reuse.block import RememberedBlocks
 from kvtier.core.reuse.hazard import NUM_BINS, Hazards
 from kvtier.core.reuse.run import NONE, Runs
 
-__all__ = ["Credit", "Density", "Order", "Ranking", "Walk"]
+__all__ = ["Credit", "Density", "Ranking", "TierOrder", "Walk"]
 
 _VALUES = 4096
 """Half octaves of value that are told apart: far more than a double's exponent needs."""
@@ -122,10 +122,10 @@ class Credit:
         return {0: -inf, 1: -inf}
 
 
-class Order:
+class TierOrder:
     """The runs that have blocks in one tier, in slots of one size."""
 
-    def __init__(self, blocks: Blocks, runs: Runs, tier: int, ranking: Ranking) -> None:
+    def __init__(self, blocks: RememberedBlocks, runs: Runs, tier: int, ranking: Ranking) -> None:
         self._blocks = blocks
         self._runs = runs
         self._ranking = ranking

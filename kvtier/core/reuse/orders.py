@@ -3,24 +3,28 @@
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.core.reuse.block import NO_ROW, Blocks
+from kvtier.core.reuse.block import NO_ROW, RememberedBlocks
 from kvtier.core.reuse.hazard import Hazards
-from kvtier.core.reuse.order import Density, Order, Ranking
+from kvtier.core.reuse.order import Density, Ranking, TierOrder
 from kvtier.core.reuse.run import NONE, Runs
 from kvtier.core.reuse.use import Use
 from kvtier.core.slots import slot_bytes
 
-__all__ = ["COLUMN", "Orders"]
+__all__ = ["COLUMN", "TierOrders"]
 
 COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 """Where what is known by tier has a tier's part."""
 
 
-class Orders:
+class TierOrders:
     """One for each tier and slot size, made when it is first asked for; they change nothing."""
 
     def __init__(
-        self, blocks: Blocks, runs: Runs, hazards: Hazards, by_tokens: Collection[TierName]
+        self,
+        blocks: RememberedBlocks,
+        runs: Runs,
+        hazards: Hazards,
+        by_tokens: Collection[TierName],
     ) -> None:
         """In the tiers ``by_tokens`` all tokens are worth the same."""
         self._blocks = blocks
@@ -28,7 +32,7 @@ class Orders:
         self._hazards = hazards
         self._by_tokens = {COLUMN[tier] for tier in by_tokens}
         self._rankings: dict[int, Ranking] = {}
-        self._orders: dict[tuple[int, int], Order] = {}
+        self._orders: dict[tuple[int, int], TierOrder] = {}
         """By tier and slot size."""
 
     def rank(self, tier: TierName, ranking: Ranking) -> None:
@@ -36,12 +40,14 @@ class Orders:
         assert not self._orders, "before anything is there"
         self._rankings[COLUMN[tier]] = ranking
 
-    def of(self, column: int, size: int) -> Order:
+    def of(self, column: int, size: int) -> TierOrder:
         """Return the order in which blocks in slots of a size leave a tier, given by its column."""
         order = self._orders.get((column, size))
         if order is None:
             ranking = self._rankings.get(column) or self._density(column)
-            order = self._orders[column, size] = Order(self._blocks, self._runs, column, ranking)
+            order = self._orders[column, size] = TierOrder(
+                self._blocks, self._runs, column, ranking
+            )
         return order
 
     def scores(self, keys: Sequence[bytes], tier: TierName = TierName.SSD) -> list[float]:

@@ -11,7 +11,7 @@ from kvtier.core.identity import NO_TENANT
 from kvtier.core.limits import TENANTS_COUNTED_MAX
 from kvtier.core.reuse.use import Use
 
-__all__ = ["Tenants"]
+__all__ = ["TenantHints"]
 
 _HINTS_MIN = 500.0
 """Lately: fewer say little of each of the dozens of classes that they fall into."""
@@ -22,7 +22,7 @@ _HALF_LIFE_HINTS = 7000.0
 _WEIGHT_MAX = 2.0**64
 
 
-class Tenants:
+class TenantHints:
     """Counts hints by tenant; older ones weigh less."""
 
     def __init__(self) -> None:

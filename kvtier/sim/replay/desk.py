@@ -55,7 +55,7 @@ class Desk:
         self._block_tokens = block_tokens
         self._num_calls = 0
         self._answers: dict[int, ac.Answer] = {}
-        self._listeners: dict[int, Callable[[ac.Progress], None]] = {}
+        self._listeners: dict[int, Callable[[ac.LoadUpdate], None]] = {}
         self._waiting: deque[ac.Action] = deque()
         self._is_sorting = False
         is_by_age = ssd_eviction(config) == "lru"
@@ -80,7 +80,7 @@ class Desk:
         self.post(make(number))
         return self._answers.pop(number)
 
-    def listen(self, load: ev.Load, listener: Callable[[ac.Progress], None]) -> ac.Answer:
+    def listen(self, load: ev.Load, listener: Callable[[ac.LoadUpdate], None]) -> ac.Answer:
         """Make a call that is answered bit by bit; returns its refusal, if it is refused."""
         self._num_calls += 1
         number = self._num_calls
@@ -117,9 +117,9 @@ class Desk:
 
     def _sort(self, action: ac.Action) -> None:
         match action:
-            case ac.Reply():
+            case ac.CallReply():
                 self._answers[action.call] = action.answer
-            case ac.Progress():
+            case ac.LoadUpdate():
                 listener = self._listeners[action.call]
                 if action.end:
                     del self._listeners[action.call]

@@ -7,12 +7,12 @@ from collections import deque
 from typing import Protocol
 
 from kvtier.core.cost.sample import StepSample
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.node import event as ev
 from kvtier.sim.replay.agenda import Pipe
 from kvtier.sim.replay.scene import Scene
 
-__all__ = ["Computed", "Engine"]
+__all__ = ["Computed", "ReplayEngine"]
 
 _LOOKED_UP_MAX = 8
 """Requests that are looked up or loaded before their turn; the others are only announced."""
@@ -31,7 +31,7 @@ class Computed(Protocol):
         """Say that it waits."""
 
     def begin(self) -> None:
-        """Look up; ``Engine.make_ready`` follows."""
+        """Look up; ``ReplayEngine.make_ready`` follows."""
 
     def next_step(self) -> tuple[int, int] | None:
         """Return how many tokens to compute next, and behind how many; None: all is done."""
@@ -43,7 +43,7 @@ class Computed(Protocol):
         """Take in that all is computed."""
 
 
-class Engine:
+class ReplayEngine:
     """See the module. ``is_shared``: requests wait for each other."""
 
     def __init__(self, scene: Scene, session: str, *, is_shared: bool) -> None:
@@ -58,7 +58,7 @@ class Engine:
         self._ready: deque[Computed] = deque()
         self._is_busy = False
         self._steps: list[StepSample] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[PlanOutcome] = []
         self._is_report_due = False
 
     @property
@@ -94,7 +94,7 @@ class Engine:
         """Return the way between arena and engine: its own, where requests do not share it."""
         return self._pipe if self._is_shared else Pipe(self._scene.machine.cpu.latency_s)
 
-    def note_outcome(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: PlanOutcome) -> None:
         """Say with the next report what came of a decision."""
         self._outcomes.append(outcome)
         self._expect_report()
@@ -141,5 +141,7 @@ class Engine:
         self._steps.clear()
         self._outcomes.clear()
         self._scene.desk.ask(
-            lambda call: ev.Report(call, self.session, 0, 0, 0, 0, steps=steps, outcomes=outcomes)
+            lambda call: ev.EngineTierReport(
+                call, self.session, 0, 0, 0, 0, steps=steps, outcomes=outcomes
+            )
         )

@@ -25,7 +25,7 @@ class Incoming:
         self._num_announced = 0
         self._is_given_up = False
 
-    def announced(self, progress: ac.Progress) -> None:
+    def announced(self, progress: ac.LoadUpdate) -> None:
         """Copy what the node says is there, and note an end."""
         self.lease = progress.lease
         self._num_announced += len(progress.tiers)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import HASH_BYTES, split_hashes
-from kvtier.core.plan import Outcome
+from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.machine import Link
-from kvtier.sim.replay.record import Record, Run
+from kvtier.sim.replay.machine import ReplayLink
+from kvtier.sim.replay.record import Record, ReplayRun
 from kvtier.sim.replay.setup import Setup, traits_of
 from kvtier.sim.replay.trace import Trace
 
@@ -29,7 +29,7 @@ _FAR_NS = 1 << 62
 class _AtOnce:
     """A ``Carrier`` of tiers that take no time."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ReplayLink) -> None:
         self._link = link
 
     def carry(self, work: ac.Read | ac.Write, desk: Desk) -> None:
@@ -40,7 +40,9 @@ class _AtOnce:
         desk.finish(work, self._link.latency_s + num_bytes / rate)
 
 
-def replay_instant(trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None) -> Run:
+def replay_instant(
+    trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None
+) -> ReplayRun:
     """Replay a trace; ``note`` is told how many requests are done."""
     return _Instant(trace, setup).run(note)
 
@@ -55,10 +57,10 @@ class _Instant:
         self._desk = Desk(setup, trace.block_tokens, carrier, lambda: self._now_ns)
         self._session = self._desk.register("replay")
         self._steps: list[StepSample] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[PlanOutcome] = []
         self._reported_ns = 0
 
-    def run(self, note: Callable[[int], None]) -> Run:
+    def run(self, note: Callable[[int], None]) -> ReplayRun:
         records: list[Record] = []
         half_ns, half = self._trace.requests[-1].at_ns / 2, (0, 0)
         for number, request in enumerate(self._trace.requests):
@@ -81,7 +83,7 @@ class _Instant:
             )
             self._steps.append(self._prefill.sample(request.num_tokens - num_past, num_past))
             note(number + 1)
-        return Run.of(self._setup, records, self._desk, half)
+        return ReplayRun.of(self._setup, records, self._desk, half)
 
     def _serve(self, number: int) -> dict[TierName, int]:
         """Look up, load what is below the CPU tier, and store; returns the blocks found."""
@@ -93,7 +95,7 @@ class _Instant:
         found = desk.ask(
             lambda call: ev.Lookup(call, session, request.tenant, hashes, 0, _FAR_NS, traits)
         )
-        assert isinstance(found, ac.Found), found
+        assert isinstance(found, ac.LookupResult), found
         hits: dict[TierName, int] = {}
         for tier, length in found.runs:
             hits[tier] = hits.get(tier, 0) + length
@@ -105,19 +107,21 @@ class _Instant:
         return hits
 
     def _load(self, tenant: bytes, hashes: bytes) -> None:
-        desk, session, last = self._desk, self._session, list[ac.Progress]()
+        desk, session, last = self._desk, self._session, list[ac.LoadUpdate]()
         desk.listen(ev.Load(0, session, tenant, hashes, 0, _FAR_NS), last.append)
         assert last[-1].end, "without time everything comes at once"
         desk.ask(lambda call: ev.Release(call, session, last[-1].lease))
 
-    def _note_outcome(self, found: ac.Found, hits: dict[TierName, int]) -> None:
+    def _note_outcome(self, found: ac.LookupResult, hits: dict[TierName, int]) -> None:
         """Say what the load would have taken."""
         if found.plan is None:
             return
         link, num_bytes = self._setup.machine.cpu, found.num_blocks * self._desk.block_bytes
         seconds = link.latency_s + num_bytes / link.read_bytes_per_s
         self._outcomes.append(
-            Outcome(found.plan.decision, tuple(sorted(hits.items())), seconds, 0, 0.0, 0.0, seconds)
+            PlanOutcome(
+                found.plan.decision, tuple(sorted(hits.items())), seconds, 0, 0.0, 0.0, seconds
+            )
         )
 
     def _store(self, number: int, hashes: bytes, first: int) -> None:
@@ -150,7 +154,9 @@ class _Instant:
             return
         steps, outcomes, session = tuple(self._steps), tuple(self._outcomes), self._session
         self._desk.ask(
-            lambda call: ev.Report(call, session, 0, 0, 0, 0, steps=steps, outcomes=outcomes)
+            lambda call: ev.EngineTierReport(
+                call, session, 0, 0, 0, 0, steps=steps, outcomes=outcomes
+            )
         )
         self._steps.clear()
         self._outcomes.clear()

@@ -10,7 +10,7 @@ from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_dige
 from kvtier.errors import StartError
 from kvtier.sim.replay.line import YEARS_S, Line
 from kvtier.sim.replay.tokens import PSEUDO_NOTE, Tokenizer, pseudo_tokens
-from kvtier.sim.replay.trace import Numbering, Request
+from kvtier.sim.replay.trace import Numbering, TraceRequest
 
 __all__ = ["FORMATS", "Azure", "Bailian", "LineFormat", "Mooncake", "Plain", "Texts"]
 
@@ -39,7 +39,7 @@ class LineFormat(Protocol):
     def is_header(self, line: Line) -> bool:
         """Tell whether a first line holds no request."""
 
-    def request(self, line: Line, numbering: Numbering) -> Request:
+    def request(self, line: Line, numbering: Numbering) -> TraceRequest:
         """Return the request of a line. Raises StartError for what cannot be used."""
 
 
@@ -108,10 +108,10 @@ class Mooncake:
         """Tell that there is none."""
         return False
 
-    def request(self, line: Line, numbering: Numbering) -> Request:
+    def request(self, line: Line, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
         num_tokens = line.count("input_length")
-        return Request(
+        return TraceRequest(
             at_ns=line.time_ns("timestamp", self.unit_ns),
             blocks=numbering.number(NO_TENANT, self._hashes.contents(line, num_tokens)),
             num_tokens=num_tokens,
@@ -155,10 +155,10 @@ class Texts:
         """Tell that there is none."""
         return False
 
-    def request(self, line: Line, numbering: Numbering) -> Request:
+    def request(self, line: Line, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
         tokens = self._tokenize(line.word("input"))
-        return Request(
+        return TraceRequest(
             at_ns=line.time_ns("timestamp", _US),
             blocks=numbering.number(NO_TENANT, self._tokens.contents(tokens)),
             num_tokens=len(tokens),
@@ -193,7 +193,7 @@ class Plain:
         """Tell that there is none."""
         return False
 
-    def request(self, line: Line, numbering: Numbering) -> Request:
+    def request(self, line: Line, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
         tenant = tenant_digest(line.word("tenant", ""))
         contents: Iterable[Hashable]
@@ -203,7 +203,7 @@ class Plain:
         else:
             num_tokens = line.count("input_length")
             contents = self._hashes.contents(line, num_tokens)
-        return Request(
+        return TraceRequest(
             at_ns=line.time_ns("timestamp_s", _SECOND_NS),
             blocks=numbering.number(tenant, contents),
             num_tokens=num_tokens,
@@ -238,7 +238,7 @@ class Azure:
         """Tell that the first line has names of columns."""
         return True
 
-    def request(self, line: Line, numbering: Numbering) -> Request:
+    def request(self, line: Line, numbering: Numbering) -> TraceRequest:
         """Return the request of a line; its blocks are nobody else's."""
         try:
             values = next(csv.reader([line.text]))
@@ -249,7 +249,7 @@ class Azure:
         counts = Line(line.path, line.number, line.text, _numbers(values))
         num_tokens = counts.count("ContextTokens")
         contents = [(line.number, place) for place in range(num_tokens // self.block_tokens)]
-        return Request(
+        return TraceRequest(
             at_ns=_instant_ns(line, values[0]),
             blocks=numbering.number(NO_TENANT, contents),
             num_tokens=num_tokens,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvtier.errors import StartError
 from kvtier.sim.replay.prefill import PrefillModel
 
-__all__ = ["Engines", "Link", "Machine", "load_machine"]
+__all__ = ["Machine", "ReplayEngines", "ReplayLink", "load_machine"]
 
 _A100 = PrefillModel()
 _Seconds = Annotated[float, Field(ge=0.0, le=3600.0)]
@@ -21,7 +21,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Link(_Part):
+class ReplayLink(_Part):
     """A way that bytes take: one transfer after the other, each a latency later on top."""
 
     read_bytes_per_s: _Rate = 25e9
@@ -29,7 +29,7 @@ class Link(_Part):
     latency_s: _Seconds = 100e-6
 
 
-class Engines(_Part):
+class ReplayEngines(_Part):
     """Who computes."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 0
@@ -51,11 +51,11 @@ class Machine(_Part):
 
     token_bytes: Annotated[int, Field(ge=1, le=2**30)] = 128 * 1024
     """KV of one token: 32 layers, 8 KV heads of 128, two bytes each, keys and values."""
-    engines: Engines = Engines()
+    engines: ReplayEngines = ReplayEngines()
     prefill: _Prefill = _Prefill()
-    cpu: Link = Link()
+    cpu: ReplayLink = ReplayLink()
     """Between arena and engine."""
-    ssd: Link = Link(read_bytes_per_s=6e9, write_bytes_per_s=3e9, latency_s=200e-6)
+    ssd: ReplayLink = ReplayLink(read_bytes_per_s=6e9, write_bytes_per_s=3e9, latency_s=200e-6)
 
     @property
     def prefill_model(self) -> PrefillModel:

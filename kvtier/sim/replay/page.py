@@ -5,7 +5,7 @@ from html import escape
 
 from kvtier import __version__
 from kvtier.sim.replay.chart import Axis, Series, bars, lines
-from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.record import ReplayRun
 from kvtier.sim.replay.study import Study
 from kvtier.sim.replay.table import study_text
 
@@ -181,7 +181,7 @@ def _figures(study: Study) -> Iterator[str]:
         yield from _tiers(study)
 
 
-def _waits(study: Study, runs: Sequence[Run]) -> str:
+def _waits(study: Study, runs: Sequence[ReplayRun]) -> str:
     """Return how many requests have their first token by when."""
 
     def curve(quantiles: Sequence[float]) -> list[tuple[float, float]]:
@@ -224,7 +224,7 @@ def _tiers(study: Study) -> Iterator[str]:
     )
 
 
-def _curves(study: Study, value: Callable[[Run], float]) -> list[Series]:
+def _curves(study: Study, value: Callable[[ReplayRun], float]) -> list[Series]:
     names = list(dict.fromkeys(_name(study, run) for run in study.runs))
     return [
         Series(
@@ -241,16 +241,16 @@ def _bounds(study: Study) -> list[tuple[float, float]]:
     return [(cpu, study.bound(total).ratio) for cpu, total in sorted(sizes.items())]
 
 
-def _name(study: Study, run: Run) -> str:
+def _name(study: Study, run: ReplayRun) -> str:
     has_several = len({each.ssd_blocks for each in study.runs}) > 1
     return f"{run.policy} + SSD of {run.ssd_blocks:,}" if has_several else run.policy
 
 
-def _label(run: Run) -> str:
+def _label(run: ReplayRun) -> str:
     return f"{run.policy}\n{run.cpu_blocks:,}"
 
 
-def _largest(study: Study) -> Sequence[Run]:
+def _largest(study: Study) -> Sequence[ReplayRun]:
     """Return every policy's run with the largest CPU tier."""
     most = max(run.cpu_blocks for run in study.runs)
     return [run for run in study.runs if run.cpu_blocks == most]

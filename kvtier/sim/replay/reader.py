@@ -23,7 +23,7 @@ from kvtier.errors import StartError
 from kvtier.sim.replay.line import Line
 from kvtier.sim.replay.line_format import FORMATS, LineFormat
 from kvtier.sim.replay.tokens import Tokenizer, load_tokenizer
-from kvtier.sim.replay.trace import Numbering, Request, Trace, in_order
+from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order
 
 __all__ = ["ReadOptions", "read_trace"]
 
@@ -47,7 +47,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     options = options or ReadOptions()
     tokenizer = load_tokenizer(options.tokenizer)
     numbering = Numbering()
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     style: LineFormat | None = None
     for line in _lines(path):
         if style is None:
@@ -68,7 +68,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     )
 
 
-def _served(request: Request, line: Line) -> Request:
+def _served(request: TraceRequest, line: Line) -> TraceRequest:
     """Return a request that a node would take. Raises StartError for a longer one."""
     num_blocks = len(request.blocks)
     if num_blocks > CHAIN_BLOCKS_MAX:

@@ -11,7 +11,7 @@ from kvtier.observe.table import EVICTED_BLOCKS
 from kvtier.sim.replay.desk import Desk
 from kvtier.sim.replay.setup import Setup
 
-__all__ = ["Part", "Record", "Run", "Times"]
+__all__ = ["Part", "Record", "ReplayRun", "Times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ _TIERS = (TierName.CPU, TierName.SSD)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """A whole replay; made of plain values, so that it can come from another process."""
 
     policy: str
@@ -130,7 +130,7 @@ class Run:
     @classmethod
     def of(
         cls, setup: Setup, records: Sequence[Record], desk: Desk, half: tuple[int, int]
-    ) -> "Run":
+    ) -> "ReplayRun":
         """Sum up what a desk and its records tell; ``half``: the gate's counts at half time."""
         half_ns = records[-1].at_ns / 2
         decisions = desk.decisions_s or [0.0]

@@ -7,7 +7,7 @@ from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.sim.replay.agenda import Agenda, Pipe
 from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.machine import Link, Machine
+from kvtier.sim.replay.machine import Machine, ReplayLink
 from kvtier.sim.replay.trace import Trace
 
 __all__ = ["Scene", "SlowCarrier"]
@@ -44,7 +44,7 @@ class Scene:
 class SlowCarrier:
     """A ``Carrier`` of a tier with one way, on which reads and writes take turns."""
 
-    def __init__(self, agenda: Agenda, link: Link) -> None:
+    def __init__(self, agenda: Agenda, link: ReplayLink) -> None:
         self._agenda = agenda
         self._link = link
         self._pipe = Pipe(link.latency_s)

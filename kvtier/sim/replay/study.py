@@ -15,10 +15,10 @@ from typing import Any
 from kvtier.errors import StartError
 from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.instant import replay_instant
-from kvtier.sim.replay.record import Run
+from kvtier.sim.replay.record import ReplayRun
 from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
 from kvtier.sim.replay.timed import replay_timed
-from kvtier.sim.replay.trace import Request, Trace
+from kvtier.sim.replay.trace import Trace, TraceRequest
 
 __all__ = ["Bound", "Study", "ladder", "run_study"]
 
@@ -42,7 +42,7 @@ class Bound:
         pairs = [*zip(trace.requests, hits, strict=True)]
         late = [pair for pair in pairs if pair[0].at_ns >= half_ns]
 
-        def ratio(part: Sequence[tuple[Request, int]]) -> float:
+        def ratio(part: Sequence[tuple[TraceRequest, int]]) -> float:
             num_tokens = sum(request.num_tokens for request, _ in part)
             return trace.block_tokens * sum(count for _, count in part) / max(1, num_tokens)
 
@@ -56,7 +56,7 @@ class Study:
     trace: Mapping[str, Any]
     is_instant: bool
     bounds: tuple[Bound, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ReplayRun, ...]
 
     def bound(self, num_blocks: int) -> Bound:
         """Return the bound for a size."""
@@ -93,10 +93,10 @@ def run_study(
     trace: Trace,
     setups: Sequence[Setup],
     num_jobs: int,
-    note: Callable[[int, Run], None] = lambda _count, _run: None,
+    note: Callable[[int, ReplayRun], None] = lambda _count, _run: None,
 ) -> Study:
     """Replay a trace under each setup, on so many processes; ``note`` is told of each that ends."""
-    runs: list[Run] = []
+    runs: list[ReplayRun] = []
     for run in _runs(trace, setups, num_jobs):
         runs.append(run)
         note(len(runs), run)
@@ -123,7 +123,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _runs(trace: Trace, setups: Sequence[Setup], num_jobs: int) -> Iterator[Run]:
+def _runs(trace: Trace, setups: Sequence[Setup], num_jobs: int) -> Iterator[ReplayRun]:
     if num_jobs == 1 or len(setups) == 1:
         yield from (_replay(trace, setup) for setup in setups)
         return
@@ -156,6 +156,6 @@ def _follow_parent() -> None:
     threading.Thread(target=wait, name="kvtier-parent", daemon=True).start()
 
 
-def _replay(trace: Trace, setup: Setup) -> Run:
+def _replay(trace: Trace, setup: Setup) -> ReplayRun:
     """Replay a trace once."""
     return replay_instant(trace, setup) if setup.is_instant else replay_timed(trace, setup)

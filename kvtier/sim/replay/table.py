@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from kvtier.core.residency import TierName
-from kvtier.sim.replay.record import Part, Run
+from kvtier.sim.replay.record import Part, ReplayRun
 from kvtier.sim.replay.study import Study
 
 __all__ = ["study_text"]
@@ -90,7 +90,7 @@ def _costs(study: Study) -> Iterator[str]:
         )
 
 
-def _part(run: Run, *, is_half: bool) -> Part:
+def _part(run: ReplayRun, *, is_half: bool) -> Part:
     return run.second_half if is_half else run.whole
 
 

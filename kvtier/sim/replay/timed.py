@@ -6,10 +6,10 @@ from itertools import cycle
 
 from kvtier.sim.replay.agenda import Agenda
 from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.engine import Engine
+from kvtier.sim.replay.engine import ReplayEngine
 from kvtier.sim.replay.machine import Machine
 from kvtier.sim.replay.prefill import PrefillModel
-from kvtier.sim.replay.record import Record, Run
+from kvtier.sim.replay.record import Record, ReplayRun
 from kvtier.sim.replay.scene import Scene, SlowCarrier
 from kvtier.sim.replay.setup import Setup
 from kvtier.sim.replay.trace import Trace
@@ -21,7 +21,9 @@ _SESSIONS = 16
 """Of engines without number: enough that none reaches what one session may hold."""
 
 
-def replay_timed(trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None) -> Run:
+def replay_timed(
+    trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None
+) -> ReplayRun:
     """Replay a trace; ``note`` is told how many requests are done."""
     return _Timed(trace, setup, note).run()
 
@@ -38,7 +40,7 @@ class _Timed:
         self._scene = Scene(trace, machine, self._agenda, self._desk)
         count = machine.engines.count
         self._engines = [
-            Engine(self._scene, self._desk.register(f"replay {number}"), is_shared=count > 0)
+            ReplayEngine(self._scene, self._desk.register(f"replay {number}"), is_shared=count > 0)
             for number in range(count or _SESSIONS)
         ]
         self._is_shared = count > 0
@@ -47,13 +49,13 @@ class _Timed:
         self._records: dict[int, Record] = {}
         self._half = (0, 0)
 
-    def run(self) -> Run:
+    def run(self) -> ReplayRun:
         self._arrive(0)
         while self._agenda.step():
             pass
         assert len(self._records) == len(self._trace.requests), "every request gets its token"
         records = [self._records[number] for number in range(len(self._trace.requests))]
-        return Run.of(self._setup, records, self._desk, self._half)
+        return ReplayRun.of(self._setup, records, self._desk, self._half)
 
     def _arrive(self, number: int) -> None:
         """Take in a request when it comes, and expect the one after it."""

@@ -18,14 +18,14 @@ import numpy.typing as npt
 from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.table import Keys, as_keys
 
-__all__ = ["Blocks", "Numbering", "Request", "Trace", "in_order", "numbered_keys"]
+__all__ = ["Blocks", "Numbering", "Trace", "TraceRequest", "in_order", "numbered_keys"]
 
 Blocks = npt.NDArray[np.int32]
 """Numbers of blocks, of one chain from its root on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a trace; times count from the trace's first request."""
 
     at_ns: int
@@ -47,7 +47,7 @@ class Trace:
 
     name: str
     block_tokens: int
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     keys: Keys
     """By number of a block."""
     notes: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def numbered_keys(count: int) -> Keys:
     return as_keys(b"".join(digests))
 
 
-def in_order(requests: Sequence[Request]) -> tuple[Request, ...]:
+def in_order(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
     """Return requests by arrival, the first one at time 0; ties stay as they were."""
     start_ns = min((request.at_ns for request in requests), default=0)
     ordered = sorted(requests, key=lambda request: request.at_ns)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
-from kvtier.sim.replay.trace import Numbering, Request, Trace, in_order
+from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order
 
 __all__ = ["Traffic"]
 
@@ -46,7 +46,7 @@ class Traffic:
         """Return the traffic as a trace."""
         draw = random.Random(self.seed)  # noqa: S311  # reproducible, not secret
         numbering = Numbering()
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         notes: tuple[str, ...] = ()
         num_blocks = 0
         for place in range(self.sessions):
@@ -61,7 +61,9 @@ class Traffic:
             break
         return Trace(self.name, self.block_tokens, in_order(requests), numbering.keys(), notes)
 
-    def _sessions(self, draw: random.Random, numbering: Numbering, place: int) -> Iterator[Request]:
+    def _sessions(
+        self, draw: random.Random, numbering: Numbering, place: int
+    ) -> Iterator[TraceRequest]:
         """Yield the requests of one session after the other, in one place."""
         # The first one is somewhere in its life already, as all of them are in steady traffic.
         at_s = -draw.random() * self.turns * self.gap_s
@@ -77,7 +79,7 @@ class Traffic:
 
     def _request(
         self, numbering: Numbering, session: tuple[int, int], tokens: int, at_s: float
-    ) -> Request:
+    ) -> TraceRequest:
         num_shared = self.shared_tokens // self.block_tokens
         num_blocks = tokens // self.block_tokens
         contents = [
@@ -85,7 +87,7 @@ class Traffic:
             for block in range(num_blocks)
         ]
         blocks = numbering.number(NO_TENANT, contents)
-        return Request(round(at_s * 1e9), blocks, tokens)
+        return TraceRequest(round(at_s * 1e9), blocks, tokens)
 
     @staticmethod
     def _length(draw: random.Random, mean: int) -> int:

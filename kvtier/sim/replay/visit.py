@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import HASH_BYTES, split_hashes
-from kvtier.core.plan import Outcome, Plan
+from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.residency import TierName
 from kvtier.engine.meeting import Meeting
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.sim.replay.engine import Engine
+from kvtier.sim.replay.engine import ReplayEngine
 from kvtier.sim.replay.incoming import Incoming
 from kvtier.sim.replay.scene import Scene
 from kvtier.sim.replay.setup import traits_of
@@ -31,13 +31,13 @@ class Visit:
     """See the module. ``done`` is called with the first token."""
 
     def __init__(
-        self, scene: Scene, engine: Engine, number: int, done: Callable[["Visit"], None]
+        self, scene: Scene, engine: ReplayEngine, number: int, done: Callable[["Visit"], None]
     ) -> None:
         self.number = number
         self.request = request = scene.trace.requests[number]
         self.hits: Counter[TierName] = Counter()
         """Blocks that were restored and not computed."""
-        self.plan: Plan | None = None
+        self.plan: RestorePlan | None = None
         self.ttft_s = 0.0
         self._scene = scene
         self._engine = engine
@@ -111,7 +111,7 @@ class Visit:
         scene = self._scene
         self.ttft_s = (scene.now_ns - self.request.at_ns) / 1e9
         if self.plan is not None:
-            outcome = Outcome(
+            outcome = PlanOutcome(
                 decision=self.plan.decision,
                 tiers=tuple(sorted(self.hits.items())),
                 restore_s=max(0, self._loaded_ns - self._asked_ns) / 1e9,
@@ -136,7 +136,7 @@ class Visit:
                 call, session, tenant, wanted, 0, deadline_ns, self._traits, load
             )
         )
-        assert isinstance(found, ac.Found), found
+        assert isinstance(found, ac.LookupResult), found
         self.plan = found.plan
         self._num_planned = found.num_blocks if found.plan is None else found.plan.num_blocks
         is_split = found.plan is not None and found.plan.is_split

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtier.errors import StartError
 
-__all__ = ["Address", "Form", "Place"]
+__all__ = ["Form", "RemoteAddress", "ServerAddress"]
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
@@ -48,7 +48,7 @@ _FORMS: Mapping[str, tuple[Form, bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerAddress:
     """Where one server listens: a host and a port, or the path of a socket and no port."""
 
     host: str
@@ -60,11 +60,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RemoteAddress:
     """What a URL says. ``places`` are the server, the Sentinels, or some nodes of the cluster."""
 
     form: Form
-    places: tuple[Place, ...]
+    places: tuple[ServerAddress, ...]
     has_tls: bool = False
     username: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -75,12 +75,12 @@ class Address:
         places = ",".join(map(str, self.places))
         return f"{places}/{self.service}" if self.service else places
 
-    def is_same_but_login(self, other: "Address") -> bool:
+    def is_same_but_login(self, other: "RemoteAddress") -> bool:
         """Tell whether another one names the same servers, whatever the user and the password."""
         return replace(self, username=other.username, password=other.password) == other
 
     @classmethod
-    def parse(cls, url: str) -> "Address":
+    def parse(cls, url: str) -> "RemoteAddress":
         """Read a URL. Raises StartError("remote.url", …), which never repeats it."""
         scheme, colon, rest = url.partition("://")
         if not colon or scheme not in _FORMS:
@@ -89,12 +89,12 @@ class Address:
         credentials, _, location = rest.rpartition("@")
         username, password = _login(credentials)
         service = ""
-        places: tuple[Place, ...]
+        places: tuple[ServerAddress, ...]
         if scheme == "unix":
             path, _, query = location.partition("?")
             if not path.startswith("/"):
                 _refuse("no path of a socket", "write unix:///path/of/socket")
-            places, database = (Place(path),), query.removeprefix("db=")
+            places, database = (ServerAddress(path),), query.removeprefix("db=")
         else:
             hosts, _, database = location.partition("/")
             if form is Form.SENTINEL:
@@ -126,8 +126,8 @@ def _login(credentials: str) -> tuple[str | None, str | None]:
     )
 
 
-def _places(hosts: str, port: int) -> tuple[Place, ...]:
-    places: list[Place] = []
+def _places(hosts: str, port: int) -> tuple[ServerAddress, ...]:
+    places: list[ServerAddress] = []
     for host in hosts.split(","):
         try:
             parts = urlsplit(f"//{host}")
@@ -136,7 +136,7 @@ def _places(hosts: str, port: int) -> tuple[Place, ...]:
             name, number = None, 0
         if not name or parts.query or parts.fragment:
             _refuse("no host and port where they belong", "write host:port, or [IPv6 address]:port")
-        places.append(Place(name, number))
+        places.append(ServerAddress(name, number))
     return tuple(places)
 
 

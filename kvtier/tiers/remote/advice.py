@@ -4,25 +4,25 @@ import math
 
 from kvtier.errors import TierError
 from kvtier.observe.log import Log
-from kvtier.tiers.remote.address import Place
-from kvtier.tiers.remote.resp import Command, Reply
+from kvtier.tiers.remote.address import ServerAddress
+from kvtier.tiers.remote.resp import Reply, RespCommand
 
 __all__ = ["IDENTITY", "MEMORY", "QUESTIONS", "advise", "check_alone", "facts_of", "free_bytes"]
 
 _log = Log("kvtier.remote")
 
-MEMORY = Command((b"INFO", b"memory"))
+MEMORY = RespCommand((b"INFO", b"memory"))
 """Asks a server how much memory it uses, and how much it may use."""
 
-QUESTIONS = (MEMORY, Command((b"INFO", b"cluster")))
+QUESTIONS = (MEMORY, RespCommand((b"INFO", b"cluster")))
 """Sent to a server on the first connection; an ACL may forbid them."""
 
 
-IDENTITY = Command((b"INFO", b"server"))
+IDENTITY = RespCommand((b"INFO", b"server"))
 """Sent to a server on each connection: its ``run_id`` changes when it restarts."""
 
 
-def advise(place: Place, memory: Reply) -> None:
+def advise(place: ServerAddress, memory: Reply) -> None:
     """Warn of a server that will fill up, or will use all memory of its machine."""
     facts = facts_of(memory)
     if facts.get("maxmemory") == "0":

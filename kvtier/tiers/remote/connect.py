@@ -12,8 +12,8 @@ from redis.retry import Retry
 
 from kvtier.certificate import Certificates, read_authorities
 from kvtier.secret import Secret
-from kvtier.tiers.remote.address import Address, Place
-from kvtier.tiers.remote.resp import Command
+from kvtier.tiers.remote.address import RemoteAddress, ServerAddress
+from kvtier.tiers.remote.resp import RespCommand
 
 __all__ = ["Connected", "Connector"]
 
@@ -50,7 +50,7 @@ class Connector:
     so may be what the file of ``authorities`` says.
     """
 
-    def __init__(self, address: Address, timeout_s: float, tls_ca: Path | None) -> None:
+    def __init__(self, address: RemoteAddress, timeout_s: float, tls_ca: Path | None) -> None:
         self.address = address
         self.authorities: Secret[Certificates] | None = None
         """Those that a server's certificate must descend from; None: the system's."""
@@ -59,7 +59,7 @@ class Connector:
             read = partial(read_authorities, tls_ca, "remote.tls_ca")
             self.authorities = Secret("remote_ca", lambda: (tls_ca,), read)
 
-    def connect(self, place: Place) -> Connected:
+    def connect(self, place: ServerAddress) -> Connected:
         """Return a connection over which nothing was said yet.
 
         Raises the library's errors and OSError.
@@ -80,7 +80,7 @@ class Connector:
         made.connect()
         return made
 
-    def login(self) -> list[Command]:
+    def login(self) -> list[RespCommand]:
         """Return what has to be said first.
 
         Not left to the library, whose reader takes whatever a server sends, however much that is.
@@ -88,9 +88,9 @@ class Connector:
         address = self.address
         login = [word for word in (address.username, address.password) if word]
         words = [word.encode(errors="surrogateescape") for word in login]
-        commands = [Command((b"AUTH", *words))] if words else []
+        commands = [RespCommand((b"AUTH", *words))] if words else []
         if address.database:
-            commands.append(Command((b"SELECT", b"%d" % address.database)))
+            commands.append(RespCommand((b"SELECT", b"%d" % address.database)))
         return commands
 
     def client_options(self, *, has_login: bool) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from kvtier.errors import TierError, TierFull
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.remote.advice import MEMORY, free_bytes
 from kvtier.tiers.remote.link import Note
-from kvtier.tiers.remote.resp import Command, Refusal, Reply
+from kvtier.tiers.remote.resp import Refusal, Reply, RespCommand
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.unlink import unlink_keys
-from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, ValueFormat, Verdict
+from kvtier.tiers.remote.value import HEAD_BYTES, PARTS_MAX, ReadVerdict, ValueFormat
 
-__all__ = ["Exchange"]
+__all__ = ["ServerExchange"]
 
 _SPARE_FACTOR = 4
 """Memory that must be free per byte of a measurement, because others write at the same time."""
@@ -22,7 +22,7 @@ _GROUP_BYTES = 8 << 20
 """Payload that is sealed and sent at once, which limits the buffers of a connection."""
 
 
-class Exchange:
+class ServerExchange:
     """The traffic with one server in one call of the tier. Every method raises TierError."""
 
     def __init__(self, server: Server, values: ValueFormat, now_s: float, deadline_ns: int) -> None:
@@ -35,7 +35,7 @@ class Exchange:
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool | None]:
         """Tell for each hash whether its head is there; None if the server refuses to answer."""
-        replies = self._ask([Command((b"EXISTS", self._values.key(each))) for each in hashes])
+        replies = self._ask([RespCommand((b"EXISTS", self._values.key(each))) for each in hashes])
         return [None if isinstance(reply, Refusal) else reply == 1 for reply in replies]
 
     def write(self, blocks: Sequence[BlockWrite]) -> list[WriteOutcome]:
@@ -63,7 +63,7 @@ class Exchange:
         all the same, and a block need not be sent to find that out.
         """
         key = self._values.key(block_hash) + b":probe"
-        self._ask([Command((b"PING",)), Command((b"SET", key, b"", b"XX"))])
+        self._ask([RespCommand((b"PING",)), RespCommand((b"SET", key, b"", b"XX"))])
 
     def check_room(self, num_bytes: int) -> None:
         """Raise TierFull unless the server can surely store that many bytes without evicting."""
@@ -103,7 +103,7 @@ class Exchange:
         needs_buffer = self._values.seal.needs_buffer
         size_bytes = sum(len(block.payload) for block in once.values()) if needs_buffer else 0
         buffer = memoryview(bytearray(size_bytes))
-        asked: list[list[Command]] = []
+        asked: list[list[RespCommand]] = []
         for block in once.values():
             own, buffer = buffer[: len(block.payload)], buffer[len(block.payload) :]
             into = own if needs_buffer else None
@@ -116,14 +116,14 @@ class Exchange:
                     self._unlink(block.header.block_hash, len(block.payload))
         return stored
 
-    def _fetch(self, blocks: Sequence[BlockRead], split_bytes: int) -> list[Verdict]:
+    def _fetch(self, blocks: Sequence[BlockRead], split_bytes: int) -> list[ReadVerdict]:
         heads = memoryview(bytearray(HEAD_BYTES * len(blocks)))
         own = [heads[start : start + HEAD_BYTES] for start in range(0, len(heads), HEAD_BYTES)]
         asked = [
             self._values.gets(wanted, head, split_bytes)
             for wanted, head in zip(blocks, own, strict=True)
         ]
-        verdicts: list[Verdict] = []
+        verdicts: list[ReadVerdict] = []
         answer: list[Reply] = []
 
         def note(reply: Reply) -> None:
@@ -145,13 +145,13 @@ class Exchange:
         keys = [self._values.key(block_hash, part) for part in range(num_parts)]
         unlink_keys(self.server, keys, self._deadline_ns)
 
-    def _answers(self, asked: Sequence[Sequence[Command]]) -> Iterator[list[Reply]]:
+    def _answers(self, asked: Sequence[Sequence[RespCommand]]) -> Iterator[list[Reply]]:
         """Ask several questions at once; yields the replies to each."""
         replies = iter(self._ask([command for question in asked for command in question]))
         for question in asked:
             yield [next(replies) for _ in question]
 
-    def _ask(self, commands: Sequence[Command], note: Note | None = None) -> list[Reply]:
+    def _ask(self, commands: Sequence[RespCommand], note: Note | None = None) -> list[Reply]:
         replies = self.server.ask(commands, self._deadline_ns, note) if commands else []
         self.has_moved |= any(isinstance(r, Refusal) and r.is_elsewhere for r in replies)
         return replies

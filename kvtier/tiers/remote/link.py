@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from kvtier.errors import TierError, TierTimeout, reason_of
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.remote.connect import Connected
-from kvtier.tiers.remote.resp import Command, Garbled, Piece, Reply, ReplyReader, encode
+from kvtier.tiers.remote.resp import Garbled, Piece, Reply, ReplyReader, RespCommand, encode
 
-__all__ = ["Link", "Note"]
+__all__ = ["Note", "ServerLink"]
 
 _IN_FLIGHT_BYTES = 2 << 20
 """Asked for and not received yet, of one connection: enough to keep 10 Gbit/s busy at 1.5 ms of
@@ -33,7 +33,7 @@ Note = Callable[[Reply], None]
 """Told of each reply as it comes."""
 
 
-class Link:
+class ServerLink:
     """A connection. One call at a time; after a fault it can only be closed."""
 
     def __init__(self, connection: Connected, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class Link:
         return False  # closed by the server, or a reply that nobody waits for
 
     def ask(
-        self, commands: Sequence[Command], deadline_ns: int, note: Note | None = None
+        self, commands: Sequence[RespCommand], deadline_ns: int, note: Note | None = None
     ) -> list[Reply]:
         """Send commands and return their replies, with a bounded number of bytes under way.
 
@@ -133,12 +133,12 @@ class Link:
 class _Window:
     """Which commands are under way. It is filled again when half of it has been answered."""
 
-    def __init__(self, commands: Sequence[Command]) -> None:
+    def __init__(self, commands: Sequence[RespCommand]) -> None:
         self._commands = commands
         self._sizes = [command.size_bytes for command in commands]
         self._num_sent = self._num_answered = self._bytes = 0
 
-    def open(self) -> Sequence[Command]:
+    def open(self) -> Sequence[RespCommand]:
         """Return the commands to send now."""
         start = self._num_sent
         if self._holds(_IN_FLIGHT_COMMANDS // 2, _IN_FLIGHT_BYTES // 2):
@@ -150,7 +150,7 @@ class _Window:
                 break
         return self._commands[start : self._num_sent]
 
-    def close_one(self) -> Command:
+    def close_one(self) -> RespCommand:
         """Return the command whose reply comes next."""
         index = self._num_answered
         self._bytes -= self._sizes[index]

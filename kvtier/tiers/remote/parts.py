@@ -6,12 +6,12 @@ from typing import TypeVar
 
 from kvtier.errors import TierError
 
-__all__ = ["Parts"]
+__all__ = ["CallParts"]
 
 T = TypeVar("T")
 
 
-class Parts:
+class CallParts:
     """Does them on up to ``num_threads`` threads; from any thread."""
 
     def __init__(self, num_threads: int) -> None:

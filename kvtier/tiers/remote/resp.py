@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Command", "Garbled", "Piece", "Refusal", "Reply", "ReplyReader", "Word", "encode"]
+__all__ = ["Garbled", "Piece", "Refusal", "Reply", "ReplyReader", "RespCommand", "Word", "encode"]
 
 _BUFFER_BYTES = 16 << 10
 """Of replies that are not values: longer ones come in pieces."""
@@ -55,7 +55,7 @@ Reply = int | bytes | Refusal | list["Reply"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RespCommand:
     """One command: its words, of which one may be in pieces, and where its reply goes.
 
     With ``into``, a string reply fills these views one after the other, what is left over is
@@ -72,7 +72,7 @@ class Command:
         return sent + sum(map(len, self.into))
 
 
-def encode(commands: Sequence[Command]) -> list[Piece]:
+def encode(commands: Sequence[RespCommand]) -> list[Piece]:
     """Return what is to be sent; long pieces are those given, not copies."""
     pieces: list[Piece] = []
     joined = bytearray()

@@ -21,11 +21,11 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.remote.address import Place
+from kvtier.tiers.remote.address import ServerAddress
 from kvtier.tiers.remote.advice import IDENTITY, QUESTIONS, advise, check_alone, facts_of
 from kvtier.tiers.remote.connect import Connector
-from kvtier.tiers.remote.link import Link, Note
-from kvtier.tiers.remote.resp import Command, Refusal, Reply
+from kvtier.tiers.remote.link import Note, ServerLink
+from kvtier.tiers.remote.resp import Refusal, Reply, RespCommand
 
 __all__ = ["Server"]
 
@@ -60,7 +60,7 @@ class Server:
 
     def __init__(
         self,
-        place: Place,
+        place: ServerAddress,
         connector: Connector,
         timeout_s: float,
         num_links: int,
@@ -82,8 +82,8 @@ class Server:
         self._silence_s = min(timeout_s, _SILENCE_S)
         self._free = threading.BoundedSemaphore(num_links)
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
-        self._busy: set[Link] = set()
+        self._idle: list[ServerLink] = []
+        self._busy: set[ServerLink] = set()
         self._num_lost = 0
         self._is_inspected = False
         self._is_closed = False
@@ -97,7 +97,7 @@ class Server:
         return f"Server({self.place})"
 
     def ask(
-        self, commands: Sequence[Command], deadline_ns: int, note: Note | None = None
+        self, commands: Sequence[RespCommand], deadline_ns: int, note: Note | None = None
     ) -> list[Reply]:
         """Return the replies to commands. Raises TierError where the server is not fit to serve.
 
@@ -130,7 +130,7 @@ class Server:
             link.interrupt()
         self._forget_idle()
 
-    def _learn(self, commands: Sequence[Command], replies: Sequence[Reply]) -> None:
+    def _learn(self, commands: Sequence[RespCommand], replies: Sequence[Reply]) -> None:
         """Update the server's health from its replies."""
         fault = ""
         for command, reply in zip(commands, replies, strict=True):
@@ -152,7 +152,7 @@ class Server:
         self.fault = f"{error}, {self.place}"
         return type(error)(f"remote: {self.fault}")
 
-    def _borrow(self, deadline_ns: int) -> Link:
+    def _borrow(self, deadline_ns: int) -> ServerLink:
         if self._num_lost >= self._num_links:
             raise self._faulty(TierError("connecting to it hangs"))
         if not self._free.acquire(timeout=self._patience_s(deadline_ns)):
@@ -173,7 +173,7 @@ class Server:
             raise TierError("the remote tier is closed")
         return link
 
-    def _idle_link(self) -> Link | None:
+    def _idle_link(self) -> ServerLink | None:
         while True:
             with self._lock:
                 if self._is_closed:
@@ -183,9 +183,9 @@ class Server:
                 return link
             link.close()
 
-    def _made(self, patience_s: float) -> Link:
+    def _made(self, patience_s: float) -> ServerLink:
         """Return a new connection, or raise; then the place in the queue is let go of."""
-        made: Future[Link] = Future()
+        made: Future[ServerLink] = Future()
         try:
             self._begin(made)
             return made.result(patience_s)
@@ -202,7 +202,7 @@ class Server:
             self._free.release()
             raise
 
-    def _begin(self, made: "Future[Link]") -> None:
+    def _begin(self, made: "Future[ServerLink]") -> None:
         making = threading.Thread(
             target=self._make, args=(made,), name="remote-connect", daemon=True
         )
@@ -211,7 +211,7 @@ class Server:
         except RuntimeError as error:
             raise TierError(f"it cannot be connected to: {error}") from None
 
-    def _make(self, made: "Future[Link]") -> None:
+    def _make(self, made: "Future[ServerLink]") -> None:
         try:
             made.set_result(self._connected())
         except TierError as error:
@@ -223,8 +223,8 @@ class Server:
         except BaseException as error:  # the caller's, whatever it is
             made.set_exception(error)
 
-    def _connected(self) -> Link:
-        link = Link(self._connector.connect(self.place), self._timeout_s)
+    def _connected(self) -> ServerLink:
+        link = ServerLink(self._connector.connect(self.place), self._timeout_s)
         try:
             self._log_in(link)
         except BaseException:
@@ -232,7 +232,7 @@ class Server:
             raise
         return link
 
-    def _log_in(self, link: Link) -> None:
+    def _log_in(self, link: ServerLink) -> None:
         login = self._connector.login()
         questions = [*login, IDENTITY, *(() if self._is_inspected else QUESTIONS)]
         deadline_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
@@ -255,7 +255,7 @@ class Server:
         if before not in {"", self._run_id}:
             self._on_restart()
 
-    def _keep_late(self, made: "Future[Link]") -> None:
+    def _keep_late(self, made: "Future[ServerLink]") -> None:
         with self._lock:
             self._num_lost -= 1
         if made.exception() is None:
@@ -263,7 +263,7 @@ class Server:
         else:
             self._free.release()
 
-    def _give_back(self, link: Link) -> None:
+    def _give_back(self, link: ServerLink) -> None:
         with self._lock:
             self._busy.discard(link)
             is_kept = not self._is_closed
@@ -273,7 +273,7 @@ class Server:
             link.close()
         self._free.release()
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: ServerLink) -> None:
         with self._lock:
             self._busy.discard(link)
         link.close()

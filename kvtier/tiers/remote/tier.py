@@ -39,11 +39,11 @@ from kvtier.tiers.base import (
     WriteReport,
 )
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.remote.address import Address, Form, Place
+from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
 from kvtier.tiers.remote.connect import Connector
-from kvtier.tiers.remote.exchange import Exchange
+from kvtier.tiers.remote.exchange import ServerExchange
 from kvtier.tiers.remote.options import RemoteOptions
-from kvtier.tiers.remote.parts import Parts
+from kvtier.tiers.remote.parts import CallParts
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.topology import Topology
 from kvtier.tiers.remote.unlink import purge, unlink
@@ -65,7 +65,7 @@ _SAMPLES = 256
 
 
 class RemoteTier:
-    """Blocks at ``url``; see ``Address`` for its forms. Raises StartError for a bad one."""
+    """Blocks at ``url``; see ``RemoteAddress`` for its forms. Raises StartError for a bad one."""
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
         options = options or RemoteOptions()
@@ -76,7 +76,7 @@ class RemoteTier:
             num_workers=options.num_workers,
         )
         self._options = options
-        self._address = Address.parse(url)
+        self._address = RemoteAddress.parse(url)
         self._values = ValueFormat(
             options.key_prefix.encode(),
             min(options.value_bytes, _VALUE_BYTES_MAX - HEAD_BYTES),
@@ -87,7 +87,7 @@ class RemoteTier:
         connector = Connector(self._address, options.timeout_s, options.tls_ca)
         self._connector = connector
 
-        def open_server(place: Place) -> Server:
+        def open_server(place: ServerAddress) -> Server:
             return Server(
                 place,
                 connector,
@@ -98,7 +98,7 @@ class RemoteTier:
             )
 
         self._topology = Topology(self._address, connector, open_server, self._note_change)
-        self._at_once = Parts(4 * options.num_workers)
+        self._at_once = CallParts(4 * options.num_workers)
         self._lock = threading.Lock()
         self._num_faults = 0
         self._generation = 0
@@ -119,26 +119,28 @@ class RemoteTier:
 
     def log_in_by(self, url: str) -> None:
         """Have connections made from now on log in by a URL of the same servers."""
-        address = Address.parse(url)
+        address = RemoteAddress.parse(url)
         assert address.is_same_but_login(self._address), "other servers are another tier"
         self._connector.address = address
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
         """Set the blocks that are not there, and renew the others."""
         hashes = [block.header.block_hash for block in blocks]
-        outcomes = self._spread(hashes, deadline_ns, WriteOutcome.REJECTED, Exchange.write, blocks)
+        outcomes = self._spread(
+            hashes, deadline_ns, WriteOutcome.REJECTED, ServerExchange.write, blocks
+        )
         return WriteReport(tuple(outcomes))
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
         """Fetch blocks, checked; values that serve nobody any more are unlinked."""
         hashes = [block.block_hash for block in blocks]
         absent: BlockHeader | MissReason = MissReason.ABSENT
-        return self._spread(hashes, deadline_ns, absent, Exchange.read, blocks)
+        return self._spread(hashes, deadline_ns, absent, ServerExchange.read, blocks)
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool | None]:
         """Ask the servers for the head of each block; None if a block's server does not answer."""
         unknown: bool | None = None
-        return self._spread(hashes, deadline_ns, unknown, Exchange.contains, hashes)
+        return self._spread(hashes, deadline_ns, unknown, ServerExchange.contains, hashes)
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Unlink blocks, for every node. Raises TierError if some could not be unlinked."""
@@ -235,8 +237,8 @@ class RemoteTier:
         self._topology.close()
         self._at_once.close()  # what waits there still runs, and fails at once
 
-    def _exchange(self, server: Server, deadline_ns: int) -> Exchange:
-        return Exchange(server, self._values, self._options.now_s(), deadline_ns)
+    def _exchange(self, server: Server, deadline_ns: int) -> ServerExchange:
+        return ServerExchange(server, self._values, self._options.now_s(), deadline_ns)
 
     def _primaries(self, deadline_ns: int) -> Sequence[Server]:
         self._check_open(deadline_ns)
@@ -260,7 +262,7 @@ class RemoteTier:
         hashes: Sequence[BlockHash],
         deadline_ns: int,
         fallback: T,
-        say: Callable[[Exchange, Sequence[S]], list[T]],
+        say: Callable[[ServerExchange, Sequence[S]], list[T]],
         blocks: Sequence[S],
     ) -> list[T]:
         """Have each server do its part at the same time; ``fallback`` for those of one that fails.
@@ -289,7 +291,7 @@ class RemoteTier:
         self,
         server: Server | None,
         deadline_ns: int,
-        say: Callable[[Exchange, Sequence[S]], list[T]],
+        say: Callable[[ServerExchange, Sequence[S]], list[T]],
         part: Sequence[S],
     ) -> list[T]:
         if server is None:

@@ -27,9 +27,9 @@ from redis.sentinel import Sentinel
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.remote.address import Address, Form, Place
+from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
 from kvtier.tiers.remote.connect import Connector
-from kvtier.tiers.remote.resp import Command
+from kvtier.tiers.remote.resp import RespCommand
 from kvtier.tiers.remote.server import Server
 
 __all__ = ["Topology"]
@@ -56,7 +56,7 @@ _NOBODY = -1
 class _Layout:
     """Who is who: primaries, and for each slot the index of the one that has it."""
 
-    places: tuple[Place, ...]
+    places: tuple[ServerAddress, ...]
     slots: Sequence[int] = ()
 
 
@@ -79,9 +79,9 @@ class Topology:
 
     def __init__(
         self,
-        address: Address,
+        address: RemoteAddress,
         connector: Connector,
-        open_server: Callable[[Place], Server],
+        open_server: Callable[[ServerAddress], Server],
         on_new_primary: Callable[[], None] = lambda: None,
     ) -> None:
         self.fault = ""
@@ -179,7 +179,7 @@ class Topology:
             if server.fault:
                 deadline_ns = time.monotonic_ns() + int(_CHECK_S * 1e9)
                 with contextlib.suppress(TierError):  # then its fault stays
-                    server.ask([Command((b"PING",))], deadline_ns)
+                    server.ask([RespCommand((b"PING",))], deadline_ns)
 
     def _adopt(self, layout: _Layout) -> None:
         before = {server.place: server for server in self.known}
@@ -194,16 +194,16 @@ class Topology:
             self.close()
 
 
-_Look = Callable[[Sequence[Place]], _Layout]
+_Look = Callable[[Sequence[ServerAddress]], _Layout]
 
 
-def _look_of(address: Address, connector: Connector) -> _Look:
+def _look_of(address: RemoteAddress, connector: Connector) -> _Look:
     if address.form is Form.SENTINEL:
         return lambda _: _ask_sentinels(address, connector)
     return lambda known: _ask_cluster((*known, *address.places), connector)
 
 
-def _ask_sentinels(address: Address, connector: Connector) -> _Layout:
+def _ask_sentinels(address: RemoteAddress, connector: Connector) -> _Layout:
     """Return the primary of a service, as the first Sentinel that answers knows it."""
     places = [(place.host, place.port) for place in address.places]
     # Sentinels mostly have no password; the server's is told only where they do not do without.
@@ -212,13 +212,13 @@ def _ask_sentinels(address: Address, connector: Connector) -> _Layout:
         with contextlib.closing(_Sentinels(places, sentinel_kwargs=options)) as sentinel:
             try:
                 host, port = sentinel.discover_master(address.service)
-                return _Layout((Place(host, int(port)),))
+                return _Layout((ServerAddress(host, int(port)),))
             except _UNFIT:
                 continue
     raise TierError(f"no Sentinel knows a primary of {address}")
 
 
-def _ask_cluster(places: Iterable[Place], connector: Connector) -> _Layout:
+def _ask_cluster(places: Iterable[ServerAddress], connector: Connector) -> _Layout:
     """Return the primaries and their slots, as the first node that answers knows them."""
     options = connector.client_options(has_login=True)
     why = "none has any"
@@ -249,7 +249,7 @@ def _reason(error: Exception) -> str:
 
 
 def _layout_of(answer: Mapping[tuple[int, int], Mapping[str, tuple[str, int]]]) -> _Layout:
-    ranges = {slots: Place(*nodes["primary"][:2]) for slots, nodes in answer.items()}
+    ranges = {slots: ServerAddress(*nodes["primary"][:2]) for slots, nodes in answer.items()}
     places = tuple(dict.fromkeys(ranges.values()))
     owners = array("h", [_NOBODY]) * _NUM_SLOTS
     for (first, last), place in ranges.items():

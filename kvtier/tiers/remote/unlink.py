@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.errors import TierError
 from kvtier.tiers.base import Removed
-from kvtier.tiers.remote.resp import Command, Refusal, Reply
+from kvtier.tiers.remote.resp import Refusal, Reply, RespCommand
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.value import HEAD_BYTES, Kept, kept_of
 
@@ -45,7 +45,9 @@ def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int)
     removed = Removed()
     cursor: Reply = b"0"
     while True:
-        scan = Command((b"SCAN", _text(cursor), b"MATCH", glob, b"COUNT", b"%d" % _KEYS_PER_SCAN))
+        scan = RespCommand(
+            (b"SCAN", _text(cursor), b"MATCH", glob, b"COUNT", b"%d" % _KEYS_PER_SCAN)
+        )
         (page,) = _ask(server, [scan], deadline_ns)
         cursor, keys = page if isinstance(page, list) and len(page) == 2 else (b"0", [])
         found = [match for key in _list(keys) if (match := ours.fullmatch(_text(key)))]
@@ -68,10 +70,10 @@ def _is_meant(kept: Kept, selection: Selection) -> bool:
 
 
 def _kept(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[Kept]:
-    commands: list[Command] = []
+    commands: list[RespCommand] = []
     for head in heads:
-        commands.append(Command((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))))
-        commands.append(Command((b"STRLEN", head)))
+        commands.append(RespCommand((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))))
+        commands.append(RespCommand((b"STRLEN", head)))
     replies = _ask(server, commands, deadline_ns)
     return [kept_of(*pair) for pair in zip(replies[::2], replies[1::2], strict=True)]
 
@@ -81,7 +83,7 @@ def _unlink_kept(
 ) -> Removed:
     num_blocks = num_bytes = 0
     for group in _groups(zip(heads, kept, strict=True)):
-        commands = [Command((b"UNLINK", head)) for head, _ in group]
+        commands = [RespCommand((b"UNLINK", head)) for head, _ in group]
         for head, block in group:
             parts = [b"%s:%d" % (head, part) for part in range(1, block.num_parts)]
             commands += _unlinks(parts)
@@ -106,22 +108,22 @@ def _groups(blocks: Iterable[tuple[bytes, Kept]]) -> Iterator[list[tuple[bytes, 
         yield group
 
 
-def _unlinks(keys: Sequence[bytes]) -> list[Command]:
+def _unlinks(keys: Sequence[bytes]) -> list[RespCommand]:
     starts = range(0, len(keys), _KEYS_PER_COMMAND)
-    return [Command((b"UNLINK", *keys[start : start + _KEYS_PER_COMMAND])) for start in starts]
+    return [RespCommand((b"UNLINK", *keys[start : start + _KEYS_PER_COMMAND])) for start in starts]
 
 
 def _unlink_orphans(server: Server, parts: Sequence[bytes], deadline_ns: int) -> None:
     """Remove parts without a head: whose they were can no longer be told."""
     if not parts:
         return
-    heads = [Command((b"EXISTS", part.rpartition(b":")[0])) for part in parts]
+    heads = [RespCommand((b"EXISTS", part.rpartition(b":")[0])) for part in parts]
     replies = _ask(server, heads, deadline_ns)
     orphans = [part for part, reply in zip(parts, replies, strict=True) if reply == 0]
-    _ask(server, [Command((b"UNLINK", part)) for part in orphans], deadline_ns)
+    _ask(server, [RespCommand((b"UNLINK", part)) for part in orphans], deadline_ns)
 
 
-def _ask(server: Server, commands: Sequence[Command], deadline_ns: int) -> list[Reply]:
+def _ask(server: Server, commands: Sequence[RespCommand], deadline_ns: int) -> list[Reply]:
     """Return the replies; a removal that is refused must not pass for one of nothing."""
     replies = server.ask(commands, deadline_ns) if commands else []
     for reply in replies:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from kvtier.core.identity import HEADER_BYTES, BlockHash, BlockHeader, HeaderError
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason
 from kvtier.tiers.check import check_header
-from kvtier.tiers.remote.resp import Command, Refusal, Reply
+from kvtier.tiers.remote.resp import Refusal, Reply, RespCommand
 from kvtier.tiers.seal import STAMP_BYTES, Seal, Stamp
 
-__all__ = ["HEAD_BYTES", "PARTS_MAX", "Kept", "ValueFormat", "Verdict", "kept_of"]
+__all__ = ["HEAD_BYTES", "PARTS_MAX", "Kept", "ReadVerdict", "ValueFormat", "kept_of"]
 
 HEAD_BYTES = HEADER_BYTES + STAMP_BYTES
 """What comes before the payload."""
@@ -36,7 +36,7 @@ _SKEW_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReadVerdict:
     """What became of one read."""
 
     result: BlockHeader | MissReason
@@ -77,26 +77,28 @@ class ValueFormat:
         """Return how many values a block takes here."""
         return max(1, -(-payload_bytes // self.value_bytes))
 
-    def gets(self, wanted: BlockRead, head: memoryview, split_bytes: int) -> list[Command]:
+    def gets(self, wanted: BlockRead, head: memoryview, split_bytes: int) -> list[RespCommand]:
         """Return the commands that read a block in place: its head first."""
-        commands: list[Command] = []
+        commands: list[RespCommand] = []
         for part, piece in enumerate(_pieces(wanted.into[: wanted.payload_bytes], split_bytes)):
             into = (piece,) if part else (head, piece)
-            commands.append(Command((b"GET", self.key(wanted.block_hash, part)), into))
+            commands.append(RespCommand((b"GET", self.key(wanted.block_hash, part)), into))
         return commands
 
-    def sets(self, block: BlockWrite, written_s: int, buffer: memoryview | None) -> list[Command]:
+    def sets(
+        self, block: BlockWrite, written_s: int, buffer: memoryview | None
+    ) -> list[RespCommand]:
         """Return the commands that write a block: its head last, which publishes it."""
         packed, stamp, stored = self.seal.seal(block.header, block.payload, written_s, buffer)
         expiry = (b"PX", b"%d" % self.ttl_ms)
-        commands: list[Command] = []
+        commands: list[RespCommand] = []
         for part, piece in enumerate(_pieces(stored, self.value_bytes)):
             pieces = (piece,) if part else (packed, stamp.pack(), piece)
             key = self.key(block.header.block_hash, part)
-            commands.append(Command((b"SET", key, pieces, *expiry)))
+            commands.append(RespCommand((b"SET", key, pieces, *expiry)))
         return commands[::-1]
 
-    def renewals(self, header: BlockHeader) -> list[Command]:
+    def renewals(self, header: BlockHeader) -> list[RespCommand]:
         """Return the commands that ask for a block's head and renew the block where it is there."""
         head = self.key(header.block_hash)
         keys = [
@@ -105,9 +107,9 @@ class ValueFormat:
         ]
         ttl = b"%d" % self.ttl_ms
         return [
-            Command((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))),
-            Command((b"STRLEN", head)),
-            *(Command((b"PEXPIRE", key, ttl)) for key in keys),
+            RespCommand((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))),
+            RespCommand((b"STRLEN", head)),
+            *(RespCommand((b"PEXPIRE", key, ttl)) for key in keys),
         ]
 
     def is_renewed(self, header: BlockHeader, replies: Sequence[Reply], now_s: float) -> bool:
@@ -131,38 +133,40 @@ class ValueFormat:
         replies: Sequence[Reply],
         split_bytes: int,
         now_s: float,
-    ) -> Verdict:
+    ) -> ReadVerdict:
         """Return what the replies to ``gets`` are worth."""
         length, *lengths = replies
         if isinstance(length, Refusal):
             is_other = length.code == "WRONGTYPE"
-            return Verdict(MissReason.HEADER if is_other else MissReason.ABSENT, is_over=is_other)
+            return ReadVerdict(
+                MissReason.HEADER if is_other else MissReason.ABSENT, is_over=is_other
+            )
         if not isinstance(length, int):
-            return Verdict(MissReason.ABSENT)
+            return ReadVerdict(MissReason.ABSENT)
         stamp = Stamp.unpack(head[HEADER_BYTES:]) if length >= HEAD_BYTES else None
         if stamp is None:
-            return Verdict(MissReason.HEADER, is_over=True)
+            return ReadVerdict(MissReason.HEADER, is_over=True)
         checked = check_header(wanted, head)
         payload = wanted.into[: wanted.payload_bytes]
         if isinstance(checked, MissReason):
             is_owned = checked is not MissReason.HEADER and self._is_owned(wanted, head)
-            return Verdict(checked, is_over=not is_owned)
+            return ReadVerdict(checked, is_over=not is_owned)
         is_first_try = split_bytes == self.value_bytes
         stored_bytes = length - HEAD_BYTES
         if stored_bytes != min(split_bytes, len(payload)):
             is_split = is_first_try and 0 < len(payload) / PARTS_MAX <= stored_bytes <= len(payload)
-            return Verdict(
+            return ReadVerdict(
                 MissReason.LENGTH, is_over=not is_split, split_bytes=stored_bytes * is_split
             )
         if None in lengths and is_first_try:
-            return Verdict(MissReason.ABSENT, is_over=True)
+            return ReadVerdict(MissReason.ABSENT, is_over=True)
         if lengths != [len(piece) for piece in _pieces(payload, split_bytes)][1:]:
-            return Verdict(MissReason.LENGTH, is_over=True)
+            return ReadVerdict(MissReason.LENGTH, is_over=True)
         if self._is_old(stamp, now_s):
-            return Verdict(MissReason.EXPIRED, is_over=True)
+            return ReadVerdict(MissReason.EXPIRED, is_over=True)
         result = self.seal.open(checked, stamp, payload)
         is_foreign = result is MissReason.SEAL and not self.seal.may_open(stamp)
-        return Verdict(result, is_over=isinstance(result, MissReason) and not is_foreign)
+        return ReadVerdict(result, is_over=isinstance(result, MissReason) and not is_foreign)
 
     def _is_owned(self, wanted: BlockRead, head: memoryview) -> bool:
         """Tell whether it is a block of that hash, only not the one that was asked for."""

@@ -23,7 +23,7 @@ from kvtier.tiers.ssd.segment import (
     walk_records,
     written_since,
 )
-from kvtier.tiers.ssd.verdict import Verdict, examine, read_record
+from kvtier.tiers.ssd.verdict import RecordVerdict, examine, read_record
 
 __all__ = ["Checkup", "Footer", "check_segment"]
 
@@ -153,10 +153,10 @@ def _state(disk: Disk, segment: Segment, page: int) -> RecordState | None:
 
 def _examined(
     disk: Disk, segment: Segment, page: int, payload_bytes: int, seal: Seal
-) -> Verdict | None:
+) -> RecordVerdict | None:
     """Judge a record, a damaged one twice; None where the medium fails."""
     memory = memoryview(mmap.mmap(-1, record_bytes(payload_bytes)))
-    verdict = Verdict()
+    verdict = RecordVerdict()
     for _ in range(2):
         try:
             with disk.opened(segment.path) as fd:

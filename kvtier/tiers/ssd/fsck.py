@@ -35,7 +35,7 @@ from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.ssd.checkup import Checkup, Footer, check_segment
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.record import RecordState
 from kvtier.tiers.ssd.segment import (
     STRUCK_S,
@@ -50,7 +50,7 @@ from kvtier.tiers.ssd.segment import (
     written_since,
 )
 
-__all__ = ["Fsck", "Purpose", "Report"]
+__all__ = ["Fsck", "FsckPurpose", "FsckReport"]
 
 _SAVED = ("key_spaces.json", "learned.json")
 _OURS = frozenset(
@@ -62,7 +62,7 @@ _FOREIGN_SHOWN_MAX = 100
 """Names of foreign files that are reported; all of them are counted."""
 
 
-class Purpose(Enum):
+class FsckPurpose(Enum):
     """What is done about faults."""
 
     CHECK = "check"
@@ -70,7 +70,7 @@ class Purpose(Enum):
 
 
 @dataclass(slots=True)
-class Report:
+class FsckReport:
     """What was found, before anything was repaired."""
 
     segments: int = 0
@@ -129,18 +129,20 @@ class Fsck:
     """
 
     def __init__(
-        self, disk: Disk, seal: Seal, purpose: Purpose, *, keeps_others: bool = True
+        self, disk: Disk, seal: Seal, purpose: FsckPurpose, *, keeps_others: bool = True
     ) -> None:
         self._disk = disk
         self._seal = seal
-        self._is_repair = purpose is Purpose.REPAIR
+        self._is_repair = purpose is FsckPurpose.REPAIR
         self._keeps_others = keeps_others
-        self._report = Report()
-        self._index = Index()
+        self._report = FsckReport()
+        self._index = SegmentIndex()
         self._num_counting = 0
         """Records that would be served if each were the only one of its block."""
 
-    def run(self, note_progress: Callable[[int, int], None] = lambda _done, _all: None) -> Report:
+    def run(
+        self, note_progress: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> FsckReport:
         """Check, and repair where that is the purpose; calls back with files done, and of how many.
 
         Raises OSError only where the directory itself cannot be read.

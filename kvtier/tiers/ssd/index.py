@@ -16,7 +16,7 @@ from kvtier.core.table import HashTable, Keys, Rows, as_keys
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.segment import Entries
 
-__all__ = ["NOWHERE", "READS_MAX", "Index", "Weights", "space_mark"]
+__all__ = ["NOWHERE", "READS_MAX", "SegmentIndex", "Weights", "space_mark"]
 
 NOWHERE = 0
 """The segment of a row that is not in use; segments count from 1."""
@@ -39,7 +39,7 @@ def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
     return mixed.astype(np.uint32)
 
 
-class Index:
+class SegmentIndex:
     """Rows of (segment, page, payload bytes, space mark, time) by block hash. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -22,9 +22,9 @@ from kvtier.errors import TierFull
 from kvtier.tiers.base import Removed
 from kvtier.tiers.ssd.budget import WriteBudget
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import Segment, create_segment, seal_segment
-from kvtier.tiers.ssd.victim import Choice, Order
+from kvtier.tiers.ssd.victim import Choice, VictimOrder
 from kvtier.tiers.ssd.volume import NO_SPACE, Volume
 
 __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
@@ -54,7 +54,7 @@ class SegmentPool:
         *,
         volume: Volume,
         budget: WriteBudget,
-        order: Order,
+        order: VictimOrder,
     ) -> None:
         self.disk = disk
         self.capacity_bytes = capacity_bytes
@@ -63,7 +63,7 @@ class SegmentPool:
         self.budget = budget
         self.order = order
         self.lock = threading.Lock()
-        self.index = Index()
+        self.index = SegmentIndex()
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
         self.next_number = 1

@@ -27,7 +27,7 @@ from kvtier.tiers.ssd.segment import (
     segment_number,
 )
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["RecoveryFindings", "recover"]
 
 _ENTRIES_AT_ONCE = 1 << 14
 """Entries put into the index together: array operations cost the same for one as for a thousand.
@@ -43,7 +43,7 @@ _OPENING_MAX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class RecoveryFindings:
     """What was wrong with the files found."""
 
     num_dropped: int
@@ -55,7 +55,7 @@ class Recovered:
     """Footers that are intact but list records that do not fit into their segment."""
 
 
-def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
+def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
     """Fill an empty pool from its directory, with what was not written before ``oldest_s``.
 
     A record that no longer counts hides the earlier ones of its block: of several, some may have
@@ -103,7 +103,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> Recovered:
     for segment in pool.segments.values():
         _resume(pool, segment)
     num_set_aside = sum(segment.is_set_aside for segment in pool.segments.values())
-    return Recovered(num_dropped, len(unreadable), num_set_aside, num_footers_refused)
+    return RecoveryFindings(num_dropped, len(unreadable), num_set_aside, num_footers_refused)
 
 
 def _segment_paths(directory: Path) -> list[tuple[int, Path]]:

@@ -37,7 +37,7 @@ from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.segment import Segment
 from kvtier.tiers.ssd.verdict import examine, read_record
 
-__all__ = ["Scrubber"]
+__all__ = ["SegmentScrubber"]
 
 _EXPIRED_MAX = 16_384
 """Blocks forgotten for their age in one step, while everybody else waits: about 5 ms."""
@@ -52,7 +52,7 @@ class _Place:
     payload_bytes: int
 
 
-class Scrubber:
+class SegmentScrubber:
     """Verifies a pool's records step by step; calls take turns."""
 
     def __init__(

@@ -60,7 +60,7 @@ from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.reclaim import Reclaimer
 from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.recovery import recover
-from kvtier.tiers.ssd.scrub import Scrubber
+from kvtier.tiers.ssd.scrub import SegmentScrubber
 from kvtier.tiers.ssd.segment import (
     ENTRY_DTYPE,
     Segment,
@@ -319,7 +319,7 @@ class SsdTier:
         self._reclaimer = Reclaimer(self._pool, options.seal, self._age, self._appender.staging)
         self._fetcher = Fetcher(self._pool, options.seal, self._quarantine)
         start = int.from_bytes(os.urandom(4))
-        self._scrubber = Scrubber(
+        self._scrubber = SegmentScrubber(
             self._pool, options.seal, self._age, self._quarantine, start=start
         )
         self._stagings: queue.Queue[memoryview] = queue.Queue(maxsize=options.num_workers)

@@ -13,11 +13,11 @@ from kvtier.tiers.seal import Codec, Seal
 from kvtier.tiers.ssd.disk import Disk, PageReader
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState
 
-__all__ = ["Verdict", "examine", "read_record"]
+__all__ = ["RecordVerdict", "examine", "read_record"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RecordVerdict:
     """What was found; ``head`` and ``header`` as far as they can be read."""
 
     head: RecordHead | None = None
@@ -36,24 +36,24 @@ def read_record(disk: Disk, fd: int, page: int, into: memoryview) -> None:
     disk.drop_cache(fd)
 
 
-def examine(record: memoryview, segment_number: int, seal: Seal) -> Verdict:
+def examine(record: memoryview, segment_number: int, seal: Seal) -> RecordVerdict:
     """Judge a record by itself. Changes nothing: what is encrypted is opened as a copy."""
     head = RecordHead.unpack(bytes(record[:RECORD_HEAD_BYTES]), segment_number)
     if head is None:
-        return Verdict(fault=MissReason.HEADER, is_damage=True)
+        return RecordVerdict(fault=MissReason.HEADER, is_damage=True)
     if head.state is not RecordState.LIVE:
-        return Verdict(head, fault=MissReason.ABSENT)
+        return RecordVerdict(head, fault=MissReason.ABSENT)
     try:
         header = BlockHeader.unpack(head.header)
     except HeaderError:
-        return Verdict(head, fault=MissReason.HEADER, is_damage=True)
+        return RecordVerdict(head, fault=MissReason.HEADER, is_damage=True)
     payload = record[PAGE_BYTES : PAGE_BYTES + header.payload_bytes]
     if len(payload) < header.payload_bytes:
-        return Verdict(head, header, MissReason.LENGTH, is_damage=True)
+        return RecordVerdict(head, header, MissReason.LENGTH, is_damage=True)
     if head.stamp.codec is Codec.ENCRYPTED:
         payload = memoryview(bytearray(payload))
     opened = seal.open(header, head.stamp, payload)
     if isinstance(opened, BlockHeader):
-        return Verdict(head, header)
+        return RecordVerdict(head, header)
     is_damage = opened is not MissReason.SEAL or seal.may_open(head.stamp)
-    return Verdict(head, header, opened, is_damage=is_damage)
+    return RecordVerdict(head, header, opened, is_damage=is_damage)

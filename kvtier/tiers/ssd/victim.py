@@ -21,26 +21,26 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.core.table import Rows
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import Entries
 
-__all__ = ["MOVED_SHARE", "Choice", "Order", "ReadOrder", "choose_victim", "dead_segment"]
+__all__ = ["MOVED_SHARE", "Choice", "ReadOrder", "VictimOrder", "choose_victim", "dead_segment"]
 
 MOVED_SHARE = 0.25
 """Of a segment of 256 MiB a move reads and writes 64 MiB: 0.1 s on a drive that does 1 GB/s."""
 
-Choice = Callable[[Index, Sequence[int], Collection[int]], int | None]
+Choice = Callable[[SegmentIndex, Sequence[int], Collection[int]], int | None]
 """Of a store's index, the segments that may go, and of these the unknown ones."""
 
 
-class Order(Protocol):
+class VictimOrder(Protocol):
     """What is given up first. Asked by the one that changes files, without the pool's lock.
 
     What it sees of an index may be off by the reads that go on meanwhile.
     """
 
     def to_evict(
-        self, index: Index, candidates: Sequence[int], unknown: Collection[int]
+        self, index: SegmentIndex, candidates: Sequence[int], unknown: Collection[int]
     ) -> int | None:
         """Return the segment to go as it is, of ``candidates`` in ascending order; None of none.
 
@@ -49,11 +49,11 @@ class Order(Protocol):
         """
 
     def to_clean(
-        self, index: Index, candidates: Sequence[int], unknown: Collection[int]
+        self, index: SegmentIndex, candidates: Sequence[int], unknown: Collection[int]
     ) -> int | None:
         """Return the segment to go if what is worth it is moved before."""
 
-    def worth_moving(self, index: Index, rows: Rows, entries: Callable[[], Entries]) -> Rows:
+    def worth_moving(self, index: SegmentIndex, rows: Rows, entries: Callable[[], Entries]) -> Rows:
         """Return those of a segment's ``rows`` that are worth moving, the best first.
 
         ``entries`` reads the segment's list of contents; raises OSError.
@@ -67,14 +67,14 @@ class ReadOrder:
         self._segment_bytes = segment_bytes
 
     def to_evict(
-        self, index: Index, candidates: Sequence[int], unknown: Collection[int]
+        self, index: SegmentIndex, candidates: Sequence[int], unknown: Collection[int]
     ) -> int | None:
         """Return the segment with the most to gain, by the cost-benefit rule."""
         return choose_victim(index, candidates, self._segment_bytes, unknown)
 
     to_clean = to_evict
 
-    def worth_moving(self, index: Index, rows: Rows, entries: Callable[[], Entries]) -> Rows:
+    def worth_moving(self, index: SegmentIndex, rows: Rows, entries: Callable[[], Entries]) -> Rows:
         """Return what was read, most read first."""
         rows = rows[index.reads[rows] > 0]
         ordered: Rows = rows[np.lexsort((index.page[rows], -index.reads[rows].astype(int)))]
@@ -82,9 +82,12 @@ class ReadOrder:
 
 
 def choose_victim(
-    index: Index, candidates: Sequence[int], segment_bytes: int, unknown: Collection[int] = ()
+    index: SegmentIndex,
+    candidates: Sequence[int],
+    segment_bytes: int,
+    unknown: Collection[int] = (),
 ) -> int | None:
-    """Return the segment to reclaim, like ``Order``, by read counts."""
+    """Return the segment to reclaim, like ``VictimOrder``, by read counts."""
     if not candidates:
         return None
     numbers = np.array(candidates)

@@ -28,7 +28,7 @@ from kvtier.core.identity import BlockHash
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.table import Rows
 from kvtier.tiers.ssd.age import Clock
-from kvtier.tiers.ssd.index import Index
+from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import Entries
 from kvtier.tiers.ssd.victim import MOVED_SHARE, dead_segment
 
@@ -84,18 +84,18 @@ class WorthOrder:
         """What a byte must be worth to be moved."""
 
     def to_evict(
-        self, index: Index, candidates: Sequence[int], unknown: Collection[int]
+        self, index: SegmentIndex, candidates: Sequence[int], unknown: Collection[int]
     ) -> int | None:
         """Return the segment that loses least for what it frees; the oldest of equals."""
         return self._choose(index, candidates, unknown, lambda each: each.loss)
 
     def to_clean(
-        self, index: Index, candidates: Sequence[int], unknown: Collection[int]
+        self, index: SegmentIndex, candidates: Sequence[int], unknown: Collection[int]
     ) -> int | None:
         """Return the one that does so once what stands out has been moved."""
         return self._choose(index, candidates, unknown, lambda each: each.loss_moving)
 
-    def worth_moving(self, index: Index, rows: Rows, entries: Callable[[], Entries]) -> Rows:
+    def worth_moving(self, index: SegmentIndex, rows: Rows, entries: Callable[[], Entries]) -> Rows:
         """Return what stands out, most worth first, and of equals the front of a chain first."""
         per_byte = self._per_byte(index, rows)
         if not (per_byte > self._bar).any():
@@ -107,7 +107,7 @@ class WorthOrder:
 
     def _choose(
         self,
-        index: Index,
+        index: SegmentIndex,
         candidates: Sequence[int],
         unknown: Collection[int],
         loss_of: Callable[[_Score], float],
@@ -142,7 +142,7 @@ class WorthOrder:
     def _is_fresh(self, number: int, now_s: int) -> bool:
         return 0 <= now_s - self._scores[number].scored_s < _SCORE_AGE_S
 
-    def _score(self, index: Index, numbers: Sequence[int], now_s: int) -> None:
+    def _score(self, index: SegmentIndex, numbers: Sequence[int], now_s: int) -> None:
         """Look at a few segments anew."""
         if not numbers:
             return
@@ -171,13 +171,13 @@ class WorthOrder:
         loss_moving = left / (self._segment_bytes - float(sizes[is_moved].sum()))
         return _Score(worth, live_bytes, worth / self._segment_bytes, loss_moving, now_s)
 
-    def _per_byte(self, index: Index, rows: Rows) -> _Floats:
+    def _per_byte(self, index: SegmentIndex, rows: Rows) -> _Floats:
         """Return what a byte of each block is worth; never less than nothing, nor endlessly."""
         worth = np.array(self._worth(index.hashes_of(rows)), np.float64)
         return np.nan_to_num(worth, nan=0.0, posinf=_WORTH_MAX, neginf=0.0).clip(0.0, _WORTH_MAX)
 
 
-def _lift_parents(index: Index, rows: Rows, worth: _Floats, listed: Entries) -> Rows:
+def _lift_parents(index: SegmentIndex, rows: Rows, worth: _Floats, listed: Entries) -> Rows:
     """Make each of ``rows`` worth what the best of its children among them is.
 
     ``listed`` are the entries of their segment. Returns the position of each in its chain.
@@ -198,5 +198,5 @@ def _lift_parents(index: Index, rows: Rows, worth: _Floats, listed: Entries) -> 
     return position
 
 
-def _sizes_of(index: Index, rows: Rows) -> _Floats:
+def _sizes_of(index: SegmentIndex, rows: Rows) -> _Floats:
     return index.payload_bytes[rows] + np.float64(PAGE_BYTES)

@@ -1,6 +1,6 @@
 """Tiers around tiers: each adds one thing and keeps the contract."""
 
-from kvtier.tiers.wrap.around import AroundTier, Call, Operation
+from kvtier.tiers.wrap.around import AroundTier, Operation, TierCall
 from kvtier.tiers.wrap.breaker import BreakerState, BreakerTier
 from kvtier.tiers.wrap.throttle import ThrottleTier
 
@@ -8,7 +8,7 @@ __all__ = [
     "AroundTier",
     "BreakerState",
     "BreakerTier",
-    "Call",
     "Operation",
     "ThrottleTier",
+    "TierCall",
 ]

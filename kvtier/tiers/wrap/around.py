@@ -20,7 +20,7 @@ from kvtier.tiers.base import (
     WriteReport,
 )
 
-__all__ = ["AroundTier", "Call", "Operation"]
+__all__ = ["AroundTier", "Operation", "TierCall"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Operation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TierCall:
     """What is being asked of the inner tier."""
 
     operation: Operation
@@ -58,40 +58,40 @@ class AroundTier:
         """Return those of the inner tier."""
         return self.inner.properties
 
-    def around(self, call: Call, step: Callable[[], T]) -> T:
+    def around(self, call: TierCall, step: Callable[[], T]) -> T:
         """Make a call of the inner tier: ``step`` does it. This is what a wrapper overrides."""
         return step()
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
         """Write through ``around``."""
         num_bytes = sum(len(block.payload) for block in blocks)
-        call = Call(Operation.WRITE, len(blocks), num_bytes, deadline_ns)
+        call = TierCall(Operation.WRITE, len(blocks), num_bytes, deadline_ns)
         return self.around(call, lambda: self.inner.write(blocks, deadline_ns))
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
         """Read through ``around``."""
         num_bytes = sum(block.payload_bytes for block in blocks)
-        call = Call(Operation.READ, len(blocks), num_bytes, deadline_ns)
+        call = TierCall(Operation.READ, len(blocks), num_bytes, deadline_ns)
         return self.around(call, lambda: self.inner.read(blocks, deadline_ns))
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
         """Ask through ``around``."""
-        call = Call(Operation.CONTAINS, len(hashes), 0, deadline_ns)
+        call = TierCall(Operation.CONTAINS, len(hashes), 0, deadline_ns)
         return self.around(call, lambda: self.inner.contains(hashes, deadline_ns))
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Remove through ``around``."""
-        call = Call(Operation.REMOVE, len(hashes), 0, deadline_ns)
+        call = TierCall(Operation.REMOVE, len(hashes), 0, deadline_ns)
         return self.around(call, lambda: self.inner.remove(hashes, deadline_ns))
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
         """Purge through ``around``."""
-        call = Call(Operation.PURGE, 0, 0, deadline_ns)
+        call = TierCall(Operation.PURGE, 0, 0, deadline_ns)
         return self.around(call, lambda: self.inner.purge(selection, deadline_ns))
 
     def probe(self, deadline_ns: int) -> None:
         """Probe through ``around``."""
-        call = Call(Operation.PROBE, 0, 0, deadline_ns)
+        call = TierCall(Operation.PROBE, 0, 0, deadline_ns)
         self.around(call, lambda: self.inner.probe(deadline_ns))
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class AroundTier:
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
         """Scrub through ``around``."""
-        call = Call(Operation.SCRUB, 0, max_bytes, deadline_ns)
+        call = TierCall(Operation.SCRUB, 0, max_bytes, deadline_ns)
         return self.around(call, lambda: self.inner.scrub(max_bytes, deadline_ns))
 
     def headers(self) -> Iterator[Headers]:
@@ -129,5 +129,5 @@ class _Scratch(AroundTier):
         super().__init__(inner)
         self._outer = outer
 
-    def around(self, call: Call, step: Callable[[], T]) -> T:
+    def around(self, call: TierCall, step: Callable[[], T]) -> T:
         return self._outer.around(call, step)

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.base import Health, HealthState, Tier
-from kvtier.tiers.wrap.around import AroundTier, Call, Operation
+from kvtier.tiers.wrap.around import AroundTier, Operation, TierCall
 
 __all__ = ["BreakerState", "BreakerTier"]
 
@@ -89,7 +89,7 @@ class BreakerTier(AroundTier):
             is_in_doubt = self._num_faults + self._num_probe_faults > 0
             return is_in_doubt or now_ns - self._probed_ns >= period_ns
 
-    def around(self, call: Call, step: Callable[[], T]) -> T:
+    def around(self, call: TierCall, step: Callable[[], T]) -> T:
         """Make the call unless the breaker is open."""
         if self._clock_ns() >= call.deadline_ns:
             raise TierTimeout(f"{self.properties.name}: the deadline passed before the call")

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from kvtier.errors import TierTimeout
 from kvtier.tiers.base import Tier
-from kvtier.tiers.wrap.around import AroundTier, Call, Operation
+from kvtier.tiers.wrap.around import AroundTier, Operation, TierCall
 
 __all__ = ["ThrottleTier"]
 
@@ -62,7 +62,7 @@ class ThrottleTier(AroundTier):
             self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
             self._changed.notify_all()
 
-    def around(self, call: Call, step: Callable[[], T]) -> T:
+    def around(self, call: TierCall, step: Callable[[], T]) -> T:
         """Let the time pass that the call takes, then make it."""
         if call.operation in _SLOWED:
             with self._changed:

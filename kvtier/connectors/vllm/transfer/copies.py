@@ -11,7 +11,7 @@ from kvtier.connectors.vllm.transfer.device import CudaDevice, Fence
 from kvtier.connectors.vllm.transfer.device_copies import DeviceCopies
 from kvtier.connectors.vllm.transfer.host_copies import HostCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
-from kvtier.transfer.shm import Pin
+from kvtier.transfer.shm import ArenaPin
 
 __all__ = ["Copies", "open_copies"]
 
@@ -25,7 +25,7 @@ class Copies(Protocol):
     """Of one of vLLM's blocks."""
 
     @property
-    def arena(self) -> Pin | None:
+    def arena(self) -> ArenaPin | None:
         """Return who the daemon's arena must be shown to, if anybody."""
 
     def fence(self) -> Fence:

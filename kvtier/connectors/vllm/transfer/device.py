@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-__all__ = ["CudaDevice", "Device", "Fence", "Lane", "is_reached"]
+__all__ = ["CudaDevice", "Device", "DeviceLane", "Fence", "is_reached"]
 
 _PAUSES_S = (0.0002, 0.002)
 """The first and the longest between two looks at a fence: a step takes milliseconds."""
@@ -37,7 +37,7 @@ class Fence(Protocol):
         """Wait until all of it is done. What is under way on a device cannot be called back."""
 
 
-class Lane(Protocol):
+class DeviceLane(Protocol):
     """A stream of its own. Work is begun within ``with lane``, and done when a mark is over."""
 
     def __enter__(self) -> Self: ...
@@ -69,7 +69,7 @@ class Device(Protocol):
     def fence(self) -> Fence:
         """Return the point that vLLM's stream is at; called in a thread of vLLM's own."""
 
-    def lane(self) -> Lane:
+    def lane(self) -> DeviceLane:
         """Make a lane."""
 
     def register(self, address: int, num_bytes: int) -> bool:
@@ -101,7 +101,7 @@ class CudaDevice:
         """See ``Device``."""
         return _record(torch.cuda.current_stream(self._device))
 
-    def lane(self) -> Lane:
+    def lane(self) -> DeviceLane:
         """See ``Device``."""
         return _CudaLane(self._device)
 

@@ -21,7 +21,7 @@ from itertools import groupby
 
 import torch
 
-from kvtier.connectors.vllm.transfer.device import Device, Fence, Lane
+from kvtier.connectors.vllm.transfer.device import Device, DeviceLane, Fence
 from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.transfer.pinned import PinnedArena
 from kvtier.observe.log import Log
@@ -101,7 +101,7 @@ class _Flight:
 class _Desk:
     """What one thread works with."""
 
-    lane: Lane
+    lane: DeviceLane
     stages: tuple[_Stage, ...]
 
 
@@ -185,7 +185,7 @@ class DeviceCopies:
             yield rows[start : start + self._num_rows], stage
 
     def _begin_gather(
-        self, lane: Lane, stage: _Stage, batch: Sequence[_Row], targets: Sequence[_Slot]
+        self, lane: DeviceLane, stage: _Stage, batch: Sequence[_Row], targets: Sequence[_Slot]
     ) -> _Flight:
         size = len(batch)
         with torch.inference_mode(), lane:
@@ -199,7 +199,7 @@ class DeviceCopies:
             return _Flight(lane.mark(), stage, batch)
 
     def _begin_scatter(
-        self, lane: Lane, stage: _Stage, batch: Sequence[_Row], sources: Sequence[_Slot]
+        self, lane: DeviceLane, stage: _Stage, batch: Sequence[_Row], sources: Sequence[_Slot]
     ) -> _Flight:
         size = len(batch)
         with torch.inference_mode(), lane:
@@ -281,7 +281,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.numpy()[...] = source.numpy()
 
 
-def _put_index(lane: Lane, stage: _Stage, batch: Sequence[_Row]) -> torch.Tensor:
+def _put_index(lane: DeviceLane, stage: _Stage, batch: Sequence[_Row]) -> torch.Tensor:
     """Begin to bring the numbers of a batch's blocks to the device, and return them there."""
     host_index = stage.host_index[: len(batch)]
     host_index.numpy()[...] = [row.block for row in batch]
