@@ -26,13 +26,14 @@ import numpy as np
 import psutil
 
 from kvtier.core.identity import EVERYTHING, BlockHeader
-from kvtier.core.limits import TRANSFER_BLOCKS, TRANSFER_BYTES
+from kvtier.core.limits import PAGE_BYTES, TRANSFER_BLOCKS, TRANSFER_BYTES
 from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, seal_segment
+from kvtier.tiers.ssd.record import record_bytes
+from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, footer_bytes, seal_segment
 
 _THREADS = 4
 """Calls in flight when reading; writing has one."""
@@ -128,14 +129,15 @@ def recover(directory: Path, num_blocks: int, per_segment: int = 4096) -> dict[s
     directory.mkdir(mode=0o700)
     disk = Disk(directory, DirectIO.AUTO)
     generator = np.random.default_rng(0)
-    size_bytes = 1 << 20
+    first, step = PAGE_BYTES, record_bytes(1)
+    size_bytes = first + per_segment * step + footer_bytes(per_segment)
     for number in range(1, num_blocks // per_segment + 1):
         header = make_chain([number], 1)[0].header.pack()
         packed = bytearray((header + bytes(8)) * per_segment)
         entries = np.frombuffer(packed, ENTRY_DTYPE)
         keys = generator.integers(0, 1 << 63, (per_segment, 2), dtype=np.uint64)
         entries["header"]["block_hash"] = keys
-        entries["page"] = np.arange(per_segment)
+        entries["page"] = (first + step * np.arange(per_segment)) // PAGE_BYTES
         entries["written_s"] = int(time.time())
         segment = create_segment(disk, number, size_bytes, bytes(16))
         segment.entries = bytearray(entries.tobytes())

@@ -76,7 +76,7 @@ PROGRAMS: Mapping[str, Program] = {
 
 _BASIC: Sequence[str] = (
     *("bash", "cat", "date", "env", "git", "make", "sh", "true", "uname"),
-    *("mount", "nsenter", "runuser", "setpriv", "setsid", "umount", "unshare"),  # util-linux
+    *("mount", "nsenter", "prlimit", "runuser", "setpriv", "setsid", "umount", "unshare"),
 )
 """Programs that tests may start without asking."""
 

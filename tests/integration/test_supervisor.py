@@ -61,6 +61,7 @@ def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) 
             second = engine_pid(node)
             left = second
             assert second != first
+            serve.await_log(f"event=serving .*pid={second}")  # it attaches before it listens
             again = complete(url, PROMPT)
             assert again["choices"] == cold["choices"]
             assert again["kvtier"]["tier_tokens"]["cpu"] == 192, "the daemon kept its blocks"

@@ -103,8 +103,8 @@ _WRONG_HOST = ApiError(
     code="wrong_host",
 )
 _WRONG_ORIGIN = ApiError(
-    "this request comes from a web page of another origin; engine.cors_origins lists the origins "
-    "that may use the engine",
+    "this request comes from a web page of another origin; for a page that may use the engine, add "
+    "its origin to engine.cors_origins",
     status=403,
     code="wrong_origin",
 )
