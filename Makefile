@@ -55,7 +55,7 @@ demo: setup  ## ask a real model about a document, once per tier
 	$(BIN)/kvtier demo
 
 .PHONY: quick
-quick: $(READY)  ## run the tests that need no model, no Redis and no child process: a minute
+quick: $(READY)  ## run the tests that need no model, no Redis and no child process: two minutes
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(addprefix tests/,unit property contract house)
 
 .PHONY: test
