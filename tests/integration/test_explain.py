@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -236,29 +236,13 @@ def common() -> Iterator[Scene]:
         yield scene
 
 
-class scene_of:  # noqa: N801 - reads as a function
-    """A scene with settings of its own."""
-
-    def __init__(self, settings: Mapping[str, str | int]) -> None:
-        self._directory = work_directory()
-        directory = self._directory.__enter__()
-        self._shim = StorageShim(directory / "ssd", directory)
-        node = Served(directory, dict(settings), self._shim.environment)
-        self._daemon = node.daemon()
-        self._engine = PatternEngine(node.socket)
-        self._scene = Scene(node, self._engine, self._shim)
-
-    def __enter__(self) -> Scene:
-        self._daemon.__enter__()
-        self._shim.__enter__()
-        self._engine.__enter__()
-        return self._scene
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.__exit__(None, None, None)
-        self._daemon.__exit__(None, None, None)
-        self._shim.__exit__(None, None, None)
-        self._directory.__exit__(None, None, None)
+@contextmanager
+def scene_of(settings: Mapping[str, str | int]) -> Iterator[Scene]:
+    """Run a daemon with settings of its own, on a disk that can fail, and an engine."""
+    with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
+        node = Served(directory, dict(settings), shim.environment)
+        with node.daemon(), PatternEngine(node.socket) as engine:
+            yield Scene(node, engine, shim)
 
 
 @pytest.mark.parametrize("case", MISSING, ids=lambda case: case.fate.value)
