@@ -20,7 +20,7 @@ from kvtier.testing.child import Child, await_true, free_port, kvtier_command
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["Served", "complete", "fetch", "url_of"]
+__all__ = ["Served", "complete", "fetch", "readiness", "url_of"]
 
 _CALL_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 60.0
@@ -243,3 +243,14 @@ class Served:
     def _stub(self) -> Iterator[operator_pb2_grpc.OperatorStub]:
         with open_operator(self.socket, _CALL_TIMEOUT_S) as stub:
             yield stub
+
+
+def readiness(node: Served) -> tuple[int, Any]:
+    """Return the status and the document of the daemon's ``/readyz``."""
+    connection = http.client.HTTPConnection("127.0.0.1", node.http_port, timeout=10)
+    try:
+        connection.request("GET", "/readyz")
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()

@@ -1,8 +1,6 @@
 """Health tells the truth: which tier is up, degraded or out, and why, within seconds."""
 
 import errno
-import http.client
-import json
 import re
 import resource
 import socket
@@ -12,14 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from kvtier.config import load_config
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.served import Served, readiness
 from kvtier.tiers.base import Health, Scrubbed, TierUsage
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
@@ -43,25 +40,15 @@ def directory() -> Iterator[Path]:
         yield directory
 
 
-def ready(node: Served) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", node.http_port, timeout=10)
-    try:
-        connection.request("GET", "/readyz")
-        reply = connection.getresponse()
-        return reply.status, json.loads(reply.read())
-    finally:
-        connection.close()
-
-
 def await_told(node: Served, tier: str, state: str) -> str:
     """Wait until status, readiness and gauges agree; return the reason that was given."""
     reason = node.await_state(tier, state, timeout_s=NOTICED_S)
-    await_true(lambda: ready(node)[1]["tiers"][tier]["state"] == state, "readiness agrees")
+    await_true(lambda: readiness(node)[1]["tiers"][tier]["state"] == state, "readiness agrees")
     is_up = float(state != "out")
     await_true(lambda: node.metric("kvtier_tier_up", tier=tier) == is_up, "the gauge agrees")
     assert node.metric("kvtier_tier_state", tier=tier, state=state) == 1
     assert node.metric("kvtier_tier_state", tier=tier) == 1, "a tier is in one state"
-    assert ready(node)[0] == 200, "a tier that is out makes no daemon unready"
+    assert readiness(node)[0] == 200, "a tier that is out makes no daemon unready"
     return reason
 
 
@@ -162,7 +149,7 @@ def test_no_descriptors_left_is_got_over(directory: Path) -> None:
         strangers.close()
         with PatternEngine(node.socket) as engine:
             assert engine.store(1, 2) == 2
-        assert ready(node)[0] == 200
+        assert readiness(node)[0] == 200
         assert daemon.stop() == 0
 
 
@@ -210,4 +197,4 @@ def test_no_exception_ends_what_works_in_the_background(
     with running(config, lambda: MutedTier(Broken(1 << 20))):
         for task in TASKS:
             await_true(lambda task=task: num_faults(task) >= 2, f"{task} goes on after a bug", 20)
-        assert ready(node)[1]["ready"]
+        assert readiness(node)[1]["ready"]

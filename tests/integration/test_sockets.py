@@ -1,7 +1,5 @@
 """The daemon's sockets: removed files, idle clients, and processes that leave a fork behind."""
 
-import http.client
-import json
 import os
 import signal
 import socket
@@ -9,14 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.api.rpc.operator import operator_door
 from kvtier.core.limits import SESSIONS_MAX
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.served import Served, readiness
 from kvtier.transfer.shm import arena_socket
 from tests.integration.pattern import PatternEngine
 
@@ -32,16 +29,6 @@ def node() -> Iterator[Served]:
 
 def files_of(node: Served) -> list[Path]:
     return [node.socket, arena_socket(node.socket), operator_door(node.socket)]
-
-
-def readiness(node: Served) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", node.http_port, timeout=10)
-    try:
-        connection.request("GET", "/readyz")
-        reply = connection.getresponse()
-        return reply.status, json.loads(reply.read())
-    finally:
-        connection.close()
 
 
 def is_ready(node: Served) -> bool:
