@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "cupy", "openai")
 
 # What `kvtier serve` imports without a model. Each is a module that exists: a wrong name fails.
@@ -27,6 +29,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
+@pytest.mark.slow
 def test_the_daemon_loads_no_library_of_an_engine():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *DAEMON_MODULES],

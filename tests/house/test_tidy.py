@@ -186,6 +186,7 @@ CASES += [(rule, SOURCE + DEPLOY) for rule in IN_SOURCE]
 CASES += [(sleeping, [module for module in TESTS if module.path.name != "test_tidy.py"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "where"), CASES, ids=[rule.__name__ for rule, _ in CASES])
 def test_tidy(rule: Rule, where: list[Module]) -> None:
     assert where, "there is something to look at"

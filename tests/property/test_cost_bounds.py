@@ -33,6 +33,7 @@ def is_time(seconds: float) -> bool:
     return math.isfinite(seconds) and seconds >= 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(TRANSFERS, CLOCK), max_size=60), st.integers(1, 10**10))
 @settings(max_examples=80, deadline=None)
 def test_a_restore_has_a_finite_time(noted, block_bytes):
@@ -47,6 +48,7 @@ def test_a_restore_has_a_finite_time(noted, block_bytes):
     assert 0 < route.bytes_per_s() < math.inf
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(STEPS, CLOCK), max_size=60), st.builds(EngineLoad, ODD_COUNT, ODD_COUNT))
 @settings(max_examples=80, deadline=None)
 def test_computing_has_a_finite_time(noted, load):
@@ -71,6 +73,7 @@ def test_odd_figures_of_a_model_leave_a_finite_guess(flops):
     assert 0 < engine.saved_s(4096, 4096) <= SECONDS_MAX
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20),
     st.lists(st.integers(1, 8), min_size=40, max_size=60),
@@ -90,6 +93,7 @@ def test_whatever_was_before_a_fit_finds_the_truth(before, sizes):
         assert fit.mean_s((1.0, size)) == pytest.approx(0.002 + 0.003 * size, rel=0.2)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([0.05, 0.2, 5.0, 20.0]), min_size=1, max_size=3),
     st.integers(4, 40),

@@ -203,6 +203,7 @@ def is_judged(judgement: Judgement) -> None:
     assert set(judgement.saved_s) | set(judgement.lost_s) <= set(LOWER_TIERS)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(ASKS, st.lists(REPORTS, max_size=5), CLOCK), min_size=1, max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_no_report_leads_to_an_unbounded_decision(turns):
@@ -242,6 +243,7 @@ def damaged(document: dict, path: Sequence[int], value: object) -> dict:
     return copy
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=5), JSON)
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_document_is_ignored_or_harmless(path, value):

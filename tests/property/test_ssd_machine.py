@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -225,4 +226,4 @@ SsdMachine.TestCase.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestSsdMachine = SsdMachine.TestCase
+TestSsdMachine = pytest.mark.slow(SsdMachine.TestCase)

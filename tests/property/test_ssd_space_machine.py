@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -306,4 +307,4 @@ SpaceMachine.TestCase.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestSpaceMachine = SpaceMachine.TestCase
+TestSpaceMachine = pytest.mark.slow(SpaceMachine.TestCase)

@@ -116,6 +116,7 @@ class World:
         )
 
 
+@pytest.mark.slow
 def test_what_comes_back_is_written_and_what_never_does_is_not():
     world = World()
     world.live()
@@ -127,6 +128,7 @@ def test_what_is_not_remembered_is_not_written():
     assert World().judge(0) == Reject(Rule.WORTH)
 
 
+@pytest.mark.slow
 def test_a_tier_far_slower_than_computing_gets_nothing():
     world = World()
     world.live()
@@ -139,6 +141,7 @@ def test_a_needed_parent_is_written_whatever_it_is_worth():
     assert world.judge(0, 1, is_needed=True) == Admit(1)
 
 
+@pytest.mark.slow
 def test_a_parent_of_what_the_tier_has_is_needed():
     world = World(QuantileGate(0.0))
     world.live()
@@ -147,6 +150,7 @@ def test_a_parent_of_what_the_tier_has_is_needed():
     assert world.judge(2, 1) == Reject(Rule.BUDGET)
 
 
+@pytest.mark.slow
 def test_a_shut_gate_refuses_by_its_budget():
     gate = QuantileGate(0.0)
     world = World(gate)
@@ -155,6 +159,7 @@ def test_a_shut_gate_refuses_by_its_budget():
     assert gate.num_offered == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("occasion", [Occasion.LINGERING, Occasion.CLOSING])
 def test_a_gate_is_moved_by_what_has_to_go_alone(occasion):
     gate = QuantileGate(0.5)
@@ -169,6 +174,7 @@ def test_what_is_written_by_configuration_is_not_weighed(occasion):
     assert World(QuantileGate(0.0)).judge(0, occasion=occasion) == Admit(8)
 
 
+@pytest.mark.slow
 def test_an_allowance_for_a_tier_without_a_gate_changes_nothing():
     world = World()
     world.admission.note_allowance(TierName.SSD, 1.0)
@@ -176,6 +182,7 @@ def test_an_allowance_for_a_tier_without_a_gate_changes_nothing():
     assert world.judge(0) == Admit(8)
 
 
+@pytest.mark.slow
 def test_the_cpu_tier_takes_all_that_pushes_nothing_out():
     world = World()
     world.live()
@@ -183,6 +190,7 @@ def test_the_cpu_tier_takes_all_that_pushes_nothing_out():
     assert world.store(use(10**6, 20), num_spare=20, queued_bytes_max=5 * BLOCK_BYTES) == Admit(5)
 
 
+@pytest.mark.slow
 def test_a_new_chain_loses_at_once_to_what_is_worth_more():
     world = World()
     world.live()

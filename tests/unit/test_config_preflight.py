@@ -99,6 +99,7 @@ def test_a_larger_pool_than_the_machine_has_room_for(tmp_path):
     check_start(config, files)  # without a model this daemon starts no engine
 
 
+@pytest.mark.slow
 def test_what_one_command_starts_has_to_fit_together(tmp_path, tiny):
     files = machine(tmp_path, free_gib=8)
     sizes = {"cpu__capacity": "4GiB", "engine__pool": "4GiB"}

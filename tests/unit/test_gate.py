@@ -25,6 +25,7 @@ def run(gate, scores, *, num_bytes=MIB, pause_ns=SECOND // 10, start=0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.75])
 def test_each_half_of_a_day_has_its_share(share):
     seed = 7
@@ -77,6 +78,7 @@ def test_what_had_to_be_written_counts_as_written():
     assert free_taken == pytest.approx(5_000, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_gate_that_was_shut_by_needs_opens_again():
     gate = QuantileGate(0.5)
     for _ in range(100_000):

@@ -305,6 +305,7 @@ def test_a_hint_is_worth_what_it_proved_to_be(lie):
     assert score_back > 2 * score_gone
 
 
+@pytest.mark.slow
 def test_what_is_learned_does_not_depend_on_what_there_is_room_for():
     tables = []
     for capacity in (10, 1000):
@@ -319,6 +320,7 @@ def test_what_is_learned_does_not_depend_on_what_there_is_room_for():
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_the_same_requests_give_the_same_evictions():
     def run():
         history, draw, gone = History(), random.Random(7), []

@@ -209,6 +209,7 @@ def test_without_an_identity_there_is_no_such_call() -> None:
             assert reply.status_code == 404
 
 
+@pytest.mark.slow
 def test_recent_prompts_are_bounded_and_whoever_has_most_gives_way() -> None:
     recent = Recent(bytes_max=4 * 1000)
     recent.note(b"small", range(100))

@@ -109,6 +109,7 @@ def test_counts_for_other_ages_mean_nothing():
     assert kept(history)["groups"] == []
 
 
+@pytest.mark.slow
 def test_numbers_of_groups_that_are_not_met_any_more_are_given_away():
     hazards = Hazards()
     for number in range(1100):
@@ -137,6 +138,7 @@ def test_a_tenant_is_judged_alone_once_it_has_said_enough():
     assert not tenants.alone(use(1, tenant=LIAR)), "that was long ago"
 
 
+@pytest.mark.slow
 def test_a_liar_does_not_spoil_the_word_of_others():
     history = History()
     for number in range(2400):

@@ -131,6 +131,7 @@ def test_a_prompt_that_was_not_computed_in_full_has_no_cold_time(ask, outcome):
     assert ledger.cold_s(conclude(ledger, b"a" * HASH_BYTES, outcome, ask)) is None
 
 
+@pytest.mark.slow
 def test_the_oldest_cold_times_are_forgotten():
     ledger = Ledger()
     first = conclude(ledger, bytes(HASH_BYTES), outcome_of(0))

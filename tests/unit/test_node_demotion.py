@@ -1,5 +1,6 @@
 """Dialogues: what no slower tier has gets a last chance before it has to go."""
 
+import pytest
 from dialogue import CPU, REMOTE, SSD, engine_on, metric, open_stage
 
 from kvtier.core.admission import Admit, Offer, Reject, Rule, Verdict
@@ -119,6 +120,7 @@ def test_what_a_slower_tier_has_is_not_written_again():
     assert demoted(stage, SSD) == 0
 
 
+@pytest.mark.slow
 def test_one_event_demotes_a_bounded_number():
     stage = open_stage(SSD, slots=1024)
     stage.is_checked = False  # a thousand events

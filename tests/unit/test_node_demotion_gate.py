@@ -71,6 +71,7 @@ def test_nothing_is_written_when_it_is_stored():
     assert stage.holds(blocks[9].header, "cpu")
 
 
+@pytest.mark.slow
 def test_what_has_to_go_is_written_before_it_goes():
     stage = open_stage(slots=64, admission=AdmitEverything())
     engine = engine_on(stage)
@@ -119,6 +120,7 @@ def live(stage, num_requests=300):
     return sorts.values()
 
 
+@pytest.mark.slow
 def test_what_never_comes_back_costs_no_writes_once_that_was_learned():
     stage = open_stage(QuantileGate(1.0), slots=128)
     blocks = live(stage)
@@ -132,6 +134,7 @@ def test_what_never_comes_back_costs_no_writes_once_that_was_learned():
     assert refused(stage, "worth") > 500
 
 
+@pytest.mark.slow
 def test_of_what_pays_the_gate_takes_its_share():
     gate = QuantileGate(0.25)
     live(open_stage(gate, slots=128))
@@ -233,6 +236,7 @@ def test_what_lingers_is_still_up_to_the_gate_and_is_not_offered_again_and_again
     stage.check_idle()
 
 
+@pytest.mark.slow
 def test_what_was_flushed_counts_as_written_when_it_goes():
     gate = QuantileGate(0.5)
     stage = open_stage(gate, slots=64, flush_after_ns=SECOND)

@@ -522,6 +522,7 @@ def test_an_outcome_counts_once_and_for_its_own_engine_alone():
     assert stage.node.ledger.find_request("r1").outcome.ttft_s == 0.05
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_fast_is_not_made_to_wait_for_a_slow_tier():
     stage = open_stage(SSD, mode="auto")
     engine = engine_on(stage)

@@ -31,6 +31,7 @@ def on_ssd(stage, engine, numbers):
 # Room for loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [4, 8, 33])
 def test_a_load_succeeds_while_everything_else_is_stuck(num_slots):
     """Hung writes in both lower tiers, and engines that never complete their stores."""
@@ -142,6 +143,7 @@ def test_a_size_below_its_share_takes_and_one_above_gives():
     assert donors(7, {1: 1, 2: 1}, {1, 2}, 2) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_slow_size_gets_its_share_under_constant_pressure(seed):
     draw = random.Random(seed)

@@ -171,6 +171,7 @@ def test_what_nobody_took_is_told_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_listener_that_takes_nothing_is_waited_for_a_moment(tmp_path: Path) -> None:
     listener = Listener(str(tmp_path / "notify"))
     ours = Systemd(listener.address)

@@ -217,6 +217,7 @@ def test_a_signal_after_the_loop_harms_nobody() -> None:
     reload.told()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_being_written_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_file_that_is_being_written_is_waited_for(
     run(step)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_written_for_ever_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

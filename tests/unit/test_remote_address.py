@@ -95,6 +95,7 @@ def test_refused_in_one_line_that_names_the_key_and_no_secret(url: str, problem:
     assert raised.value.__cause__ is None
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1).filter(lambda text: "%" not in text))
 def test_any_password_may_stand_there_as_it_is(password: str) -> None:
     address = RemoteAddress.parse(f"redis://user:{password}@host:1/2")

@@ -100,6 +100,7 @@ def test_garbage_is_told_from_replies(garbage: bytes) -> None:
         ReplyReader(Wire(garbage, [1 << 20]).receive).read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "element", [b"$1000000\r\n" + b"x" * 1_000_000 + b"\r\n", b"*1000\r\n" + b":1\r\n" * 1000]
 )

@@ -75,6 +75,7 @@ def test_without_time_lru_is_what_everyone_calls_lru(num_blocks):
     assert hit_blocks(run) <= sum(best_hits(trace, num_blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["rd", "rd-sec", "lru"])
 def test_what_a_full_cpu_tier_has_no_use_for_gets_to_the_ssd_all_the_same(policy):
     trace = chains(*[list(range(100 * n, 100 * n + 20)) for n in range(10)] * 8)
@@ -82,6 +83,7 @@ def test_what_a_full_cpu_tier_has_no_use_for_gets_to_the_ssd_all_the_same(policy
     assert hit_blocks(run) >= 0.85 * 7 * 200, "all rounds but the first find all, nearly"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["rd", "rd-sec", "credit-lru", "s3-fifo", "lru"])
 def test_no_policy_beats_the_best_choice_in_hindsight(policy):
     trace = busy()
@@ -89,6 +91,7 @@ def test_no_policy_beats_the_best_choice_in_hindsight(policy):
     assert 0 < hit_blocks(run) <= sum(best_hits(trace, 150)), policy
 
 
+@pytest.mark.slow
 def test_what_never_comes_back_costs_run_density_less_than_lru():
     traffic = Traffic(
         25, prompt_tokens=1500, turn_tokens=300, turns=4, gap_s=60.0, hours=0.25, block_tokens=256
@@ -117,6 +120,7 @@ def test_written_at_once_everything_is_on_the_ssd_too():
     assert run.read_blocks > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replayed", [replay_instant, replay_timed])
 @pytest.mark.parametrize("policy", ["lru", "rd-sec"])
 def test_the_same_trace_gives_the_same_figures(replayed, policy):
@@ -159,6 +163,7 @@ def test_engines_that_are_few_make_requests_wait():
     assert few.whole.num_requests == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e11])
 def test_at_every_speed_of_the_disk_every_request_gets_its_token(count, rate):
@@ -187,6 +192,7 @@ def test_a_trace_with_one_request():
     assert "chains" in study_text(study)
 
 
+@pytest.mark.slow
 def test_a_study_repeats_on_several_processes_and_keeps_its_order():
     trace = busy()
     setups = [lru(size, policy=policy) for policy in ("rd", "lru") for size in (60, 200)]
@@ -198,6 +204,7 @@ def test_a_study_repeats_on_several_processes_and_keeps_its_order():
     assert alone.bounds == spread.bounds
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_safe_and_fits_the_terminal():
     trace = replace(busy(), name="<b>name", notes=("a note & more",))
     setups = [lru(60, 100, is_instant=False), lru(200, 100, is_instant=False, policy="rd-sec")]
@@ -210,6 +217,7 @@ def test_what_is_shown_is_safe_and_fits_the_terminal():
     assert "<script" not in page
 
 
+@pytest.mark.slow
 def test_a_page_with_many_runs_has_bars_for_every_policy():
     setups = [lru(n, 100, policy=name) for name in ("rd", "lru") for n in (40, 60, 100, 200)]
     page = study_page(run_study(busy(), setups, 1))

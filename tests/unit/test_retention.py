@@ -146,6 +146,7 @@ def test_a_chain_that_is_none_is_refused(hashes):
         assert answer.kind == "chain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "traits", [Traits(priority=1), Traits(ttl_s=30.0), Traits(priority=2, ttl_s=30.0)]
 )
@@ -199,6 +200,7 @@ def test_an_announced_request_finds_its_blocks_when_its_turn_comes():
     stage.check_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["looked up", "over", "late", "gone"])
 def test_an_announced_request_is_waited_for_no_longer_than_that(how):
     stage = open_stage()
@@ -341,6 +343,7 @@ def test_what_is_kept_and_not_there_is_given_up_before_what_is_if_it_is_older():
     stage.check_idle()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 3)), max_size=30))
 def test_any_store_finds_room_whatever_is_kept(steps):

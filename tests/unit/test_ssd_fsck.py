@@ -274,6 +274,7 @@ def test_a_start_serves_no_less_than_a_repair_saves(kept: Store, name: str) -> N
     assert kept.served() == set(range(35)) - lost
 
 
+@pytest.mark.slow
 def test_a_repair_may_be_killed_at_any_step(tmp_path: Path) -> None:
     steps_left = 0
     num_kills = 0

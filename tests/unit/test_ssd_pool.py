@@ -231,6 +231,7 @@ def test_a_volume_at_its_floor_is_written_to_in_place_of_old_segments(
     assert_writable(tier)
 
 
+@pytest.mark.slow
 def test_others_who_fill_the_volume_do_not_drive_the_cache_out(
     open_tier: Callable[..., SsdTier], volume: Volume
 ) -> None:

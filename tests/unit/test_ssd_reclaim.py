@@ -65,6 +65,7 @@ def scan(tier: SsdTier, numbers: range, hot: list[BlockWrite], period: int = 25)
             fetch(tier, *hot)
 
 
+@pytest.mark.slow
 def test_hot_blocks_survive_a_scan_of_twice_the_capacity(opened) -> None:
     tier = opened()
     hot = blocks_of(range(12))
@@ -75,6 +76,7 @@ def test_hot_blocks_survive_a_scan_of_twice_the_capacity(opened) -> None:
     assert 1 < amplification(tier) <= 1 / (1 - MOVED_SHARE)
 
 
+@pytest.mark.slow
 def test_a_segment_with_more_hot_blocks_than_can_be_moved_outlasts_the_others(opened) -> None:
     tier = opened()
     hot = blocks_of(range(40))
@@ -83,6 +85,7 @@ def test_a_segment_with_more_hot_blocks_than_can_be_moved_outlasts_the_others(op
     assert fetch(tier, *hot) == [None] * 40
 
 
+@pytest.mark.slow
 def test_what_is_not_read_any_more_goes(opened) -> None:
     tier = opened()
     once_hot = blocks_of(range(20))
@@ -94,6 +97,7 @@ def test_what_is_not_read_any_more_goes(opened) -> None:
     assert present(tier, once_hot) == [False] * 20
 
 
+@pytest.mark.slow
 def test_without_reads_the_oldest_goes_and_nothing_is_moved(opened) -> None:
     tier = opened()
     evicted: list[BlockHash] = []
@@ -104,6 +108,7 @@ def test_without_reads_the_oldest_goes_and_nothing_is_moved(opened) -> None:
     assert tier.usage().detail["written_moved_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_at_most_a_share_of_a_segment_is_moved_those_read_most_first(opened) -> None:
     tier = opened()
     old = blocks_of(range(PER_SEGMENT))
@@ -124,6 +129,7 @@ def test_at_most_a_share_of_a_segment_is_moved_those_read_most_first(opened) -> 
     assert fetch(tier, *best) == [None] * 10
 
 
+@pytest.mark.slow
 def test_every_block_is_told_of_that_goes_and_none_that_stays(opened) -> None:
     tier = opened()
     hot = blocks_of(range(20))
@@ -140,6 +146,7 @@ def test_every_block_is_told_of_that_goes_and_none_that_stays(opened) -> None:
     assert len(headers) == len(kept) == tier.usage().num_blocks
 
 
+@pytest.mark.slow
 def test_a_damaged_block_is_not_moved(opened, tmp_path: Path) -> None:
     tier = opened()
     hot = blocks_of(range(12))
@@ -155,6 +162,7 @@ def test_a_damaged_block_is_not_moved(opened, tmp_path: Path) -> None:
     assert fetch(tier, *hot[:6]) == [None] * 3 + [MissReason.ABSENT] + [None] * 2
 
 
+@pytest.mark.slow
 def test_a_spent_budget_evicts_instead_of_moving(opened) -> None:
     written = 7 * SEGMENT_BYTES
     tier = opened(SsdOptions(write_budget_bytes=written, now_s=lambda: 10**9))
@@ -166,6 +174,7 @@ def test_a_spent_budget_evicts_instead_of_moving(opened) -> None:
     assert total <= written + 64 * 1024
 
 
+@pytest.mark.slow
 def test_a_fault_while_moving_fails_no_write(opened) -> None:
     faults: list[str] = []
 
@@ -292,6 +301,7 @@ class Mover:
         return SsdTier(self.directory, capacity_bytes, SMALL_BYTES, options)
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_of_a_move_each_block_is_there_once(tmp_path: Path) -> None:
     first = Mover(tmp_path / "first")
     steps, number = list(first.steps), first.number - 1
@@ -308,6 +318,7 @@ def test_killed_at_any_step_of_a_move_each_block_is_there_once(tmp_path: Path) -
         tier.close()
 
 
+@pytest.mark.slow
 def test_a_slow_move_leaves_the_write_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

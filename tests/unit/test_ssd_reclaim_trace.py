@@ -65,6 +65,7 @@ def hit_blocks(directory: Path, history: History, worth: Worth | None, seed: int
     return num_hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_worth_serves_more_than_counts_of_reads(tmp_path: Path, seed: int) -> None:
     began_s = time.monotonic()

@@ -76,6 +76,7 @@ def written(tier: SsdTier, what: str) -> int:
     return int(tier.usage().detail[f"written_{what}_bytes"])
 
 
+@pytest.mark.slow
 def test_what_is_worth_much_survives_a_scan_though_nobody_reads_it(opened: Opened) -> None:
     worth = Appraiser()
     tier = opened(worth)
@@ -88,6 +89,7 @@ def test_what_is_worth_much_survives_a_scan_though_nobody_reads_it(opened: Opene
     assert 0 < moved / offered <= MOVED_SHARE / (1 - MOVED_SHARE)
 
 
+@pytest.mark.slow
 def test_where_nothing_stands_out_the_oldest_goes_and_nothing_is_moved(opened: Opened) -> None:
     tier = opened(Appraiser())
     blocks = blocks_of(range(10 * PER_SEGMENT))
@@ -121,6 +123,7 @@ def test_a_segment_of_which_part_is_gone_is_worth_less(opened: Opened) -> None:
     assert [any(present(tier, part)) for part in parts] == [True] * 2 + [False] + [True] * 3
 
 
+@pytest.mark.slow
 def test_a_parent_is_kept_with_its_child_and_the_front_of_a_chain_first(opened: Opened) -> None:
     worth = Appraiser()
     tier = opened(worth)
@@ -139,6 +142,7 @@ def test_a_parent_is_kept_with_its_child_and_the_front_of_a_chain_first(opened: 
     assert fetch(tier, *chain[:6]) == [None] * 6
 
 
+@pytest.mark.slow
 def test_of_equals_the_front_of_a_chain_is_moved_though_it_was_written_last(opened: Opened) -> None:
     worth = Appraiser(0.1)
     tier = opened(worth)
@@ -153,6 +157,7 @@ def test_of_equals_the_front_of_a_chain_is_moved_though_it_was_written_last(open
     assert kept == [True] * length + [False] * (PER_SEGMENT - length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1e300, 1e300])
 def test_nonsense_of_worth_is_bounded(opened: Opened, wrong: float) -> None:
     worth = Appraiser()
@@ -166,6 +171,7 @@ def test_nonsense_of_worth_is_bounded(opened: Opened, wrong: float) -> None:
     assert tier.usage().used_bytes <= CAPACITY_BYTES
 
 
+@pytest.mark.slow
 def test_a_footer_that_cannot_be_read_costs_what_would_have_been_moved(opened: Opened) -> None:
     worth = Appraiser()
     tier = opened(worth)
@@ -179,6 +185,7 @@ def test_a_footer_that_cannot_be_read_costs_what_would_have_been_moved(opened: O
     assert tier.usage().used_bytes <= CAPACITY_BYTES
 
 
+@pytest.mark.slow
 def test_what_a_store_found_at_its_start_is_weighed_too(opened: Opened, tmp_path: Path) -> None:
     worth = Appraiser()
     first = opened(worth)
@@ -208,6 +215,7 @@ def _index_of(num_segments: int, per_segment: int) -> SegmentIndex:
     return index
 
 
+@pytest.mark.slow
 def test_a_choice_among_thousands_of_segments_asks_for_a_bounded_few() -> None:
     index = _index_of(4000, 100)
     worth = Appraiser()
@@ -265,6 +273,7 @@ def test_dead_and_unknown_segments_go_in_their_turn() -> None:
     assert order.to_evict(index, [1, 2, 3, 5], (1,)) == 1, "the oldest, whatever is in it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_told_each_block_that_goes_is_told_of_and_none_that_stays(
     opened: Opened, seed: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
@@ -36,6 +37,7 @@ def grown_bytes() -> int:
     return process.memory_info().rss - before_bytes
 
 
+@pytest.mark.slow
 def test_a_quarter_million_blocks_cost_at_most_sixty_bytes_each() -> None:
     """In a process where nothing else takes memory, and what is freed goes back at once."""
     code = "from tests.unit.test_ssd_recovery import grown_bytes; print(grown_bytes())"

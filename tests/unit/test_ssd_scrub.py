@@ -107,6 +107,7 @@ def test_a_step_is_bounded_and_goes_on_where_the_last_ended(kept: Store) -> None
     assert [step.is_pass_over for step in steps] == [False] * 9 + [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [30, 150, 4096, 4096 + BLOCK_BYTES - 1])
 def test_damage_is_quarantined_for_good_and_neighbours_stay(kept: Store, offset: int) -> None:
     tier = kept.open()

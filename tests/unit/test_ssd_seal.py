@@ -127,6 +127,7 @@ def test_a_sealed_block_that_was_altered_is_quarantined(
     assert present(ssd(options=options), blocks) == [True, False, True]
 
 
+@pytest.mark.slow
 def test_blocks_larger_than_a_run_and_many_small_ones_are_sealed(tmp_path: Path) -> None:
     segment_bytes = 48 << 20
     options = sealed(tmp_path, FIRST)

@@ -21,6 +21,7 @@ def test_a_repeat_in_one_removal_is_removed_once():
     assert len(table) == 0
 
 
+@pytest.mark.slow
 def test_rows_are_used_again():
     table = HashTable()
     for number in range(3000):

@@ -32,6 +32,7 @@ def seconds_of(tier: ThrottleTier, *blocks: BlockWrite) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.slow
 def test_a_call_takes_its_bytes_and_its_latency() -> None:
     tier, block = throttled(bytes_per_s=2 * BLOCK_BYTES)
     assert seconds_of(tier, block) >= 0.5
@@ -42,6 +43,7 @@ def test_a_call_takes_its_bytes_and_its_latency() -> None:
     assert seconds_of(tier, block) < 10
 
 
+@pytest.mark.slow
 def test_calls_share_the_wire_and_not_the_latency() -> None:
     tier, block = throttled(bytes_per_s=BLOCK_BYTES / 0.3, latency_s=1.0)
     began_s = time.monotonic()
@@ -83,6 +85,7 @@ def test_what_is_too_slow_ends_at_its_deadline_and_reaches_nothing() -> None:
     assert fetch(tier, other) == [MissReason.ABSENT]
 
 
+@pytest.mark.slow
 def test_what_gave_up_is_not_waited_for() -> None:
     tier, block = throttled(bytes_per_s=BLOCK_BYTES)
     large = make_block(2, 50 * BLOCK_BYTES)

@@ -162,6 +162,7 @@ def test_a_step_of_what_others_trace_hangs_under_it_where_we_trace_as_well(trace
     assert parent_of(spans["decision"]) == lookup.span_id
 
 
+@pytest.mark.slow
 def test_where_nothing_is_traced_nothing_is_imported_or_kept() -> None:
     program = """
 import sys
@@ -234,6 +235,7 @@ def test_nobody_waits_for_a_collector_that_stands_still() -> None:
     assert outlet.num_sent + outlet.num_lost == 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [SpanExportResult.FAILURE, OSError("away"), KeyError("a bug")])
 def test_what_a_collector_does_not_take_is_counted(answer: SpanExportResult | Exception) -> None:
     collector = Collector(answer)

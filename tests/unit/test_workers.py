@@ -80,6 +80,7 @@ def test_threads_are_used_again() -> None:
     workers.stop()
 
 
+@pytest.mark.slow
 def test_a_call_counts_from_when_it_is_taken_until_it_has_ended() -> None:
     workers = Workers("counted", 1, 4)
     for _ in range(50):
