@@ -19,9 +19,9 @@ from kvtier.config import Config, ListenAddress
 from kvtier.config.secret import with_url
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
-from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
-from kvtier.daemon.room import check_owner, check_ssd, check_writable, directory_mode
 from kvtier.daemon.supervisor import engine_is_running
+from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
+from kvtier.daemon.tiers.ssd_space import check_owner, check_ssd, check_writable, directory_mode
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.private import check_parents

@@ -14,11 +14,11 @@ from kvtier.config import Config
 from kvtier.config.effective import document
 from kvtier.config.secret import with_url
 from kvtier.daemon.daemon import Daemon
-from kvtier.daemon.notify import Systemd
 from kvtier.daemon.reload import Reload
+from kvtier.daemon.serving.systemd import Systemd
 from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.daemon.supervisor import Supervisor
-from kvtier.daemon.tiers import load_keys
+from kvtier.daemon.tiers.opening import load_keys
 from kvtier.errors import ConfigError
 from kvtier.observe.log import hear_faults, start_log
 from kvtier.observe.trace import start_traces

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from kvtier.daemon.file import replace_file
+from kvtier.daemon.persistence.whole_file import replace_file
 from kvtier.errors import StartError
 
 __all__ = ["check_file", "write_file"]

@@ -19,19 +19,19 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, TierName
-from kvtier.daemon.arrival import OpenTier, open_at_start
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import ClosingStack
-from kvtier.daemon.health import NodeHealth
-from kvtier.daemon.notify import Systemd
-from kvtier.daemon.parts import DaemonParts
-from kvtier.daemon.past import NOTED_EVERY_S
+from kvtier.daemon.components import DaemonComponents
 from kvtier.daemon.policies import policies
-from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
-from kvtier.daemon.sockets import Sockets
+from kvtier.daemon.serving.sockets import Sockets
+from kvtier.daemon.serving.systemd import Systemd
+from kvtier.daemon.status.counter_history import NOTED_EVERY_S
+from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.stop import Stop
-from kvtier.daemon.tiers import allowance, open_tier, slow_tier, tune_tier
+from kvtier.daemon.tiers.attach import OpenTier, open_at_start
+from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
+from kvtier.daemon.tiers.opening import allowance, open_tier, slow_tier, tune_tier
 from kvtier.lock import PathLock
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
@@ -81,7 +81,7 @@ _CLOSE_SHARE = 0.25
 _HUNG_CLOSE_S = 1.0
 """For closing a tier that has not answered for long: not worth more of the grace."""
 
-_ROSTER_END_S = 2.0
+_TIER_ADMIN_END_S = 2.0
 """For tiers that come or go just then."""
 
 
@@ -124,7 +124,7 @@ class Daemon:
             closing.add("releasing the lock", lock.release)
             tiers, late = await open_at_start(self.config, self._open_tier)
             driver, arena = self._open_node(tiers, closing)
-            parts = DaemonParts(
+            components = DaemonComponents(
                 driver,
                 arena,
                 self._policies,
@@ -133,17 +133,22 @@ class Daemon:
                 reload=self._reload,
                 ring=self._ring,
             )
-            sockets = Sockets(self.config, closing, driver, lock=lock, health=parts.health)
-            is_serving = partial(self._is_serving, parts.health)
-            sockets.open_http(is_serving, parts.status.page)
-            parts.roster.expect(late)
-            self._begin(closing, parts)
+            sockets = Sockets(self.config, closing, driver, lock=lock, health=components.health)
+            is_serving = partial(self._is_serving, components.health)
+            sockets.open_http(is_serving, components.status.page)
+            components.tier_admin.expect(late)
+            self._begin(closing, components)
             closing.add("writing what waits for the tiers", partial(self._flush, driver))
-            closing.add("ending changes of tiers", parts.roster.stop, most_s=_ROSTER_END_S)
+            closing.add(
+                "ending changes of tiers", components.tier_admin.stop, most_s=_TIER_ADMIN_END_S
+            )
             await sockets.open_arena(arena, self.boot)
-            parts.secrets.add(
+            components.secrets.add(
                 await sockets.open_rpc(
-                    parts.reports(), parts.scrubber, parts.spaces.forget_unused, parts.roster
+                    components.reports(),
+                    components.scrubber,
+                    components.spaces.forget_unused,
+                    components.tier_admin,
                 )
             )
             # What there is now stays: the collector need not walk it again and again.
@@ -210,25 +215,25 @@ class Daemon:
         cpu = self.config.cpu
         return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
 
-    def _begin(self, closing: ClosingStack, parts: DaemonParts) -> None:
+    def _begin(self, closing: ClosingStack, components: DaemonComponents) -> None:
         """Begin what is done again and again."""
-        driver, background = parts.driver, Background(self.metrics)
+        driver, background = components.driver, Background(self.metrics)
         closing.add("stopping the background tasks", background.stop)
         for name in SLOW_TIERS:
             background.every(_HEALTH_PERIOD_S, "health", partial(driver.check_health, name))
-        background.every(_RETRY_PERIOD_S, "health", parts.roster.retry)
-        background.every(_GAUGES_PERIOD_S, "gauges", parts.gauges.refresh)
-        background.every(NOTED_EVERY_S, "gauges", parts.status.note)
+        background.every(_RETRY_PERIOD_S, "health", components.tier_admin.retry)
+        background.every(_GAUGES_PERIOD_S, "gauges", components.gauges.refresh)
+        background.every(NOTED_EVERY_S, "gauges", components.status.note)
         background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
-        background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, parts.scrubber))
+        background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, components.scrubber))
         verifier = Verifier(driver, TierName.REMOTE)
         background.every(_VERIFY_PERIOD_S, "verify", verifier.step)
-        background.every(_RESERVE_PERIOD_S, "reserve", parts.reservation.step)
-        report = partial(self._systemd.report, parts.health)
+        background.every(_RESERVE_PERIOD_S, "reserve", components.reservation.step)
+        report = partial(self._systemd.report, components.health)
         background.every(self._systemd.period_s, "systemd", report)
-        background.every(LOOK_EVERY_S, "secrets", parts.secrets.step)
-        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, parts.prober))
-        for kept in (parts.learned, parts.spaces):
+        background.every(LOOK_EVERY_S, "secrets", components.secrets.step)
+        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, components.benchmarks))
+        for kept in (components.learned, components.spaces):
             background.every(_LEARNED_PERIOD_S, "learned", kept.save)
             closing.add("keeping what was learned", kept.save, most_s=_LEARNED_SAVE_S)
 
@@ -258,9 +263,9 @@ class Daemon:
         set_level(config.daemon.log_level)
         self.config = config
 
-    async def _measure(self, prober: Prober) -> None:
+    async def _measure(self, benchmarks: BenchmarkRunner) -> None:
         if self.config.cost.probe == "start":
-            await prober.step()
+            await benchmarks.step()
 
     async def _scrub(self, scrubber: TierScrubber) -> None:
         await scrubber.step(int(self.config.ssd.scrub_rate_bytes * _SCRUB_PERIOD_S))

@@ -30,7 +30,7 @@ from typing import Any
 from kvtier.config import Config
 from kvtier.config.effective import changes, document, shown
 from kvtier.core.residency import SLOW_TIERS
-from kvtier.daemon.tiers import is_login_alone
+from kvtier.daemon.tiers.opening import is_login_alone
 from kvtier.errors import ConfigError
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log

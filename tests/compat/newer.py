@@ -21,8 +21,8 @@ SPEAKS = {
 
 KEEPS = SPEAKS | {
     "tiers/ssd/segment.py": {"_FORMAT_VERSION = 2": "_FORMAT_VERSION = 3"},
-    "daemon/learned.py": {"_VERSION = 1": "_VERSION = 2"},
-    "daemon/key_spaces.py": {"_VERSION = 1": "_VERSION = 2"},
+    "daemon/persistence/learned_state.py": {"_VERSION = 1": "_VERSION = 2"},
+    "daemon/persistence/key_spaces.py": {"_VERSION = 1": "_VERSION = 2"},
 }
 """Everything that it keeps has a newer format as well."""
 

@@ -7,7 +7,7 @@ from source import ROOT
 
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.daemon.explain import FATE_SENTENCES, PLAN_SENTENCES
+from kvtier.daemon.status.explain import FATE_SENTENCES, PLAN_SENTENCES
 
 PAGE = (ROOT / "docs" / "operations" / "explain.md").read_text()
 

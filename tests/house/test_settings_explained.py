@@ -12,7 +12,7 @@ FIELDS = list(all_fields())
 
 ADOPTED = "\n".join(
     (ROOT / "kvtier" / "daemon" / name).read_text()
-    for name in ("daemon.py", "policies.py", "tiers.py")
+    for name in ("daemon.py", "policies.py", "tiers/opening.py")
 )
 """Where a reload is applied."""
 

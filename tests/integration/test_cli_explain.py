@@ -17,7 +17,7 @@ from kvtier.cli.main import main
 from kvtier.cli.probe import probe_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.daemon.explain import FATE_SENTENCES, PLAN_SENTENCES
+from kvtier.daemon.status.explain import FATE_SENTENCES, PLAN_SENTENCES
 from kvtier.testing.child import await_true, kvtier_command, work_directory
 from kvtier.testing.served import Served, complete
 

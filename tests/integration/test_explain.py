@@ -19,7 +19,7 @@ from kvtier.core.identity import NO_TENANT, tenant_digest
 from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
-from kvtier.daemon.explain import FATE_SENTENCES
+from kvtier.daemon.status.explain import FATE_SENTENCES
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served

@@ -18,7 +18,7 @@ from kvtier.api.http import status
 from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.server import serve
 from kvtier.api.http.status import SharedDocument
-from kvtier.daemon.explain import PLAN_SENTENCES
+from kvtier.daemon.status.explain import PLAN_SENTENCES
 
 PAGE = Path(kvtier.api.http.__file__).parent / "status_page"
 PATHS = ["/", *(f"/status/{path.name}" for path in PAGE.iterdir() if path.name != "page.html")]

@@ -20,8 +20,8 @@ from kvtier.core.cost.sample import TransferSample
 from kvtier.core.eviction import LeafLru
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
-from kvtier.daemon.probe import Prober
-from kvtier.daemon.yardstick import BLOCK_SIZES
+from kvtier.daemon.tiers.benchmark import BLOCK_SIZES
+from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier
@@ -67,15 +67,17 @@ class Listener(Planner):
 
 @dataclasses.dataclass
 class Bench:
-    """A driver over one tier, and its prober; ``now_s`` is the time of day."""
+    """A driver over one tier, and its runner; ``now_s`` is the time of day."""
 
     driver: Driver
     planner: Listener
     tier: Tier
     now_s: list[float]
 
-    def prober(self, device: str = "disk") -> Prober:
-        return Prober(self.driver, self.planner, {SSD: device}, now_s=lambda: self.now_s[0])
+    def runner(self, device: str = "disk") -> BenchmarkRunner:
+        return BenchmarkRunner(
+            self.driver, self.planner, {SSD: device}, now_s=lambda: self.now_s[0]
+        )
 
 
 @asynccontextmanager
@@ -112,7 +114,7 @@ def test_every_size_is_written_and_read_alone_and_together() -> None:
     tier = MemoryTier(64 * MIB)
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert told["reason"] == ""
         assert told["measured_s"] == 1_000_000
         rounds = told["rounds"]
@@ -137,7 +139,7 @@ def test_what_is_measured_is_what_the_medium_takes() -> None:
 
         async def scenario(bench: Bench) -> None:
             while min(taken, default=most_s) >= most_s and len(taken) < 40:
-                await bench.prober().probe()
+                await bench.runner().probe()
                 taken.extend(bench.planner.reads(1 << 20))
 
         run(ThrottleTier(MemoryTier(64 * MIB), bytes_per_s, 0.002), scenario)
@@ -152,7 +154,7 @@ def test_what_is_measured_is_what_the_medium_takes() -> None:
 def test_a_slow_tier_is_measured_as_far_as_it_goes_in_short_time() -> None:
     async def scenario(bench: Bench) -> None:
         began_s = time.monotonic()
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert time.monotonic() - began_s < 20
         assert told["rounds"], "the small sizes"
         assert told["reason"]
@@ -190,7 +192,7 @@ def test_nothing_is_written_where_writing_is_not_free(
     inner = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert why in told["reason"]
         assert told["rounds"] == []
         assert not any(operation is Operation.WRITE for operation, _ in inner.log)
@@ -203,13 +205,13 @@ def test_a_tier_that_fails_half_way_keeps_what_was_measured_and_is_not_taken_out
     tier = FaultyTier(MemoryTier(64 * MIB), faults)
 
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        told = ssd_of(await prober.probe())
+        runner = bench.runner()
+        told = ssd_of(await runner.probe())
         assert "injected" in told["reason"]
         assert told["measured_s"] == 0
         assert bench.driver.tiers[SSD].health().state is HealthState.UP
         assert tier.usage().num_blocks == 0, "though its write went through"
-        assert ssd_of(await prober.probe())["reason"] == ""
+        assert ssd_of(await runner.probe())["reason"] == ""
 
     run(tier, scenario)
 
@@ -222,7 +224,7 @@ def test_a_full_tier_is_measured_as_far_as_there_is_free_room(tmp_path: Path) ->
     before = tier.usage()
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
         assert "KiB of ssd.capacity are free" in told["reason"]
 
@@ -240,7 +242,7 @@ def test_measuring_respects_the_free_space_floor(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path / "ssd", 64 * MIB, 16 * MIB, SsdOptions(free_space_floor_bytes=1 << 60))
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert told["rounds"] == []
         assert "ssd.free_space_floor" in told["reason"]
 
@@ -254,17 +256,17 @@ def test_earlier_figures_are_kept_until_there_is_room_again() -> None:
     block = make_block(1, 64 * MIB - 1000)
 
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        first = ssd_of(await prober.probe())
+        runner = bench.runner()
+        first = ssd_of(await runner.probe())
         store(tier, block)
         bench.now_s[0] += WEEK_S
-        again = ssd_of(await prober.probe())
+        again = ssd_of(await runner.probe())
         assert (again["is_kept"], again["measured_s"]) == (True, first["measured_s"])
         assert again["rounds"] == first["rounds"]
-        assert list(prober.unmeasured()) == ["ssd"]
+        assert list(runner.unmeasured()) == ["ssd"]
         assert "not free" in again["reason"]
-        restarted = bench.prober()
-        restarted.recall(prober.document())
+        restarted = bench.runner()
+        restarted.recall(runner.document())
         assert ssd_of(restarted.document())["rounds"] == first["rounds"]
 
     run(tier, scenario)
@@ -276,7 +278,7 @@ def test_a_tier_that_was_never_measured_says_why() -> None:
     store(tier, make_block(1, MIB - 1000))
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert (told["rounds"], told["measured_s"], told["is_kept"]) == ([], 0, False)
         assert "not free" in told["reason"]
 
@@ -287,7 +289,7 @@ def test_damaged_blocks_fail_the_measurement() -> None:
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.FLIP_BIT)))
 
     async def scenario(bench: Bench) -> None:
-        assert "checksum" in ssd_of(await bench.prober().probe())["reason"]
+        assert "checksum" in ssd_of(await bench.runner().probe())["reason"]
 
     run(tier, scenario)
 
@@ -296,7 +298,7 @@ def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path / "ssd", 16 * MIB, 2 * MIB)
 
     async def scenario(bench: Bench) -> None:
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert "not accept blocks of 4194304 bytes" in told["reason"]
         assert {each["block_bytes"] for each in told["rounds"]} == {64 << 10, 256 << 10, MIB}
         assert tier.usage().num_blocks == 0
@@ -308,7 +310,7 @@ def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from kvtier.daemon.yardstick import measure
+from kvtier.daemon.tiers.benchmark import measure
 from kvtier.tiers.ssd import SsdOptions, SsdTier
 
 def hook(step):
@@ -341,13 +343,13 @@ def test_a_crash_in_the_middle_leaves_nothing_that_the_next_start_counts(
 
 def test_it_is_done_once_a_week_for_the_medium_it_was_done_on() -> None:
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        await prober.step()
+        runner = bench.runner()
+        await runner.step()
         num_heard = len(bench.planner.heard)
         assert num_heard
-        await prober.step()
+        await runner.step()
         assert len(bench.planner.heard) == num_heard
-        kept = json.loads(json.dumps(prober.document()))
+        kept = json.loads(json.dumps(runner.document()))
         for device, passed_s, is_redone in (
             ("disk", 0, False),
             ("disk", WEEK_S - 1, False),
@@ -357,7 +359,7 @@ def test_it_is_done_once_a_week_for_the_medium_it_was_done_on() -> None:
         ):
             bench.planner.heard.clear()
             bench.now_s[0] = 1_000_000.0 + passed_s
-            again = bench.prober(device)
+            again = bench.runner(device)
             again.recall(kept)
             await again.step()
             assert bool(bench.planner.heard) == is_redone, (device, passed_s)
@@ -369,10 +371,10 @@ def test_what_failed_is_not_tried_again_at_once() -> None:
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.WRITE, Fault.FAIL_BEFORE)))
 
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        await prober.step()
+        runner = bench.runner()
+        await runner.step()
         num_calls = len(tier.log)
-        await prober.step()
+        await runner.step()
         assert len(tier.log) == num_calls
         assert bench.planner.heard == []
 
@@ -411,21 +413,21 @@ def test_what_failed_is_not_tried_again_at_once() -> None:
 )
 def test_what_was_kept_and_is_no_probe_is_done_anew(kept: dict[str, Any]) -> None:
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        prober.recall(kept)
-        await prober.step()
+        runner = bench.runner()
+        runner.recall(kept)
+        await runner.step()
         assert bench.planner.heard
 
     run(MemoryTier(64 * MIB), scenario)
 
 
 def test_reads_that_requests_wait_for_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.daemon.probe._BUSY_LIMIT_S", 0.05)
+    monkeypatch.setattr("kvtier.daemon.tiers.benchmark_runner._BUSY_LIMIT_S", 0.05)
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
 
     async def scenario(bench: Bench) -> None:
         monkeypatch.setattr(bench.driver, "is_reading", lambda _name: True)
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert told["reason"] == "requests kept it busy"
         assert not any(operation is Operation.WRITE for operation, _ in tier.log)
 
@@ -436,35 +438,35 @@ def test_a_tier_is_not_measured_while_it_is_emptied() -> None:
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults())
 
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        measuring = asyncio.create_task(prober.step())
+        runner = bench.runner()
+        measuring = asyncio.create_task(runner.step())
         while not any(operation is Operation.WRITE for operation, _ in tier.log):
             await asyncio.sleep(0)
-        async with prober.hold():
+        async with runner.hold():
             assert tier.usage().num_blocks == 0, "its own blocks would be counted"
             await measuring
-            assert ssd_of(prober.document())["reason"] == "it was being emptied"
+            assert ssd_of(runner.document())["reason"] == "it was being emptied"
             num_calls = len(tier.log)
-            await prober.step()
-            assert "emptied" in ssd_of(await prober.probe())["reason"]
+            await runner.step()
+            assert "emptied" in ssd_of(await runner.probe())["reason"]
             assert len(tier.log) == num_calls, "nor does another one begin"
-        await prober.step()
-        told = ssd_of(prober.document())
+        await runner.step()
+        told = ssd_of(runner.document())
         assert (told["reason"], told["measured_s"]) == ("", 1_000_000), "then it is done at once"
 
     run(tier, scenario)
 
 
 def test_a_drop_waits_for_no_measurement_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.daemon.probe._HOLD_S", 0.05)
+    monkeypatch.setattr("kvtier.daemon.tiers.benchmark_runner._HOLD_S", 0.05)
     tier = FaultyTier(MemoryTier(64 * MIB), scripted_faults((Operation.READ, Fault.WAIT)))
 
     async def scenario(bench: Bench) -> None:
-        prober = bench.prober()
-        measuring = asyncio.create_task(prober.step())
+        runner = bench.runner()
+        measuring = asyncio.create_task(runner.step())
         while not any(operation is Operation.READ for operation, _ in tier.log):
             await asyncio.sleep(0)
-        async with prober.hold():
+        async with runner.hold():
             assert not measuring.done()
         await measuring
 
@@ -476,7 +478,7 @@ def test_a_tier_that_hangs_costs_its_threads_and_no_more() -> None:
 
     async def scenario(bench: Bench) -> None:
         began_s = time.monotonic()
-        told = ssd_of(await bench.prober().probe())
+        told = ssd_of(await bench.runner().probe())
         assert "failed" in told["reason"]
         assert time.monotonic() - began_s < 30
 
@@ -485,7 +487,7 @@ def test_a_tier_that_hangs_costs_its_threads_and_no_more() -> None:
 
 def test_tiers_that_are_not_below_the_cpu_are_said_to_be() -> None:
     async def scenario(bench: Bench) -> None:
-        told = (await bench.prober().probe([TierName.CPU, TierName.REMOTE]))["tiers"]
+        told = (await bench.runner().probe([TierName.CPU, TierName.REMOTE]))["tiers"]
         assert "learned from their loads" in told["cpu"]["reason"]
         assert told["remote"]["reason"] == "there is no such tier here"
 

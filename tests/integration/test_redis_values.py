@@ -13,7 +13,7 @@ import redis
 from redis.crc import key_slot
 
 from kvtier.core.identity import EVERYTHING, HEADER_BYTES, Selection, tenant_digest
-from kvtier.daemon.yardstick import measure
+from kvtier.daemon.tiers.benchmark import measure
 from kvtier.errors import StartError, TierError, TierFull
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.child import free_port

@@ -151,7 +151,7 @@ def test_a_file_of_names_that_is_no_good_hurts_nobody(content: bytes) -> None:
 
 
 def test_names_are_bounded() -> None:
-    from kvtier.daemon.key_spaces import KeySpaces
+    from kvtier.daemon.persistence.key_spaces import KeySpaces
 
     spaces = KeySpaces()
     for number in range(1000):

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import load_config
 from kvtier.daemon.daemon import Daemon
-from kvtier.daemon.notify import Systemd
+from kvtier.daemon.serving.systemd import Systemd
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served, fetch
 

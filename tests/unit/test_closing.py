@@ -7,10 +7,10 @@ import pytest
 
 from kvtier.config import Config
 from kvtier.core.residency import TierName
-from kvtier.daemon.arrival import begin_opening, opened
 from kvtier.daemon.closing import ClosingStack
-from kvtier.daemon.departure import close
 from kvtier.daemon.stop import Stop
+from kvtier.daemon.tiers.attach import begin_opening, opened
+from kvtier.daemon.tiers.detach import close
 from kvtier.tiers.memory import MemoryTier
 from kvtier.tiers.wrap import BreakerTier
 

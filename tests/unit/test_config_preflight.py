@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.cli.preflight import check_pool, check_start, lacks
 from kvtier.config import Config, load_config
-from kvtier.daemon import room
-from kvtier.daemon.memory import MemoryFiles, available_memory_bytes
 from kvtier.daemon.supervisor import engine_lock
+from kvtier.daemon.tiers import ssd_space
+from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
 from kvtier.errors import StartError
 from kvtier.lock import hold_lock, let_go
 
@@ -186,7 +186,7 @@ def test_more_disk_than_there_is(tmp_path):
 
 
 def test_only_what_the_tier_itself_has_in_its_directory_is_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(ssd_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     directory = tmp_path / "ssd"
     directory.mkdir()
     others = directory / "photos.tar"
@@ -201,7 +201,7 @@ def test_a_disk_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def dead(_directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(room.shutil, "disk_usage", dead)
+    monkeypatch.setattr(ssd_space.shutil, "disk_usage", dead)
     error = refused(configured(tmp_path), machine(tmp_path))
     assert (error.field, error.problem) == ("ssd.directory", f"{tmp_path}/ssd: input/output error")
 

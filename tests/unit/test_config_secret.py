@@ -9,8 +9,8 @@ from kvtier.config import Config, load_config, read_config
 from kvtier.config.effective import changes, document, render_toml
 from kvtier.config.secret import with_url
 from kvtier.core.residency import TierName
-from kvtier.daemon.device import devices_of
-from kvtier.daemon.tiers import configured, is_login_alone
+from kvtier.daemon.tiers.device import devices_of
+from kvtier.daemon.tiers.opening import configured, is_login_alone
 from kvtier.errors import ConfigError
 
 SECRET = "hunter2"

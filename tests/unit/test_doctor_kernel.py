@@ -13,7 +13,7 @@ from kvtier.cli.doctor import machine, memory, storage
 from kvtier.cli.doctor.check import Check, CheckVerdict, Finding, examine, ok
 from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.config import load_config
-from kvtier.daemon.room import floor_beside_system
+from kvtier.daemon.tiers.ssd_space import floor_beside_system
 from kvtier.errors import StartError, TierError
 
 GIB = 1 << 30

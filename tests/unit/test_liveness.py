@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.residency import TierName
-from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.status.health import NodeHealth
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier

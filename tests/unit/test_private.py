@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon.file import read_file
+from kvtier.daemon.persistence.whole_file import read_file
 from kvtier.errors import StartError, TierError
 from kvtier.private import check_parents, keep_private
 from kvtier.testing.block import make_block

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon import memory
-from kvtier.daemon.memory import MemoryFiles, Reservation
+from kvtier.daemon.tiers import memory
+from kvtier.daemon.tiers.memory import MemoryFiles, Reservation
 from kvtier.errors import StartError
 from kvtier.tiers.base import Health, HealthState
 from kvtier.tiers.host import HostArena

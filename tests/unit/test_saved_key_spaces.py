@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 from kvtier.core.residency import TierName
-from kvtier.daemon.key_spaces import FILE_NAME, SavedKeySpaces
+from kvtier.daemon.persistence.key_spaces import FILE_NAME, SavedKeySpaces
 from kvtier.errors import TierTimeout
 from kvtier.tiers.host import HostArena
 from tests.unit.test_liveness import SLAB_BYTES, driver_of

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvtier.config import load_config
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import policies
-from kvtier.daemon.tiers import configured, open_tier, tune_tier
+from kvtier.daemon.tiers.opening import configured, open_tier, tune_tier
 from kvtier.tiers.ssd.budget import DAY_S, WriteBudget
 
 

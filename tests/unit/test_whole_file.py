@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon.file import read_file, replace_file
+from kvtier.daemon.persistence.whole_file import read_file, replace_file
 
 
 def a_file(path: Path) -> None:

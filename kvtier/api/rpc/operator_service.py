@@ -12,7 +12,7 @@ import grpc
 from kvtier import __version__
 from kvtier.api.rpc.incoming import tenant_of
 from kvtier.api.rpc.reports import ExplainQuestion, OperatorReports
-from kvtier.api.rpc.roster import RosterCalls, change_tier
+from kvtier.api.rpc.tier_admin import TierAdminCalls, change_tier
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
@@ -45,13 +45,13 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         reports: OperatorReports,
         scrubber: TierScrubber,
         on_emptied: Callable[[], None],
-        roster: RosterCalls,
+        tier_admin: TierAdminCalls,
     ) -> None:
         self._driver = driver
         self._reports = reports
         self._scrubber = scrubber
         self._on_emptied = on_emptied
-        self._roster = roster
+        self._tier_admin = tier_admin
 
     async def Ping(self, request: pb.PingRequest, context: _Context) -> pb.PingReply:
         """Say who answers."""
@@ -157,7 +157,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     ) -> pb.ChangeTierReply:
         """Drain, detach or attach a tier; what was refused is told in the reply."""
         await _tiers(context, [request.tier])
-        return await change_tier(self._roster, request)
+        return await change_tier(self._tier_admin, request)
 
     def _told(self, progress: ScrubProgress) -> pb.FsckReply:
         tier = self._driver.tiers.get(TierName.SSD)

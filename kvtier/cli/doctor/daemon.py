@@ -20,7 +20,7 @@ from kvtier.cli.doctor.subject import Running, Subject
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Config, ListenAddress
 from kvtier.config.secret import with_url
-from kvtier.daemon.tiers import load_keys
+from kvtier.daemon.tiers.opening import load_keys
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.transfer.door import peer_of

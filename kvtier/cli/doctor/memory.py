@@ -7,7 +7,7 @@ from kvtier.cli.doctor.subject import Subject
 from kvtier.cli.preflight import check_memory
 from kvtier.cli.shown import shown_bytes
 from kvtier.config.units import format_size
-from kvtier.daemon.memory import available_memory_bytes
+from kvtier.daemon.tiers.memory import available_memory_bytes
 from kvtier.tiers.host import HostArena
 
 __all__ = ["look_at_arena", "look_at_memory", "look_at_overcommit", "look_at_shm", "look_at_swap"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config import Config
-from kvtier.daemon.memory import MemoryFiles
+from kvtier.daemon.tiers.memory import MemoryFiles
 
 __all__ = ["Running", "Subject"]
 

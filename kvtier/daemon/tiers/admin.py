@@ -1,4 +1,4 @@
-"""The roster: which slow tiers serve, and how an operator changes that while requests run.
+"""Tier administration: which slow tiers serve, and how an operator changes that while requests run.
 
 Theory
 ------
@@ -7,7 +7,7 @@ it is not used at all: calls in flight have ended or were abandoned, the store i
 disk is free for others. A disk that hangs delays neither the daemon nor its operator: the tier is
 off at once, and the status names what hangs until the store can be closed.
 
-A tier is added as a whole or not at all, and is not used before (``arrival``).
+A tier is added as a whole or not at all, and is not used before (``attach``).
 
 Rules
 -----
@@ -27,7 +27,7 @@ from functools import partial
 
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, Residency, TierName
-from kvtier.daemon.arrival import (
+from kvtier.daemon.tiers.attach import (
     PLACES,
     Opening,
     OpenTier,
@@ -36,8 +36,8 @@ from kvtier.daemon.arrival import (
     place_of,
     tell_blocks,
 )
-from kvtier.daemon.departure import Departure
-from kvtier.daemon.tiers import configured, slow_tier, tune_tier
+from kvtier.daemon.tiers.detach import TierDetach
+from kvtier.daemon.tiers.opening import configured, slow_tier, tune_tier
 from kvtier.errors import StartError, TierError
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
@@ -46,7 +46,7 @@ from kvtier.node.transfer import Duty, TransferLane
 from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.base import Health, HealthState
 
-__all__ = ["TierRoster"]
+__all__ = ["TierAdmin"]
 
 _log = Log("kvtier.daemon")
 
@@ -71,7 +71,7 @@ _FIXED: Mapping[TierName, tuple[str, str]] = {
 """Why a tier stays, and what may have been meant."""
 
 
-class TierRoster:
+class TierAdmin:
     """Takes tiers of ``driver`` off and puts them on, as ``config`` says by then."""
 
     def __init__(self, driver: Driver, config: Callable[[], Config], open_tier: OpenTier) -> None:
@@ -82,10 +82,10 @@ class TierRoster:
         self._openings: dict[TierName, Opening] = {}
         self._unopened: dict[TierName, Health] = {}
         """Tiers that were not open when the start was complete, and why."""
-        self._arrivals: dict[TierName, asyncio.Task[None]] = {}
+        self._attaching: dict[TierName, asyncio.Task[None]] = {}
         self._num_told: dict[TierName, int] = {}
         """How many blocks of a tier that is being attached the node knows so far."""
-        self._departures: list[Departure] = []
+        self._detaches: list[TierDetach] = []
         """Tiers that were detached and are perhaps not closed yet."""
         self._warnings = Repeated(_log)
         self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
@@ -102,7 +102,7 @@ class TierRoster:
         """Tell whether a key is one of a tier that is not in use, nor about to be."""
         name = next((each for each in SLOW_TIERS if key.startswith(f"{each}.")), None)
         is_off = name is not None and self._duty(name) is Duty.NONE
-        return is_off and name not in self._arrivals
+        return is_off and name not in self._attaching
 
     def health(self, name: TierName) -> Health | None:
         """Return how a slow tier does, or what its operator made of it; None: it is off.
@@ -112,7 +112,7 @@ class TierRoster:
         if (unopened := self._unopened.get(name)) is not None:
             return unopened
         lane, crew = self._lane(name), self._driver.crews.get(name)
-        if lane is None and name not in self._arrivals:
+        if lane is None and name not in self._attaching:
             return None
         if lane is None or crew is None:
             return Health(HealthState.DETACHED, f"by an operator{self._absence(name)}")
@@ -126,7 +126,7 @@ class TierRoster:
         return Health(HealthState.DRAINED, f"by an operator{queued}{trouble}")
 
     def _absence(self, name: TierName) -> str:
-        if name in self._arrivals:
+        if name in self._attaching:
             return f"; being attached, {self._num_told[name]} blocks so far"
         leaving = self._leaving(name)
         hangs = "".join(f": {each.hangs}" for each in leaving if each.hangs)
@@ -160,15 +160,15 @@ class TierRoster:
                 await self._rest(self._in_use(name), wait_s)
             if self._duty(name) is not Duty.NONE:  # else another operator was faster
                 self._take_off(name)
-        elif name in self._arrivals:
-            self._arrivals[name].cancel()
-            await asyncio.wait({self._arrivals[name]}, timeout=wait_s)
+        elif name in self._attaching:
+            self._attaching[name].cancel()
+            await asyncio.wait({self._attaching[name]}, timeout=wait_s)
         elif self._lane(name) is None and name not in self._unopened:
             self._in_use(name)  # says why not
         if name in self._unopened:
             self._unopened[name] = Health(HealthState.DETACHED, "by an operator")
-        for departure in self._leaving(name):
-            await departure.closed(max(0.0, until_s - time.monotonic()))
+        for detach in self._leaving(name):
+            await detach.closed(max(0.0, until_s - time.monotonic()))
         return not self._leaving(name)
 
     async def attach(self, name: TierName, wait_s: float) -> bool:
@@ -178,32 +178,32 @@ class TierRoster:
             raise StartError(name, "is not detached", f"`kvtier tier resume {name}` has it written")
         if duty is Duty.FULL:
             return True
-        arrival = self._arrivals.get(name) or self._begin_arrival(name)
-        await asyncio.wait({arrival}, timeout=wait_s)
-        if arrival.cancelled():
+        attaching = self._attaching.get(name) or self._begin_attach(name)
+        await asyncio.wait({attaching}, timeout=wait_s)
+        if attaching.cancelled():
             raise StartError(name, "was detached while it was being attached", "attach it again")
-        if arrival.done():
-            arrival.result()
-        return arrival.done()
+        if attaching.done():
+            attaching.result()
+        return attaching.done()
 
     async def retry(self) -> None:
         """Try again to open the tiers that could not be opened at the start."""
         for name, health in list(self._unopened.items()):
             if name not in configured(self._config()):  # a reload has removed it
                 del self._unopened[name]
-            elif health.state is HealthState.OUT and name not in self._arrivals:
+            elif health.state is HealthState.OUT and name not in self._attaching:
                 with contextlib.suppress(StartError):  # an earlier attempt is not closed yet
-                    self._begin_arrival(name)
+                    self._begin_attach(name)
 
     async def stop(self) -> None:
         """Stop changes in progress: the process is about to end, and its locks with it."""
-        arrivals = list(self._arrivals.values())
-        for arrival in arrivals:
-            arrival.cancel()
-        if arrivals:
-            await asyncio.wait(arrivals)
-        for departure in self._departures:
-            await departure.stop()
+        attaching_now = list(self._attaching.values())
+        for attaching in attaching_now:
+            attaching.cancel()
+        if attaching_now:
+            await asyncio.wait(attaching_now)
+        for detach in self._detaches:
+            await detach.stop()
 
     # Off
 
@@ -265,15 +265,15 @@ class TierRoster:
     def _take_off(self, name: TierName) -> None:
         crew = self._driver.take_off(name)
         _log.info("a tier was detached", tier=name)
-        self._depart(Departure(self._driver, crew.tier, crew, self._places.pop(name)))
+        self._begin_detach(TierDetach(self._driver, crew.tier, crew, self._places.pop(name)))
 
-    def _depart(self, departure: Departure) -> None:
-        self._departures = [each for each in self._departures if not each.is_closed]
-        self._departures.append(departure)
+    def _begin_detach(self, detach: TierDetach) -> None:
+        self._detaches = [each for each in self._detaches if not each.is_closed]
+        self._detaches.append(detach)
 
-    def _leaving(self, name: TierName) -> list[Departure]:
+    def _leaving(self, name: TierName) -> list[TierDetach]:
         """Return the tiers of that name that are not closed yet."""
-        return [each for each in self._departures if each.name is name and not each.is_closed]
+        return [each for each in self._detaches if each.name is name and not each.is_closed]
 
     # On
 
@@ -288,24 +288,24 @@ class TierRoster:
                 "set it, and have the configuration read again",
             )
         place = place_of(config, name)
-        if any(departure.place == place for departure in self._leaving(name)):
+        if any(detach.place == place for detach in self._leaving(name)):
             raise StartError(
                 PLACES[name],
                 f"the tier that was detached has it still{self._absence(name)}",
                 "mend what hangs, or name another one",
             )
 
-    def _begin_arrival(self, name: TierName) -> asyncio.Task[None]:
+    def _begin_attach(self, name: TierName) -> asyncio.Task[None]:
         self._check_wanted(name)
         self._num_told[name] = 0
-        arrival = asyncio.create_task(self._arrive(name))
-        self._arrivals[name] = arrival
-        arrival.add_done_callback(partial(self._arrived, name))
-        return arrival
+        attaching = asyncio.create_task(self._attach(name))
+        self._attaching[name] = attaching
+        attaching.add_done_callback(partial(self._attach_ended, name))
+        return attaching
 
-    async def _arrive(self, name: TierName) -> None:
-        for departure in self._departures:
-            await departure.forgotten()
+    async def _attach(self, name: TierName) -> None:
+        for detach in self._detaches:
+            await detach.forgotten()
         config = self._config()
         opening = self._openings.pop(name, None) or begin_opening(config, name, self._open_tier)
         tier = await opened(opening)
@@ -315,7 +315,7 @@ class TierRoster:
             if self.on_attach is not None:
                 await self.on_attach(name, config)
         except BaseException as error:
-            self._depart(Departure(self._driver, tier, None, place_of(config, name)))
+            self._begin_detach(TierDetach(self._driver, tier, None, place_of(config, name)))
             if isinstance(error, TierError):
                 raise StartError(PLACES[name], str(error), "repair it or set another") from error
             raise
@@ -330,9 +330,9 @@ class TierRoster:
     def _count_told(self, name: TierName, num_blocks: int) -> None:
         self._num_told[name] += num_blocks
 
-    def _arrived(self, name: TierName, arrival: asyncio.Task[None]) -> None:
-        del self._arrivals[name]
-        if arrival.cancelled() or (error := arrival.exception()) is None:
+    def _attach_ended(self, name: TierName, attaching: asyncio.Task[None]) -> None:
+        del self._attaching[name]
+        if attaching.cancelled() or (error := attaching.exception()) is None:
             return
         if name in self._unopened and self._unopened[name].state is HealthState.OUT:
             self._unopened[name] = Health(HealthState.OUT, str(error))

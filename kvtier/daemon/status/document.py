@@ -8,13 +8,13 @@ from typing import Any
 from kvtier import __version__
 from kvtier.core.census import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.daemon.account import BenefitAccount
-from kvtier.daemon.health import NodeHealth, told
-from kvtier.daemon.key_spaces import KeySpaces
-from kvtier.daemon.past import Noted, Past, grown
+from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.daemon.policies import Policies
-from kvtier.daemon.recent import recent_requests
-from kvtier.daemon.samples import Samples
+from kvtier.daemon.status.benefit import BenefitAccount
+from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot, grown
+from kvtier.daemon.status.health import NodeHealth, told
+from kvtier.daemon.status.recent_requests import recent_requests
+from kvtier.daemon.status.samples import Samples
 from kvtier.node.driver import Driver
 from kvtier.node.session import Session
 from kvtier.observe.metric import Metric
@@ -71,22 +71,24 @@ class Status:
         self._spaces = spaces
         self._block_tokens = block_tokens
         self._start_s = time.monotonic()
-        self._past = Past()
+        self._counter_history = CounterHistory()
 
     async def note(self) -> None:
         """Note counters, to tell later how they grew; to be called every ``NOTED_EVERY_S``."""
-        self._past.note(self._noted(Samples(self._driver.node.metrics.registry)))
+        self._counter_history.note(self._noted(Samples(self._driver.node.metrics.registry)))
 
     def page(self) -> dict[str, Any]:
         """Return the document with what the status page draws curves of."""
-        return self.document() | {"history": self._past.steps()}
+        return self.document() | {"history": self._counter_history.steps()}
 
     def document(self) -> dict[str, Any]:
         """Return the document; everything in it can be written as JSON."""
         node = self._driver.node
         samples = Samples(node.metrics.registry)
         now = self._noted(samples)
-        lately, minute = (self._past.before(now, seconds) for seconds in (_LATELY_S, _MINUTE_S))
+        lately, minute = (
+            self._counter_history.before(now, seconds) for seconds in (_LATELY_S, _MINUTE_S)
+        )
         now_ns = time.monotonic_ns()
         held = {tier: node.cache.index.held_in(tier) for tier in LOWER_TIERS}
         return {
@@ -117,9 +119,9 @@ class Status:
             "pins": node.num_pins,
         }
 
-    def _noted(self, samples: Samples) -> Noted:
+    def _noted(self, samples: Samples) -> CounterSnapshot:
         uptime_s = time.monotonic() - self._start_s
-        return Noted.of(uptime_s, samples, self._driver.node.sessions.values())
+        return CounterSnapshot.of(uptime_s, samples, self._driver.node.sessions.values())
 
     def _tiers(
         self, held: Mapping[TierName, Mapping[bytes, BlockTotals]]
@@ -215,7 +217,7 @@ def _gpu(sessions: list[Session]) -> dict[str, Any]:
     }
 
 
-def _engine(session: Session, before: Noted, now: Noted) -> dict[str, Any]:
+def _engine(session: Session, before: CounterSnapshot, now: CounterSnapshot) -> dict[str, Any]:
     tally = now.engines[session.token]
     return {
         "engine": session.engine,

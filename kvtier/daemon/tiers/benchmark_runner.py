@@ -23,14 +23,14 @@ from typing import Any
 from kvtier.core.cost.sample import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
-from kvtier.daemon.yardstick import BLOCK_SIZES, TierMeasurement, depth_of, measure
+from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, measure
 from kvtier.errors import TierError, TierFull
 from kvtier.node.driver import Driver
 from kvtier.node.transfer import Duty
 from kvtier.observe.log import Log
 from kvtier.tiers.base import HealthState
 
-__all__ = ["Prober"]
+__all__ = ["BenchmarkRunner"]
 
 _log = Log("kvtier.daemon")
 
@@ -88,7 +88,7 @@ class _Result:
     """Whether the rounds are those of an earlier measurement, because of ``reason``."""
 
 
-class Prober:
+class BenchmarkRunner:
     """Measures the tiers of ``driver`` for ``planner``; one at a time, whoever asks.
 
     ``devices`` tells what each tier's medium is, so that another one is measured anew.
@@ -223,7 +223,7 @@ class Prober:
             return f"measuring blocks of {block_bytes} bytes failed: {error}"
         return self._noted(name, measured, rounds)
 
-    def _noted(self, name: TierName, measured: TierMeasurement, rounds: list[_Round]) -> str:
+    def _noted(self, name: TierName, measured: TierBenchmark, rounds: list[_Round]) -> str:
         now_ns = time.monotonic_ns()
         for is_read, samples in ((False, (measured.written,)), (True, measured.read)):
             for sample in samples:

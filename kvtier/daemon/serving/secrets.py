@@ -18,7 +18,7 @@ from kvtier.certificate import Certificates
 from kvtier.config.secret import url_in
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
-from kvtier.daemon.tiers import authorities_of
+from kvtier.daemon.tiers.opening import authorities_of
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from typing import Self
 
-from kvtier.daemon.health import NodeHealth
+from kvtier.daemon.status.health import NodeHealth
 from kvtier.observe.log import Log, Repeated
 
 __all__ = ["Systemd"]

@@ -2,35 +2,35 @@
 
 from typing import Any
 
-from kvtier.daemon.past import Noted, Past, grown
+from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot, grown
 
 
-def noted(seconds: float, **counters: Any) -> Noted:
-    return Noted({"seconds": seconds, **counters}, {})
+def noted(seconds: float, **counters: Any) -> CounterSnapshot:
+    return CounterSnapshot({"seconds": seconds, **counters}, {})
 
 
 def test_a_window_is_as_long_as_was_asked_or_a_step_longer() -> None:
-    past = Past()
+    history = CounterHistory()
     for step in range(100):
-        past.note(noted(5.0 * step, leases=step))
+        history.note(noted(5.0 * step, leases=step))
     now = noted(497.0, leases=100)
-    begins = [past.before(now, seconds).counters["seconds"] for seconds in (2, 10, 60)]
+    begins = [history.before(now, seconds).counters["seconds"] for seconds in (2, 10, 60)]
     assert begins == [495.0, 485.0, 435.0]
-    assert grown(past.before(now, 60).counters, now.counters) == {"seconds": 62, "leases": 13}
+    assert grown(history.before(now, 60).counters, now.counters) == {"seconds": 62, "leases": 13}
 
 
 def test_a_young_daemon_tells_what_there_is() -> None:
-    past, now = Past(), noted(3.0, leases=7)
-    assert past.before(now, 60) is now
-    past.note(noted(1.0, leases=1))
-    assert grown(past.before(now, 60).counters, now.counters) == {"seconds": 2, "leases": 6}
+    history, now = CounterHistory(), noted(3.0, leases=7)
+    assert history.before(now, 60) is now
+    history.note(noted(1.0, leases=1))
+    assert grown(history.before(now, 60).counters, now.counters) == {"seconds": 2, "leases": 6}
 
 
 def test_after_a_silence_a_window_is_all_of_it() -> None:
-    past = Past()
+    history = CounterHistory()
     for seconds in (0.0, 5.0, 300.0):
-        past.note(noted(seconds))
-    assert past.before(noted(302.0), 10).counters["seconds"] == 5.0
+        history.note(noted(seconds))
+    assert history.before(noted(302.0), 10).counters["seconds"] == 5.0
 
 
 def test_a_sum_over_engines_that_falls_did_not_grow() -> None:
@@ -42,10 +42,10 @@ def test_a_sum_over_engines_that_falls_did_not_grow() -> None:
 
 
 def test_steps_reach_back_five_minutes_and_no_further() -> None:
-    past = Past()
+    history = CounterHistory()
     for step in range(200):
-        past.note(noted(5.0 * step, asked=step * step, by={"gpu": step}))
-    steps = past.steps()
+        history.note(noted(5.0 * step, asked=step * step, by={"gpu": step}))
+    steps = history.steps()
     assert sum(each["seconds"] for each in steps) == 300.0
     assert steps[0].keys() == {"seconds", "asked"}, "a curve is drawn of numbers"
     assert (steps[0]["asked"], steps[-1]["asked"]) == (140**2 - 139**2, 199**2 - 198**2)

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.cli.main import main
 from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.daemon.learned import FILE_NAME
+from kvtier.daemon.persistence.learned_state import FILE_NAME
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
 from tests.integration.pattern import PatternEngine

@@ -9,7 +9,7 @@ from kvtier.config import Config
 from kvtier.config.units import format_size
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import ssd_eviction
-from kvtier.daemon.room import check_space, check_ssd, floor_beside_system
+from kvtier.daemon.tiers.ssd_space import check_space, check_ssd, floor_beside_system
 from kvtier.errors import StartError
 from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.log import Log

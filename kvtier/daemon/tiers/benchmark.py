@@ -26,7 +26,7 @@ from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
 from kvtier.tiers.check import seconds_left
 
-__all__ = ["BLOCK_SIZES", "PROBE_SPACE", "TierMeasurement", "depth_of", "measure"]
+__all__ = ["BLOCK_SIZES", "PROBE_SPACE", "TierBenchmark", "depth_of", "measure"]
 
 PROBE_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
 """The key space of blocks that are written to measure a tier."""
@@ -39,14 +39,14 @@ _SIZE_BYTES_MAX = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TierMeasurement:
+class TierBenchmark:
     """How long transfers of one size took."""
 
     written: TransferSample
     read: tuple[TransferSample, ...]
 
 
-def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> TierMeasurement:
+def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> TierBenchmark:
     """Write some blocks, and read them one at a time and then all at once.
 
     Raises TierFull if the tier has no free room for them, and TierError if it fails.
@@ -61,7 +61,7 @@ def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> TierMeasurement:
                 BlockRead(each.header.block_hash, PROBE_SPACE, NO_TENANT, block_bytes, each.payload)
                 for each in blocks
             ]
-            return TierMeasurement(written, _read(scratch, reads, deadline_ns))
+            return TierBenchmark(written, _read(scratch, reads, deadline_ns))
         finally:
             with contextlib.suppress(TierError):  # blocks that stay are removed or expire soon
                 scratch.remove([each.header.block_hash for each in blocks], deadline_ns)

@@ -7,20 +7,20 @@ from typing import Any
 from kvtier.api.rpc.reports import OperatorReports
 from kvtier.config import Config
 from kvtier.core.residency import TierName
-from kvtier.daemon.arrival import OpenTier
-from kvtier.daemon.device import devices_of
-from kvtier.daemon.explain import Explainer
-from kvtier.daemon.gauges import Gauges
-from kvtier.daemon.health import NodeHealth
-from kvtier.daemon.key_spaces import SavedKeySpaces
-from kvtier.daemon.learned import Learned, Learner
-from kvtier.daemon.memory import Reservation
+from kvtier.daemon.persistence.key_spaces import SavedKeySpaces
+from kvtier.daemon.persistence.learned_state import LearnedState, Learner
 from kvtier.daemon.policies import Policies
-from kvtier.daemon.probe import Prober
 from kvtier.daemon.reload import Reload
-from kvtier.daemon.roster import TierRoster
-from kvtier.daemon.secrets import DaemonSecrets
-from kvtier.daemon.stat import Status
+from kvtier.daemon.serving.secrets import DaemonSecrets
+from kvtier.daemon.status.document import Status
+from kvtier.daemon.status.explain import Explainer
+from kvtier.daemon.status.gauges import Gauges
+from kvtier.daemon.status.health import NodeHealth
+from kvtier.daemon.tiers.admin import TierAdmin
+from kvtier.daemon.tiers.attach import OpenTier
+from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
+from kvtier.daemon.tiers.device import devices_of
+from kvtier.daemon.tiers.memory import Reservation
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import TierScrubber
@@ -29,10 +29,10 @@ from kvtier.observe.log import Log, Repeated
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
 
-__all__ = ["DaemonParts"]
+__all__ = ["DaemonComponents"]
 
 
-class DaemonParts:
+class DaemonComponents:
     """Those of ``driver``, which knows by now what an earlier run has kept."""
 
     def __init__(
@@ -54,17 +54,17 @@ class DaemonParts:
         self.reload = reload
         self.scrubber = TierScrubber(driver, TierName.SSD)
         self.reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
-        self.roster = TierRoster(driver, config, open_tier)
-        self.roster.on_attach = self._moved
-        reload.is_free = self.roster.is_free
+        self.tier_admin = TierAdmin(driver, config, open_tier)
+        self.tier_admin.on_attach = self._moved
+        reload.is_free = self.tier_admin.is_free
         self.secrets = DaemonSecrets(driver, reload, *([ring] if ring else []))
-        self.health = NodeHealth(driver, self.reservation.health, self.roster.health)
+        self.health = NodeHealth(driver, self.reservation.health, self.tier_admin.health)
         self.gauges = Gauges(driver, self.health, policies)
         self.spaces = SavedKeySpaces(driver, directory)
         self._config = config
         self._log = Repeated(Log("kvtier.daemon"))
         driver.on_register = self._registered
-        self.prober = Prober(driver, policies.planner, devices_of(now, driver.tiers))
+        self.benchmarks = BenchmarkRunner(driver, policies.planner, devices_of(now, driver.tiers))
         self.status = Status(
             driver,
             self.health,
@@ -72,17 +72,17 @@ class DaemonParts:
             policies,
             block_tokens,
             config=self._settings,
-            unmeasured=self.prober.unmeasured,
+            unmeasured=self.benchmarks.unmeasured,
         )
         self.explainer = Explainer(driver.node, self.spaces, block_tokens)
         learners: dict[str, Learner] = {
-            "probe": self.prober,
+            "probe": self.benchmarks,
             "cost": policies.planner,
             "gate": policies.admission,
             "reuse": policies.history,
             "depth": policies.depth,
         }
-        self.learned = Learned(driver, learners, directory)
+        self.learned = LearnedState(driver, learners, directory)
         self.learned.recall()
 
     def reports(self) -> OperatorReports:
@@ -90,8 +90,8 @@ class DaemonParts:
         return OperatorReports(
             stat=self.status.document,
             explain=self.explainer.document,
-            probe=self.prober.probe,
-            hold_probe=self.prober.hold,
+            probe=self.benchmarks.probe,
+            hold_probe=self.benchmarks.hold,
             reload=self.reload.ask,
             config=self.reload.effective,
         )
@@ -121,7 +121,7 @@ class DaemonParts:
     async def _moved(self, name: TierName, config: Config) -> None:
         """Tell the parts that keep data about a tier's medium, or on it, that it has changed."""
         devices = await in_thread(partial(devices_of, config, [name]), "kvtier-devices")
-        self.prober.renew(name, devices.get(name, ""))
+        self.benchmarks.renew(name, devices.get(name, ""))
         if name is TierName.SSD:
             await self.spaces.move_to(config.ssd.directory)
             await self.learned.move_to(config.ssd.directory)

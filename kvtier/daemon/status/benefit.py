@@ -5,7 +5,7 @@ from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.daemon.policies import Policies
-from kvtier.daemon.samples import Samples
+from kvtier.daemon.status.samples import Samples
 from kvtier.node.node import Node
 from kvtier.observe.metric import Metric
 from kvtier.observe.table import (

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.plan import Ask, Judgement, PlanOutcome, PlanReason, RestorePlan, Source
 from kvtier.core.residency import TierName
-from kvtier.daemon.recent import recent_requests
+from kvtier.daemon.status.recent_requests import recent_requests
 from kvtier.node.ledger import Ledger, LoggedDecision
 from kvtier.node.tally import RequestTally
 

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvtier.daemon.kept import FILE_BYTES_MAX, KeptFile
+from kvtier.daemon.persistence.saved_document import FILE_BYTES_MAX, SavedDocument
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 
-__all__ = ["FILE_NAME", "Learned", "Learner"]
+__all__ = ["FILE_NAME", "LearnedState", "Learner"]
 
 _log = Log("kvtier.daemon")
 
@@ -34,7 +34,7 @@ class Learner(Protocol):
         """Take what an earlier run learned, or say why it makes no sense; it is ignored then."""
 
 
-class Learned:
+class LearnedState:
     """Keeps what ``learners`` know in ``directory``, where there is one; ``recall`` first.
 
     Those that matter most come first: where there is no room for all, the last are left out. On the
@@ -46,7 +46,7 @@ class Learned:
     ) -> None:
         self._learners = learners
         self._blank = {name: learner.document() for name, learner in learners.items()}
-        self._file = KeptFile(
+        self._file = SavedDocument(
             driver, directory, name=FILE_NAME, version=_VERSION, what="what was learned"
         )
 

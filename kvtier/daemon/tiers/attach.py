@@ -14,7 +14,7 @@ from functools import partial
 from kvtier.config import Config
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import TierName
-from kvtier.daemon.tiers import configured
+from kvtier.daemon.tiers.opening import configured
 from kvtier.errors import LockHeld, StartError, TierError
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.identity import HASH_BYTES
-from kvtier.daemon.kept import FILE_BYTES_MAX, KeptFile
+from kvtier.daemon.persistence.saved_document import FILE_BYTES_MAX, SavedDocument
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
@@ -90,7 +90,7 @@ class SavedKeySpaces(KeySpaces):
 
     def __init__(self, driver: Driver, directory: Path | None) -> None:
         self._driver = driver
-        self._file = KeptFile(
+        self._file = SavedDocument(
             driver, directory, name=FILE_NAME, version=_VERSION, what="names of key spaces"
         )
         self._saving: asyncio.Task[None] | None = None

@@ -14,8 +14,8 @@ import pytest
 from kvtier.config import load_config
 from kvtier.core.residency import TierName
 from kvtier.daemon.daemon import Daemon
-from kvtier.daemon.health import NodeHealth
-from kvtier.daemon.notify import Systemd
+from kvtier.daemon.serving.systemd import Systemd
+from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.stop import Stop
 from kvtier.tiers.base import Health
 from kvtier.tiers.host import HostArena
@@ -128,7 +128,7 @@ def test_the_watchdog_is_fed_while_the_daemon_is_well(
         assert await told() == {"STATUS": "the loop has not moved for 60 s"}
         health.refresh()
         assert "WATCHDOG" in await told()
-        monkeypatch.setattr("kvtier.daemon.health._STALL_MAX_S", 0.0)
+        monkeypatch.setattr("kvtier.daemon.status.health._STALL_MAX_S", 0.0)
         lane.reads.add(7, 1, 4096, 0)
         health.refresh()
         assert list(await told()) == ["STATUS"], "work of a tier stands still"

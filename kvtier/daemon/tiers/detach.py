@@ -16,7 +16,7 @@ from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
 from kvtier.tiers.base import Tier
 
-__all__ = ["Departure", "close"]
+__all__ = ["TierDetach", "close"]
 
 _log = Log("kvtier.daemon")
 
@@ -29,7 +29,7 @@ _STOP_S = 1.0
 """For a store to be closed in order when the daemon stops just then."""
 
 
-class Departure:
+class TierDetach:
     """Of ``tier``, which the node uses no more; ``crew`` may still be at it.
 
     ``place`` is where its medium is, which is not ours to use again before ``is_closed``.

@@ -19,9 +19,9 @@ from kvtier.api.rpc.reports import OperatorReports
 from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
 from kvtier.config import Config
 from kvtier.daemon.closing import ClosingStack
-from kvtier.daemon.health import NodeHealth
-from kvtier.daemon.room import check_owner, check_writable, directory_mode
-from kvtier.daemon.roster import TierRoster
+from kvtier.daemon.status.health import NodeHealth
+from kvtier.daemon.tiers.admin import TierAdmin
+from kvtier.daemon.tiers.ssd_space import check_owner, check_writable, directory_mode
 from kvtier.errors import StartError, reason_of
 from kvtier.lock import PathLock
 from kvtier.node import event as ev
@@ -127,12 +127,12 @@ class Sockets:
         reports: OperatorReports,
         scrubber: TierScrubber,
         on_emptied: Callable[[], None],
-        roster: TierRoster,
+        tier_admin: TierAdmin,
     ) -> Sequence[Secret[Any]]:
         """Serve engines and operators; ``open_arena`` comes before. Returns what that goes by."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
-        operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, roster)
+        operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, tier_admin)
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
         door_path = operator_door(daemon.socket)
         await door.start(door_path)

@@ -22,7 +22,7 @@ from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
 from kvtier.core.planner import Judgement
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import as_keys
-from kvtier.daemon.key_spaces import KeySpaces
+from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.node.ledger import LoggedDecision
 from kvtier.node.node import Node
 from kvtier.node.run import BlockRun, PromptChain, find_own

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
-from kvtier.daemon.account import ROUTES
-from kvtier.daemon.health import NodeHealth
 from kvtier.daemon.policies import Policies
+from kvtier.daemon.status.benefit import ROUTES
+from kvtier.daemon.status.health import NodeHealth
 from kvtier.node.driver import Driver
 from kvtier.observe.table import (
     GATE_SHARE,

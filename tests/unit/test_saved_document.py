@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from kvtier.core.residency import TierName
-from kvtier.daemon.kept import ASIDE, FILE_BYTES_MAX, KeptFile, replace_kept
+from kvtier.daemon.persistence.saved_document import (
+    ASIDE,
+    FILE_BYTES_MAX,
+    SavedDocument,
+    replace_saved,
+)
 from kvtier.node.driver import Driver
 from kvtier.tiers.host import HostArena
 from tests.unit.test_liveness import SLAB_BYTES, driver_of
@@ -40,8 +45,8 @@ def in_loop(scenario: Callable[[Driver], Any]) -> None:
     asyncio.run(run())
 
 
-def kept(driver: Driver, directory: Path, version: int = 1) -> KeptFile:
-    return KeptFile(driver, directory, name=NAME, version=version, what="what was learned")
+def kept(driver: Driver, directory: Path, version: int = 1) -> SavedDocument:
+    return SavedDocument(driver, directory, name=NAME, version=version, what="what was learned")
 
 
 def found(driver: Driver, directory: Path, version: int) -> Any:
@@ -75,7 +80,7 @@ def test_each_version_finds_its_own_again(tmp_path: Path) -> None:
 def test_a_version_is_told_by_the_beginning_alone(tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.write_bytes(b'{ "version": 7, in a form that is no JSON any more')
-    replace_kept(path, 1, content(1, "ours"))
+    replace_saved(path, 1, content(1, "ours"))
     assert (tmp_path / (NAME + ASIDE)).read_bytes().startswith(b'{ "version": 7')
 
 
@@ -137,7 +142,7 @@ def test_a_save_that_ends_after_a_move_says_nothing_of_the_new_place(tmp_path: P
     new.mkdir()
 
     class SlowCrew:
-        def __init__(self, file: KeptFile) -> None:
+        def __init__(self, file: SavedDocument) -> None:
             self._file = file
 
         async def apart(self, _what: str, call: Callable[..., None], _limit_ns: int) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS
-from kvtier.daemon.samples import Samples
+from kvtier.daemon.status.samples import Samples
 from kvtier.node.session import Session
 from kvtier.observe.table import (
     ACTUAL_SECONDS,
@@ -25,7 +25,7 @@ from kvtier.observe.table import (
     TransferRoute,
 )
 
-__all__ = ["NOTED_EVERY_S", "Noted", "Past", "grown"]
+__all__ = ["NOTED_EVERY_S", "CounterHistory", "CounterSnapshot", "grown"]
 
 NOTED_EVERY_S = 5.0
 _NUM_STEPS_MAX = 60
@@ -36,7 +36,7 @@ _Counters = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class CounterSnapshot:
     """The counters at one moment; the time is one of them."""
 
     counters: _Counters
@@ -44,7 +44,9 @@ class Noted:
     """By session: who knows its token may speak for it, so it is told nobody."""
 
     @classmethod
-    def of(cls, uptime_s: float, samples: Samples, sessions: Collection[Session]) -> "Noted":
+    def of(
+        cls, uptime_s: float, samples: Samples, sessions: Collection[Session]
+    ) -> "CounterSnapshot":
         """Read them, on the loop's thread."""
         engines = {session.token: asdict(session.tally) for session in sessions}
         tallies = [session.tally for session in sessions if session.is_of_first_rank]
@@ -71,17 +73,17 @@ class Noted:
         return cls(counters, engines)
 
 
-class Past:
+class CounterHistory:
     """What was noted, oldest first."""
 
     def __init__(self) -> None:
-        self._noted: deque[Noted] = deque(maxlen=_NUM_STEPS_MAX + 1)
+        self._noted: deque[CounterSnapshot] = deque(maxlen=_NUM_STEPS_MAX + 1)
 
-    def note(self, now: Noted) -> None:
+    def note(self, now: CounterSnapshot) -> None:
         """Keep it; the oldest goes."""
         self._noted.append(now)
 
-    def before(self, now: Noted, seconds: float) -> Noted:
+    def before(self, now: CounterSnapshot, seconds: float) -> CounterSnapshot:
         """Return what was noted so long ago, or a step before; at the start, what was first."""
         since_s = now.counters["seconds"] - seconds
         older = [each for each in self._noted if each.counters["seconds"] <= since_s]

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.core.residency import TierName
-from kvtier.daemon.file import read_file, replace_file
+from kvtier.daemon.persistence.whole_file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node.driver import Driver
 from kvtier.observe.log import Log, Repeated
 
-__all__ = ["ASIDE", "FILE_BYTES_MAX", "KeptFile", "replace_kept"]
+__all__ = ["ASIDE", "FILE_BYTES_MAX", "SavedDocument", "replace_saved"]
 
 _log = Log("kvtier.daemon")
 
@@ -49,7 +49,7 @@ _WARNINGS_NS = 5 * 60 * 10**9
 T = TypeVar("T")
 
 
-class KeptFile:
+class SavedDocument:
     """``name`` in the SSD's ``directory``, where there is one, in the form of ``version``.
 
     ``what`` is in it, for the log. On the loop's thread.
@@ -102,7 +102,7 @@ class KeptFile:
         crew, directory = self._driver.crews.get(TierName.SSD), self._directory
         if crew is None or directory is None or self._kept == (directory, content):
             return
-        write = partial(replace_kept, directory / self._name, self._version, content)
+        write = partial(replace_saved, directory / self._name, self._version, content)
         try:
             await crew.apart("save", lambda _tier, _deadline_ns: write(), _SAVE_LIMIT_NS)
         except (OSError, TierError) as error:
@@ -111,7 +111,7 @@ class KeptFile:
             self._kept = directory, content
 
 
-def replace_kept(path: Path, version: int, content: bytes) -> None:
+def replace_saved(path: Path, version: int, content: bytes) -> None:
     """Replace a document, all or nothing, or remove it; another version's is set aside.
 
     May block as long as the disk does. Raises OSError, and then it is as it was.

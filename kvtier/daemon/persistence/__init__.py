@@ -1,0 +1,1 @@
+"""Documents that outlive the daemon, stored beside the SSD tier's blocks."""

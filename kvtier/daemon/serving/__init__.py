@@ -1,0 +1,1 @@
+"""The daemon's sockets, secrets and notifications to systemd."""

@@ -1,0 +1,1 @@
+"""How the daemon opens, attaches, detaches and benchmarks its tiers."""
