@@ -10,13 +10,13 @@ from typing import TypeVar, cast
 import grpc
 
 from kvtier.api.rpc.operator import Remote, dial, open_operator
-from kvtier.cli.options import add_config_options, config_of
+from kvtier.cli.options import add_config_options, config_from
 from kvtier.config.machine import MACHINE_SOCKET, nearest_socket
 from kvtier.errors import ConfigError, DaemonUnavailable, StartError, reason_of
 from kvtier.secret import read_tokens
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["Target", "add_socket_options", "ask", "socket_of"]
+__all__ = ["Target", "add_target_options", "call_daemon", "target_from"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _DETAILS_MAX = 300
 _CA_BYTES_MAX = 1 << 20
 
 
-def add_socket_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:
+def add_target_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:
     """Add the options that say which daemon is meant, and ``shortcuts`` to other keys."""
     add_config_options(parser, *shortcuts)
     parser.add_argument(
@@ -51,7 +51,7 @@ def add_socket_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
     )
 
 
-def socket_of(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Target:
+def target_from(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Target:
     """Return the daemon that the options name: with none, the user's, or else the machine's.
 
     Raises StartError.
@@ -66,7 +66,7 @@ def socket_of(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Ta
         raise ConfigError("daemon.socket", "is empty", "give a value, or leave the option out")
     if given is not None:
         setattr(options, "key:daemon.socket", given)
-    return nearest_socket(config_of(options).daemon.socket, machine)
+    return nearest_socket(config_from(options).daemon.socket, machine)
 
 
 def _remote(address: str, options: argparse.Namespace) -> Remote:
@@ -89,7 +89,7 @@ def _remote(address: str, options: argparse.Namespace) -> Remote:
     return Remote(address, token, content)
 
 
-def ask(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
+def call_daemon(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
     """Make one call. Raises StartError, for exit code 2, where no daemon answers in time."""
     try:
         with _reach(target) as stub:

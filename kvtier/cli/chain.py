@@ -19,12 +19,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvtier.api.http.operator import engine_socket
-from kvtier.cli.options import config_of
+from kvtier.cli.options import config_from
 from kvtier.core.identity import HASH_BYTES
 from kvtier.errors import StartError, reason_of
 from kvtier.v1 import engine_pb2 as pb
 
-__all__ = ["NamedChain", "add_chain_options", "chain_of", "checked_text", "names_a_chain"]
+__all__ = ["HashedPrompt", "add_prompt_options", "has_prompt", "prompt_from", "require_utf8"]
 
 _TIMEOUT_S = 60.0
 """For a prompt of a million tokens, which takes a tokenizer half a minute."""
@@ -37,7 +37,7 @@ _PATH = "/v1/kvtier/chain"
 
 
 @dataclass(frozen=True, slots=True)
-class NamedChain:
+class HashedPrompt:
     """A prompt as the daemon knows it, and what the engine said of it."""
 
     key_space: bytes
@@ -59,7 +59,7 @@ class NamedChain:
         return pb.Chain(tenant=self.tenant, hashes=self.hashes)
 
 
-def add_chain_options(parser: argparse.ArgumentParser) -> None:
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a prompt, and the engine that reads it."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -80,26 +80,26 @@ def add_chain_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def names_a_chain(options: argparse.Namespace) -> bool:
+def has_prompt(options: argparse.Namespace) -> bool:
     """Tell whether the command line names a prompt."""
     return any(each is not None for each in (options.prompt, options.messages, options.tokens))
 
 
-def chain_of(
+def prompt_from(
     options: argparse.Namespace, *, with_text: bool = False, daemon: Path | None = None
-) -> NamedChain:
+) -> HashedPrompt:
     """Return the chain of the prompt that the options name. Raises StartError.
 
     ``daemon`` is the path of the daemon's socket. If it is given, the engine is asked over its own
     Unix socket beside it, where it also answers what is for operators only.
     """
-    if not names_a_chain(options):
+    if not has_prompt(options):
         raise StartError("--prompt", "is not given", "name one: --prompt, --messages or --tokens")
     body = _body(options) | ({"with_text": True} if with_text else {})
     if options.salt is not None:
         if not options.salt:  # mostly a shell variable that is not set
             raise StartError("--salt", "is empty", "give a salt, or leave the option out")
-        body["cache_salt"] = checked_text("--salt", options.salt)
+        body["cache_salt"] = require_utf8("--salt", options.salt)
     url = _engine(options)
     path = None
     if daemon is not None and (options.engine is None or _is_on_loopback(url)):
@@ -113,7 +113,7 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
         text = _read("--prompt", given[1:]) if given.startswith("@") else given
         if not text:
             raise StartError("--prompt", "is empty", "give a text, or @FILE")
-        return {"prompt": checked_text("--prompt", text)}
+        return {"prompt": require_utf8("--prompt", text)}
     if options.messages is not None:
         messages = _parsed("--messages", _read("--messages", options.messages))
         if isinstance(messages, dict):  # a whole request, as clients log it
@@ -130,7 +130,7 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
         raise StartError("--tokens", "are no numbers", "give a JSON list, or one a line") from None
 
 
-def checked_text(option: str, given: str) -> str:
+def require_utf8(option: str, given: str) -> str:
     """Return a text of the command line. Raises StartError for bytes that are none."""
     try:
         given.encode()
@@ -171,7 +171,7 @@ def _engine(options: argparse.Namespace) -> str:
     """Return the URL of the engine, without the path of its API."""
     given: str | None = options.engine
     if given is None:
-        return f"http://{config_of(options).engine.listen}"
+        return f"http://{config_from(options).engine.listen}"
     wrong = StartError("--engine", f"{given!r} is no URL", "give http://HOST:PORT")
     try:
         where = urlsplit(given)
@@ -282,9 +282,9 @@ def _stranger(url: str) -> StartError:
     )
 
 
-def _named(url: str, told: Any) -> NamedChain:
+def _named(url: str, told: Any) -> HashedPrompt:
     try:
-        return NamedChain(
+        return HashedPrompt(
             key_space=bytes.fromhex(told["key_space"]),
             tenant=bytes.fromhex(told["tenant"]),
             hashes=bytes.fromhex("".join(told["hashes"])),

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import shtab
 
-from kvtier.cli.commands import COMMANDS
-from kvtier.cli.parser import make_parser, verbs_of
+from kvtier.cli.commands import COMMANDS, make_parser, verbs_of
 
 __all__ = ["add_options", "run"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.api.rpc.operator import open_operator
-from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.options import add_config_options, config_of, read_again
-from kvtier.cli.preflight import lacks
+from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.options import add_config_options, config_from, reread_config
+from kvtier.cli.preflight import find_problems
 from kvtier.config import Config
 from kvtier.config.effective import document, render_toml
 from kvtier.config.schema import schema
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         description="Show the keys that are set, or with --effective all of them, as a TOML file "
         "with the source of each value behind it. Secrets are hidden.",
     )
-    add_socket_options(show)
+    add_target_options(show)
     show.add_argument("--effective", action="store_true", help="defaults too")
     show.add_argument(
         "--running", action="store_true", help="what the running daemon goes by, as it says itself"
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         description="Have the running daemon read its file and its keys again and apply what can "
         "be applied without a restart: all of it, or nothing. Exit code 1 where it refuses.",
     )
-    add_socket_options(reload)
+    add_target_options(reload)
     reload.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    read = read_again(options)
+    read = reread_config(options)
     if not isinstance(read, Config):
         return _refuse(read)
     num_set = sum(each["source"] != _DEFAULT for each in document(read).values())
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{said}; the machine was not checked, for a daemon runs here and has what it needs")
     else:
         with _leaving_nothing(read.daemon.socket.parent, read.ssd.directory):
-            found = lacks(read)
+            found = find_problems(read)
         if found:
             return _refuse([_located(lack, read) for lack in found])
         print(f"{said}; the machine has what it takes")
@@ -144,12 +144,14 @@ def _leaving_nothing(*directories: Path) -> Iterator[None]:
 
 def _show(options: argparse.Namespace) -> int:
     if options.running:
-        target = socket_of(options)
-        reply = ask(target, lambda stub: stub.Config(pb.ConfigRequest(), timeout=_TIMEOUT_S))
+        target = target_from(options)
+        reply = call_daemon(
+            target, lambda stub: stub.Config(pb.ConfigRequest(), timeout=_TIMEOUT_S)
+        )
         found: Mapping[str, Mapping[str, Any]] = json.loads(reply.json)
     else:
         _no_socket_options(options)
-        found = document(config_of(options))
+        found = document(config_from(options))
     if not options.effective:
         found = {key: each for key, each in found.items() if each["source"] != _DEFAULT}
     if options.json:
@@ -167,8 +169,10 @@ def _no_socket_options(options: argparse.Namespace) -> None:
 
 
 def _reload(options: argparse.Namespace) -> int:
-    target = socket_of(options)
-    reply = ask(target, lambda stub: stub.Reload(pb.ReloadRequest(), timeout=_RELOAD_TIMEOUT_S))
+    target = target_from(options)
+    reply = call_daemon(
+        target, lambda stub: stub.Reload(pb.ReloadRequest(), timeout=_RELOAD_TIMEOUT_S)
+    )
     told = json.loads(reply.json)
     if options.json:
         print(reply.json)

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.hangup import hangup_stops
-from kvtier.cli.options import add_config_options, config_of
+from kvtier.cli.options import add_config_options, config_from
 from kvtier.cli.preflight import check_free, check_limits, check_packages, check_pool
+from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config, EngineConfig
 from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.engine.support import check_model
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT, or the terminal closes."""
-    config = config_of(options)
+    config = config_from(options)
     check_limits()
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)

@@ -6,16 +6,16 @@ A store that a daemon has open is verified by that daemon: ``--connect`` names i
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.call import add_socket_options, socket_of
-from kvtier.cli.fsck_running import fsck_running
-from kvtier.cli.options import config_of, seconds
-from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.cli.call import Target, add_target_options, call_daemon, target_from
+from kvtier.cli.formatting import format_bytes, format_count
+from kvtier.cli.options import config_from, parse_wait
 from kvtier.config import Config
 from kvtier.errors import StartError
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
@@ -23,13 +23,15 @@ from kvtier.tiers.ssd.disk import DirectIO, Disk
 from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
 from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.segment import segment_number
+from kvtier.v1 import operator_pb2 as pb
+from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "fsck_running", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
-    add_socket_options(
+    add_target_options(
         parser,
         ("--directory", "ssd.directory", "store that no daemon has open"),
         ("--key-file", "seal.key_file", "keys of an encrypted store"),
@@ -45,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--timeout",
-        type=seconds,
+        type=parse_wait,
         default=3600.0,
         metavar="SECONDS",
         help="with --connect: how long to wait for the daemon",
@@ -57,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     """Check a store; exit code 1 where there are faults and they are left, or not all was seen."""
     if options.connect is not None:
         _refuse_for_running(options)
-        return fsck_running(socket_of(options), options.timeout, is_json=options.json)
-    config = config_of(options)
+        return fsck_running(target_from(options), options.timeout, is_json=options.json)
+    config = config_from(options)
     purpose = FsckPurpose.REPAIR if options.repair else FsckPurpose.CHECK
     report = _checked(config, purpose, keeps_others=not options.remove_set_aside)
     if options.json:
@@ -133,9 +135,9 @@ def _note_progress(num_done: int, num_files: int) -> None:
 
 def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Iterator[str]:
     yield (
-        f"{shown_count(report.segments)} segments, {shown_count(report.records)} records, "
-        f"{shown_count(report.live_blocks)} blocks of {shown_bytes(report.live_bytes)}; "
-        f"{shown_bytes(report.used_bytes)} of {shown_bytes(capacity_bytes)} used"
+        f"{format_count(report.segments)} segments, {format_count(report.records)} records, "
+        f"{format_count(report.live_blocks)} blocks of {format_bytes(report.live_bytes)}; "
+        f"{format_bytes(report.used_bytes)} of {format_bytes(capacity_bytes)} used"
     )
     notes = {
         "removed records": report.removed_records,
@@ -153,13 +155,13 @@ def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Ite
         "files that are no segments": report.unreadable_files,
         "records that cannot be read": report.unreadable_records,
     }
-    yield from (f"{name}: {shown_count(count)}" for name, count in notes.items() if count)
+    yield from (f"{name}: {format_count(count)}" for name, count in notes.items() if count)
     if report.set_aside_files:
-        size = shown_bytes(report.set_aside_bytes)
-        yield f"files of another version, set aside: {shown_count(report.set_aside_files)}, {size}"
+        size = format_bytes(report.set_aside_bytes)
+        yield f"files of another version, set aside: {format_count(report.set_aside_files)}, {size}"
         if "files of another version removed" not in report.repaired:
             yield "  that version finds them again; --remove-set-aside removes them"
-    yield from (f"FAULT {name}: {shown_count(count)}" for name, count in faults.items() if count)
+    yield from (f"FAULT {name}: {format_count(count)}" for name, count in faults.items() if count)
     yield from (f"FAILED {line}" for line in report.failed)
     yield from (f"repaired: {name}: {count}" for name, count in report.repaired.items())
     if report.unchecked_records:
@@ -168,3 +170,57 @@ def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Ite
         yield "clean"
     if report.num_faults and purpose is FsckPurpose.CHECK:
         yield "nothing was changed; --repair puts right what can be"
+
+
+_PROGRESS_PERIOD_S = 2.0
+
+
+def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
+    """Have the daemon verify its whole SSD tier, and print what it saw; returns the exit code.
+
+    Loads go first, so on a busy node this takes its time. Damaged blocks are quarantined, which is
+    all the repair there is: they may be stored again at once. Raises StartError where the daemon
+    cannot do it.
+    """
+    seen, num_quarantined = call_daemon(target, lambda stub: _follow(stub, timeout_s))
+    if is_json:
+        document = {
+            "blocks": seen.blocks,
+            "bytes": seen.bytes,
+            "damaged_blocks": seen.damaged_blocks,
+            "expired_blocks": seen.expired_blocks,
+            "damaged": list(seen.damaged),
+            "quarantined_since_start": num_quarantined,
+        }
+        print(json.dumps(document))
+        return 0
+    print(f"verified {format_count(seen.blocks)} blocks, {format_bytes(seen.bytes)}")
+    if seen.expired_blocks:
+        print(f"forgot {format_count(seen.expired_blocks)} blocks because of their age")
+    if seen.damaged_blocks:
+        print(f"quarantined {format_count(seen.damaged_blocks)} damaged blocks:")
+        for block_hash in seen.damaged:
+            print(f"  {block_hash}")
+    else:
+        print("no block is damaged")
+    if num_quarantined:
+        print(f"quarantined since the daemon's start: {format_count(num_quarantined)}")
+    return 0
+
+
+def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> tuple[pb.FsckReply, int]:
+    """Return the last message and the blocks quarantined so far, by whomever.
+
+    Shows the other messages to a person who waits.
+    """
+    seen = pb.FsckReply()
+    shown_s = time.monotonic()
+    for seen in stub.Fsck(pb.FsckRequest(), timeout=timeout_s):
+        now_s = time.monotonic()
+        if sys.stderr.isatty() and now_s - shown_s >= _PROGRESS_PERIOD_S:
+            shown_s = now_s
+            line = f"{format_count(seen.blocks)} of about {format_count(seen.blocks_in_all)} blocks"
+            print(line, file=sys.stderr)
+    status = json.loads(stub.Stat(pb.StatRequest(), timeout=timeout_s).json)
+    detail = status["tiers"]["ssd"].get("detail", {})  # it may be detached by now
+    return seen, detail.get("quarantined_blocks", 0)

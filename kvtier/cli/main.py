@@ -4,7 +4,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli.hangup import hold_hangups
+from kvtier.cli.signals import block_hangups
 from kvtier.errors import KvtierError, StartError
 
 __all__ = ["main"]
@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     called = [word for word in words if not word.startswith("-")][:1]
     if called and called[0] in _SERVERS:
-        hold_hangups()  # before the imports, which take a second
+        block_hangups()  # before the imports, which take a second
     try:
-        from kvtier.cli.parser import make_parser  # an interrupt is quiet from here on
+        from kvtier.cli.commands import make_parser  # an interrupt is quiet from here on
 
         options = make_parser(called).parse_args(words)
         code: int = options.run(options)

@@ -11,7 +11,7 @@ from kvtier.config.units import parse_duration
 from kvtier.core.limits import GAP_MAX_S
 from kvtier.errors import ConfigError
 
-__all__ = ["add_config_options", "config_of", "read_again", "seconds", "whole_seconds"]
+__all__ = ["add_config_options", "config_from", "parse_ttl", "parse_wait", "reread_config"]
 
 _NO_TIME = "no number of seconds, nor a time such as 5min,"
 
@@ -19,7 +19,7 @@ _SECONDS_MAX = 86_400.0
 """A day: more is a mistake in the unit."""
 
 
-def seconds(text: str) -> float:
+def parse_wait(text: str) -> float:
     """Read an option that is a time to wait; argparse refuses what raises ArgumentTypeError."""
     value = _seconds_of(text)
     if not 0 < value <= _SECONDS_MAX:
@@ -27,7 +27,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def whole_seconds(text: str) -> int:
+def parse_ttl(text: str) -> int:
     """Read an option that is a time to live, 0 being none; argparse refuses what raises."""
     value = _seconds_of(text) if text.isascii() and text.isalnum() else math.nan
     if not 0 <= value <= GAP_MAX_S or value % 1 or "e" in text:
@@ -63,12 +63,12 @@ def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
         )
 
 
-def config_of(options: argparse.Namespace) -> Config:
+def config_from(options: argparse.Namespace) -> Config:
     """Return the configuration of a command line. Raises ConfigError."""
     return load_config(options.config, _overrides(options))
 
 
-def read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
+def reread_config(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
     """Return the same configuration as it is now, or all that is wrong with it."""
     return read_config(options.config, _overrides(options))
 

@@ -4,10 +4,10 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.chain import add_chain_options, chain_of
-from kvtier.cli.options import whole_seconds
-from kvtier.cli.shown import NO_FULL_BLOCK
+from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.chain import add_prompt_options, prompt_from
+from kvtier.cli.formatting import NO_FULL_BLOCK
+from kvtier.cli.options import parse_ttl
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_options", "run"]
@@ -23,11 +23,11 @@ _REASONS: Mapping[str, str] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
-    add_socket_options(parser)
-    add_chain_options(parser)
+    add_target_options(parser)
+    add_prompt_options(parser)
     parser.add_argument(
         "--ttl",
-        type=whole_seconds,
+        type=parse_ttl,
         default=_TTL_S,
         metavar="SECONDS",
         help=f"for how long ({_TTL_S}); 0: no longer",
@@ -38,10 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Pin, or end a pin; exit code 1 where not all of the prompt is kept."""
-    target = socket_of(options)
-    chain = chain_of(options)
+    target = target_from(options)
+    chain = prompt_from(options)
     request = pb.PinRequest(key_space=chain.key_space, chain=chain.message, ttl_s=options.ttl)
-    reply = ask(target, lambda stub: stub.Pin(request, timeout=_TIMEOUT_S))
+    reply = call_daemon(target, lambda stub: stub.Pin(request, timeout=_TIMEOUT_S))
     if options.json:
         kept = {"blocks": reply.blocks, "of_blocks": chain.num_blocks, "reason": reply.reason}
         print(json.dumps(kept | {"ttl_s": options.ttl}))

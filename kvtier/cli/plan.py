@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.cli.plan_shown import POLICY, SizingPlan
+from kvtier.cli.files import check_file, write_file
+from kvtier.cli.formatting import format_bytes
+from kvtier.cli.plan_text import POLICY, SizingPlan
 from kvtier.cli.replay import (
     add_machine_options,
     add_trace_options,
-    machine_of,
-    override,
-    trace_of,
+    machine_from,
+    parse_override,
+    trace_from,
 )
-from kvtier.cli.shown import shown_bytes
-from kvtier.cli.written import check_file, write_file
 from kvtier.config.units import parse_size
 from kvtier.core.slots import slot_bytes
 from kvtier.errors import StartError
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         check_file("--write", options.write)
     _check_ranges(options)
     dimensions = _dimensions(options)
-    machine = machine_of(options)
+    machine = machine_from(options)
     prefill = machine.prefill_model
     if options.machine is None and options.prefill_profile is None:
         prefill = dimensions.prefill(prefill)
@@ -133,7 +133,7 @@ def _replayed(
             is_instant=True,
             machine=machine,
             config=options.config,
-            overrides=dict(map(override, options.set)),
+            overrides=dict(map(parse_override, options.set)),
         )
         for size in sorted(sizes)
     ]
@@ -161,7 +161,7 @@ def _dimensions(options: argparse.Namespace) -> Dimensions:
     else:
         dimensions = Dimensions("as given", *given, dtype=options.dtype or "bfloat16")
     if dimensions.token_bytes > _TOKEN_BYTES_MAX:
-        size = shown_bytes(dimensions.token_bytes)
+        size = format_bytes(dimensions.token_bytes)
         raise StartError("model", f"has {size} of KV a token", "look at its numbers")
     return dimensions
 
@@ -181,7 +181,7 @@ def _traffic(options: argparse.Namespace) -> Trace:
     if options.trace is not None and (options.sessions or options.prompt_tokens):
         raise StartError("traffic", "is given twice", "give --trace, or --sessions and the like")
     if options.trace is not None:
-        return trace_of(options)
+        return trace_from(options)
     if options.sessions is None or options.prompt_tokens is None:
         raise StartError(
             "traffic", "is not given", "give --trace, or --sessions and --prompt-tokens"

@@ -35,7 +35,7 @@ __all__ = [
     "check_pool",
     "check_socket",
     "check_start",
-    "lacks",
+    "find_problems",
 ]
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a zero
@@ -60,7 +60,7 @@ def check_start(config: Config, files: MemoryFiles | None = None) -> None:
         check()
 
 
-def lacks(config: Config) -> list[StartError]:
+def find_problems(config: Config) -> list[StartError]:
     """Return all that the daemon and its engine lack, including what they can do without."""
     found: list[StartError] = []
     for check in _checks(config, MemoryFiles(), needs_ssd=True):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.shown import shown_bytes, shown_seconds, wrapped
+from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.formatting import format_bytes, format_seconds, wrap_lines
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
@@ -22,7 +22,7 @@ _Document = Mapping[str, Any]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
-    add_socket_options(parser)
+    add_target_options(parser)
     parser.add_argument(
         "--tier",
         action="append",
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print; exit code 1 where nothing could be measured."""
     request = pb.ProbeRequest(tiers=[tier_to_wire(TierName(each)) for each in options.tier])
-    reply = ask(socket_of(options), lambda stub: stub.Probe(request, timeout=_TIMEOUT_S))
+    reply = call_daemon(target_from(options), lambda stub: stub.Probe(request, timeout=_TIMEOUT_S))
     document = json.loads(reply.json)
     print(reply.json if options.json else probe_text(document))
     tiers = document["tiers"].values()
@@ -57,7 +57,7 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
     if tier["measured_s"]:
         day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tier["measured_s"]))
         head += f", measured {day}"
-    yield from wrapped(head)
+    yield from wrap_lines(head)
     if tier["rounds"]:
         yield "     block  at once      wrote       each       read       each   by model"
     sizes = sorted({each["block_bytes"] for each in tier["rounds"]})
@@ -70,20 +70,20 @@ def _tier(name: str, tier: _Document) -> Iterator[str]:
         said = "no larger sizes measured" if tier["rounds"] else "not measured"
         if tier.get("is_kept"):
             said = "not measured again"
-        yield from wrapped(f"{said}: {tier['reason']}")
+        yield from wrap_lines(f"{said}: {tier['reason']}")
 
 
 def _row(size: int, read: _Document, written: _Document | None) -> str:
     wrote = ["", ""]
     if written is not None:
         seconds = written["seconds"] / written["num_blocks"]
-        wrote = [_rate(written["block_bytes"], seconds), shown_seconds(seconds)]
+        wrote = [_rate(written["block_bytes"], seconds), format_seconds(seconds)]
     rate = _rate(size * read["depth"], read["seconds"])
-    model = "" if read["model_s"] is None else shown_seconds(read["model_s"])
-    columns = [*wrote, rate, shown_seconds(read["seconds"]), model]
-    line = f"{shown_bytes(size):>10}{read['depth']:>9}" + "".join(f"{c:>11}" for c in columns)
+    model = "" if read["model_s"] is None else format_seconds(read["model_s"])
+    columns = [*wrote, rate, format_seconds(read["seconds"]), model]
+    line = f"{format_bytes(size):>10}{read['depth']:>9}" + "".join(f"{c:>11}" for c in columns)
     return line.rstrip()
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
-    return f"{shown_bytes(num_bytes / seconds)}/s" if seconds > 0 else "-"
+    return f"{format_bytes(num_bytes / seconds)}/s" if seconds > 0 else "-"

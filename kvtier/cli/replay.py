@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from kvtier.cli.written import check_file, write_file
+from kvtier.cli.files import check_file, write_file
 from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
 from kvtier.core.limits import INDEX_ROWS_MAX
@@ -29,10 +29,10 @@ __all__ = [
     "add_machine_options",
     "add_options",
     "add_trace_options",
-    "machine_of",
-    "override",
+    "machine_from",
+    "parse_override",
     "run",
-    "trace_of",
+    "trace_from",
 ]
 
 _BASELINE = "lru"
@@ -124,7 +124,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay, and print what came of it."""
-    trace = trace_of(options)
+    trace = trace_from(options)
     setups = _setups(options, trace)
     if options.hints is not None:
         trace = hinted(trace, options.hints)
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def trace_of(options: argparse.Namespace) -> Trace:
+def trace_from(options: argparse.Namespace) -> Trace:
     """Read the trace of a command line. Raises StartError."""
     return read_trace(
         options.trace,
@@ -156,7 +156,7 @@ def trace_of(options: argparse.Namespace) -> Trace:
     )
 
 
-def machine_of(options: argparse.Namespace) -> Machine:
+def machine_from(options: argparse.Namespace) -> Machine:
     """Return the machine of a command line. Raises StartError."""
     machine = load_machine(options.machine)
     if options.prefill_profile is None:
@@ -166,8 +166,8 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
     """Return every run: each policy with each size."""
-    overrides = dict(override(item) for item in options.set)
-    machine = machine_of(options)
+    overrides = dict(parse_override(item) for item in options.set)
+    machine = machine_from(options)
     plain = Setup(
         policy=overrides.get("policy.eviction", ""),
         cpu_blocks=1,
@@ -225,7 +225,7 @@ def _fitting(field: str, num_blocks: int) -> int:
     return num_blocks
 
 
-def override(item: str) -> tuple[str, str]:
+def parse_override(item: str) -> tuple[str, str]:
     """Return the key and the value of a ``--set``. Raises StartError."""
     key, equals, value = item.partition("=")
     if not equals:

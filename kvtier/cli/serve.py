@@ -2,14 +2,15 @@
 
 import argparse
 import asyncio
+import ctypes
+import os
 import signal
 from collections.abc import Sequence
 from functools import partial
 
-from kvtier.cli.hangup import hangup_stops
-from kvtier.cli.options import add_config_options, config_of, read_again
-from kvtier.cli.parent import end_with
+from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import check_limits, check_start
+from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config
 from kvtier.config.effective import document
 from kvtier.config.secret import with_url
@@ -23,7 +24,7 @@ from kvtier.errors import ConfigError
 from kvtier.observe.log import hear_faults, start_log
 from kvtier.observe.trace import start_traces
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "run", "stop_with_parent"]
 
 _ENGINE_SECTIONS = frozenset({"daemon", "engine", "client"})
 """What an engine reads; none of it is a secret, which would be seen in its command line."""
@@ -44,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT, or the terminal closes; any other SIGHUP reloads."""
     if options.ends_with is not None:
-        end_with(options.ends_with)
-    config = with_url(config_of(options))
+        stop_with_parent(options.ends_with)
+    config = with_url(config_from(options))
     check_limits()  # before the log, which takes a thread
     hear_faults()
     start_log(config.daemon.log_level, config.daemon.log_format)
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
     """Return what is configured by now, the URL of the remote tier among it."""
-    read = read_again(options)
+    read = reread_config(options)
     try:
         return with_url(read) if isinstance(read, Config) else read
     except ConfigError as error:
@@ -103,3 +104,16 @@ def _engine_arguments(config: Config) -> list[str]:
         if key.partition(".")[0] in _ENGINE_SECTIONS and each["source"] != "default"
         for word in ("--set", f"{key}={each['value']}")
     ]
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_with_parent(parent: int) -> None:
+    """Have the kernel tell this process to stop when its parent has ended, however that was.
+
+    A parent that is gone by now, so that ours is another, counts as well.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.options import seconds
-from kvtier.cli.shown import plain, shown_bytes, shown_count, wrapped
+from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.formatting import format_bytes, format_count, printable, wrap_lines
+from kvtier.cli.options import parse_wait
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
@@ -52,13 +52,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             )
         verb.set_defaults(run=run)
     for verb in verbs.choices.values():
-        add_socket_options(verb)
+        add_target_options(verb)
         verb.add_argument("--json", action="store_true", help="print JSON")
 
 
 def list_tiers(options: argparse.Namespace) -> int:
     """Print the tiers."""
-    reply = ask(socket_of(options), lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S))
+    reply = call_daemon(
+        target_from(options), lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S)
+    )
     tiers = json.loads(reply.json)["tiers"]
     print(json.dumps(tiers) if options.json else "\n".join(_lines(tiers)))
     return 0
@@ -66,7 +68,7 @@ def list_tiers(options: argparse.Namespace) -> int:
 
 def _seconds(text: str) -> float:
     """Read how long to wait, which may be not at all."""
-    return 0.0 if text == "0" else seconds(text)
+    return 0.0 if text == "0" else parse_wait(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
         now=getattr(options, "now", False),
     )
     timeout_s = wait_s + _MARGIN_S
-    reply = ask(socket_of(options), lambda stub: stub.ChangeTier(request, timeout=timeout_s))
+    reply = call_daemon(
+        target_from(options), lambda stub: stub.ChangeTier(request, timeout=timeout_s)
+    )
     if reply.HasField("refusal"):
         refusal = reply.refusal
         raise StartError(refusal.field, refusal.problem, refusal.remedy)
@@ -89,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document | {"done": reply.done}))
     else:
         why = f": {reply.reason}" if reply.reason else ""
-        print(plain(f"{options.tier} is {reply.state}{why}"))
+        print(printable(f"{options.tier} is {reply.state}{why}"))
     return int(not reply.done)
 
 
@@ -99,10 +103,10 @@ def _lines(tiers: _Document) -> Iterator[str]:
         is_idle = "queued_reads" not in tier
         queued = "" if is_idle else f"{tier['queued_reads']:>12}{tier['queued_writes']:>12}"
         hanging = "" if is_idle else f"{tier['hung_calls']:>10}"
-        used = shown_bytes(tier["used_bytes"])
-        yield f"{name:<8}{tier['state']:<10}{shown_count(tier['blocks']):>12}{used:>12}" + (
+        used = format_bytes(tier["used_bytes"])
+        yield f"{name:<8}{tier['state']:<10}{format_count(tier['blocks']):>12}{used:>12}" + (
             queued + hanging
         )
     for name, tier in tiers.items():
         if tier["reason"]:
-            yield from wrapped(f"{name} is {tier['state']}: {tier['reason']}")
+            yield from wrap_lines(f"{name} is {tier['state']}: {tier['reason']}")

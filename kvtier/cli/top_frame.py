@@ -13,18 +13,18 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvtier.cli.shown import (
+from kvtier.cli.formatting import (
     COLUMNS,
-    plain,
-    shown_bytes,
-    shown_count,
-    shown_seconds,
-    shown_while,
+    format_bytes,
+    format_count,
+    format_elapsed,
+    format_seconds,
+    printable,
 )
-from kvtier.cli.top_poll import View
+from kvtier.cli.top import StatusView
 from kvtier.core.residency import LOWER_TIERS
 
-__all__ = ["Size", "frame"]
+__all__ = ["WindowSize", "render_frame"]
 
 _BAR = 10
 _FLOWS_OF = ("gpu", "ssd", "remote")
@@ -52,7 +52,7 @@ _Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WindowSize:
     """Of the window; ``is_ascii``: it shows nothing else."""
 
     columns: int
@@ -60,9 +60,9 @@ class Size:
     is_ascii: bool = False
 
 
-def frame(view: View, size: Size, hint: str = "") -> _Lines:
+def render_frame(view: StatusView, size: WindowSize, hint: str = "") -> _Lines:
     """Return the lines of a frame; ``hint`` says what keys do."""
-    problem = textwrap.wrap(plain(view.problem), max(20, size.columns))[:_PROBLEM_LINES_MAX]
+    problem = textwrap.wrap(printable(view.problem), max(20, size.columns))[:_PROBLEM_LINES_MAX]
     said = [Text(line, style="bold red") for line in problem]
     if view.document is None:
         lines = [Text("kvtier top", style="bold"), Text(), *(said or [Text("asking")])]
@@ -72,7 +72,7 @@ def frame(view: View, size: Size, hint: str = "") -> _Lines:
     return [_cut(line, size) for line in lines[: size.lines]]
 
 
-def _picture(now: _Document, size: Size, most: int) -> _Lines:
+def _picture(now: _Document, size: WindowSize, most: int) -> _Lines:
     """Return up to ``most`` lines of everything but the worth."""
     lately = now["grown"]["lately"]
     gap = [Text()] if size.lines >= _ROOMY_LINES else []
@@ -84,11 +84,11 @@ def _picture(now: _Document, size: Size, most: int) -> _Lines:
     return [*lines, *_requests(now["requests"], max(0, most - len(lines) - 1), size)]
 
 
-def _title(view: View, now: _Document, size: Size, hint: str) -> Text:
+def _title(view: StatusView, now: _Document, size: WindowSize, hint: str) -> Text:
     line = Text(f"kvtier {now['version']}", style="bold")
-    line.append(f"  pid {now['pid']}  up {shown_while(now['uptime_s'])}", style="not bold")
+    line.append(f"  pid {now['pid']}  up {format_elapsed(now['uptime_s'])}", style="not bold")
     told = time.strftime("%H:%M:%S", time.localtime(now["time_s"]))
-    right = f"{shown_while(view.age_s)} old" if view.is_old else f"{told}  {hint}".rstrip()
+    right = f"{format_elapsed(view.age_s)} old" if view.is_old else f"{told}  {hint}".rstrip()
     line.append(" " * max(2, size.columns - len(line) - len(right)))
     return line.append(right, style="bold reverse" if view.is_old else "not bold dim")
 
@@ -101,19 +101,19 @@ def _worth(now: _Document) -> _Lines:
     if saved_s or lost_s:
         whole_s = minute["actual_s"] + saved_s - lost_s
         line.append(f"saved {_signed(saved_s - lost_s)}", style="bold green")
-        line.append(f" of {shown_seconds(whole_s)} of time to first token")
+        line.append(f" of {format_seconds(whole_s)} of time to first token")
     else:
         line.append("no restores")
-    line.append(f" in the last {shown_while(minute['seconds'])}")
+    line.append(f" in the last {format_elapsed(minute['seconds'])}")
     whole = Text(
-        f"since the start: saved {shown_seconds(worth['saved_s'])} "
-        f"({shown_seconds(worth['saved_measured_s'])} measured), "
-        f"lost {shown_seconds(worth['lost_s'])}, regret {shown_seconds(worth['regret_s'])}"
+        f"since the start: saved {format_seconds(worth['saved_s'])} "
+        f"({format_seconds(worth['saved_measured_s'])} measured), "
+        f"lost {format_seconds(worth['lost_s'])}, regret {format_seconds(worth['regret_s'])}"
     )
     return [line, whole]
 
 
-def _tiers(now: _Document, size: Size) -> Iterator[Text]:
+def _tiers(now: _Document, size: WindowSize) -> Iterator[Text]:
     heads = ("tier", "state", "occupied", "used", "capacity", "blocks", "served")
     yield _heading(_row(_TIER_COLUMNS, heads))
     lately = now["grown"]["lately"]
@@ -124,19 +124,19 @@ def _tiers(now: _Document, size: Size) -> Iterator[Text]:
             name,
             state,
             _bar(used / capacity if capacity else None, size),
-            shown_bytes(used) if is_told else "-",
-            shown_bytes(capacity) if capacity else "-",
-            shown_count(tier["blocks"]) if is_told else "-",
+            format_bytes(used) if is_told else "-",
+            format_bytes(capacity) if capacity else "-",
+            format_count(tier["blocks"]) if is_told else "-",
             f"{_short(_rate(lately['served_tokens'][name], lately))} tok/s",
         )
         line = Text(_row(_TIER_COLUMNS, cells))
         line.stylize(_STATES.get(state, "dim"), 8, 18)
         yield line
         if tier["reason"]:
-            yield Text(f"        {plain(tier['reason'])}", style=_STATES.get(state, "dim"))
+            yield Text(f"        {printable(tier['reason'])}", style=_STATES.get(state, "dim"))
 
 
-def _bar(share: float | None, size: Size) -> str:
+def _bar(share: float | None, size: WindowSize) -> str:
     if share is None:
         return ""
     full, empty = ("#", ".") if size.is_ascii else ("█", "░")
@@ -144,7 +144,7 @@ def _bar(share: float | None, size: Size) -> str:
     return f"{full * num_full}{empty * (_BAR - num_full)}{100 * share:>4.0f}%"
 
 
-def _flows(lately: _Document, size: Size) -> Iterator[Text]:
+def _flows(lately: _Document, size: WindowSize) -> Iterator[Text]:
     """Show what goes from the CPU tier to each other one, and what comes from there."""
     away, back = ("->", "<-") if size.is_ascii else ("→", "←")
     for arrow, route in ((away, "cpu_to_{}"), (back, "{}_to_cpu")):
@@ -152,17 +152,17 @@ def _flows(lately: _Document, size: Size) -> Iterator[Text]:
         for other in _FLOWS_OF:
             rate = _rate(lately["moved_bytes"][route.format(other)], lately)
             flow = f"cpu {arrow} {other}"
-            line.append(f"{flow:<15}{shown_bytes(rate) + '/s':>10}  ", "" if rate else "dim")
+            line.append(f"{flow:<15}{format_bytes(rate) + '/s':>10}  ", "" if rate else "dim")
         yield line
 
 
-def _decisions(lately: _Document, size: Size) -> Iterator[Text]:
+def _decisions(lately: _Document, size: WindowSize) -> Iterator[Text]:
     for what, name in (("decided", "decisions"), ("blocks missed", "missed_blocks")):
         rates = {each: _rate(number, lately) for each, number in lately[name].items() if number}
         yield _rates(what, sorted(rates.items(), key=lambda each: -each[1]), size)
 
 
-def _rates(what: str, rates: Sequence[tuple[str, float]], size: Size) -> Text:
+def _rates(what: str, rates: Sequence[tuple[str, float]], size: WindowSize) -> Text:
     """Return as many rates as fit."""
     line = Text(f"{what:<15}")
     for number, (name, rate) in enumerate(rates):
@@ -174,16 +174,16 @@ def _rates(what: str, rates: Sequence[tuple[str, float]], size: Size) -> Text:
 
 
 def _open(now: _Document) -> Text:
-    parts = [f"leases {shown_count(now['leases'])}", f"pins {shown_count(now['pins'])}"]
+    parts = [f"leases {format_count(now['leases'])}", f"pins {format_count(now['pins'])}"]
     detail = now["tiers"]["ssd"].get("detail", {})
     if "write_budget_bytes" in detail:
-        parts.append(f"ssd may write {shown_bytes(detail['write_budget_bytes'])} now")
+        parts.append(f"ssd may write {format_bytes(detail['write_budget_bytes'])} now")
     if now["cost"]["guarded"]:
         parts.append(f"left alone: {', '.join(now['cost']['guarded'])}")
     return Text(f"{'open':<15}{', '.join(parts)}")
 
 
-def _engines(now: _Document, most: int, size: Size) -> Iterator[Text]:
+def _engines(now: _Document, most: int, size: WindowSize) -> Iterator[Text]:
     columns = _widened(_ENGINE_COLUMNS, size)
     heads = ("engine", "requests", "tokens", "restored", "TTFT", "running", "GPU used")
     yield _heading(_row(columns, heads))
@@ -200,17 +200,17 @@ def _engine(engine: _Document, over: _Document) -> Sequence[str]:
     lately, capacity = engine["lately"], engine["gpu_capacity_bytes"]
     tokens, first_tokens = lately["prompt_tokens"], lately["first_tokens"]
     return (
-        plain(engine["engine"]),
+        printable(engine["engine"]),
         f"{_short(_rate(lately['requests'], over))}/s",
         f"{_short(_rate(tokens, over))}/s",
         f"{100 * lately['restored_tokens'] / tokens:.0f} %" if tokens else "-",
-        shown_seconds(lately["first_token_s"] / first_tokens) if first_tokens else "-",
-        shown_count(engine["running"]),
+        format_seconds(lately["first_token_s"] / first_tokens) if first_tokens else "-",
+        format_count(engine["running"]),
         f"{100 * engine['gpu_used_bytes'] / capacity:.0f} %" if capacity else "-",
     )
 
 
-def _requests(requests: Sequence[_Document], most: int, size: Size) -> Iterator[Text]:
+def _requests(requests: Sequence[_Document], most: int, size: WindowSize) -> Iterator[Text]:
     columns = _widened(_REQUEST_COLUMNS, size)
     heads = ("request", "age", "prompt", "restored", " from", "decided", "TTFT", "saved")
     yield _heading(_row(columns, heads))
@@ -225,13 +225,13 @@ def _request(request: _Document, columns: Sequence[int]) -> Text:
     tiers = [tier.value for tier in LOWER_TIERS if restored and restored[tier.value]]
     first_s = request["first_token_s"]
     cells = (
-        plain(request["request_id"]) or "-",
-        shown_while(request["age_s"]),
-        shown_count(request["prompt_tokens"]),
-        shown_count(sum(restored.values())) if restored else "-",
+        printable(request["request_id"]) or "-",
+        format_elapsed(request["age_s"]),
+        format_count(request["prompt_tokens"]),
+        format_count(sum(restored.values())) if restored else "-",
         f" {tiers[-1]}" if tiers else "",  # the slowest: it is what one waits for
         request["reason"],
-        shown_seconds(first_s) if first_s is not None else "-",
+        format_seconds(first_s) if first_s is not None else "-",
         _claimed(saved_s, request["cold_s"]) if tiers and saved_s is not None else "-",
     )
     line = Text(_row(columns, cells))
@@ -244,7 +244,7 @@ def _claimed(saved_s: float, cold_s: float | None) -> str:
     return f"{'~' if cold_s is None else ''}{_signed(saved_s)}"
 
 
-def _widened(columns: Sequence[int], size: Size) -> Sequence[int]:
+def _widened(columns: Sequence[int], size: WindowSize) -> Sequence[int]:
     """Give a name, in the first column, what a wide window has to spare."""
     spare = max(0, min(size.columns - COLUMNS, _NAME_SPARE_MAX))
     return (columns[0] - spare, *columns[1:])
@@ -283,10 +283,10 @@ def _short(number: float) -> str:
 
 
 def _signed(seconds: float) -> str:
-    return f"{'-' if seconds < 0 else ''}{shown_seconds(abs(seconds))}"
+    return f"{'-' if seconds < 0 else ''}{format_seconds(abs(seconds))}"
 
 
-def _cut(line: Text, size: Size) -> Text:
+def _cut(line: Text, size: WindowSize) -> Text:
     """Return a line that fits, to the last whole word."""
     if line.cell_len <= size.columns:
         return line

@@ -10,15 +10,20 @@ import select
 import signal
 import sys
 import termios
+import time
 import tty
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-__all__ = ["Screen"]
+from kvtier.cli.formatting import COLUMNS
+from kvtier.cli.top import Poller
+from kvtier.cli.top_frame import WindowSize, render_frame
+
+__all__ = ["Screen", "show"]
 
 _READ_BYTES = 1024
 _END_OF_KEYS = b"\x04"
@@ -117,3 +122,43 @@ class Screen:
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
+
+
+_REDRAW_S = 1.0
+"""Without news, so that it shows how old is what it shows."""
+
+_LEAVE = frozenset("qQ\x03\x04")
+"""Also Ctrl-D, and Ctrl-C where the terminal makes no signal of it."""
+
+_LINES = 60
+"""Of a frame that no window bounds: all that is told fits."""
+
+
+def show(poller: Poller, *, is_once: bool, with_color: bool) -> int:
+    """Show what the daemon does until told to leave; returns the exit code."""
+    for name in ("COLUMNS", "LINES"):  # the window is asked, which may change
+        os.environ.pop(name, None)
+    # None: unless the environment says NO_COLOR.
+    console = Console(no_color=None if with_color else True, highlight=False)
+    if is_once or not sys.stdout.isatty() or console.is_dumb_terminal:
+        return _print_frames(poller, console, is_once=is_once)
+    with Screen(console) as screen, poller:
+        while True:
+            size = WindowSize(*console.size, is_ascii=console.options.ascii_only)
+            screen.draw(Group(*render_frame(poller.view(), size, "q quits")))
+            if _LEAVE & set(screen.wait(poller.news, _REDRAW_S)):
+                return 0
+
+
+def _print_frames(poller: Poller, console: Console, *, is_once: bool) -> int:
+    """Print frames as text."""
+    size = WindowSize(COLUMNS, _LINES, is_ascii=console.options.ascii_only)
+    while True:
+        poller.step()
+        view = poller.view()
+        for line in render_frame(view, size):
+            console.print(line, no_wrap=True, crop=False)
+        if is_once:
+            return 2 if view.problem else 0
+        console.print()
+        time.sleep(poller.interval_s)

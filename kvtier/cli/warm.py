@@ -4,10 +4,10 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from kvtier.cli.call import add_socket_options, ask, socket_of
-from kvtier.cli.chain import add_chain_options, chain_of
-from kvtier.cli.options import seconds
-from kvtier.cli.shown import NO_FULL_BLOCK
+from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.chain import add_prompt_options, prompt_from
+from kvtier.cli.formatting import NO_FULL_BLOCK
+from kvtier.cli.options import parse_wait
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_options", "run"]
@@ -26,10 +26,10 @@ _REASONS: Mapping[str, str] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
-    add_socket_options(parser)
-    add_chain_options(parser)
+    add_target_options(parser)
+    add_prompt_options(parser)
     parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="how long to wait (10)"
+        "--timeout", type=parse_wait, default=10.0, metavar="SECONDS", help="how long to wait (10)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -37,14 +37,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Have blocks brought; exit code 1 where not all of the prompt is there or coming."""
-    target = socket_of(options)
-    chain = chain_of(options)
+    target = target_from(options)
+    chain = prompt_from(options)
     request = pb.WarmRequest(
         key_space=chain.key_space,
         chain=chain.message,
         deadline_ms=max(1, int(options.timeout * 1000)),
     )
-    reply = ask(target, lambda stub: stub.Warm(request, timeout=options.timeout + _MARGIN_S))
+    reply = call_daemon(
+        target, lambda stub: stub.Warm(request, timeout=options.timeout + _MARGIN_S)
+    )
     if options.json:
         document = {
             "ready_blocks": reply.ready_blocks,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.explain_text import explain_text
+from kvtier.cli.explain import explain_text
 from kvtier.cli.main import main
 from kvtier.cli.probe import probe_text
 from kvtier.core.fate import Fate

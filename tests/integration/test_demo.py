@@ -13,9 +13,8 @@ import pytest
 import redis
 
 import kvtier
-from kvtier.cli.demo.product import Product
-from kvtier.cli.demo.report import DemoProgress
-from kvtier.cli.demo.tour import QUESTIONS, Tour
+from kvtier.cli.demo.deployment import DemoDeployment
+from kvtier.cli.demo.run import QUESTIONS, DemoProgress, DemoRun
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
 from tests.engine.models import save_tiny
@@ -118,7 +117,7 @@ def test_what_it_started_ends_with_a_demo_that_is_killed(tiny_model, document, w
     await_true(lambda: not left_running(work), "both have ended", 30)
 
 
-class Forgetful(Product):
+class Forgetful(DemoDeployment):
     """A product whose SSD tier loses all whenever another tier is emptied."""
 
     def drop(self, *tiers: TierName) -> None:
@@ -127,7 +126,7 @@ class Forgetful(Product):
 
 def test_a_tier_that_does_not_serve_is_a_problem(tiny_model, tmp_path):
     with DemoProgress() as progress, Forgetful(tmp_path, tiny_model, "") as product:
-        passes = Tour(product, TEXT, progress).passes()
+        passes = DemoRun(product, TEXT, progress).passes()
     problems = {done.name: done.problems for done in passes if done.problems}
     assert list(problems) == ["ssd"]
     assert len(problems["ssd"]) == len(QUESTIONS)

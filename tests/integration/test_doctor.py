@@ -150,7 +150,7 @@ def test_a_disk_that_hangs_keeps_nobody(directory: Path) -> None:
 
 AS_ANOTHER = """
 import os, sys
-import kvtier.cli.doctor.command
+import kvtier.cli.doctor
 from kvtier.cli.main import main
 os.setgroups([])
 os.setresgid(2000, 2000, 2000)

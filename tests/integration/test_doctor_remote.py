@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.doctor.check import Check, Finding, examine
-from kvtier.cli.doctor.remote import REMOTE_DEADLINE_S, look_at_remote
-from kvtier.cli.doctor.subject import Subject
+from kvtier.cli.doctor.check import Check, CheckContext, Finding, run_checks
+from kvtier.cli.doctor.remote import REMOTE_DEADLINE_S, inspect_remote
 from kvtier.config import load_config
 from kvtier.testing.child import work_directory
 from tests.integration.redis_child import RedisServer
@@ -24,9 +23,9 @@ def server() -> Iterator[RedisServer]:
 
 
 def found(url: str) -> Finding:
-    subject = Subject(load_config(None, {"remote.url": url}, {}))
-    check = Check("remote", lambda: look_at_remote(subject), deadline_s=REMOTE_DEADLINE_S)
-    ((_, finding),) = examine([check])
+    context = CheckContext(load_config(None, {"remote.url": url}, {}))
+    check = Check("remote", lambda: inspect_remote(context), deadline_s=REMOTE_DEADLINE_S)
+    ((_, finding),) = run_checks([check])
     return finding
 
 

@@ -31,7 +31,7 @@ TOKEN = "token-of-these-tests-0123456789"
 AS_USER = """
 import os, sys
 sys.path.insert(0, {root!r})
-import kvtier.cli.main, kvtier.cli.parser, kvtier.cli.stat
+import kvtier.cli.main, kvtier.cli.commands, kvtier.cli.stat
 import kvtier.connectors.integrated, kvtier.client, tests.integration.pattern
 os.setgroups([])
 os.setresgid({uid}, {uid}, {uid})

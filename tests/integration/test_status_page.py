@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect
 
-from kvtier.cli.shown import shown_bytes, shown_count
+from kvtier.cli.formatting import format_bytes, format_count
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.served import Served
@@ -96,21 +96,21 @@ def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
             rows = cells(page, "Tiers")
             expected = [
                 [
-                    shown_count(told["tiers"][tier]["blocks"]),
-                    shown_count(told["tiers"][tier]["tokens"]),
-                    shown_count(told["tokens"]["found"][tier]),
-                    shown_count(told["tokens"]["loaded"][tier]),
+                    format_count(told["tiers"][tier]["blocks"]),
+                    format_count(told["tiers"][tier]["tokens"]),
+                    format_count(told["tokens"]["found"][tier]),
+                    format_count(told["tokens"]["loaded"][tier]),
                 ]
                 for tier in ("cpu", "ssd")
             ]
             assert [row[1] for row in rows] == ["◇ untold", "● up", "● up", "○ off"]
-            held = f"{shown_bytes(told['tiers']['cpu']['used_bytes'])} of 1 MiB"
+            held = f"{format_bytes(told['tiers']['cpu']['used_bytes'])} of 1 MiB"
             return [row[3:] for row in rows[1:3]] == expected and rows[1][2] == held
 
         await_true(is_same, "the tiers are those of stat")
         decided = {row[0]: row[3] for row in cells(page, "Decisions by reason")}
         decisions = told["worth"]["decisions"]
-        assert decided == {name: shown_count(number) for name, number in decisions.items()}
+        assert decided == {name: format_count(number) for name, number in decisions.items()}
         assert cells(page, "Engines")[0][0] == HOSTILE
         assert page.locator("#picture img").count() == 0
         assert "saved" in page.title()

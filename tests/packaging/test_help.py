@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.cli.commands import COMMANDS
-from kvtier.cli.parser import make_parser, verbs_of
+from kvtier.cli.commands import COMMANDS, make_parser, verbs_of
 
 PARSER = make_parser(COMMANDS)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.call import add_socket_options, socket_of
+from kvtier.cli.call import add_target_options, target_from
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def machines(tmp_path: Path) -> Path:
 
 def meant(machines: Path, *words: str) -> object:
     parser = argparse.ArgumentParser()
-    add_socket_options(parser)
-    return socket_of(parser.parse_args(words), machines)
+    add_target_options(parser)
+    return target_from(parser.parse_args(words), machines)
 
 
 def test_the_machines_is_meant_where_the_user_has_none(users: Path, machines: Path) -> None:

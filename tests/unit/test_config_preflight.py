@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli.preflight import check_pool, check_start, lacks
+from kvtier.cli.preflight import check_pool, check_start, find_problems
 from kvtier.config import Config, load_config
 from kvtier.daemon.supervisor import engine_lock
 from kvtier.daemon.tiers import ssd_space
@@ -176,7 +176,7 @@ def test_no_ssd_tier_needs_no_directory(tmp_path):
 def test_what_keeps_an_ssd_tier_out_does_not_keep_a_daemon_from_starting(tmp_path):
     config = configured(tmp_path, ssd__directory="/proc/kvtier", ssd__required="false")
     check_start(config, machine(tmp_path))
-    assert [lack.field for lack in lacks(config)] == ["ssd.directory"]
+    assert [lack.field for lack in find_problems(config)] == ["ssd.directory"]
 
 
 def test_more_disk_than_there_is(tmp_path):

@@ -9,9 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli.doctor import machine, memory, storage
-from kvtier.cli.doctor.check import Check, CheckVerdict, Finding, examine, ok
-from kvtier.cli.doctor.subject import Running, Subject
+from kvtier.cli.doctor import machine, storage
+from kvtier.cli.doctor.check import (
+    Check,
+    CheckContext,
+    CheckVerdict,
+    Finding,
+    RunningDaemon,
+    ok,
+    run_checks,
+)
 from kvtier.config import load_config
 from kvtier.daemon.tiers.ssd_space import floor_beside_system
 from kvtier.errors import StartError, TierError
@@ -23,15 +30,15 @@ Max open files            64                   {}                 files
 """
 
 
-def subject(
-    root: Path, files: Mapping[str, str], running: Running | None = None, **settings: str
-) -> Subject:
+def context(
+    root: Path, files: Mapping[str, str], running: RunningDaemon | None = None, **settings: str
+) -> CheckContext:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    return Subject(load_config(None, overrides, {}), running, root)
+    return CheckContext(load_config(None, overrides, {}), running, root)
 
 
 def told(finding: Finding) -> CheckVerdict:
@@ -51,7 +58,7 @@ def told(finding: Finding) -> CheckVerdict:
 )
 def test_kernels(tmp_path: Path, release: str, verdict: str) -> None:
     files = {"proc/sys/kernel/osrelease": f"{release}\n"}
-    assert told(machine.look_at_kernel(subject(tmp_path, files))) == verdict
+    assert told(machine.inspect_kernel(context(tmp_path, files))) == verdict
 
 
 @pytest.mark.parametrize(
@@ -59,40 +66,42 @@ def test_kernels(tmp_path: Path, release: str, verdict: str) -> None:
 )
 def test_open_files(tmp_path: Path, limit: str, verdict: str) -> None:
     files = {"proc/self/limits": LIMITS.format(limit)}
-    assert told(machine.look_at_descriptors(subject(tmp_path, files))) == verdict
+    assert told(machine.inspect_descriptors(context(tmp_path, files))) == verdict
 
 
 def test_limits_are_the_running_daemons_where_there_is_one(tmp_path: Path) -> None:
     files = {"proc/self/limits": LIMITS.format(64), "proc/77/limits": LIMITS.format(65536)}
-    found = machine.look_at_descriptors(subject(tmp_path, files, Running(77)))
+    found = machine.inspect_descriptors(context(tmp_path, files, RunningDaemon(77)))
     assert told(found) == "ok"
     assert "the running daemon's" in found.found
 
 
 def test_locked_memory_matters_with_a_gpu(tmp_path: Path) -> None:
     files = {"proc/self/limits": LIMITS.format(1024)}
-    assert told(machine.look_at_locking(subject(tmp_path, files))) == "ok"
+    assert told(machine.inspect_locking(context(tmp_path, files))) == "ok"
     files["dev/nvidiactl"] = ""
-    assert told(machine.look_at_locking(subject(tmp_path, files))) == "warn"
+    assert told(machine.inspect_locking(context(tmp_path, files))) == "warn"
 
 
 def test_gpus(tmp_path: Path) -> None:
     on_gpu = {"engine__model": "/models/m", "engine__device": "cuda"}
-    assert told(machine.look_at_gpu(subject(tmp_path, {}))) == "ok"
-    assert told(machine.look_at_gpu(subject(tmp_path, {}, **on_gpu))) == "fail"
+    assert told(machine.inspect_gpu(context(tmp_path, {}))) == "ok"
+    assert told(machine.inspect_gpu(context(tmp_path, {}, **on_gpu))) == "fail"
     driver = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12\n"
-    found = machine.look_at_gpu(subject(tmp_path, {"proc/driver/nvidia/version": driver}, **on_gpu))
+    found = machine.inspect_gpu(context(tmp_path, {"proc/driver/nvidia/version": driver}, **on_gpu))
     assert told(found) == "ok"
     assert "570.86.15" in found.found
 
 
 def test_a_slow_clock_is_named(tmp_path: Path) -> None:
     name = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    assert told(machine.look_at_clock(subject(tmp_path, {name: "hpet\n"}))) == "warn"
+    assert told(machine.inspect_clock(context(tmp_path, {name: "hpet\n"}))) == "warn"
 
 
 def test_several_nodes_are_told(tmp_path: Path) -> None:
-    found = machine.look_at_nodes(subject(tmp_path, {"sys/devices/system/node/online": "0-1\n"}))
+    found = machine.inspect_numa_nodes(
+        context(tmp_path, {"sys/devices/system/node/online": "0-1\n"})
+    )
     assert "NUMA nodes 0-1" in found.found
 
 
@@ -103,34 +112,34 @@ def test_memory_counts_the_smallest_control_group(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/memory.max": f"{GIB}\n",
         "sys/fs/cgroup/pod/memory.current": "0\n",
     }
-    small = subject(tmp_path, files, cpu__capacity="2GiB")
+    small = context(tmp_path, files, cpu__capacity="2GiB")
     with pytest.raises(StartError, match="at most 764MiB"):
-        memory.look_at_memory(small)
-    assert told(memory.look_at_memory(subject(tmp_path, files, cpu__capacity="512MiB"))) == "ok"
-    assert told(memory.look_at_memory(subject(tmp_path, files, Running(1)))) == "ok"
+        machine.inspect_memory(small)
+    assert told(machine.inspect_memory(context(tmp_path, files, cpu__capacity="512MiB"))) == "ok"
+    assert told(machine.inspect_memory(context(tmp_path, files, RunningDaemon(1)))) == "ok"
 
 
 def test_memory_that_is_promised_once_only(tmp_path: Path) -> None:
     left = f"CommitLimit: {3 * GIB >> 10} kB\nCommitted_AS: {2 * GIB >> 10} kB\n"
     files = {"proc/sys/vm/overcommit_memory": "2\n", "proc/meminfo": left}
-    strict = subject(tmp_path, files, cpu__capacity="2GiB")
-    assert told(memory.look_at_overcommit(strict)) == "fail"
-    assert told(memory.look_at_overcommit(subject(tmp_path, files, cpu__capacity="1GiB"))) == "ok"
-    usual = subject(tmp_path, files | {"proc/sys/vm/overcommit_memory": "0\n"})
-    assert told(memory.look_at_overcommit(usual)) == "ok"
+    strict = context(tmp_path, files, cpu__capacity="2GiB")
+    assert told(machine.inspect_overcommit(strict)) == "fail"
+    assert told(machine.inspect_overcommit(context(tmp_path, files, cpu__capacity="1GiB"))) == "ok"
+    usual = context(tmp_path, files | {"proc/sys/vm/overcommit_memory": "0\n"})
+    assert told(machine.inspect_overcommit(usual)) == "ok"
 
 
 def test_swap_is_a_fault_unless_the_daemon_gets_none(tmp_path: Path) -> None:
     head = "Filename Type Size Used Priority\n"
-    assert told(memory.look_at_swap(subject(tmp_path, {"proc/swaps": head}))) == "ok"
+    assert told(machine.inspect_swap(context(tmp_path, {"proc/swaps": head}))) == "ok"
     files = {"proc/swaps": f"{head}/swap.img file 8388604 0 -2\n", "proc/self/cgroup": "0::/a\n"}
-    assert told(memory.look_at_swap(subject(tmp_path, files))) == "warn"
+    assert told(machine.inspect_swap(context(tmp_path, files))) == "warn"
     files |= {"proc/77/cgroup": "0::/kv\n", "sys/fs/cgroup/kv/memory.swap.max": "0\n"}
-    assert told(memory.look_at_swap(subject(tmp_path, files, Running(77)))) == "ok"
+    assert told(machine.inspect_swap(context(tmp_path, files, RunningDaemon(77)))) == "ok"
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:
-    assert told(memory.look_at_shm(subject(tmp_path, {}))) == "warn"
+    assert told(machine.inspect_shm(context(tmp_path, {}))) == "warn"
 
 
 @pytest.mark.parametrize(
@@ -142,15 +151,15 @@ def test_file_systems(tmp_path: Path, kind: str, verdict: str) -> None:
     folder.mkdir()
     place = str(folder).replace(" ", "\\040")
     mounts = f"22 1 0:21 / / rw - ext4 /dev/sda1 rw\n40 22 0:31 / {place} rw - {kind} x rw\n"
-    here = subject(tmp_path, {"proc/self/mountinfo": mounts}, ssd__directory=str(folder / "ssd"))
-    found = storage.look_at_file_system(here)
+    here = context(tmp_path, {"proc/self/mountinfo": mounts}, ssd__directory=str(folder / "ssd"))
+    found = storage.inspect_file_system(here)
     assert told(found) == verdict
     assert f"{kind} at {folder}" in found.found
 
 
-@pytest.mark.parametrize("look", [lambda: 1 / 0, lambda: Path("/nowhere").stat()])
-def test_a_check_that_raises_is_a_finding(look: object) -> None:
-    ((_, found),) = examine([Check("it", look)])  # type: ignore[arg-type] # it never returns
+@pytest.mark.parametrize("inspect", [lambda: 1 / 0, lambda: Path("/nowhere").stat()])
+def test_a_check_that_raises_is_a_finding(inspect: object) -> None:
+    ((_, found),) = run_checks([Check("it", inspect)])  # type: ignore[arg-type] # it never returns
     assert told(found) == "fail"
 
 
@@ -169,7 +178,7 @@ def test_a_check_that_hangs_keeps_no_other() -> None:
         Check("refuses", refuse),
         Check("is well", lambda: ok("well")),
     ]
-    found = dict(examine(checks))
+    found = dict(run_checks(checks))
     never.set()
     assert found["hangs"].remedy == "look there"
     assert found["refuses"].found == "no such thing"
@@ -186,7 +195,7 @@ def test_what_others_have_above_is_not_room_for_the_tier(
     def space(directory: Path) -> Finding:
         sizes = {"ssd__capacity": "16MiB", "ssd__segment": "1MiB", "ssd__free_space_floor": "0"}
         elsewhere = Path("/proc")  # as the root, so that this is not the system's own drive
-        return storage.look_at_space(subject(elsewhere, {}, ssd__directory=str(directory), **sizes))
+        return storage.inspect_space(context(elsewhere, {}, ssd__directory=str(directory), **sizes))
 
     assert told(space(tmp_path)) == "ok", "the tier's own files are part of its capacity"
     with pytest.raises(StartError, match="do not fit"):
@@ -213,7 +222,7 @@ def test_the_systems_own_drive_keeps_what_a_kubelet_wants(
     disk = SimpleNamespace(total=200 * GIB, free=free * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
     sizes = {"ssd__capacity": capacity, "ssd__free_space_floor": floor}
-    found = storage.look_at_space(subject(tmp_path, {}, ssd__directory=str(tmp_path), **sizes))
+    found = storage.inspect_space(context(tmp_path, {}, ssd__directory=str(tmp_path), **sizes))
     assert told(found) == verdict
     assert ("ssd.free_space_floor = 30GiB" in found.remedy) == (verdict == "warn")
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from test_stat_text import HUGE, busy, document
+from test_stat import HUGE, busy, document
 
-from kvtier.cli.top_frame import Size, frame
-from kvtier.cli.top_poll import Poller, View
+from kvtier.cli.top import Poller, StatusView
+from kvtier.cli.top_frame import WindowSize, render_frame
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.errors import StartError
 
 
-def shown(view: View, columns: int = 80, lines: int = 24, **more: Any) -> list[str]:
-    return [line.plain for line in frame(view, Size(columns, lines, **more), "q quits")]
+def shown(view: StatusView, columns: int = 80, lines: int = 24, **more: Any) -> list[str]:
+    return [
+        line.plain for line in render_frame(view, WindowSize(columns, lines, **more), "q quits")
+    ]
 
 
 # Polling
@@ -123,9 +125,9 @@ def test_a_frame_fits_any_window_and_no_word_is_cut(
     make: Callable[[], dict[str, Any]], columns: int, lines: int
 ) -> None:
     now = make()
-    narrow = shown(View(now, problem="no answer " * 50), columns, lines)
+    narrow = shown(StatusView(now, problem="no answer " * 50), columns, lines)
     assert len(narrow) <= lines
-    wide = shown(View(now, problem="no answer " * 50), max(80, columns), lines)
+    wide = shown(StatusView(now, problem="no answer " * 50), max(80, columns), lines)
     for line in narrow:
         assert cell_len(line) <= columns
         whole = next((each for each in wide if each.startswith(line)), None)
@@ -134,7 +136,7 @@ def test_a_frame_fits_any_window_and_no_word_is_cut(
 
 
 def test_a_window_of_24_lines_has_every_part() -> None:
-    lines = shown(View(full()))
+    lines = shown(StatusView(full()))
     text = "\n".join(lines)
     for part in ("kvtier 0.1.0", "saved", "tier ", "cpu → ssd", "decided", "engine ", "request "):
         assert part in text, f"{part}\n{text}"
@@ -143,7 +145,7 @@ def test_a_window_of_24_lines_has_every_part() -> None:
 
 
 def test_a_larger_window_has_more_engines_and_requests() -> None:
-    large = "\n".join(shown(View(full()), 160, 60))
+    large = "\n".join(shown(StatusView(full()), 160, 60))
     assert len(re.findall(r"^engine \d+ with a rather long name ", large, re.MULTILINE)) > 5
     assert large.count("chatcmpl-") > 10
     assert f"chatcmpl-{3:032x}-with-more" in large
@@ -153,11 +155,11 @@ def test_it_says_what_restoring_saved_of_what() -> None:
     now = document()
     minute = now["grown"]["minute"]
     minute |= {"seconds": 60.0, "saved_s": 5.0, "lost_s": 1.0, "actual_s": 6.0}
-    assert shown(View(now))[1] == "saved 4 s of 10 s of time to first token in the last 60 s"
+    assert shown(StatusView(now))[1] == "saved 4 s of 10 s of time to first token in the last 60 s"
     now["worth"] |= {"saved_s": 4.5, "saved_measured_s": 1.5}
-    assert "since the start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(View(now))[2]
+    assert "since the start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(StatusView(now))[2]
     minute |= {"seconds": 5.0, "saved_s": 0.0, "lost_s": 0.0}
-    assert shown(View(now))[1] == "no restores in the last 5 s"
+    assert shown(StatusView(now))[1] == "no restores in the last 5 s"
 
 
 def test_rates_are_over_the_time_that_counters_grew_in() -> None:
@@ -165,15 +167,15 @@ def test_rates_are_over_the_time_that_counters_grew_in() -> None:
     lately = now["grown"]["lately"]
     lately["decisions"] = {"cost": 30, "all": 120}
     now["engines"][0]["lately"] |= {"requests": 40, "first_tokens": 4, "first_token_s": 2.0}
-    text = "\n".join(shown(View(now)))
+    text = "\n".join(shown(StatusView(now)))
     assert "decided        all 12/s, cost 3/s\n" in text
     assert re.search(r"^engine 0 .* 4/s .* 500 ms ", text, re.MULTILINE), text
     lately["seconds"] = 0.0  # the daemon has just begun
-    assert " 0/s, " in "\n".join(shown(View(now)))
+    assert " 0/s, " in "\n".join(shown(StatusView(now)))
 
 
 def test_the_age_of_what_is_shown_stands_at_the_top() -> None:
-    lines = shown(View(document(), age_s=75.0, is_old=True, problem="no daemon answers"))
+    lines = shown(StatusView(document(), age_s=75.0, is_old=True, problem="no daemon answers"))
     assert lines[0].endswith("75 s old")
     assert "no daemon answers" in lines
     assert "q quits" not in lines[0]
@@ -184,11 +186,11 @@ def test_nothing_that_a_client_says_steers_the_terminal() -> None:
     evil["requests"][0]["request_id"] = "\x1b[2J\nred"
     evil["engines"][0]["engine"] = "漢字\u202e\x07" * 20
     evil["tiers"]["cpu"]["reason"] = "\x1b]0;title\x07"
-    lines = shown(View(evil, problem="\r\x1b[0m"))
+    lines = shown(StatusView(evil, problem="\r\x1b[0m"))
     assert "".join(lines).isprintable()
     assert all(cell_len(line) <= 80 for line in lines)
 
 
 def test_a_terminal_without_other_letters_is_given_none() -> None:
-    lines = shown(View(full()), is_ascii=True)
+    lines = shown(StatusView(full()), is_ascii=True)
     assert "\n".join(lines).isascii()

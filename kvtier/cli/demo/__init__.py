@@ -1,5 +1,137 @@
-"""``kvtier demo``: ask a real model about a document, once per tier, and show what it took."""
+"""The command itself: its options, what they must be, and its exit code."""
 
-from kvtier.cli.demo.command import add_options
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
 
-__all__ = ["add_options"]
+import kvtier
+from kvtier.errors import StartError, reason_of
+
+__all__ = ["add_options", "run"]
+
+_MODEL = Path(".model") / "smollm2-135m-instruct.gguf"
+_MODEL_VARIABLE = "KVTIER_DEMO_MODEL"
+_PACKAGES = ("openai", "torch", "transformers", "gguf")
+
+_DOCUMENT_BYTES_MAX = 4 << 20
+"""No model of today reads more; a larger file is one given by mistake."""
+
+_REDIS_TIMEOUT_S = 2.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help=f"model folder or GGUF file (${_MODEL_VARIABLE}, or the one of `make setup`)",
+    )
+    parser.add_argument(
+        "--document", type=Path, metavar="FILE", help="text to ask about (kvtier's own docs)"
+    )
+    parser.add_argument(
+        "--redis", default="", metavar="URL", help="also show a hit in this Redis or Valkey"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show a hit in every tier; exit code 1 where one did not serve or changed an answer."""
+    for name in (*_PACKAGES, "redis") if options.redis else _PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise StartError("demo", f"needs the package {name}", "pip install 'kvtier[demo]'")
+    model = _model(options.model)
+    document = _document(options.document)
+    if options.redis:
+        _check_redis(options.redis)
+    # After the checks: rich and the client are only needed now.
+    from kvtier.cli.demo.deployment import DemoDeployment
+    from kvtier.cli.demo.run import DemoProgress, DemoRun, as_json, print_table
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _interrupt)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_parent()) as directory,
+        DemoProgress() as progress,
+        DemoDeployment(Path(directory), model, options.redis) as product,
+    ):
+        passes = DemoRun(product, document, progress).passes()
+    if options.json:
+        print(as_json(passes))
+    else:
+        print_table(passes)
+    problems = [problem for done in passes for problem in done.problems]
+    for problem in problems:
+        print(f"kvtier: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    """End as Ctrl-C does: what was started is stopped, and the directory removed."""
+    raise KeyboardInterrupt
+
+
+def _parent() -> Path | None:
+    """Return where the demo's directory goes: onto a disk, since /tmp is memory on many systems."""
+    on_disk = Path("/var/tmp")  # noqa: S108 - only the parent of a private directory
+    is_chosen = "TMPDIR" in os.environ or not os.access(on_disk, os.W_OK)
+    return None if is_chosen else on_disk
+
+
+def _model(given: Path | None) -> Path:
+    """Return the model to use; raises StartError where there is none."""
+    beside = Path(kvtier.__file__).parents[1] / _MODEL
+    named = os.environ.get(_MODEL_VARIABLE)
+    path = given or (Path(named) if named else beside)
+    if not path.exists():
+        raise StartError(
+            "--model", f"there is no model at {path}", "run `make setup`, or give --model PATH"
+        )
+    return path.absolute()
+
+
+def _document(given: Path | None) -> str:
+    """Return the text to ask about; raises StartError where it cannot be read."""
+    package = Path(__file__).parents[1]
+    checkout = Path(kvtier.__file__).parents[1] / "docs" / "architecture.md"
+    path = given or (checkout if checkout.exists() else package / "document.md")
+    try:
+        with path.open("rb") as file:
+            content = file.read(_DOCUMENT_BYTES_MAX + 1)
+    except OSError as error:
+        raise StartError("--document", f"{path}: {reason_of(error)}", "give a text file") from error
+    if len(content) > _DOCUMENT_BYTES_MAX:
+        raise StartError("--document", f"{path} is larger than 4 MiB", "give a shorter text")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise StartError("--document", f"{path} is not UTF-8 text", "give a text file") from error
+
+
+def _check_redis(url: str) -> None:
+    """Refuse a server that does not answer; its URL may hold a password and is not repeated."""
+    import redis
+
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        ) as server:
+            server.ping()
+    except ValueError as error:
+        raise StartError(
+            "--redis", "is no URL of a server", "give one such as redis://127.0.0.1:6379/0"
+        ) from error
+    except redis.RedisError as error:
+        raise StartError(
+            "--redis",
+            f"the server does not answer ({type(error).__name__})",
+            "start it or correct the URL",
+        ) from error

@@ -1,5 +1,203 @@
-"""``kvtier doctor``: looks at the machine, and says what to change."""
+"""``kvtier doctor``: its options, its checks in the order of a report, and the report."""
 
-from kvtier.cli.doctor.command import add_options
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-__all__ = ["add_options"]
+from kvtier.cli.doctor import daemon, machine, storage
+from kvtier.cli.doctor.check import (
+    REMOTE_DEADLINE_S,
+    Check,
+    CheckContext,
+    CheckVerdict,
+    Finding,
+    RunningDaemon,
+    fail,
+    ok,
+    run_checks,
+    warn,
+)
+from kvtier.cli.options import add_config_options, config_from
+from kvtier.config import Config
+from kvtier.config.machine import MACHINE_CONFIG
+from kvtier.config.model import default_socket
+from kvtier.config.secret import with_url
+from kvtier.errors import ConfigError
+from kvtier.observe.log import start_log
+
+__all__ = ["add_options", "run"]
+
+_MEASURE_S = 60.0
+_DAEMON_HUNG = "look at its log, and restart it"
+_DISK_HUNG = "look at the mount (dmesg, findmnt), or name another ssd.directory"
+_REMOTE_HUNG = "look at the network and the server, or correct remote.url"
+_WIDTH_MAX = 100
+
+_Named = tuple[str, Finding]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="write and read 256 MiB in ssd.directory, and remove them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make every check and print what was found; 1 where one failed."""
+    start_log("error")  # what else is to be said of a server is a finding here
+    config, first = _configuration(options)
+    running: list[RunningDaemon] = []
+    inspect = partial(daemon.inspect_daemon, config, running.append)
+    found = [first, *run_checks([Check("daemon", inspect, if_hung=_DAEMON_HUNG)])]
+    context = CheckContext(config, running[0] if running else None)
+    found += run_checks(_checks(context))
+    if options.measure and config.ssd.enabled:  # alone, for others would be late beside it
+        inspect = partial(_as_daemon_user(storage.inspect_speed), context)
+        found += run_checks([Check("speed", inspect, _MEASURE_S, _DISK_HUNG)])
+    print(_document(found) if options.json else _text(found))
+    return int(any(finding.verdict is CheckVerdict.FAIL for _, finding in found))
+
+
+def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
+    """Return what is configured, or the defaults where that cannot be used."""
+    try:
+        config, finding = _found(options)
+    except ConfigError as error:
+        found = f"{error.field}: {error.problem}; what follows is about the defaults"
+        return Config(), ("config", fail(found, error.remedy))
+    with contextlib.suppress(ConfigError):  # the check of files says so
+        config = with_url(config)
+    return config, ("config", finding)
+
+
+def _found(options: argparse.Namespace) -> tuple[Config, Finding]:
+    """Return the configuration that is meant, the machine's where nothing says another, and why.
+
+    Raises ConfigError.
+    """
+    config = config_from(options)
+    if options.config is not None:
+        return config, ok(str(options.config))
+    socket, user = config.daemon.socket, f"user {os.geteuid()}"
+    why_none = ""
+    if socket != default_socket():
+        why_none = "daemon.socket is named"
+    elif os.access(socket, os.F_OK):
+        why_none = f"{user} has a daemon at {socket}"
+    elif not os.access(MACHINE_CONFIG, os.F_OK):
+        why_none = f"there is no {MACHINE_CONFIG}"
+    if why_none:
+        return config, ok(f"no file; defaults and environment, since {why_none}")
+    if not os.access(MACHINE_CONFIG, os.R_OK):
+        return config, warn(
+            f"{MACHINE_CONFIG} is closed to {user}; what follows is about the defaults",
+            "run this as the daemon's user or as root, or name a file with --config",
+        )
+    options.config = MACHINE_CONFIG
+    return config_from(options), ok(f"{MACHINE_CONFIG}, the machine's, since no other is named")
+
+
+def _checks(context: CheckContext) -> list[Check]:
+    def check(name: str, inspect: Callable[[CheckContext], Finding], **more: Any) -> Check:
+        return Check(name, partial(inspect, context), **more)
+
+    def closed(name: str, inspect: Callable[[CheckContext], Finding], **more: Any) -> Check:
+        return check(name, _as_daemon_user(inspect), **more)
+
+    config = context.config
+    checks = [
+        check("versions", machine.inspect_versions),
+        check("kernel", machine.inspect_kernel),
+        check("service", machine.inspect_service),
+        check("cpu", machine.inspect_numa_nodes),
+        check("clock", machine.inspect_clock),
+        check("gpu", machine.inspect_gpu),
+        check("nofile", machine.inspect_descriptors),
+        check("memlock", machine.inspect_locking),
+        check("memory", machine.inspect_memory),
+        check("arena", machine.inspect_arena),
+        check("overcommit", machine.inspect_overcommit),
+        check("swap", machine.inspect_swap),
+        check("shm", machine.inspect_shm),
+    ]
+    if config.ssd.enabled:
+        disk = partial(closed, if_hung=_DISK_HUNG)
+        checks += [
+            disk("ssd", storage.inspect_directory),
+            disk("space", storage.inspect_space),
+            disk("inodes", storage.inspect_inodes),
+            disk("mount", storage.inspect_file_system),
+            disk("drive", storage.inspect_drive),
+            disk("direct-io", storage.inspect_direct_io),
+        ]
+    if config.remote.url:
+        remote = partial(check, deadline_s=REMOTE_DEADLINE_S, if_hung=_REMOTE_HUNG)
+        checks.append(remote("remote", _inspect_remote))
+    return [
+        *checks,
+        closed("files", daemon.inspect_files),
+        check("socket", daemon.inspect_socket),
+        check("ports", daemon.inspect_ports),
+    ]
+
+
+def _as_daemon_user(
+    inspect: Callable[[CheckContext], Finding],
+) -> Callable[[CheckContext], Finding]:
+    """Have files that are the running daemon's user's looked at by none to whom they are closed."""
+
+    def looked(context: CheckContext) -> Finding:
+        owner = context.running.uid if context.running else None
+        if owner is None or os.geteuid() in {0, owner}:
+            return inspect(context)
+        return warn(f"closed to user {os.geteuid()}", f"run this as user {owner}, or as root")
+
+    return looked
+
+
+def _inspect_remote(context: CheckContext) -> Finding:
+    from kvtier.cli.doctor.remote import inspect_remote  # it needs the extra redis
+
+    return inspect_remote(context)
+
+
+def _text(found: list[_Named]) -> str:
+    """Return a line a check, a second one for what to change, and the sum."""
+    width = min(_WIDTH_MAX, shutil.get_terminal_size().columns)
+    lines = []
+    for name, finding in found:
+        head = f"{finding.verdict:<5} {name:<11} "
+        text = [finding.found, *([f"-> {finding.remedy}"] if finding.remedy else [])]
+        for place, part in enumerate(text):
+            begin = head if place == 0 else " " * len(head)
+            indent = " " * (len(head) + 3 * place)
+            lines += textwrap.wrap(part, width, initial_indent=begin, subsequent_indent=indent)
+    counts = {
+        verdict: sum(finding.verdict is verdict for _, finding in found) for verdict in CheckVerdict
+    }
+    return "\n".join([*lines, "", ", ".join(f"{count} {name}" for name, count in counts.items())])
+
+
+def _document(found: list[_Named]) -> str:
+    checks = [
+        {
+            "check": name,
+            "verdict": finding.verdict,
+            "found": finding.found,
+            "remedy": finding.remedy,
+        }
+        for name, finding in found
+    ]
+    return json.dumps({"checks": checks}, indent=2)

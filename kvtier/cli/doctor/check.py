@@ -13,10 +13,24 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
+from kvtier.config import Config
+from kvtier.daemon.tiers.memory import MemoryFiles
 from kvtier.errors import KvtierError, StartError, reason_of
 
-__all__ = ["REMOTE_DEADLINE_S", "Check", "CheckVerdict", "Finding", "examine", "fail", "ok", "warn"]
+__all__ = [
+    "REMOTE_DEADLINE_S",
+    "Check",
+    "CheckContext",
+    "CheckVerdict",
+    "Finding",
+    "RunningDaemon",
+    "fail",
+    "ok",
+    "run_checks",
+    "warn",
+]
 
 REMOTE_DEADLINE_S = 5.0
 """For finding the remote tier's servers and asking each; a daemon gives a call far less."""
@@ -58,15 +72,15 @@ def fail(found: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to look at; ``look`` may raise, and may hang."""
+    """Something to look at; ``inspect`` may raise, and may hang."""
 
     name: str
-    look: Callable[[], Finding]
+    inspect: Callable[[], Finding]
     deadline_s: float = 3.0
     if_hung: str = "find out what hangs, with dmesg and /proc/PID/stack"
 
 
-def examine(checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
+def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
     """Make all checks at once and yield their names and findings, in order."""
     started_s = time.monotonic()
     begun = [(check, _begin(check)) for check in checks]
@@ -90,7 +104,7 @@ def _begin(check: Check) -> "Future[Finding]":
 def _outcome(check: Check) -> Finding:
     """Return what a check finds; a fault in it is a finding, and keeps no other from being made."""
     try:
-        return check.look()
+        return check.inspect()
     except StartError as error:
         return fail(f"{error.field}: {error.problem}", error.remedy)
     except KvtierError as error:
@@ -100,3 +114,56 @@ def _outcome(check: Check) -> Finding:
         return fail(f"{where}{reason_of(error)}", "put that right")
     except Exception as error:
         return fail(f"this check itself is broken: {error!r}", "report it to kvtier's authors")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDaemon:
+    """A daemon that answers at the configuration's socket."""
+
+    pid: int
+    """As it is known here; 0 where it is in another container, or does not let us in."""
+    uid: int | None = None
+    """Its user; None where that cannot be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckContext:
+    """What is looked at; tests give a ``root`` with kernel files of their own."""
+
+    config: Config
+    running: RunningDaemon | None = None
+    root: Path = Path("/")
+
+    def read(self, name: str) -> str:
+        """Return a file of the kernel, such as ``proc/swaps``; empty where there is none."""
+        try:
+            return (self.root / name).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    @property
+    def memory_files(self) -> MemoryFiles:
+        """Return where the kernel tells how much memory there is."""
+        root = self.root
+        return MemoryFiles(root / "proc/meminfo", root / "proc/self/cgroup", root / "sys/fs/cgroup")
+
+    def limit(self, name: str) -> tuple[float, str]:
+        """Return a soft resource limit, such as ``Max locked memory``, and whose it is.
+
+        If a daemon is running, it is the daemon's: a shell and a service have different limits.
+        """
+        return self._limit(name, 0)
+
+    def hard_limit(self, name: str) -> tuple[float, str]:
+        """Return a hard resource limit, and whose it is, like ``limit``."""
+        return self._limit(name, 1)
+
+    def _limit(self, name: str, column: int) -> tuple[float, str]:
+        whose, folder = ("this shell's", "self")
+        if self.running and self.read(f"proc/{self.running.pid}/limits"):
+            whose, folder = "the running daemon's", str(self.running.pid)
+        for line in self.read(f"proc/{folder}/limits").splitlines():
+            if line.startswith(name):
+                limit = line.removeprefix(name).split()[column]
+                return (float("inf") if limit == "unlimited" else float(limit)), whose
+        return float("inf"), whose

@@ -14,9 +14,8 @@ from kvtier import __version__
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.certificate import Certificates, read_authorities
-from kvtier.cli.call import ask
-from kvtier.cli.doctor.check import Finding, fail, ok, warn
-from kvtier.cli.doctor.subject import Running, Subject
+from kvtier.cli.call import call_daemon
+from kvtier.cli.doctor.check import CheckContext, Finding, RunningDaemon, fail, ok, warn
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Config, ListenAddress
 from kvtier.config.secret import with_url
@@ -27,10 +26,10 @@ from kvtier.transfer.door import peer_of
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = [
-    "look_at_daemon",
-    "look_at_files",
-    "look_at_ports",
-    "look_at_socket",
+    "inspect_daemon",
+    "inspect_files",
+    "inspect_ports",
+    "inspect_socket",
 ]
 
 _ANSWER_S = 2.0
@@ -39,7 +38,7 @@ _LISTEN = "0A"
 """The state of a socket that listens, as the kernel writes it."""
 
 
-def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Finding:
+def inspect_daemon(config: Config, on_found: Callable[[RunningDaemon], None]) -> Finding:
     """Ask the daemon at the configuration's socket how it does; that none runs is no fault.
 
     ``on_found`` is told of one that does not answer, too.
@@ -54,7 +53,7 @@ def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Findi
             f"{path} is user {running.uid}'s, and tells user {user} nothing",
             "run this as that user or as root, or name yours in daemon.allowed_uids",
         )
-    reply = ask(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
+    reply = call_daemon(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
     document = json.loads(reply.json)
     found = f"kvtier {document['version']} runs as pid {document['pid']}"
     ailing = [
@@ -69,7 +68,7 @@ def look_at_daemon(config: Config, on_found: Callable[[Running], None]) -> Findi
     return ok(f"{found}, all tiers are up")
 
 
-def _served_by(path: Path) -> Running | None:
+def _served_by(path: Path) -> RunningDaemon | None:
     """Return who listens; None for nobody, as where a socket is left over."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_ANSWER_S)
@@ -78,10 +77,10 @@ def _served_by(path: Path) -> Running | None:
         except (FileNotFoundError, ConnectionRefusedError):
             return None
         except PermissionError:
-            return Running(0, _owner_of(path))
+            return RunningDaemon(0, _owner_of(path))
         except OSError:
-            return Running(0)  # the question that comes next tells why
-        return Running(*peer_of(probe))
+            return RunningDaemon(0)  # the question that comes next tells why
+        return RunningDaemon(*peer_of(probe))
 
 
 def _owner_of(path: Path) -> int:
@@ -92,10 +91,10 @@ def _owner_of(path: Path) -> int:
     return 0
 
 
-def look_at_socket(subject: Subject) -> Finding:
+def inspect_socket(context: CheckContext) -> Finding:
     """Look whether the socket can be made, and reached by those who may."""
-    daemon = subject.config.daemon
-    if subject.running:
+    daemon = context.config.daemon
+    if context.running:
         return ok(f"{daemon.socket}, the running daemon's")
     folder = next(path for path in daemon.socket.parents if path.exists())
     if folder == daemon.socket.parent:
@@ -116,16 +115,16 @@ def look_at_socket(subject: Subject) -> Finding:
     return ok(f"{daemon.socket}, for {others}")
 
 
-def look_at_ports(subject: Subject) -> Finding:
+def inspect_ports(context: CheckContext) -> Finding:
     """Look whether each port is free, or held by the running daemon itself."""
-    config = subject.config
+    config = context.config
     wanted: dict[str, ListenAddress | None] = {
         "http.listen": config.http.listen,
         "rpc.listen": config.rpc.listen,
         "engine.listen": config.engine.listen if config.engine.model else None,
     }
-    ours = _held(subject.running)
-    daemons_user = subject.running.uid if subject.running and ours is None else None
+    ours = _held(context.running)
+    daemons_user = context.running.uid if context.running and ours is None else None
     found = []
     for field, address in wanted.items():
         if address is None:
@@ -136,7 +135,7 @@ def look_at_ports(subject: Subject) -> Finding:
         try:
             check_free(field, address)
         except StartError as error:
-            user = _listener(subject, address.port)
+            user = _listener(context, address.port)
             if user is not None and user == daemons_user:
                 found.append(f"{address} is held by user {user}, as whom the daemon runs")
                 continue
@@ -147,7 +146,7 @@ def look_at_ports(subject: Subject) -> Finding:
     return ok(", ".join(found) or "none wanted")
 
 
-def _held(running: Running | None) -> set[int] | None:
+def _held(running: RunningDaemon | None) -> set[int] | None:
     """Return the TCP ports that the daemon and its children have; None where we may not see."""
     ports: set[int] = set()
     try:
@@ -160,19 +159,19 @@ def _held(running: Running | None) -> set[int] | None:
     return ports
 
 
-def _listener(subject: Subject, port: int) -> int | None:
+def _listener(context: CheckContext, port: int) -> int | None:
     """Return the user who listens on a TCP port, which the kernel tells everybody."""
     for name in ("proc/net/tcp", "proc/net/tcp6"):
-        for line in subject.read(name).splitlines()[1:]:
+        for line in context.read(name).splitlines()[1:]:
             _, local, _, state, _, _, _, user, *_ = line.split()
             if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
                 return int(user)
     return None
 
 
-def look_at_files(subject: Subject) -> Finding:
+def inspect_files(context: CheckContext) -> Finding:
     """Read the keys, tokens and the model that the configuration names, as a start would."""
-    config = subject.config
+    config = context.config
     named: list[str] = []
     certificates: dict[str, Certificates] = {}
     if config.seal.key_file is not None:

@@ -3,9 +3,16 @@
 import time
 from collections.abc import Mapping
 
-from kvtier.cli.doctor.check import REMOTE_DEADLINE_S, CheckVerdict, Finding, fail, ok, warn
-from kvtier.cli.doctor.subject import Subject
-from kvtier.cli.shown import shown_bytes, shown_seconds
+from kvtier.cli.doctor.check import (
+    REMOTE_DEADLINE_S,
+    CheckContext,
+    CheckVerdict,
+    Finding,
+    fail,
+    ok,
+    warn,
+)
+from kvtier.cli.formatting import format_bytes, format_seconds
 from kvtier.config.tiers import RemoteConfig
 from kvtier.errors import TierError
 from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
@@ -15,7 +22,7 @@ from kvtier.tiers.remote.resp import Refusal, RespCommand
 from kvtier.tiers.remote.server import Server
 from kvtier.tiers.remote.topology import Topology
 
-__all__ = ["look_at_remote"]
+__all__ = ["inspect_remote"]
 
 _PATIENCE_S = 2.0
 """For one connection or reply."""
@@ -25,9 +32,9 @@ _OLDEST = 6
 """Major version; older ones are not tested."""
 
 
-def look_at_remote(subject: Subject) -> Finding:
+def inspect_remote(context: CheckContext) -> Finding:
     """Ask each primary what it is; the worst finding counts."""
-    remote = subject.config.remote
+    remote = context.config.remote
     address = RemoteAddress.parse(remote.url)
     topology = _topology(address, remote)
     deadline_ns = time.monotonic_ns() + int(REMOTE_DEADLINE_S * 0.8e9)
@@ -78,14 +85,14 @@ def _judge(place: ServerAddress, facts: Mapping[str, str], took_s: float) -> Fin
     version = facts.get(f"{kind}_version", "0")
     limit, used = int(facts.get("maxmemory", "0")), int(facts.get("used_memory", "0"))
     policy = facts.get("maxmemory_policy", "unknown")
-    found = f"{kind} {version} at {place}, {shown_seconds(took_s)}"
+    found = f"{kind} {version} at {place}, {format_seconds(took_s)}"
     if facts.get("role") == "slave":
         return fail(f"{found}: a replica, which takes no blocks", "name the primary")
     if kind == "redis" and int(version.partition(".")[0]) < _OLDEST:
         return warn(f"{found}: older than what is tested", "use Redis 6 or newer, or Valkey")
     if not limit:
         return warn(f"{found}: no maxmemory, it may take its whole machine", "set maxmemory")
-    found += f", {shown_bytes(used)} of {shown_bytes(limit)}, {policy}"
+    found += f", {format_bytes(used)} of {format_bytes(limit)}, {policy}"
     if policy == "noeviction":
         remedy = "set maxmemory-policy volatile-ttl or allkeys-lru"
         if used >= limit:

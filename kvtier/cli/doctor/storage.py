@@ -9,22 +9,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.cli.doctor.check import Finding, fail, ok, warn
-from kvtier.cli.doctor.subject import Subject
-from kvtier.cli.shown import shown_bytes
+from kvtier.cli.doctor.check import CheckContext, Finding, fail, ok, warn
+from kvtier.cli.formatting import format_bytes
 from kvtier.config.units import format_size
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.daemon.tiers.ssd_space import check_space, floor_beside_system
 from kvtier.private import check_parents
 
 __all__ = [
-    "look_at_direct_io",
-    "look_at_directory",
-    "look_at_drive",
-    "look_at_file_system",
-    "look_at_inodes",
-    "look_at_space",
-    "look_at_speed",
+    "inspect_direct_io",
+    "inspect_directory",
+    "inspect_drive",
+    "inspect_file_system",
+    "inspect_inodes",
+    "inspect_space",
+    "inspect_speed",
 ]
 
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gluster", "afs")
@@ -39,9 +38,9 @@ _SLOW_BYTES = 100 << 20
 """A second: a tier slower than that is beaten by computing on any GPU."""
 
 
-def look_at_directory(subject: Subject) -> Finding:
+def inspect_directory(context: CheckContext) -> Finding:
     """Check that the directory is private to the daemon's user, or can be created as such."""
-    wanted = subject.config.ssd.directory
+    wanted = context.config.ssd.directory
     found = _nearest(wanted)
     remedy = f"mkdir -p {wanted}, and give it to the daemon's user with mode 0700"
     if not found.is_dir():
@@ -58,14 +57,14 @@ def look_at_directory(subject: Subject) -> Finding:
     return ok(str(wanted))
 
 
-def look_at_space(subject: Subject) -> Finding:
+def inspect_space(context: CheckContext) -> Finding:
     """Look whether the tier fits beside what others have there."""
-    ssd, place = subject.config.ssd, _nearest(subject.config.ssd.directory)
-    check_space(subject.config, place)
+    ssd, place = context.config.ssd, _nearest(context.config.ssd.directory)
+    check_space(context.config, place)
     free = os.statvfs(place)
-    left = shown_bytes(free.f_bavail * free.f_frsize)
+    left = format_bytes(free.f_bavail * free.f_frsize)
     found = f"{left} free, ssd.capacity is {format_size(ssd.capacity_bytes)}"
-    if floor_bytes := floor_beside_system(subject.config, place, subject.root):
+    if floor_bytes := floor_beside_system(context.config, place, context.root):
         return warn(
             f"{found}: when full it leaves less than 15 % of the system's own drive",
             "use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
@@ -74,9 +73,9 @@ def look_at_space(subject: Subject) -> Finding:
     return ok(found)
 
 
-def look_at_inodes(subject: Subject) -> Finding:
+def inspect_inodes(context: CheckContext) -> Finding:
     """Look whether there are inodes for all segments; a file system may not count them."""
-    ssd, volume = subject.config.ssd, os.statvfs(_nearest(subject.config.ssd.directory))
+    ssd, volume = context.config.ssd, os.statvfs(_nearest(context.config.ssd.directory))
     if not volume.f_files:
         return ok("made as they are needed")
     wanted = ssd.capacity_bytes // ssd.segment_bytes + ssd.free_inodes_floor
@@ -86,9 +85,9 @@ def look_at_inodes(subject: Subject) -> Finding:
     return ok(found)
 
 
-def look_at_file_system(subject: Subject) -> Finding:
+def inspect_file_system(context: CheckContext) -> Finding:
     """Look what kind of file system it is."""
-    kind, mounted = _mount(subject, _nearest(subject.config.ssd.directory).resolve())
+    kind, mounted = _mount(context, _nearest(context.config.ssd.directory).resolve())
     found = f"{kind} at {mounted}"
     if kind in _MEMORY_KINDS:
         return fail(f"{found} is memory, not a disk", "name an ssd.directory on a drive")
@@ -99,10 +98,10 @@ def look_at_file_system(subject: Subject) -> Finding:
     return ok(found)
 
 
-def look_at_direct_io(subject: Subject) -> Finding:
+def inspect_direct_io(context: CheckContext) -> Finding:
     """Write a page past the page cache and read it back, in a file without a name."""
-    mode = subject.config.ssd.direct_io
-    with _scratch(_nearest(subject.config.ssd.directory)) as fd:
+    mode = context.config.ssd.direct_io
+    with _scratch(_nearest(context.config.ssd.directory)) as fd:
         is_direct = _go_direct(fd) and _keeps_a_page(fd)
     if mode == "off":
         return ok("would work, and is off" if is_direct else "is off")
@@ -116,14 +115,14 @@ def look_at_direct_io(subject: Subject) -> Finding:
     )
 
 
-def look_at_drive(subject: Subject) -> Finding:
+def inspect_drive(context: CheckContext) -> Finding:
     """Look whether the drive has no moving parts."""
-    device = os.stat(_nearest(subject.config.ssd.directory)).st_dev
-    folder = subject.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    device = os.stat(_nearest(context.config.ssd.directory)).st_dev
+    folder = context.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     folder = folder.resolve()
     for drive in (folder, folder.parent):  # a partition's drive is above it
-        if rotates := subject.read(str((drive / "queue/rotational").relative_to(subject.root))):
-            model = subject.read(str((drive / "device/model").relative_to(subject.root)))
+        if rotates := context.read(str((drive / "queue/rotational").relative_to(context.root))):
+            model = context.read(str((drive / "device/model").relative_to(context.root)))
             found = " ".join(filter(None, (drive.name, model)))
             if rotates == "1" and drive.name.startswith(_VIRTUAL):
                 return ok(f"{found}, virtual: what is below it is not told")
@@ -133,16 +132,16 @@ def look_at_drive(subject: Subject) -> Finding:
     return ok("none that the kernel names")
 
 
-def look_at_speed(subject: Subject) -> Finding:
+def inspect_speed(context: CheckContext) -> Finding:
     """Write and read what fits into no drive's first cache, and remove it."""
-    place = _nearest(subject.config.ssd.directory)
+    place = _nearest(context.config.ssd.directory)
     free = os.statvfs(place)
-    if free.f_bavail * free.f_frsize < _MEASURED_BYTES + subject.config.ssd.free_space_floor_bytes:
+    if free.f_bavail * free.f_frsize < _MEASURED_BYTES + context.config.ssd.free_space_floor_bytes:
         return warn("not measured: the volume is too full", "free some space there")
     with _scratch(place) as fd:
         is_direct = _go_direct(fd)
         write, read = _rates(fd)
-    found = f"writes {shown_bytes(write)}/s, reads {shown_bytes(read)}/s"
+    found = f"writes {format_bytes(write)}/s, reads {format_bytes(read)}/s"
     found += "" if is_direct else " (through the page cache)"
     if min(write, read) < _SLOW_BYTES:
         return warn(found, "use a faster drive; kvtier restores only what pays")
@@ -154,10 +153,10 @@ def _nearest(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _mount(subject: Subject, path: Path) -> tuple[str, str]:
+def _mount(context: CheckContext, path: Path) -> tuple[str, str]:
     """Return the kind of file system that ``path`` is on, and where it is mounted."""
     kind, mounted = "unknown", Path("/")
-    for line in subject.read("proc/self/mountinfo").splitlines():
+    for line in context.read("proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         place = Path(before.split()[4].replace("\\040", " "))
         if path.is_relative_to(place) and len(place.parts) >= len(mounted.parts):

@@ -1,4 +1,4 @@
-// Numbers for people, as the command line writes them (kvtier/cli/shown.py).
+// Numbers for people, as the command line writes them (kvtier/cli/formatting.py).
 
 const threeDigits = (value) => String(Number(value.toPrecision(3)));
 

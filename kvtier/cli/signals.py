@@ -7,7 +7,7 @@ send it. A process that nohup started, with SIGHUP ignored, should outlive its t
 import os
 import signal
 
-__all__ = ["hangup_stops", "hold_hangups"]
+__all__ = ["block_hangups", "hangup_stops"]
 
 
 def hangup_stops() -> bool:
@@ -21,7 +21,7 @@ def hangup_stops() -> bool:
     return True
 
 
-def hold_hangups() -> None:
+def block_hangups() -> None:
     """Block SIGHUP unless it stops this process: it would be fatal until a handler is set."""
     if not hangup_stops():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

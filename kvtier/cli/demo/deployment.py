@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from kvtier.cli.call import ask
+from kvtier.cli.call import call_daemon
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.errors import KvtierError, StartError
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["DemoFailed", "Product"]
+__all__ = ["DemoDeployment", "DemoFailed"]
 
 _SETTINGS = (
     "http.listen=",
@@ -63,7 +63,7 @@ class DemoFailed(KvtierError):
     """The product did not do what the demo asked of it."""
 
 
-class Product:
+class DemoDeployment:
     """Starts and stops the two processes; as a context, both are gone after it."""
 
     def __init__(self, directory: Path, model: Path, redis_url: str) -> None:
@@ -198,7 +198,7 @@ class Product:
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         try:
-            return ask(self._socket, call)
+            return call_daemon(self._socket, call)
         except StartError as error:
             raise self._failure(str(error)) from error
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.stat_text import stat_text
+from kvtier.cli.stat import stat_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.observe.table import TransferRoute

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.cli.shown import shown_bytes, shown_count, wrapped
+from kvtier.cli.formatting import format_bytes, format_count, wrap_lines
 from kvtier.config import load_config
 from kvtier.config.units import format_size
 from kvtier.sim.replay.dimensions import Dimensions
@@ -42,18 +42,18 @@ class SizingPlan:
             f"{model.head_dim}, {model.dtype}"
         )
         yield (
-            f"         {shown_bytes(model.token_bytes)} a token, {shown_bytes(layout.block_bytes)} "
-            f"a block of {layout.block_tokens} tokens"
+            f"         {format_bytes(model.token_bytes)} a token, "
+            f"{format_bytes(layout.block_bytes)} a block of {layout.block_tokens} tokens"
         )
         if model.dtype in {"bfloat16", "float16"}:
             yield "         (an engine on a CPU keeps float32: --dtype float32)"
         yield f"speed    {self.speed}"
         yield (
-            f"traffic  {self.trace.name}: {shown_count(len(self.trace.requests))} requests, "
-            f"{shown_count(self._session_tokens())} tokens each"
+            f"traffic  {self.trace.name}: {format_count(len(self.trace.requests))} requests, "
+            f"{format_count(self._session_tokens())} tokens each"
         )
         for note in self.trace.notes:
-            yield from wrapped(f"note: {note}")
+            yield from wrap_lines(f"note: {note}")
         yield ""
         yield from self._break_even()
         yield ""
@@ -65,19 +65,19 @@ class SizingPlan:
         needed = break_even_bytes_per_s(self.machine)
         rate = 1 / self.machine.prefill.token_s
         yield (
-            f"break-even: computing {shown_count(rate)} tokens/s is as fast as restoring them at "
-            f"{shown_bytes(needed)}/s"
+            f"break-even: computing {format_count(rate)} tokens/s is as fast as restoring them at "
+            f"{format_bytes(needed)}/s"
         )
         for name, link in self._links():
             ratio = link.read_bytes_per_s / needed
             verdict = "restoring pays" if ratio > 1 else "recomputing is faster"
-            yield f"  {name}  {shown_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
+            yield f"  {name}  {format_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
 
     def _curve(self) -> Iterator[str]:
         bent = bend(self.curve)
         yield "      size     blocks    tokens   hits  seconds  best in hindsight"
         for point in self.curve:
-            size = shown_bytes(point.num_blocks * self.block_bytes)
+            size = format_bytes(point.num_blocks * self.block_bytes)
             mark = "  <- the curve bends" if point is bent else ""
             yield (
                 f"{size:>10}{point.num_blocks:>11,}"
@@ -91,8 +91,8 @@ class SizingPlan:
         for name, blocks in (("cpu", self.sizes.cpu_blocks), ("ssd", self.sizes.ssd_blocks)):
             tokens = blocks * self.trace.block_tokens
             yield (
-                f"{name:<8}{shown_bytes(blocks * self.block_bytes):>11}{self._tokens(blocks):>10}"
-                f"{shown_count(tokens / session):>11}"
+                f"{name:<8}{format_bytes(blocks * self.block_bytes):>11}{self._tokens(blocks):>10}"
+                f"{format_count(tokens / session):>11}"
             )
         yield (
             f"expected: {expected.hit_ratio:.1%} of the prompts' tokens from tiers, "

@@ -4,7 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from kvtier.cli.shown import shown_bytes, shown_count, shown_seconds, shown_while, wrapped
+from kvtier.cli.formatting import (
+    format_bytes,
+    format_count,
+    format_elapsed,
+    format_seconds,
+    wrap_lines,
+)
 
 TIB = 1 << 40
 
@@ -43,10 +49,10 @@ SHOWN: Mapping[str, Sequence[tuple[float, str]]] = {
 """By what is shown: numbers, and how."""
 
 SHOW: Mapping[str, Callable[[float], str]] = {
-    "bytes": shown_bytes,
-    "count": shown_count,
-    "seconds": shown_seconds,
-    "span": shown_while,
+    "bytes": format_bytes,
+    "count": format_count,
+    "seconds": format_seconds,
+    "span": format_elapsed,
 }
 
 
@@ -56,7 +62,7 @@ def test_a_number_is_shown_as_people_write_it(what: str) -> None:
 
 
 def test_what_others_say_is_wrapped_and_steers_no_terminal() -> None:
-    lines = wrapped("ssd is out: \x1b[2J" + "no room, " * 12 + "\nit says")
+    lines = wrap_lines("ssd is out: \x1b[2J" + "no room, " * 12 + "\nit says")
     assert lines[0].startswith("ssd is out: ?[2Jno room, ")
     assert lines[1].startswith("  no room, ")
     assert "".join(lines).isprintable()
