@@ -29,7 +29,7 @@ from kvtier.core.identity import (
 from kvtier.core.layout import KVLayout
 from kvtier.testing.block import aligned_memory
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 Blocks = list[memoryview]
 
@@ -90,7 +90,7 @@ def measure(block_bytes: int, options: argparse.Namespace) -> dict[str, float]:
     settings = {"cpu.capacity": 4 * options.bytes, "cpu.slab": 64 << 20, "ssd.enabled": "false"}
     seconds: dict[str, list[float]] = {}
     with work_directory() as directory:
-        served = Served(directory, settings)
+        served = RunningNode(directory, settings)
         with served.daemon() as daemon:
             daemon.await_log("arena reserved")
             client = Client(served.socket, space, "bench")

@@ -20,7 +20,7 @@ from kvtier.client import Client
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace, chain_root, hash_blocks
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import Child, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.v1 import operator_pb2_grpc
 
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     }
     figures = {}
     with work_directory() as directory:
-        served = Served(directory, settings)
+        served = RunningNode(directory, settings)
         with served.daemon() as daemon, open_operator(served.socket) as stub:
             daemon.await_log("arena reserved")
             client = Client(served.socket, space, "bench")

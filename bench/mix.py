@@ -37,14 +37,11 @@ from kvtier.engine.engine import block_layout
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.engine.settings import EngineSettings
 from kvtier.node import event as ev
-from kvtier.sim.replay.agenda import Agenda
-from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.engine import ReplayEngine
-from kvtier.sim.replay.machine import Machine, ReplayLink
-from kvtier.sim.replay.scene import Scene, SlowCarrier
-from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.context import EventQueue, ReplayContext, SlowCarrier
+from kvtier.sim.replay.engine import ReplayEngine, ReplayRequest
+from kvtier.sim.replay.node_adapter import NodeAdapter
+from kvtier.sim.replay.setup import Machine, ReplayLink, ReplaySetup
 from kvtier.sim.replay.trace import Trace, TraceRequest, numbered_keys
-from kvtier.sim.replay.visit import Visit
 from kvtier.testing.child import work_directory
 
 BLOCK = 64
@@ -256,7 +253,7 @@ class SimulatedNode:
 
     def __init__(self, machine: Machine, mode: str, hit: int) -> None:
         num_blocks = hit // BLOCK
-        self._setup = Setup(
+        self._setup = ReplaySetup(
             policy="lru",
             cpu_blocks=2 * num_blocks,
             ssd_blocks=2 * num_blocks,
@@ -270,22 +267,22 @@ class SimulatedNode:
         )
         self._request = TraceRequest(0, np.arange(num_blocks, dtype=np.int32), hit + TAIL)
         self._keys = numbered_keys(num_blocks)
-        self._agenda = Agenda()
+        self._agenda = EventQueue()
         carrier = SlowCarrier(self._agenda, machine.ssd)
-        self._desk = Desk(self._setup, BLOCK, carrier, lambda: self._agenda.now_ns)
-        self._session = self._desk.register("mix")
+        self._adapter = NodeAdapter(self._setup, BLOCK, carrier, lambda: self._agenda.now_ns)
+        self._session = self._adapter.register("mix")
 
     def take(self) -> tuple[float, str]:
-        agenda, desk = self._agenda, self._desk
-        request = TraceRequest(agenda.now_ns, self._request.blocks, self._request.num_tokens)
+        events, adapter = self._agenda, self._adapter
+        request = TraceRequest(events.now_ns, self._request.blocks, self._request.num_tokens)
         trace = Trace("mix", BLOCK, (request,), self._keys)
-        scene = Scene(trace, self._setup.machine, agenda, desk)
-        engine = ReplayEngine(scene, self._session, is_shared=True)
-        ended: list[Visit] = []
-        engine.take(Visit(scene, engine, 0, ended.append))
-        while agenda.step():  # until its report is sent, too
+        context = ReplayContext(trace, self._setup.machine, events, adapter)
+        engine = ReplayEngine(context, self._session, is_shared=True)
+        ended: list[ReplayRequest] = []
+        engine.take(ReplayRequest(context, engine, 0, ended.append))
+        while events.step():  # until its report is sent, too
             pass
-        desk.ask(lambda call: ev.Drop(call, (TierName.CPU,), agenda.now_ns + 10**9))
+        adapter.ask(lambda call: ev.Drop(call, (TierName.CPU,), events.now_ns + 10**9))
         (visit,) = ended
         return visit.ttft_s, str(visit.plan.reason) if visit.plan else "alone"
 

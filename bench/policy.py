@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.sim.replay.future import best_hits
-from kvtier.sim.replay.reader import ReadOptions, read_trace
-from kvtier.sim.replay.record import ReplayRun
-from kvtier.sim.replay.setup import Setup, hinted
-from kvtier.sim.replay.stress import with_cycle, with_noise
+from kvtier.sim.replay.results import ReplayRun
+from kvtier.sim.replay.setup import ReplaySetup, with_hints
 from kvtier.sim.replay.study import run_study
-from kvtier.sim.replay.trace import Trace
+from kvtier.sim.replay.trace import Trace, optimal_hits
+from kvtier.sim.replay.trace_reader import ReadOptions, read_trace
+from kvtier.sim.replay.traffic import with_cycle, with_noise
 
 SIZES = (1_000, 2_000, 4_000, 6_000, 10_000, 20_000, 40_000)
 POLICIES = ("rd", "rd-sec", "credit-lru", "lru", "s3-fifo")
@@ -75,7 +74,7 @@ class Bench:
         """Hits by size and policy on the conversation trace; the harness first."""
         trace = self._traces["conversation"]
         for size in (each for each in self._sizes if each in BEST_MEASURES):
-            hits, half_ns = best_hits(trace, size), trace.requests[-1].at_ns / 2
+            hits, half_ns = optimal_hits(trace, size), trace.requests[-1].at_ns / 2
             pairs = zip(trace.requests, hits, strict=True)
             late = [(r.num_tokens, count) for r, count in pairs if r.at_ns >= half_ns]
             ratio = sum(c for _, c in late) * trace.block_tokens / sum(n for n, _ in late)
@@ -126,7 +125,7 @@ class Bench:
 
     def hints(self) -> None:
         """What a client's word is worth, right nine times in ten."""
-        trace = hinted(self._traces["conversation"], 0.9)
+        trace = with_hints(self._traces["conversation"], 0.9)
         sizes = [size for size in self._sizes if size in HINTED]
         for run in self._runs(trace, [("rd", size, 0, {}) for size in sizes]):
             size = run.cpu_blocks
@@ -202,7 +201,9 @@ class Bench:
         self, trace: Trace, plans: Sequence[tuple[str, int, int, Mapping[str, str]]]
     ) -> list[ReplayRun]:
         setups = [
-            Setup(policy=policy, cpu_blocks=cpu, ssd_blocks=ssd, is_instant=True, overrides=keys)
+            ReplaySetup(
+                policy=policy, cpu_blocks=cpu, ssd_blocks=ssd, is_instant=True, overrides=keys
+            )
             for policy, cpu, ssd, keys in plans
         ]
 

@@ -1,4 +1,4 @@
-"""RemoteTier against a raw hiredis client: the same bytes to the same server of our own.
+"""RedisTier against a raw hiredis client: the same bytes to the same server of our own.
 
     python bench/remote.py [--block-bytes N] [--batch N] [--json]
 
@@ -33,7 +33,7 @@ from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.child import Child, free_port, work_directory
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.redis import RedisOptions, RedisTier
 
 _PING_PAUSE_S = 0.002
 
@@ -96,12 +96,12 @@ def raw_key(block: BlockWrite) -> bytes:
     return b"raw:" + block.header.block_hash
 
 
-def write_tier(tier: RemoteTier, batches: list[list[BlockWrite]]) -> None:
+def write_tier(tier: RedisTier, batches: list[list[BlockWrite]]) -> None:
     for batch in batches:
         assert set(tier.write(batch, soon()).outcomes) == {WriteOutcome.STORED}
 
 
-def read_tier(tier: RemoteTier, batches: list[list[BlockWrite]], into: memoryview) -> None:
+def read_tier(tier: RedisTier, batches: list[list[BlockWrite]], into: memoryview) -> None:
     for batch in batches:
         size = len(into) // len(batch)
         reads = [read_of(block, into[i * size :][:size]) for i, block in enumerate(batch)]
@@ -163,7 +163,7 @@ def compare(options: argparse.Namespace) -> dict[str, float]:
         redis_server(directory) as url,
         redis.Redis.from_url(url) as client,
     ):
-        tier = RemoteTier(url, RemoteOptions(timeout_s=10))
+        tier = RedisTier(url, RedisOptions(timeout_s=10))
         raw = RawClient(url)
         steps: list[tuple[str, Callable[[], None]]] = [
             ("write_client", partial(raw.write, batches)),

@@ -33,7 +33,7 @@ from kvtier.errors import DaemonUnavailable
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5"
 """As Prometheus says it."""
@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     }
     figures = {"idle process": encodings(options.scrapes)}
     with work_directory() as directory:
-        served = Served(directory, settings)
+        served = RunningNode(directory, settings)
         with served.daemon() as daemon, attached(served.socket) as client:
             daemon.await_log("arena reserved")
             for number in range(1, num_chains + 1):

@@ -36,7 +36,7 @@ from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 TIMEOUT_S = 120.0
 SETTINGS = {
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(options.threads)
     with work_directory() as directory, ExitStack() as exits:
         loaded = model_of(options, directory)
-        served = Served(directory, SETTINGS)
+        served = RunningNode(directory, SETTINGS)
         exits.enter_context(served.daemon())
         runners = {
             "on": exits.enter_context(engine_at(loaded, served.socket)),

@@ -46,9 +46,9 @@ from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, free_port, work_directory
+from kvtier.testing.throttle_tier import ThrottleTier
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
-from kvtier.tiers.wrap.throttle import ThrottleTier
 from kvtier.v1 import operator_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[1]

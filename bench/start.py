@@ -14,7 +14,7 @@ import sys
 import time
 
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 LIBRARIES = "import grpc.aio, numpy, pydantic, prometheus_client, starlette, uvicorn, xxhash"
 
@@ -27,7 +27,7 @@ def python_s(program: str) -> float:
 
 def start(arena: str) -> dict[str, float]:
     with work_directory() as directory:
-        served = Served(directory, {"cpu.capacity": arena, "cpu.slab": "64MiB"})
+        served = RunningNode(directory, {"cpu.capacity": arena, "cpu.slab": "64MiB"})
         served.settings |= {"ssd.capacity": "1GiB", "ssd.segment": "64MiB"}
         with served.daemon() as daemon:
             ready_s = time.monotonic() - daemon.started_s

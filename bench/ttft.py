@@ -18,7 +18,7 @@ import numpy as np
 from remote import redis_server
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, complete, url_of
+from kvtier.testing.running_node import RunningNode, complete, url_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = os.environ.get("KVTIER_DEMO_MODEL") or ROOT / ".model/smollm2-135m-instruct.gguf"
@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     settings |= {"ssd.capacity": "2GiB", "ssd.segment": "64MiB"}
     times: dict[str, list[float]] = {"tiers": [], "alone": []}
     with work_directory() as directory, redis_server(directory) as url:
-        served = Served(directory, settings | {"remote.url": url})
+        served = RunningNode(directory, settings | {"remote.url": url})
         with (
             served.daemon() as daemon,
             served.engine(options.model)[0] as tiers,

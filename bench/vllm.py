@@ -34,7 +34,7 @@ from ttft import redis_url
 
 from kvtier.client import ClientDeadlines
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer, kvtier_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ class Bench:
     alone: VllmServer
     example: VllmServer
     kvtier: VllmServer
-    served: Served
+    served: RunningNode
     vocabulary: int
     generator: np.random.Generator
 
@@ -177,7 +177,7 @@ def started(options: argparse.Namespace) -> Iterator[Bench]:
         directory = stack.enter_context(work_directory())
         url = stack.enter_context(redis_url(directory))
         assert url, "there is no redis-server"
-        served = Served(directory, {**TIERS_AT_ONCE, "remote.url": url})
+        served = RunningNode(directory, {**TIERS_AT_ONCE, "remote.url": url})
         files = {"shared_storage_path": str(directory / "files")}
         transfers: dict[str, dict[str, Any] | None] = {
             "alone": None,

@@ -19,9 +19,9 @@ from kvtier.cli.options import config_from, parse_wait
 from kvtier.config import Config
 from kvtier.errors import StartError
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
+from kvtier.tiers.ssd.directory import DirectoryLock
 from kvtier.tiers.ssd.disk import DirectIO, Disk
 from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
-from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.segment import segment_number
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.v1 import operator_pb2_grpc

@@ -19,11 +19,10 @@ from kvtier.cli.replay import (
 from kvtier.config.units import parse_size
 from kvtier.core.slots import slot_bytes
 from kvtier.errors import StartError
-from kvtier.sim.replay.dimensions import DTYPE_BYTES, Dimensions, read_dimensions
-from kvtier.sim.replay.machine import Machine
-from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
+from kvtier.sim.replay.prefill import DTYPE_BYTES, Dimensions, read_dimensions
+from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Machine, ReplaySetup
 from kvtier.sim.replay.sizing import Point, Target, curve_of, sizes_for
-from kvtier.sim.replay.study import ladder, run_study
+from kvtier.sim.replay.study import default_sizes, run_study
 from kvtier.sim.replay.trace import Trace
 from kvtier.sim.replay.traffic import Traffic
 
@@ -123,11 +122,11 @@ def _replayed(
     options: argparse.Namespace, machine: Machine, trace: Trace, block_bytes: int
 ) -> list[Point]:
     """Replay the traffic over a sweep of sizes."""
-    sizes = set(ladder(trace))
+    sizes = set(default_sizes(trace))
     if options.target.memory_bytes is not None:
         sizes.add(max(CPU_BLOCKS_MIN, options.target.memory_bytes // block_bytes))
     setups = [
-        Setup(
+        ReplaySetup(
             policy=POLICY,
             cpu_blocks=size,
             is_instant=True,

@@ -8,9 +8,9 @@ from typing import Any
 from kvtier.cli.formatting import format_bytes, format_count, wrap_lines
 from kvtier.config import load_config
 from kvtier.config.units import format_size
-from kvtier.sim.replay.dimensions import Dimensions
-from kvtier.sim.replay.machine import Machine, ReplayLink
-from kvtier.sim.replay.sizing import Point, Sizes, bend, break_even_bytes_per_s
+from kvtier.sim.replay.prefill import Dimensions
+from kvtier.sim.replay.setup import Machine, ReplayLink
+from kvtier.sim.replay.sizing import Point, Sizes, break_even_bytes_per_s, knee
 from kvtier.sim.replay.trace import Trace
 
 __all__ = ["POLICY", "SizingPlan"]
@@ -74,7 +74,7 @@ class SizingPlan:
             yield f"  {name}  {format_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
 
     def _curve(self) -> Iterator[str]:
-        bent = bend(self.curve)
+        bent = knee(self.curve)
         yield "      size     blocks    tokens   hits  seconds  best in hindsight"
         for point in self.curve:
             size = format_bytes(point.num_blocks * self.block_bytes)
@@ -132,7 +132,7 @@ class SizingPlan:
                 }
                 for point in self.curve
             ],
-            "bend_blocks": bend(self.curve).num_blocks,
+            "bend_blocks": knee(self.curve).num_blocks,
             "cpu_blocks": self.sizes.cpu_blocks,
             "ssd_blocks": self.sizes.ssd_blocks,
             "reached": self.sizes.is_reached,

@@ -15,15 +15,20 @@ from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
 from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.errors import StartError
-from kvtier.sim.replay.machine import Machine, load_machine
-from kvtier.sim.replay.page import study_page
 from kvtier.sim.replay.prefill import fit_profile
-from kvtier.sim.replay.reader import ReadOptions, read_trace
-from kvtier.sim.replay.record import ReplayRun
-from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup, config_of, hinted
-from kvtier.sim.replay.study import ladder, run_study
-from kvtier.sim.replay.table import study_text
+from kvtier.sim.replay.report import study_page, study_text
+from kvtier.sim.replay.results import ReplayRun
+from kvtier.sim.replay.setup import (
+    CPU_BLOCKS_MIN,
+    Machine,
+    ReplaySetup,
+    config_of,
+    load_machine,
+    with_hints,
+)
+from kvtier.sim.replay.study import default_sizes, run_study
 from kvtier.sim.replay.trace import Trace
+from kvtier.sim.replay.trace_reader import ReadOptions, read_trace
 
 __all__ = [
     "add_machine_options",
@@ -127,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     trace = trace_from(options)
     setups = _setups(options, trace)
     if options.hints is not None:
-        trace = hinted(trace, options.hints)
+        trace = with_hints(trace, options.hints)
     if options.report is not None:
         check_file("--report", options.report)
     jobs = options.jobs or os.cpu_count() or 1
@@ -164,11 +169,11 @@ def machine_from(options: argparse.Namespace) -> Machine:
     return machine.with_prefill(fit_profile(options.prefill_profile, options.layers))
 
 
-def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
+def _setups(options: argparse.Namespace, trace: Trace) -> list[ReplaySetup]:
     """Return every run: each policy with each size."""
     overrides = dict(parse_override(item) for item in options.set)
     machine = machine_from(options)
-    plain = Setup(
+    plain = ReplaySetup(
         policy=overrides.get("policy.eviction", ""),
         cpu_blocks=1,
         is_instant=options.instant,
@@ -184,7 +189,7 @@ def _setups(options: argparse.Namespace, trace: Trace) -> list[Setup]:
         is_given = options.config is not None and config.ssd.enabled
         ssd_blocks = config.ssd.capacity_bytes // block_bytes if is_given else 0
     return [
-        Setup(
+        ReplaySetup(
             policy=policy,
             cpu_blocks=cpu_blocks,
             ssd_blocks=ssd_blocks,
@@ -210,7 +215,7 @@ def _sizes(
     if options.cpu_blocks:
         return [_fitting("--cpu-blocks", count) for count in sorted(set(options.cpu_blocks))]
     if options.config is None:
-        return ladder(trace)
+        return default_sizes(trace)
     return [_fitting("cpu.capacity", config.cpu.capacity_bytes // block_bytes)]
 
 

@@ -44,9 +44,9 @@ from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.rotation import LOOK_EVERY_S
 from kvtier.observe.table import DAEMON_METRICS, READY
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
-from kvtier.tiers.wrap.breaker import BreakerTier
 
 __all__ = ["Daemon"]
 

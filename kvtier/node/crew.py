@@ -25,7 +25,7 @@ from kvtier.observe.log import Log, Repeated
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import BACKGROUND_FAULTS
 from kvtier.tiers.base import Health, HealthState
-from kvtier.tiers.wrap.breaker import BreakerTier
+from kvtier.tiers.breaker import BreakerTier
 
 __all__ = ["Crew"]
 

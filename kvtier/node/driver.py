@@ -30,8 +30,8 @@ from kvtier.tiers.base import (
     Removed,
     Tier,
 )
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
-from kvtier.tiers.wrap.breaker import BreakerTier
 
 __all__ = ["Driver", "TierWork"]
 

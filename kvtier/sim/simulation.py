@@ -19,13 +19,12 @@ from functools import partial
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.sim.customer import WorkloadTally
-from kvtier.sim.fleet import Fleet
-from kvtier.sim.misfortune import Misfortune
-from kvtier.sim.weather import CALM
+from kvtier.sim.engine_workload import Fleet, WorkloadTally
+from kvtier.sim.fault_injector import FaultInjector
+from kvtier.sim.fault_profile import NO_FAULTS
 from kvtier.sim.world import MS, World
 from kvtier.testing.block import payload_of
-from kvtier.testing.stage import Stage, Work
+from kvtier.testing.node_harness import NodeHarness, Work
 from kvtier.tiers.base import BlockWrite
 
 __all__ = ["Simulation", "SimulationReport"]
@@ -54,14 +53,14 @@ class Simulation:
         self._world = World(seed)
         self._tally = WorkloadTally()
         self._fleet = Fleet(self._world, self._tally)
-        self._misfortune = Misfortune(self._world, self._fleet)
-        self._armed: tuple[Stage, int] | None = None
+        self._fault_injector = FaultInjector(self._world, self._fleet)
+        self._armed: tuple[NodeHarness, int] | None = None
 
     def run(self, num_events: int) -> SimulationReport:
         """Go on for ``num_events`` events of the node, then let everything come to rest."""
         world = self._world
         self._fleet.start()
-        world.at(20 * MS, self._misfortune.strike)
+        world.at(20 * MS, self._fault_injector.inject)
         while world.num_events < num_events:
             self._step()
         self._end()
@@ -77,65 +76,67 @@ class Simulation:
     def _step(self) -> None:
         world = self._world
         world.step()
-        for work in world.stage.waiting:
+        for work in world.harness.waiting:
             self._undertake(work)
-        world.stage.waiting.clear()
-        due_ns = world.stage.node.next_deadline_ns()
-        if due_ns is not None and self._armed != (world.stage, due_ns):
-            self._armed = armed = (world.stage, due_ns)
+        world.harness.waiting.clear()
+        due_ns = world.harness.node.next_deadline_ns()
+        if due_ns is not None and self._armed != (world.harness, due_ns):
+            self._armed = armed = (world.harness, due_ns)
             world.at(due_ns - world.clock(), lambda: self._tick(armed))
 
-    def _tick(self, armed: tuple[Stage, int]) -> None:
+    def _tick(self, armed: tuple[NodeHarness, int]) -> None:
         if self._armed == armed:
             self._armed = None
-            self._world.stage.post(ev.Tick())
+            self._world.harness.post(ev.Tick())
 
     # Tiers
 
     def _undertake(self, work: Work) -> None:
         """Decide when a piece of work takes effect, when it is told, and how it fails."""
-        world, stage, draw = self._world, self._world.stage, self._world.draw
+        world, harness, draw = self._world, self._world.harness, self._world.draw
         if isinstance(work, ac.EmptyEngineTier):
             world.at(draw.randint(1, 400) * MS, lambda: self._fleet.obey(work))
             return
-        weather = world.weather
+        fault_profile = world.fault_profile
         latency_ns = draw.randint(1, 20_000) * 1_000
         if work.tier in world.stalls:
             latency_ns *= 8
-        if world.happens(weather.hang, "hang"):
+        if world.happens(fault_profile.hang, "hang"):
             latency_ns = draw.randint(100, 400) * MS
-        fails = work.tier in world.outages or world.happens(weather.fail_before, "fail_before")
-        tears = isinstance(work, ac.Write) and world.happens(weather.tear, "tear")
-        told_as_failed = tears or world.happens(weather.fail_after, "fail_after")
+        fails = work.tier in world.outages or world.happens(
+            fault_profile.fail_before, "fail_before"
+        )
+        tears = isinstance(work, ac.Write) and world.happens(fault_profile.tear, "tear")
+        told_as_failed = tears or world.happens(fault_profile.fail_after, "fail_after")
         num_leaves = world.num_leaves[work.tier]
         ended: list[ev.Event] = []
         if isinstance(work, ac.Write) and work.tier is not TierName.REMOTE:
-            world.cut_short[work] = partial(self._cut_short, stage, work)
+            world.cut_short[work] = partial(self._cut_short, harness, work)
 
         def take_effect() -> None:
-            if stage is not world.stage:
+            if harness is not world.harness:
                 # A server may still get what a dead node sent; its own disk does not.
                 if isinstance(work, ac.Write) and work.tier is TierName.REMOTE:
-                    self._cut_short(stage, work)
+                    self._cut_short(harness, work)
                 return
             world.cut_short.pop(work, None)
             has_left = num_leaves != world.num_leaves[work.tier]
             if has_left and (work.tier is TierName.SSD or isinstance(work, ac.Purge)):
-                ended.append(stage.fault(work))  # its store was closed before
+                ended.append(harness.fault(work))  # its store was closed before
             elif tears and isinstance(work, ac.Write):
                 self._tear(work)
             else:
-                event = stage.fault(work) if fails else stage.completion(work)
+                event = harness.fault(work) if fails else harness.completion(work)
                 if isinstance(event, ev.ReadDone | ev.WriteDone):
                     event = replace(event, seconds=latency_ns / 1e9)
                 ended.append(event)
 
         def tell() -> None:
             is_told = num_leaves == world.num_leaves[work.tier] or not isinstance(work, ac.Purge)
-            if stage is world.stage and is_told:
-                stage.post(stage.fault(work) if told_as_failed else ended[0])
+            if harness is world.harness and is_told:
+                harness.post(harness.fault(work) if told_as_failed else ended[0])
 
-        if world.happens(weather.vanish, "vanish"):
+        if world.happens(fault_profile.vanish, "vanish"):
             world.lost.append(work)
             if draw.random() < 0.5:
                 world.at(draw.randint(0, latency_ns), take_effect)
@@ -148,11 +149,11 @@ class Simulation:
         header = work.blocks[0].header
         self._world.tiers[work.tier].tear(BlockWrite(header, memoryview(payload_of(header))))
 
-    def _cut_short(self, stage: Stage, work: ac.Write) -> None:
+    def _cut_short(self, harness: NodeHarness, work: ac.Write) -> None:
         """Let a write that a crash cut short leave something behind: all, none, or a part."""
         match self._world.draw.randrange(3):
             case 0:
-                stage.completion(work)
+                harness.completion(work)
             case 1:
                 self._tear(work)
 
@@ -161,23 +162,23 @@ class Simulation:
     def _end(self) -> None:
         """Let all engines die and all work end; then the node must be idle."""
         world = self._world
-        can_be_scribbled = world.weather.scribble > 0
+        can_be_scribbled = world.fault_profile.scribble > 0
         world.is_open = False
-        world.weather = CALM
+        world.fault_profile = NO_FAULTS
         self._fleet.end()
         until_ns = world.clock() + _DRAIN_NS
         while (next_ns := world.next_ns()) is not None and next_ns <= until_ns:
             self._step()
-        world.stage.check_idle(world.lost)
+        world.harness.check_idle(world.lost)
         if not can_be_scribbled:
             self._check_arena()
 
     def _check_arena(self) -> None:
         """Require that every block that could be served is right, asked for or not."""
-        stage = self._world.stage
-        cache = stage.node.cache
+        harness = self._world.harness
+        cache = harness.node.cache
         for row in cache.index.in_state(TierName.CPU, Residency.READY).tolist():
             header = cache.index.header_of(row)
-            payload = stage.view(int(cache.index.slot[row]), header.payload_bytes)
+            payload = harness.view(int(cache.index.slot[row]), header.payload_bytes)
             assert payload == payload_of(header), f"a wrong block in the arena: {header}"
             assert header.matches(payload), f"a wrong checksum: {header}"

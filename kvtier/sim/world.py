@@ -10,12 +10,11 @@ from typing import Any
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
 from kvtier.node.action import Write
-from kvtier.sim.medium import Medium
-from kvtier.sim.policy import draw_config, policies, write_modes
-from kvtier.sim.weather import draw_weather
-from kvtier.testing.clock import FakeClock
-from kvtier.testing.leaves_first import LeavesFirst
-from kvtier.testing.stage import Stage, StageSettings, Work
+from kvtier.sim.fault_profile import draw_fault_profile
+from kvtier.sim.random_config import draw_config, policies, write_modes
+from kvtier.sim.simulated_tier import SimulatedTier
+from kvtier.testing.checked_eviction import CheckedEviction
+from kvtier.testing.node_harness import FakeClock, HarnessSettings, NodeHarness, Work
 
 __all__ = ["MS", "TENANTS", "World"]
 
@@ -31,11 +30,11 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draw = draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
-        self.weather = draw_weather(draw)
+        self.fault_profile = draw_fault_profile(draw)
         self.clock = FakeClock()
         self.tiers = {
-            TierName.SSD: Medium(draw.choice((150_000, 400_000)), TierName.SSD, draw),
-            TierName.REMOTE: Medium(300_000, TierName.REMOTE, draw),
+            TierName.SSD: SimulatedTier(draw.choice((150_000, 400_000)), TierName.SSD, draw),
+            TierName.REMOTE: SimulatedTier(300_000, TierName.REMOTE, draw),
         }
         self.faults: Counter[str] = Counter()
         """What went wrong so far, by its name."""
@@ -52,7 +51,7 @@ class World:
         """Of the nodes that crashed."""
         self.is_open = True
         self._config = config = draw_config(draw)
-        self._settings = StageSettings(
+        self._settings = HarnessSettings(
             num_slabs=draw.choice((5, 8, 16)),
             slab_bytes=40_960,
             num_workers=draw.choice((1, 2, 3)),
@@ -64,26 +63,26 @@ class World:
         )
         self._learned: dict[str, Any] = {}
         """What the last planner left behind."""
-        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self.stage = self._boot()
+        self.harness = self._boot()
 
     @property
     def num_events(self) -> int:
         """Return how many events all nodes of this run have taken in."""
-        return self.num_events_before + self.stage.num_events
+        return self.num_events_before + self.harness.num_events
 
     def at(self, delay_ns: int, action: Callable[[], None]) -> None:
         """Let something happen after a while."""
-        heapq.heappush(self._agenda, (self.clock() + max(0, delay_ns), next(self._order), action))
+        heapq.heappush(self._events, (self.clock() + max(0, delay_ns), next(self._order), action))
 
     def next_ns(self) -> int | None:
         """Return when the next thing happens."""
-        return self._agenda[0][0] if self._agenda else None
+        return self._events[0][0] if self._events else None
 
     def step(self) -> None:
         """Let the next thing happen; late, if the clock has jumped."""
-        at_ns, _, action = heapq.heappop(self._agenda)
+        at_ns, _, action = heapq.heappop(self._events)
         self.clock.now_ns = max(at_ns, self.clock())
         action()
 
@@ -107,31 +106,31 @@ class World:
 
     def crash(self) -> None:
         """Let the node die, and start a new one over the same media."""
-        self.num_events_before += self.stage.num_events
-        self.stage.is_down = True
-        if self.stage.node.planner is not None:
-            self._learned = self.stage.node.planner.document()
+        self.num_events_before += self.harness.num_events
+        self.harness.is_down = True
+        if self.harness.node.planner is not None:
+            self._learned = self.harness.node.planner.document()
         self.lost.clear()
         for leave_something in self.cut_short.values():
             leave_something()
         self.cut_short.clear()
-        self.stage = self._boot()
+        self.harness = self._boot()
 
-    def _boot(self) -> Stage:
+    def _boot(self) -> NodeHarness:
         self.num_boots += 1
         boot = f"{self.seed}.{self.num_boots}"
         chosen = policies(self._config)
         chosen.planner.recall(self._learned)
-        stage = Stage(
+        harness = NodeHarness(
             self.tiers,
             self._settings,
             clock=self.clock,
             boot=boot,
-            eviction=LeavesFirst(chosen.eviction),
+            eviction=CheckedEviction(chosen.eviction),
             admission=chosen.admission,
             history=chosen.history,
             planner=chosen.planner,
             depth=chosen.depth,
         )
-        stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
-        return stage
+        harness.recover({TierName.SSD: self.tiers[TierName.SSD]})
+        return harness

@@ -1,4 +1,4 @@
-"""FakeEngine: a client of a node on a ``Stage``, as careful as the real one, and as mortal.
+"""FakeEngine: a client of a node on a ``NodeHarness``, as careful as the real one, and as mortal.
 
 It stores blocks whose bytes are a function of their identity, and accepts a loaded block exactly
 where ``kvtier.client`` would: the checksum binds the bytes to the identity asked for, and the lease
@@ -18,7 +18,7 @@ from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain, payload_of
-from kvtier.testing.stage import Stage
+from kvtier.testing.node_harness import NodeHarness
 from kvtier.tiers.base import BlockWrite, Removed
 
 __all__ = ["Blocks", "FakeEngine", "FakeLoad"]
@@ -47,17 +47,17 @@ class FakeEngine:
         self.can_split = can_split
         self.key_space = key_space
         self.layout = KVLayout("paged", 1, 64, payload_bytes, "float32", "fake")
-        self.stage: Stage
+        self.harness: NodeHarness
         self.session = ""
         self.ticket = ""
         self._num_tickets = 0
 
-    def attach(self, stage: Stage) -> None:
+    def attach(self, harness: NodeHarness) -> None:
         """Map the stage's arena and register."""
         self._num_tickets += 1
-        self.stage = stage
+        self.harness = harness
         self.ticket = f"{self.name}.{self._num_tickets}"
-        answer = stage.ask(
+        answer = harness.ask(
             lambda call: ev.Register(
                 call,
                 self.ticket,
@@ -74,7 +74,7 @@ class FakeEngine:
 
     def die(self) -> None:
         """End at once, in the middle of whatever was going on; the kernel tells the node."""
-        self.stage.post(ev.SessionEnded(self.ticket))
+        self.harness.post(ev.SessionEnded(self.ticket))
         self.session = ""
 
     def chain(self, numbers: Iterable[int], tenant: bytes = NO_TENANT) -> Blocks:
@@ -112,7 +112,7 @@ class FakeEngine:
         load: EngineLoad | None = None,
     ) -> int:
         """Ask what could be loaded; the answer to this call may come later."""
-        deadline_ns = self.stage.clock() + within_ns
+        deadline_ns = self.harness.clock() + within_ns
         return self._call(
             blocks,
             lambda call, tenant, hashes: ev.Lookup(
@@ -138,7 +138,7 @@ class FakeEngine:
 
         Raises DaemonUnavailable where the node does not know the session: it was started anew.
         """
-        answer = self.stage.answers.pop(call)
+        answer = self.harness.answers.pop(call)
         if isinstance(answer, ac.Refused) and answer.kind == "session":
             raise DaemonUnavailable(answer.message)
         return answer
@@ -172,7 +172,7 @@ class FakeEngine:
         """
         for index, offset in zip(granted.indexes, granted.offsets, strict=True):
             header = blocks[index].header
-            payload, slot = payload_of(header), self.stage.view(offset, header.payload_bytes)
+            payload, slot = payload_of(header), self.harness.view(offset, header.payload_bytes)
             half = len(payload) // 2
             slot[:half] = payload[:half]
             yield b""
@@ -182,7 +182,7 @@ class FakeEngine:
     def complete(self, granted: ac.Granted, checksums: Sequence[bytes]) -> int:
         """Publish the leading blocks that were copied; returns how many there are."""
         answer = self.answer(
-            self.stage.call(
+            self.harness.call(
                 lambda call: ev.CompleteStore(call, self.session, granted.lease, tuple(checksums))
             )
         )
@@ -209,7 +209,7 @@ class FakeEngine:
         from_back: bool = False,
     ) -> "FakeLoad":
         """Ask for blocks; they come as the node's tiers are carried on."""
-        asked_ns = self.stage.clock()
+        asked_ns = self.harness.clock()
         call = self._call(
             blocks,
             lambda call, tenant, hashes: ev.Load(
@@ -223,7 +223,7 @@ class FakeEngine:
                 from_back,
             ),
         )
-        if call in self.stage.answers:
+        if call in self.harness.answers:
             raise AssertionError(f"refused: {self.answer(call)}")
         return FakeLoad(self, blocks, first, call, asked_ns, from_back=from_back)
 
@@ -236,7 +236,7 @@ class FakeEngine:
         load: EngineLoad | None = None,
     ) -> None:
         """Report what steps took, what came of decisions, and what there is to do."""
-        call = self.stage.call(
+        call = self.harness.call(
             lambda call: ev.EngineTierReport(
                 call,
                 self.session,
@@ -254,7 +254,7 @@ class FakeEngine:
     def report(self, order: int, num_blocks: int) -> None:
         """Answer an order to empty this engine's own tier."""
         removed = Removed(num_blocks, num_blocks * self.layout.block_bytes)
-        call = self.stage.call(
+        call = self.harness.call(
             lambda call: ev.EngineTierReport(call, self.session, 0, 0, 0, 0, order, removed)
         )
         self.answer(call)
@@ -262,7 +262,7 @@ class FakeEngine:
     def _call(self, blocks: Blocks, make: Callable[[int, bytes, bytes], ev.Event]) -> int:
         tenant = blocks[0].header.tenant if blocks else NO_TENANT
         hashes = b"".join(block.header.block_hash for block in blocks)
-        return self.stage.call(lambda call: make(call, tenant, hashes))
+        return self.harness.call(lambda call: make(call, tenant, hashes))
 
 
 class FakeLoad:
@@ -283,7 +283,7 @@ class FakeLoad:
         self.end = ""
         """Why there is no more, once that is known."""
         self._engine = engine
-        self._stage = engine.stage
+        self._harness = engine.harness
         self._blocks = blocks
         self._first = first
         self._call = call
@@ -294,11 +294,11 @@ class FakeLoad:
     @property
     def lease(self) -> int:
         """Return the lease's number, which comes with the first message."""
-        return self._stage.progress[self._call][0].lease
+        return self._harness.progress[self._call][0].lease
 
     def announced(self) -> int:
         """Return how many blocks the node has said are in place."""
-        return sum(len(message.offsets) for message in self._stage.progress[self._call])
+        return sum(len(message.offsets) for message in self._harness.progress[self._call])
 
     def steps(self) -> Iterator[None]:
         """Take in, one by one, the blocks announced so far; time may pass at each step.
@@ -306,7 +306,7 @@ class FakeLoad:
         Between the check of a block and its copy, and between the copy and the look at the clock,
         anything may happen: that is what leases are for.
         """
-        messages = list(self._stage.progress[self._call])
+        messages = list(self._harness.progress[self._call])
         announced = [
             each for m in messages for each in zip(m.offsets, m.checksums, m.tiers, strict=True)
         ]
@@ -314,7 +314,7 @@ class FakeLoad:
             if self.end:
                 return
             wanted = self._blocks[self._place(messages[0].num_blocks)].header
-            payload = self._stage.view(offset, wanted.payload_bytes)
+            payload = self._harness.view(offset, wanted.payload_bytes)
             if not replace(wanted, checksum=checksum).matches(payload):
                 self._corrupt.append(len(self.accepted))
                 self.end = "corrupt"
@@ -322,8 +322,8 @@ class FakeLoad:
             yield
             copied = bytes(payload)
             yield
-            lease_ns = self._stage.settings.lease_ns - _LEASE_MARGIN_NS
-            if self._stage.clock() - self._asked_ns > lease_ns:
+            lease_ns = self._harness.settings.lease_ns - _LEASE_MARGIN_NS
+            if self._harness.clock() - self._asked_ns > lease_ns:
                 self.end = "lease"
                 return
             self._accept(wanted, copied, tier)
@@ -337,7 +337,7 @@ class FakeLoad:
 
     def release(self) -> bool:
         """End the lease, naming what was corrupt; tells whether it was still held."""
-        call = self._stage.call(
+        call = self._harness.call(
             lambda call: ev.Release(call, self._engine.session, self.lease, tuple(self._corrupt))
         )
         answer = self._engine.answer(call)

@@ -16,7 +16,7 @@ from kvtier.core.identity import EVERYTHING, BlockHeader
 from kvtier.errors import TierError, TierTimeout
 from kvtier.tiers.base import BlockRead, MissReason, Tier
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.wrap.around import AroundTier, Operation, TierCall
+from kvtier.tiers.wrapper import Operation, TierCall, TierWrapper
 
 __all__ = ["Fault", "FaultScript", "FaultyTier", "scripted_faults", "seeded_faults"]
 
@@ -82,7 +82,7 @@ def seeded_faults(
     return next_fault
 
 
-class FaultyTier(AroundTier):
+class FaultyTier(TierWrapper):
     """Makes ``inner`` fail as ``script`` says; ``log`` tells what was done."""
 
     def __init__(self, inner: Tier, script: FaultScript) -> None:
@@ -94,7 +94,7 @@ class FaultyTier(AroundTier):
         self._lock = threading.Lock()
         self._current = threading.local()
 
-    def around(self, call: TierCall, step: Callable[[], T]) -> T:
+    def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
         """Make the call with the fault that is next."""
         with self._lock:
             fault = self._script(call)

@@ -84,15 +84,15 @@ class TierContract:
     def test_takes_and_fills_unaligned_memory(self, tier: Tier) -> None:
         """Accept a view that starts anywhere, and leave what lies around it alone."""
         block = make_block(1, 9000)
-        around = aligned_memory(20_000)
-        around[7:9007] = block.payload
-        store(tier, replace(block, payload=around[7:9007]))
-        around[:] = b"\xa5" * len(around)
-        result = tier.read([read_of(block, around[3:9003])], soon())
+        intercept = aligned_memory(20_000)
+        intercept[7:9007] = block.payload
+        store(tier, replace(block, payload=intercept[7:9007]))
+        intercept[:] = b"\xa5" * len(intercept)
+        result = tier.read([read_of(block, intercept[3:9003])], soon())
         assert result == [block.header]
-        assert bytes(around[3:9003]) == payload_of(block.header)
-        assert bytes(around[:3]) == b"\xa5" * 3
-        assert bytes(around[9003:]) == b"\xa5" * (20_000 - 9003)
+        assert bytes(intercept[3:9003]) == payload_of(block.header)
+        assert bytes(intercept[:3]) == b"\xa5" * 3
+        assert bytes(intercept[9003:]) == b"\xa5" * (20_000 - 9003)
 
     def test_misses_what_is_not_there(self, tier: Tier) -> None:
         """Say absent, each block on its own."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvtier.core.identity import HEADER_BYTES
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
-from kvtier.tiers.remote.value import HEAD_BYTES
+from kvtier.testing.running_node import RunningNode
+from kvtier.tiers.redis.value import HEAD_BYTES
 from kvtier.tiers.seal import Stamp
 from kvtier.tiers.ssd import segment
 from tests.compat.surface import GOLDEN, surface_of_protocol
@@ -36,7 +36,7 @@ def main() -> None:
     _write(f"protocol-{surface['protocol']}.json", _as_json(surface))
     with work_directory() as directory:
         server = RedisServer(directory)
-        node = Served(directory, SETTINGS | {"remote.url": server.url})
+        node = RunningNode(directory, SETTINGS | {"remote.url": server.url})
         with server.start():
             with node.daemon() as daemon, PatternEngine(node.socket, SPACE) as engine:
                 assert engine.store(PROMPT, NUM_BLOCKS) == NUM_BLOCKS

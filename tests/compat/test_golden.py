@@ -10,7 +10,7 @@ import pytest
 from kvtier.client.wire import OLDEST_PROTOCOL, PROTOCOL, agreed_protocol
 from kvtier.core.identity import FORMAT_VERSION
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.tiers.ssd import segment
 from tests.compat.record import NUM_BLOCKS, PROMPT, SETTINGS, SPACE
 from tests.compat.surface import GOLDEN, surface_of_protocol
@@ -85,7 +85,7 @@ def test_where_there_is_none_it_is_said_whom_to_upgrade(
 
 @pytest.mark.slow
 def test_a_store_of_before_is_served(directory: Path) -> None:
-    node = Served(directory, SETTINGS)
+    node = RunningNode(directory, SETTINGS)
     with tarfile.open(STORE) as archive:
         archive.extractall(directory / "ssd", filter="data")
     with node.daemon() as daemon, PatternEngine(node.socket, SPACE) as engine:
@@ -100,7 +100,7 @@ def test_a_store_of_before_is_served(directory: Path) -> None:
 @pytest.mark.redis
 def test_values_of_before_are_served(directory: Path) -> None:
     server = RedisServer(directory)
-    node = Served(directory, SETTINGS | {"remote.url": server.url})
+    node = RunningNode(directory, SETTINGS | {"remote.url": server.url})
     with server.start():
         with server.client() as client:
             for key, value in json.loads(VALUES.read_text()).items():

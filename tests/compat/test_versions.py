@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import Child, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.compat.newer import KEEPS, SPEAKS, newer_kvtier
 from tests.integration.pattern import PatternEngine
 
@@ -29,12 +29,12 @@ def keeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def started(node: Served, environment: dict[str, str], **changes: str) -> Child:
+def started(node: RunningNode, environment: dict[str, str], **changes: str) -> Child:
     """Start a daemon of the version that an environment is of."""
     before, node.environment = node.environment, environment
     try:
@@ -43,7 +43,7 @@ def started(node: Served, environment: dict[str, str], **changes: str) -> Child:
         node.environment = before
 
 
-def from_ssd(node: Served, engine: PatternEngine, prompt: int) -> bool:
+def from_ssd(node: RunningNode, engine: PatternEngine, prompt: int) -> bool:
     """Tell whether a prompt is there, from the SSD alone and right to the last byte."""
     assert engine.client.wait_attached(30), "it joins whichever daemon there is"
     node.drop("cpu")
@@ -53,17 +53,17 @@ def from_ssd(node: Served, engine: PatternEngine, prompt: int) -> bool:
     return bool(tiers)
 
 
-def documents(node: Served, end: str = "") -> dict[str, bytes]:
+def documents(node: RunningNode, end: str = "") -> dict[str, bytes]:
     """Return what is kept beside the blocks: what was learned, and the names of key spaces."""
     store = node.directory / "ssd"
     return {path.name.removesuffix(end): path.read_bytes() for path in store.glob(f"*.json{end}")}
 
 
-def segments(node: Served) -> set[str]:
+def segments(node: RunningNode) -> set[str]:
     return {path.name for path in (node.directory / "ssd").glob("*.segment")}
 
 
-def test_a_newer_engine_joins_an_older_daemon(node: Served, speaks: dict[str, str]) -> None:
+def test_a_newer_engine_joins_an_older_daemon(node: RunningNode, speaks: dict[str, str]) -> None:
     script = Path(__file__).with_name("newer_engine.py")
     command = [sys.executable, str(script), str(node.socket), str(NEW)]
     with node.daemon(), PatternEngine(node.socket) as engine:
@@ -75,7 +75,7 @@ def test_a_newer_engine_joins_an_older_daemon(node: Served, speaks: dict[str, st
 
 
 def test_newer_tools_read_an_older_daemon_and_say_what_it_lacks(
-    node: Served, speaks: dict[str, str]
+    node: RunningNode, speaks: dict[str, str]
 ) -> None:
     with node.daemon():
         log = node.directory / "tools.log"
@@ -87,7 +87,7 @@ def test_newer_tools_read_an_older_daemon_and_say_what_it_lacks(
 
 
 def test_an_upgrade_and_a_rollback_under_an_engine_that_stays(
-    node: Served, speaks: dict[str, str]
+    node: RunningNode, speaks: dict[str, str]
 ) -> None:
     with PatternEngineOf(node) as engine:
         with node.daemon() as daemon:
@@ -105,7 +105,7 @@ def test_an_upgrade_and_a_rollback_under_an_engine_that_stays(
 
 
 def test_a_store_of_another_format_is_set_aside_and_found_again(
-    node: Served, keeps: dict[str, str]
+    node: RunningNode, keeps: dict[str, str]
 ) -> None:
     with PatternEngineOf(node) as engine:
         with node.daemon() as daemon:
@@ -141,7 +141,7 @@ def test_a_store_of_another_format_is_set_aside_and_found_again(
         assert documents(node)["learned.json"].startswith(b'{"version":2,')
 
 
-def test_a_drop_takes_what_is_set_aside_as_well(node: Served, keeps: dict[str, str]) -> None:
+def test_a_drop_takes_what_is_set_aside_as_well(node: RunningNode, keeps: dict[str, str]) -> None:
     with started(node, keeps) as daemon, PatternEngine(node.socket) as engine:
         assert engine.store(NEW) == 4
         assert daemon.stop() == 0
@@ -154,7 +154,7 @@ def test_a_drop_takes_what_is_set_aside_as_well(node: Served, keeps: dict[str, s
 
 
 def test_what_is_set_aside_makes_room_before_anything_else(
-    node: Served, keeps: dict[str, str]
+    node: RunningNode, keeps: dict[str, str]
 ) -> None:
     node.settings |= {"ssd.capacity": "4MiB", "ssd.segment": "1MiB"}
     with started(node, keeps) as daemon, PatternEngine(node.socket) as engine:
@@ -172,7 +172,7 @@ def test_what_is_set_aside_makes_room_before_anything_else(
         assert node.stat()["tiers"]["ssd"]["blocks"] == 40 * num_prompts, "nothing else went"
 
 
-def test_with_a_maximum_age_nothing_is_set_aside(node: Served, keeps: dict[str, str]) -> None:
+def test_with_a_maximum_age_nothing_is_set_aside(node: RunningNode, keeps: dict[str, str]) -> None:
     with started(node, keeps) as daemon, PatternEngine(node.socket) as engine:
         assert engine.store(NEW) == 4
         assert daemon.stop() == 0
@@ -180,7 +180,7 @@ def test_with_a_maximum_age_nothing_is_set_aside(node: Served, keeps: dict[str, 
         assert not segments(node), "nobody here could tell when it is too old"
 
 
-def test_a_key_of_a_newer_version_is_refused_by_name(node: Served) -> None:
+def test_a_key_of_a_newer_version_is_refused_by_name(node: RunningNode) -> None:
     path = node.directory / "kvtier.toml"
     path.write_text('[ssd]\ncapacity = "1GiB"\ncompression = "zstd"\n')
     words = kvtier_command("config", "check", "--config", str(path))
@@ -193,7 +193,7 @@ def test_a_key_of_a_newer_version_is_refused_by_name(node: Served) -> None:
 class PatternEngineOf(PatternEngine):
     """One that is there before its daemon."""
 
-    def __init__(self, node: Served) -> None:
+    def __init__(self, node: RunningNode) -> None:
         super().__init__(node.socket)
 
     def __enter__(self) -> "PatternEngineOf":

@@ -8,13 +8,14 @@ import pytest
 
 from kvtier.core.identity import EVERYTHING
 from kvtier.testing.faulty_tier import FaultyTier, scripted_faults
+from kvtier.testing.throttle_tier import ThrottleTier
 from kvtier.testing.tier_contract import TierContract, soon
 from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.redis import RedisOptions, RedisTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
-from kvtier.tiers.wrap import BreakerTier, ThrottleTier
 
 CAPACITY_BYTES = 16 << 20
 
@@ -43,12 +44,12 @@ class TestSsdTier(TierContract):
 
 
 @pytest.mark.redis
-class TestRemoteTier(TierContract):
+class TestRedisTier(TierContract):
     @pytest.fixture(params=["plain", "split", "encrypted"])
     def tier(
         self, request: pytest.FixtureRequest, redis_server: str, tmp_path: Path
     ) -> Iterator[Tier]:
-        options = RemoteOptions(key_prefix="contract:", timeout_s=10)
+        options = RedisOptions(key_prefix="contract:", timeout_s=10)
         if request.param != "plain":
             options = replace(options, value_bytes=1024)
         if request.param == "encrypted":
@@ -57,7 +58,7 @@ class TestRemoteTier(TierContract):
             file.chmod(0o600)
             seal = Seal(SealMode.ENCRYPT, KeyRing.load(file), "remote")
             options = replace(options, seal=seal)
-        tier = RemoteTier(redis_server, options)
+        tier = RedisTier(redis_server, options)
         tier.purge(EVERYTHING, soon())
         yield tier
         tier.close()

@@ -13,7 +13,7 @@ import httpx
 import yaml
 
 from kvtier.testing.child import Child, free_port
-from kvtier.testing.served import Served, complete, url_of
+from kvtier.testing.running_node import RunningNode, complete, url_of
 from tests.deploy.replayed import VLLM_PAGE, Replayed
 from tests.engine.models import VOCAB, save_tiny
 from tests.integration.certificates import Authority, write_secret
@@ -110,7 +110,7 @@ def filled(expr: str) -> str:
 class Observed:
     """A node with an engine, and who watches them."""
 
-    node: Served
+    node: RunningNode
     daemon: Child
     engine: Child
     prometheus: Prometheus
@@ -122,7 +122,7 @@ def observed(directory: Path, seed: int = 7) -> Iterator[Observed]:
     print(f"load seed {seed}")
     model = save_model(directory / "model")
     server = RedisServer(directory)
-    node = Served(directory, SETTINGS | {"remote.url": server.url} | operators_port(directory))
+    node = RunningNode(directory, SETTINGS | {"remote.url": server.url} | operators_port(directory))
     with contextlib.ExitStack() as stack:
         stack.enter_context(server.start())
         daemon = stack.enter_context(node.start("serve"))

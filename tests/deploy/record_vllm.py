@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from kvtier.testing.vllm_server import VllmServer, kvtier_transfer
 from tests.integration.redis_child import RedisServer
 from tests.vllm.servers import TIERS, ask, await_stored, prompt, running
@@ -29,7 +29,7 @@ _LEFT_OUT = ("vllm:cache_config_info", "_created")
 def record(home: Path, directory: Path) -> str:
     """Return the page of a server that has been asked."""
     redis = RedisServer(directory)
-    served = Served(directory, _SETTINGS | {"remote.url": redis.url})
+    served = RunningNode(directory, _SETTINGS | {"remote.url": redis.url})
     transfer = kvtier_transfer(served.socket, lookup_timeout_ms=5000)
     model = home.parent / "models" / "tiny"
     with ExitStack() as stack:

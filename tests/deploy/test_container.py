@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from kvtier.testing.child import Child, kvtier_command, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 
 pytestmark = [
     pytest.mark.slow,
@@ -99,7 +99,7 @@ def inside(container: Child) -> psutil.Process:
 def test_a_daemon_in_a_container_serves_an_engine_in_another(redis_server: str) -> None:
     with work_directory() as directory:
         directory.chmod(0o711)
-        node = Served(
+        node = RunningNode(
             directory,
             {"daemon.allowed_uids": str(ENGINE_USER), "remote.url": redis_server},
         )
@@ -129,7 +129,7 @@ def test_a_daemon_in_a_container_serves_an_engine_in_another(redis_server: str) 
 
 def test_a_sidecar_outlives_its_daemon_and_hands_on_the_signal_to_stop() -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         manifest = ROOT / "deploy" / "kubernetes" / "components" / "sidecar" / "sidecar.yaml"
         spec = yaml.safe_load(manifest.read_text())["spec"]["template"]["spec"]
         *shell, script, name = spec["initContainers"][0]["command"]
@@ -153,7 +153,7 @@ def namespace(pid: int, name: str) -> str:
     return str(Path(f"/proc/{pid}/ns/{name}").readlink())
 
 
-def engine_beside(node: Served) -> "subprocess.Popen[str]":
+def engine_beside(node: RunningNode) -> "subprocess.Popen[str]":
     """An engine of another user, which has nothing of the daemon's but the directory."""
     words = (sys.executable, "-c", ENGINE, str(ROOT), str(node.socket), str(ENGINE_USER))
     return subprocess.Popen(

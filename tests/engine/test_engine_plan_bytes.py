@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.engine.engine import block_layout
 from kvtier.engine.settings import EngineSettings
-from kvtier.sim.replay.dimensions import read_dimensions
+from kvtier.sim.replay.prefill import read_dimensions
 from tests.engine.models import load_tiny
 
 

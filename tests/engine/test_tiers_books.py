@@ -22,7 +22,7 @@ from kvtier.observe.table import (
     UNLOADED_TOKENS,
 )
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached
 from tests.engine.drive import prompt
 
@@ -32,7 +32,7 @@ FULL = 5 * BLOCK_TOKENS
 LENGTH = FULL + 20
 
 
-def by(node: Served, metric: Metric, **fixed: str) -> dict[str, int]:
+def by(node: RunningNode, metric: Metric, **fixed: str) -> dict[str, int]:
     """Return the daemon's counts that are not 0, by the first label."""
     label, values = metric.labels[0]
     counts = {each: int(node.metric(metric.name, **fixed, **{label: each})) for each in values}
@@ -50,14 +50,14 @@ def used_by(engine: AttachedEngine) -> dict[str, int]:
     return {source: int(count) for source, count in counts.items() if count}
 
 
-def total(node: Served, metric: Metric) -> int:
+def total(node: RunningNode, metric: Metric) -> int:
     return int(node.metric(metric.name))
 
 
 def test_every_token_is_somewhere(tiny: LoadedModel, redis_server: str) -> None:
     asked_for = Counter[str]()
     with work_directory() as directory:
-        node = Served(directory, {"remote.url": redis_server, "remote.key_prefix": "books:"})
+        node = RunningNode(directory, {"remote.url": redis_server, "remote.key_prefix": "books:"})
         with node.daemon(), attached(tiny, node.socket) as engine:
 
             def ask(num_tokens: int = LENGTH, seed: int = 1, **more: int) -> None:

@@ -12,8 +12,8 @@ import pytest
 from kvtier.client import ClientDeadlines
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
-from kvtier.tiers.remote.value import HEAD_BYTES
+from kvtier.testing.running_node import RunningNode
+from kvtier.tiers.redis.value import HEAD_BYTES
 from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
 from tests.engine.models import Reference
 from tests.integration.redis_child import RedisServer
@@ -37,9 +37,9 @@ def prompt_of(seed: int) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 class Checked:
@@ -59,7 +59,10 @@ class Checked:
 
 @contextmanager
 def checked(
-    tiny: LoadedModel, reference: Reference, node: Served, deadlines: ClientDeadlines | None = None
+    tiny: LoadedModel,
+    reference: Reference,
+    node: RunningNode,
+    deadlines: ClientDeadlines | None = None,
 ) -> Iterator[Checked]:
     with attached(tiny, node.socket, deadlines=deadlines) as engine:
         yield Checked(engine, reference)
@@ -90,7 +93,7 @@ def flip(directory: Path, position: int, offset: int) -> None:
     ids=["payload", "key space", "its checksum", "magic"],
 )
 def test_a_block_that_rots_under_a_running_daemon(
-    tiny: LoadedModel, reference: Reference, node: Served, offset: int, reason: str
+    tiny: LoadedModel, reference: Reference, node: RunningNode, offset: int, reason: str
 ) -> None:
     # Unscrubbed: the scrub would come upon it before it is asked for.
     with node.daemon(ssd__scrub_rate=0), checked(tiny, reference, node) as engine:
@@ -111,7 +114,7 @@ def test_a_block_that_rots_under_a_running_daemon(
 
 @pytest.mark.parametrize("offset", [PAGE + 5000, 20], ids=["payload", "header"])
 def test_a_block_that_rots_while_nothing_runs(
-    tiny: LoadedModel, reference: Reference, node: Served, offset: int
+    tiny: LoadedModel, reference: Reference, node: RunningNode, offset: int
 ) -> None:
     with node.daemon() as daemon, checked(tiny, reference, node) as engine:
         engine.complete(1)
@@ -127,7 +130,7 @@ def test_a_block_that_rots_while_nothing_runs(
 
 
 def test_segments_deleted_under_a_running_daemon(
-    tiny: LoadedModel, reference: Reference, node: Served
+    tiny: LoadedModel, reference: Reference, node: RunningNode
 ) -> None:
     with node.daemon() as daemon, checked(tiny, reference, node) as engine:
         engine.complete(1)
@@ -148,16 +151,16 @@ def test_segments_deleted_under_a_running_daemon(
 # The server
 
 
-def with_redis(directory: Path) -> tuple[RedisServer, Served]:
+def with_redis(directory: Path) -> tuple[RedisServer, RunningNode]:
     server = RedisServer(directory)
-    node = Served(
+    node = RunningNode(
         directory,
         {"remote.url": server.url, "remote.deadline": "1s", "ssd.enabled": "false"},
     )
     return server, node
 
 
-def state(node: Served) -> str:
+def state(node: RunningNode) -> str:
     return str(node.stat()["tiers"]["remote"]["state"])
 
 
@@ -271,7 +274,7 @@ def test_a_daemon_starts_without_its_server(tiny: LoadedModel, reference: Refere
 
 
 def test_a_daemon_killed_while_it_serves(
-    tiny: LoadedModel, reference: Reference, node: Served
+    tiny: LoadedModel, reference: Reference, node: RunningNode
 ) -> None:
     deadlines = ClientDeadlines(lookup_s=2, reconnect_s=0.1)
     with node.daemon() as daemon, attached(tiny, node.socket, deadlines=deadlines) as engine:
@@ -297,7 +300,7 @@ def test_a_daemon_killed_while_it_serves(
 
 
 def test_a_daemon_that_stands_still_delays_an_answer_once(
-    tiny: LoadedModel, reference: Reference, node: Served
+    tiny: LoadedModel, reference: Reference, node: RunningNode
 ) -> None:
     deadlines = ClientDeadlines(0.25, 0.5, 0.5, 1.0)
     with node.daemon() as daemon, checked(tiny, reference, node, deadlines) as engine:

@@ -9,7 +9,7 @@ import pytest
 from kvtier.client import ClientDeadlines
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.engine.attached import AttachedEngine, attached
 from tests.engine.models import Reference
 from tests.engine.test_tiers_faults import FULL, NUM_BLOCKS, prompt_of
@@ -27,15 +27,15 @@ DEADLINES = ClientDeadlines(lookup_s=2)
 
 
 @pytest.fixture
-def disk() -> Iterator[tuple[Served, StorageShim]]:
+def disk() -> Iterator[tuple[RunningNode, StorageShim]]:
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
-        yield Served(directory, environment=shim.environment), shim
+        yield RunningNode(directory, environment=shim.environment), shim
 
 
 class Asked:
     """What became of requests whose blocks the CPU tier has lost."""
 
-    def __init__(self, engine: AttachedEngine, reference: Reference, node: Served) -> None:
+    def __init__(self, engine: AttachedEngine, reference: Reference, node: RunningNode) -> None:
         self._engine = engine
         self._reference = reference
         self._node = node
@@ -60,7 +60,7 @@ class Asked:
 
 
 def test_always_waits_for_a_hanging_disk_once(
-    tiny: LoadedModel, reference: Reference, disk: tuple[Served, StorageShim]
+    tiny: LoadedModel, reference: Reference, disk: tuple[RunningNode, StorageShim]
 ) -> None:
     node, shim = disk
     with (
@@ -93,7 +93,7 @@ def test_always_waits_for_a_server_that_is_away_a_moment(
     with work_directory() as directory:
         server = RedisServer(directory)
         settings = {"remote.url": server.url, "ssd.enabled": "false", "remote.min_tokens": 1}
-        node = Served(directory, settings)
+        node = RunningNode(directory, settings)
         with (
             server.start() as redis,
             node.daemon(),
@@ -113,7 +113,7 @@ def test_always_waits_for_a_server_that_is_away_a_moment(
 
 
 def test_never_asks_no_tier_however_it_does(
-    tiny: LoadedModel, reference: Reference, disk: tuple[Served, StorageShim]
+    tiny: LoadedModel, reference: Reference, disk: tuple[RunningNode, StorageShim]
 ) -> None:
     node, shim = disk
     with (

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached
 from tests.engine.models import Reference, load_tiny, save_tiny
 
@@ -40,15 +40,15 @@ def reference(loaded: LoadedModel) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon():
             yield node
 
 
 @pytest.fixture
-def engine(loaded: LoadedModel, node: Served) -> Iterator[AttachedEngine]:
+def engine(loaded: LoadedModel, node: RunningNode) -> Iterator[AttachedEngine]:
     with attached(loaded, node.socket) as engine:
         yield engine
     node.await_idle()
@@ -61,7 +61,7 @@ def test_every_tier_gives_the_same_tokens(
     prompt = prompt_of(1)
     right = tuple(reference.generate(prompt, 8))
     with work_directory() as directory:
-        node = Served(directory, {"remote.url": redis_server, "remote.key_prefix": "same:"})
+        node = RunningNode(directory, {"remote.url": redis_server, "remote.key_prefix": "same:"})
         rest = PROMPT_TOKENS - FULL
         with node.daemon() as daemon, attached(loaded, node.socket) as engine:
             cold = engine.complete(prompt)
@@ -95,10 +95,10 @@ def test_every_tier_gives_the_same_tokens(
             assert again.tiers == {tier: FULL, "computed": rest}
 
 
-def test_a_restart_of_both_hits_in_the_ssd_tier(loaded: LoadedModel, node: Served) -> None:
+def test_a_restart_of_both_hits_in_the_ssd_tier(loaded: LoadedModel, node: RunningNode) -> None:
     prompt = prompt_of(2)
     with work_directory() as directory:
-        other = Served(directory)
+        other = RunningNode(directory)
         with other.daemon() as daemon, attached(loaded, other.socket) as engine:
             cold = engine.complete(prompt)
             other.await_idle()
@@ -115,7 +115,7 @@ def block_bytes(loaded: LoadedModel) -> int:
     return BLOCK_TOKENS * per_token * loaded.dtype.itemsize
 
 
-def test_a_longer_prompt_loads_what_it_shares(engine: AttachedEngine, node: Served) -> None:
+def test_a_longer_prompt_loads_what_it_shares(engine: AttachedEngine, node: RunningNode) -> None:
     short = prompt_of(3, 3 * BLOCK_TOKENS + 1)
     long = short + prompt_of(4, 2 * BLOCK_TOKENS)
     engine.complete(short)
@@ -126,7 +126,7 @@ def test_a_longer_prompt_loads_what_it_shares(engine: AttachedEngine, node: Serv
     assert answer.usage.decision == "loaded_part:absent"
 
 
-def test_the_last_token_is_always_computed(engine: AttachedEngine, node: Served) -> None:
+def test_the_last_token_is_always_computed(engine: AttachedEngine, node: RunningNode) -> None:
     prompt = prompt_of(5, 2 * BLOCK_TOKENS)
     cold = engine.complete(prompt)
     node.await_idle()
@@ -137,7 +137,7 @@ def test_the_last_token_is_always_computed(engine: AttachedEngine, node: Served)
     assert again.tiers.get("cpu", 0) in (BLOCK_TOKENS, 2 * BLOCK_TOKENS - 1)
 
 
-def test_a_salt_separates(engine: AttachedEngine, node: Served) -> None:
+def test_a_salt_separates(engine: AttachedEngine, node: RunningNode) -> None:
     prompt = prompt_of(6)
     first = engine.complete(prompt, cache_salt="alice")
     node.await_idle()
@@ -153,7 +153,7 @@ def test_a_salt_separates(engine: AttachedEngine, node: Served) -> None:
 
 @pytest.mark.parametrize(("limit", "num_blocks"), [(0, 0), (63, 0), (64, 1), (200, 3), (10_000, 5)])
 def test_max_offload_tokens_is_exact(
-    engine: AttachedEngine, node: Served, limit: int, num_blocks: int
+    engine: AttachedEngine, node: RunningNode, limit: int, num_blocks: int
 ) -> None:
     prompt = prompt_of(7)
     cold = engine.complete(prompt, max_offload_tokens=limit)
@@ -168,7 +168,7 @@ def test_max_offload_tokens_is_exact(
 
 @pytest.mark.parametrize(("limit", "num_blocks"), [(0, 0), (63, 0), (64, 1), (200, 3), (10_000, 5)])
 def test_max_load_tokens_is_exact(
-    engine: AttachedEngine, node: Served, limit: int, num_blocks: int
+    engine: AttachedEngine, node: RunningNode, limit: int, num_blocks: int
 ) -> None:
     prompt = prompt_of(8)
     cold = engine.complete(prompt)
@@ -181,7 +181,7 @@ def test_max_load_tokens_is_exact(
         assert "max_load_tokens" in again.usage.decision
 
 
-def test_a_cancelled_request_leaves_nothing_held(engine: AttachedEngine, node: Served) -> None:
+def test_a_cancelled_request_leaves_nothing_held(engine: AttachedEngine, node: RunningNode) -> None:
     for seed in range(10, 16):
         pending = engine.submit(prompt_of(seed, 900), 100)
         assert pending.has_begun.wait(30)
@@ -192,7 +192,7 @@ def test_a_cancelled_request_leaves_nothing_held(engine: AttachedEngine, node: S
     assert node.await_idle()["pins"] == 0
 
 
-def test_equal_prompts_at_once_are_computed_once(engine: AttachedEngine, node: Served) -> None:
+def test_equal_prompts_at_once_are_computed_once(engine: AttachedEngine, node: RunningNode) -> None:
     prompt = prompt_of(20)
     answers = [each.answer() for each in [engine.submit(prompt) for _ in range(6)]]
     assert len({answer.tokens for answer in answers}) == 1
@@ -210,7 +210,7 @@ def test_equal_prompts_at_once_are_computed_once(engine: AttachedEngine, node: S
 
 
 def test_two_engines_of_one_model_share(
-    engine: AttachedEngine, node: Served, folder: Path, tmp_path: Path
+    engine: AttachedEngine, node: RunningNode, folder: Path, tmp_path: Path
 ) -> None:
     """Even where one has a copy of it under another name."""
     prompt = prompt_of(30)
@@ -240,7 +240,7 @@ def change_rope(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [change_one_weight, change_rope], ids=["weight", "rope"])
 def test_a_model_changed_in_place_never_hits(
-    engine: AttachedEngine, node: Served, folder: Path, tmp_path: Path, change: object
+    engine: AttachedEngine, node: RunningNode, folder: Path, tmp_path: Path, change: object
 ) -> None:
     assert callable(change)
     prompt = prompt_of(31)
@@ -255,7 +255,7 @@ def test_a_model_changed_in_place_never_hits(
         assert other.complete(prompt).tiers["cpu"] == FULL, "its own blocks it finds"
 
 
-def test_another_dtype_never_hits(engine: AttachedEngine, node: Served, folder: Path) -> None:
+def test_another_dtype_never_hits(engine: AttachedEngine, node: RunningNode, folder: Path) -> None:
     prompt = prompt_of(32)
     engine.complete(prompt)
     node.await_idle()
@@ -264,7 +264,7 @@ def test_another_dtype_never_hits(engine: AttachedEngine, node: Served, folder: 
 
 
 def test_another_model_type_never_hits(
-    engine: AttachedEngine, node: Served, tmp_path: Path
+    engine: AttachedEngine, node: RunningNode, tmp_path: Path
 ) -> None:
     prompt = prompt_of(33)
     engine.complete(prompt)

@@ -15,7 +15,7 @@ from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import LoadProgress, PortEvent, PortLookup
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.engine.attached import BLOCK_TOKENS, Answer, AttachedEngine, attached
 from tests.engine.models import Reference
 from tests.engine.test_tiers_faults import PAGE, flip, prompt_of
@@ -42,9 +42,9 @@ class SplittingPort(DaemonPort):
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 class Splitting:
@@ -62,7 +62,7 @@ class Splitting:
 
 
 @pytest.fixture
-def splitting(tiny: LoadedModel, reference: Reference, node: Served) -> Iterator[Splitting]:
+def splitting(tiny: LoadedModel, reference: Reference, node: RunningNode) -> Iterator[Splitting]:
     with (
         node.daemon(),
         attached(tiny, node.socket, SETTINGS, make_port=SplittingPort) as engine,
@@ -71,7 +71,7 @@ def splitting(tiny: LoadedModel, reference: Reference, node: Served) -> Iterator
 
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_from_either_tier(splitting: Splitting, node: Served, tier: str) -> None:
+def test_from_either_tier(splitting: Splitting, node: RunningNode, tier: str) -> None:
     for seed in range(3):
         splitting.complete(seed)
     for seed in range(3):
@@ -86,7 +86,7 @@ def test_from_either_tier(splitting: Splitting, node: Served, tier: str) -> None
 
 @pytest.mark.parametrize("position", [0, 3, 5])
 def test_a_block_that_rots_ends_the_load_and_not_the_request(
-    splitting: Splitting, node: Served, position: int
+    splitting: Splitting, node: RunningNode, position: int
 ) -> None:
     splitting.complete(1)
     node.await_idle()
@@ -101,7 +101,7 @@ def test_a_block_that_rots_ends_the_load_and_not_the_request(
 
 
 def test_a_daemon_that_goes_away_leaves_the_rest_to_computing(
-    tiny: LoadedModel, reference: Reference, node: Served
+    tiny: LoadedModel, reference: Reference, node: RunningNode
 ) -> None:
     with (
         node.daemon() as daemon,
@@ -146,7 +146,7 @@ def bring_back(engine: AttachedEngine, seed: int, first: int) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_a_daemon_that_goes_away_in_the_middle(
-    tiny: LoadedModel, reference: Reference, node: Served, fault: str
+    tiny: LoadedModel, reference: Reference, node: RunningNode, fault: str
 ) -> None:
     """The last blocks have come, the first ones hang in the disk, and then nothing comes at all."""
     shim = StorageShim(node.directory / "ssd", node.directory)

@@ -11,7 +11,7 @@ from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.settings import EngineSettings
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.transfer.shm import attach
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached
 from tests.engine.models import Reference
@@ -43,9 +43,9 @@ def right(demo: LoadedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(
+        yield RunningNode(
             directory,
             {"cpu.capacity": "128MiB", "cpu.slab": "16MiB", "ssd.capacity": "512MiB"}
             | {"ssd.segment": "64MiB"},
@@ -60,7 +60,7 @@ def timed(what: str) -> Iterator[None]:
 
 
 def test_the_tokens_are_those_of_generate(
-    demo: LoadedModel, prompt: tuple[int, ...], right: tuple[int, ...], node: Served
+    demo: LoadedModel, prompt: tuple[int, ...], right: tuple[int, ...], node: RunningNode
 ) -> None:
     def ask(engine: AttachedEngine, what: str) -> dict[str, int]:
         with timed(what):
@@ -102,7 +102,9 @@ def test_the_tokens_are_those_of_generate(
         assert ask(engine, "ssd after a restart") == {"ssd": FULL, "computed": rest}
 
 
-def scribble(node: Served, engine: AttachedEngine, prompt: tuple[int, ...], position: int) -> None:
+def scribble(
+    node: RunningNode, engine: AttachedEngine, prompt: tuple[int, ...], position: int
+) -> None:
     """Spoil a block in the arena, through a mapping like any client's."""
     assert engine.client is not None
     space = engine.runner.engine.key_space

@@ -18,7 +18,7 @@ from kvtier.core.residency import TierName
 from kvtier.observe import engine_table, table
 from kvtier.observe.metric import Metric
 from kvtier.tiers.base import HealthState, MissReason
-from kvtier.tiers.wrap.breaker import BreakerState
+from kvtier.tiers.breaker import BreakerState
 
 SETTINGS = [
     (section, name) for section, model in section_models().items() for name in model.model_fields

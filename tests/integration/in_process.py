@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kvtier.config import Config
 from kvtier.daemon.daemon import Daemon
-from kvtier.tiers.wrap import BreakerTier
+from kvtier.tiers.breaker import BreakerTier
 
 
 @contextmanager

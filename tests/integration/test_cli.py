@@ -15,27 +15,27 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.client import ClientDeadlines
 from kvtier.testing.child import Child, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon() as daemon:
             yield node
             assert daemon.stop() == 0
 
 
-def run(node: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(node: RunningNode, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = kvtier_command(*arguments, "--socket", str(node.socket))
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
-def test_stat_shows_every_tier_in_eighty_columns(node: Served) -> None:
+def test_stat_shows_every_tier_in_eighty_columns(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(1, 6)
         node.await_idle()
@@ -52,7 +52,7 @@ def test_stat_shows_every_tier_in_eighty_columns(node: Served) -> None:
     assert "leases 0, pins 0" in shown.stdout
 
 
-def test_a_name_that_a_client_gave_itself_steers_no_terminal(node: Served) -> None:
+def test_a_name_that_a_client_gave_itself_steers_no_terminal(node: RunningNode) -> None:
     with PatternEngine(node.socket, name="a\x1b[31mb\nc") as engine:
         engine.store(9, 1)
         shown = run(node, "stat").stdout
@@ -60,7 +60,7 @@ def test_a_name_that_a_client_gave_itself_steers_no_terminal(node: Served) -> No
     assert shown.replace("\n", "").isprintable()
 
 
-def test_counts_are_whole_numbers(node: Served) -> None:
+def test_counts_are_whole_numbers(node: RunningNode) -> None:
     document = json.loads(run(node, "stat", "--json").stdout)
 
     def check(value: object, path: str) -> None:
@@ -76,7 +76,7 @@ def test_counts_are_whole_numbers(node: Served) -> None:
     check(document, "")
 
 
-def test_stat_watches_until_it_is_interrupted(node: Served) -> None:
+def test_stat_watches_until_it_is_interrupted(node: RunningNode) -> None:
     command = kvtier_command("stat", "--socket", str(node.socket), "--watch", "0.1")
     with Child(command, node.directory / "watch.log") as child:
         child.await_log(r"(?s)leases.*leases")
@@ -88,7 +88,7 @@ def test_stat_watches_until_it_is_interrupted(node: Served) -> None:
 @pytest.mark.parametrize("command", [["stat"], ["stat", "--json"], ["drop", "--tier", "cpu"]])
 def test_without_a_daemon(command: list[str]) -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         start_s = time.monotonic()
         told = run(node, *command)
         print(f"{time.monotonic() - start_s:.2f} s")
@@ -122,7 +122,7 @@ def test_a_time_that_is_none(
 
 def test_with_a_crashed_daemons_socket() -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon() as daemon:
             daemon.kill()
         told = run(node, "stat")
@@ -133,7 +133,7 @@ def test_with_a_crashed_daemons_socket() -> None:
 
 def test_with_a_daemon_that_stands_still() -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon() as daemon, daemon.stopped():
             start_s = time.monotonic()
             told = run(node, "stat")
@@ -144,7 +144,7 @@ def test_with_a_daemon_that_stands_still() -> None:
         assert took_s < 20, "two seconds, and those of a busy machine"
 
 
-def test_drop_says_what_went(node: Served) -> None:
+def test_drop_says_what_went(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(2, 6)
         node.await_idle()
@@ -162,7 +162,7 @@ def test_drop_says_what_went(node: Served) -> None:
         assert engine.lookup(2, 6) == ([], "absent")
 
 
-def test_drop_all_means_all_there_are(node: Served) -> None:
+def test_drop_all_means_all_there_are(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(3, 6)
         node.await_idle()
@@ -174,7 +174,7 @@ def test_drop_all_means_all_there_are(node: Served) -> None:
     assert "no such tier" in told.stdout
 
 
-def test_drop_keeps_what_is_in_use_and_says_so(node: Served) -> None:
+def test_drop_keeps_what_is_in_use_and_says_so(node: RunningNode) -> None:
     patient = ClientDeadlines(5, 60, 10, 0.1)
     with PatternEngine(node.socket, deadlines=patient) as engine:
         engine.store(4, 6)
@@ -192,7 +192,7 @@ def test_drop_keeps_what_is_in_use_and_says_so(node: Served) -> None:
         assert "removed 0 blocks" in told.stdout
 
 
-def test_drop_names_an_engine_that_does_not_answer(node: Served) -> None:
+def test_drop_names_an_engine_that_does_not_answer(node: RunningNode) -> None:
     source = (
         "import sys; from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
@@ -212,7 +212,7 @@ def test_drop_names_an_engine_that_does_not_answer(node: Served) -> None:
         assert f"pattern (pid {child.pid}): it gave no answer" in told.stdout
 
 
-def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: Served) -> None:
+def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: RunningNode) -> None:
     one = PatternEngine(node.socket, name="one", drop=lambda: "ask\x1b me")
     with one, PatternEngine(node.socket):
         told = run(node, "drop", "--tier", "all")
@@ -226,7 +226,7 @@ def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: Served) -> N
         assert run(node, "drop", "--tier", "cpu", "--tier", "ssd").returncode == 0
 
 
-def test_output_may_be_cut_off(node: Served) -> None:
+def test_output_may_be_cut_off(node: RunningNode) -> None:
     command = kvtier_command("stat", "--socket", str(node.socket), "--watch", "0.01")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout
@@ -237,7 +237,7 @@ def test_output_may_be_cut_off(node: Served) -> None:
         assert b"Traceback" not in child.stderr.read()
 
 
-def test_an_option_from_a_shell_variable_that_is_not_set(node: Served) -> None:
+def test_an_option_from_a_shell_variable_that_is_not_set(node: RunningNode) -> None:
     with node.start("serve", "--model", "") as serve:
         assert serve.wait() == 2
         assert (

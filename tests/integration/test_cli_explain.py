@@ -19,7 +19,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.daemon.status.explain import FATE_SENTENCES, PLAN_SENTENCES
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served, complete
+from kvtier.testing.running_node import RunningNode, complete
 
 DECISION: dict[str, Any] = {
     "number": 42,
@@ -244,9 +244,9 @@ def test_a_probe_is_a_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_folder: Path) -> Iterator[tuple[Served, str]]:
+def served(tiny_folder: Path) -> Iterator[tuple[RunningNode, str]]:
     with work_directory() as directory:
-        node = Served(directory, {"cost.restore": "auto"})
+        node = RunningNode(directory, {"cost.restore": "auto"})
         with node.daemon() as daemon:
             engine, url = node.engine(tiny_folder)
             with engine:
@@ -263,7 +263,7 @@ class Told:
     stderr: str
 
 
-def run(node: Served, *arguments: str, given: str = "") -> Told:
+def run(node: RunningNode, *arguments: str, given: str = "") -> Told:
     """Run a command in this process, as a script would in its own."""
     out, err = io.StringIO(), io.StringIO()
     words = [*arguments, "--socket", str(node.socket)]
@@ -274,7 +274,7 @@ def run(node: Served, *arguments: str, given: str = "") -> Told:
     return Told(code, out.getvalue(), err.getvalue())
 
 
-def explained(node: Served, url: str, *arguments: str, given: str = "") -> Any:
+def explained(node: RunningNode, url: str, *arguments: str, given: str = "") -> Any:
     told = run(node, "explain", "--engine", url, "--json", *arguments, given=given)
     assert told.returncode == 0, told.stderr
     return json.loads(told.stdout)
@@ -284,7 +284,7 @@ LONG = [3 + (7 * place) % 200 for place in range(300)]
 
 
 @pytest.mark.slow
-def test_a_prompt_before_and_after_it_was_there(served: tuple[Served, str]) -> None:
+def test_a_prompt_before_and_after_it_was_there(served: tuple[RunningNode, str]) -> None:
     node, url = served
     tokens = json.dumps(LONG)
     before = explained(node, url, "--tokens", "-", given=tokens)
@@ -321,7 +321,7 @@ def test_a_prompt_before_and_after_it_was_there(served: tuple[Served, str]) -> N
 
 
 @pytest.mark.slow
-def test_the_salt_is_why(served: tuple[Served, str]) -> None:
+def test_the_salt_is_why(served: tuple[RunningNode, str]) -> None:
     node, url = served
     prompt = [5 + place % 90 for place in range(200)]
     complete(url, prompt)
@@ -339,7 +339,7 @@ def test_the_salt_is_why(served: tuple[Served, str]) -> None:
 
 
 @pytest.mark.slow
-def test_texts_messages_and_short_prompts(served: tuple[Served, str], tmp_path: Path) -> None:
+def test_texts_messages_and_short_prompts(served: tuple[RunningNode, str], tmp_path: Path) -> None:
     node, url = served
     file = tmp_path / "prompt"
     file.write_text("hello " * 50)
@@ -375,7 +375,7 @@ def test_texts_messages_and_short_prompts(served: tuple[Served, str], tmp_path: 
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(
-    served: tuple[Served, str], arguments: list[str], says: str
+    served: tuple[RunningNode, str], arguments: list[str], says: str
 ) -> None:
     node, url = served
     more = [] if "--engine" in arguments else ["--engine", url]
@@ -387,7 +387,7 @@ def test_what_is_wrong_is_said_with_a_remedy(
 
 
 @pytest.mark.slow
-def test_a_stranger_is_not_taken_for_an_engine(served: tuple[Served, str]) -> None:
+def test_a_stranger_is_not_taken_for_an_engine(served: tuple[RunningNode, str]) -> None:
     node, _ = served
     told = run(node, "explain", "--prompt", "x", "--engine", f"http://127.0.0.1:{node.http_port}")
     assert told.returncode == 2
@@ -395,15 +395,15 @@ def test_a_stranger_is_not_taken_for_an_engine(served: tuple[Served, str]) -> No
 
 
 @pytest.mark.slow
-def test_without_a_daemon(served: tuple[Served, str], tmp_path: Path) -> None:
+def test_without_a_daemon(served: tuple[RunningNode, str], tmp_path: Path) -> None:
     _, url = served
-    told = run(Served(tmp_path), "explain", "--prompt", "x", "--engine", url)
+    told = run(RunningNode(tmp_path), "explain", "--prompt", "x", "--engine", url)
     assert told.returncode == 2
     assert "kvtier serve" in told.stderr
 
 
 @pytest.mark.slow
-def test_a_probe_of_a_running_daemon(served: tuple[Served, str]) -> None:
+def test_a_probe_of_a_running_daemon(served: tuple[RunningNode, str]) -> None:
     node, _ = served
     before = node.stat()["tiers"]["ssd"]["blocks"]
     told = run(node, "probe")
@@ -421,7 +421,7 @@ def test_a_probe_of_a_running_daemon(served: tuple[Served, str]) -> None:
 
 @pytest.mark.slow
 def test_tiers_are_measured_at_the_first_start_and_not_at_the_next(tmp_path: Path) -> None:
-    node = Served(tmp_path, {"cost.probe": "start", "ssd.scrub_rate": "0B"})
+    node = RunningNode(tmp_path, {"cost.probe": "start", "ssd.scrub_rate": "0B"})
     with node.daemon() as daemon:
         daemon.await_log('event="a tier was measured" tier=ssd')
         assert node.stat()["tiers"]["ssd"]["blocks"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.cli.main import main
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, complete
+from kvtier.testing.running_node import RunningNode, complete
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +19,9 @@ PROMPT = [3 + (7 * place) % 200 for place in range(300)]
 
 
 @pytest.fixture(scope="module")
-def served(tiny_folder: Path) -> Iterator[tuple[Served, str]]:
+def served(tiny_folder: Path) -> Iterator[tuple[RunningNode, str]]:
     with work_directory() as directory:
-        node = Served(directory, {"policy.eviction": "rd-sec"})
+        node = RunningNode(directory, {"policy.eviction": "rd-sec"})
         with node.daemon() as daemon:
             engine, url = node.engine(tiny_folder)
             with engine:
@@ -41,7 +41,7 @@ class Told:
 
 
 def run(
-    served: tuple[Served, str], command: str, *arguments: str, prompt: list[int] = PROMPT
+    served: tuple[RunningNode, str], command: str, *arguments: str, prompt: list[int] = PROMPT
 ) -> Told:
     """Run a command in this process, as a script would in its own."""
     node, url = served
@@ -57,7 +57,7 @@ def run(
     return Told(code, out.getvalue(), err.getvalue())
 
 
-def test_a_prompt_is_pinned_and_let_go(served: tuple[Served, str]) -> None:
+def test_a_prompt_is_pinned_and_let_go(served: tuple[RunningNode, str]) -> None:
     told = run(served, "pin", "--tokens", "-", "--ttl", "60")
     assert (told.returncode, told.stderr) == (0, "")
     assert told.stdout == "keeps 4 of 4 blocks for 60 s\n"
@@ -68,7 +68,7 @@ def test_a_prompt_is_pinned_and_let_go(served: tuple[Served, str]) -> None:
     assert told.stdout == "the 4 blocks are kept no longer than others\n"
 
 
-def test_a_prompt_is_warmed(served: tuple[Served, str]) -> None:
+def test_a_prompt_is_warmed(served: tuple[RunningNode, str]) -> None:
     node, _ = served
     node.await_idle()
     node.drop("cpu")
@@ -81,7 +81,7 @@ def test_a_prompt_is_warmed(served: tuple[Served, str]) -> None:
     assert told.stdout == "of 4 blocks 4 are in the CPU tier and 0 on their way\n"
 
 
-def test_what_no_tier_has_cannot_be_warmed(served: tuple[Served, str]) -> None:
+def test_what_no_tier_has_cannot_be_warmed(served: tuple[RunningNode, str]) -> None:
     told = run(served, "warm", "--tokens", "-", prompt=PROMPT[::-1])
     assert told.returncode == 1
     assert told.stdout == (
@@ -91,7 +91,7 @@ def test_what_no_tier_has_cannot_be_warmed(served: tuple[Served, str]) -> None:
 
 @pytest.mark.parametrize("command", ["pin", "warm"])
 def test_a_prompt_that_fills_no_block_is_not_said_to_be_kept(
-    served: tuple[Served, str], command: str
+    served: tuple[RunningNode, str], command: str
 ) -> None:
     told = run(served, command, "--tokens", "-", prompt=PROMPT[:10])
     assert told.returncode == 1
@@ -111,7 +111,7 @@ def test_a_prompt_that_fills_no_block_is_not_said_to_be_kept(
     ],
 )
 def test_what_is_wrong_is_said(
-    served: tuple[Served, str], command: str, arguments: list[str], says: str
+    served: tuple[RunningNode, str], command: str, arguments: list[str], says: str
 ) -> None:
     told = run(served, command, *arguments)
     assert told.returncode == 2

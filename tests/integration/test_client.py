@@ -20,7 +20,7 @@ from kvtier.core.identity import NO_TENANT, KeySpace, hash_blocks, tenant_digest
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
 from kvtier.errors import DaemonUnavailable, RegistrationRefused
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import attach
 from kvtier.v1 import engine_pb2 as pb
@@ -37,24 +37,24 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
+def shared() -> Iterator[RunningNode]:
     """One daemon for all tests that leave it as it was."""
     with work_directory() as directory:
-        node = Served(directory, {"cpu.capacity": "32MiB"})
+        node = RunningNode(directory, {"cpu.capacity": "32MiB"})
         with node.daemon():
             yield node
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 # Identity
 
 
-def test_what_is_stored_comes_back(shared: Served) -> None:
+def test_what_is_stored_comes_back(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine:
         before = shared.stat()["lookup_blocks"]
         assert engine.lookup(1) == ([], "absent")
@@ -69,7 +69,7 @@ def test_what_is_stored_comes_back(shared: Served) -> None:
         assert after["miss"] - before["miss"] == 6
 
 
-def test_two_engines_of_one_identity_share(shared: Served) -> None:
+def test_two_engines_of_one_identity_share(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as one, PatternEngine(shared.socket) as other:
         one.store(2)
         assert other.load(2) == (["cpu"] * 4, "complete")
@@ -85,7 +85,7 @@ def test_two_engines_of_one_identity_share(shared: Served) -> None:
     ],
     ids=["another model", "another tenant", "another size"],
 )
-def test_another_identity_never_hits(shared: Served, space: KeySpace, tenant: bytes) -> None:
+def test_another_identity_never_hits(shared: RunningNode, space: KeySpace, tenant: bytes) -> None:
     with (
         PatternEngine(shared.socket) as owner,
         PatternEngine(shared.socket, space, tenant) as other,
@@ -97,7 +97,7 @@ def test_another_identity_never_hits(shared: Served, space: KeySpace, tenant: by
         assert owner.load(3) == (["cpu"] * 4, "complete")
 
 
-def test_the_right_hashes_of_another_tenant_are_a_miss(shared: Served) -> None:
+def test_the_right_hashes_of_another_tenant_are_a_miss(shared: RunningNode) -> None:
     """Who knows the hashes of others still has to be who stored them."""
     with PatternEngine(shared.socket) as owner, PatternEngine(shared.socket) as thief:
         owner.store(4)
@@ -114,11 +114,11 @@ def test_the_right_hashes_of_another_tenant_are_a_miss(shared: Served) -> None:
 # Arena contents that change
 
 
-def checksum_misses(node: Served) -> float:
+def checksum_misses(node: RunningNode) -> float:
     return node.metric("kvtier_miss_blocks_total", tier="cpu", reason="checksum")
 
 
-def test_a_block_scribbled_over_in_the_arena_is_served_to_nobody(shared: Served) -> None:
+def test_a_block_scribbled_over_in_the_arena_is_served_to_nobody(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine, PatternEngine(shared.socket) as other:
         engine.store(5, 4)
         shared.await_idle()
@@ -137,7 +137,7 @@ def test_a_block_scribbled_over_in_the_arena_is_served_to_nobody(shared: Served)
         assert shared.await_idle()["pins"] == 0
 
 
-def test_a_block_that_is_not_what_its_checksum_says_never_spreads(shared: Served) -> None:
+def test_a_block_that_is_not_what_its_checksum_says_never_spreads(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine:
         shared.await_idle()
         shared.drop("cpu", "ssd")
@@ -161,7 +161,7 @@ def test_a_block_that_is_not_what_its_checksum_says_never_spreads(shared: Served
         link.close()
 
 
-def test_a_store_whose_copy_fails_leaves_no_trace(shared: Served) -> None:
+def test_a_store_whose_copy_fails_leaves_no_trace(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine:
 
         def fail(indexes: Sequence[int], _slots: Sequence[memoryview]) -> Generator[None]:
@@ -183,7 +183,7 @@ def test_a_store_whose_copy_fails_leaves_no_trace(shared: Served) -> None:
 class stub_of:  # noqa: N801 - reads as a function
     """The raw calls, for clients that do not keep to the protocol."""
 
-    def __init__(self, node: Served) -> None:
+    def __init__(self, node: RunningNode) -> None:
         self._channel = grpc.insecure_channel(f"unix:{node.socket}")
 
     def __enter__(self) -> engine_pb2_grpc.EngineStub:
@@ -202,13 +202,15 @@ class stub_of:  # noqa: N801 - reads as a function
     ],
     ids=["layout", "block too large", "block too large for any slab"],
 )
-def test_a_registration_that_cannot_be_served(shared: Served, space: KeySpace, said: str) -> None:
+def test_a_registration_that_cannot_be_served(
+    shared: RunningNode, space: KeySpace, said: str
+) -> None:
     with pytest.raises(RegistrationRefused, match=said):
         open_link(shared.socket, space, "pattern")
     await_true(lambda: not engines_named(shared, "pattern"), "no session is left")
 
 
-def engines_named(node: Served, name: str) -> list[object]:
+def engines_named(node: RunningNode, name: str) -> list[object]:
     return [engine for engine in node.stat()["engines"] if engine["engine"] == name]
 
 
@@ -226,7 +228,7 @@ def engines_named(node: Served, name: str) -> list[object]:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_handshake_that_proves_nothing(
-    shared: Served, changes: dict[str, object], said: str
+    shared: RunningNode, changes: dict[str, object], said: str
 ) -> None:
     attachment = attach(shared.socket, 5)
     layout = pb.Layout(
@@ -248,7 +250,7 @@ def test_a_handshake_that_proves_nothing(
     attachment.close()
 
 
-def test_calls_that_make_no_sense_are_refused(shared: Served) -> None:
+def test_calls_that_make_no_sense_are_refused(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine, stub_of(shared) as stub:
         session = engine.client.session
         wrong = {
@@ -281,7 +283,7 @@ def test_calls_that_make_no_sense_are_refused(shared: Served) -> None:
         assert engine.store(8) == 4, "the daemon goes on"
 
 
-def test_a_prompt_of_a_million_tokens(shared: Served) -> None:
+def test_a_prompt_of_a_million_tokens(shared: RunningNode) -> None:
     with PatternEngine(shared.socket) as engine:
         engine.store(9, 4)
         hashes = engine.chain(9, 4)
@@ -307,7 +309,7 @@ def test_a_prompt_of_a_million_tokens(shared: Served) -> None:
         assert shared.await_idle(20)["pins"] == 0
 
 
-def test_as_many_engines_as_there_may_be(node: Served) -> None:
+def test_as_many_engines_as_there_may_be(node: RunningNode) -> None:
     with node.daemon() as daemon, ExitStack() as engines:
         crowd = [engines.enter_context(PatternEngine(node.socket)) for _ in range(SESSIONS_MAX)]
         with pytest.raises(DaemonUnavailable, match="no room for another client"):
@@ -346,7 +348,7 @@ with PatternEngine(Path({socket!r}), deadlines=ClientDeadlines(5, 2, 5, 0.1)) as
 """
 
 
-def victim(node: Served, what: str) -> Child:
+def victim(node: RunningNode, what: str) -> Child:
     """Start a client that holds a lease and does not let go."""
     source = _VICTIM.format(root=str(Path(__file__).parents[2]), socket=str(node.socket), what=what)
     log_path = node.directory / f"victim.{what}.log"
@@ -356,7 +358,7 @@ def victim(node: Served, what: str) -> Child:
 
 
 @pytest.mark.parametrize("what", ["store", "load"])
-def test_a_killed_client_lets_go_of_everything(shared: Served, what: str) -> None:
+def test_a_killed_client_lets_go_of_everything(shared: RunningNode, what: str) -> None:
     with PatternEngine(shared.socket) as engine:
         engine.store(21, 8)
         idle = shared.await_idle()["tiers"]["cpu"]["used_bytes"]
@@ -378,7 +380,7 @@ def test_a_killed_client_lets_go_of_everything(shared: Served, what: str) -> Non
         shared.drop("cpu", "ssd")
 
 
-def test_a_client_that_hangs_loses_its_lease_and_holds_up_nobody(node: Served) -> None:
+def test_a_client_that_hangs_loses_its_lease_and_holds_up_nobody(node: RunningNode) -> None:
     with node.daemon(daemon__lease="300ms"), ExitStack() as stack:
         quick = ClientDeadlines(5, 2, 5, 0.1)
         engine = stack.enter_context(PatternEngine(node.socket))
@@ -395,7 +397,7 @@ def test_a_client_that_hangs_loses_its_lease_and_holds_up_nobody(node: Served) -
         assert hung.client.wait_attached(30)
 
 
-def test_a_stopped_client_process_loses_its_lease(node: Served) -> None:
+def test_a_stopped_client_process_loses_its_lease(node: RunningNode) -> None:
     with node.daemon(daemon__lease="300ms"), PatternEngine(node.socket) as engine:
         engine.store(21, 8)
         node.await_idle()
@@ -404,7 +406,7 @@ def test_a_stopped_client_process_loses_its_lease(node: Served) -> None:
             assert node.await_idle(15)["pins"] == 0
 
 
-def test_a_daemon_stops_although_a_client_hangs(node: Served) -> None:
+def test_a_daemon_stops_although_a_client_hangs(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(21, 8)
         with (
@@ -423,7 +425,7 @@ def test_a_daemon_stops_although_a_client_hangs(node: Served) -> None:
 # Daemons that die or hang
 
 
-def test_a_daemon_that_comes_back_is_joined_again(node: Served) -> None:
+def test_a_daemon_that_comes_back_is_joined_again(node: RunningNode) -> None:
     daemon = node.daemon()
     with daemon, PatternEngine(node.socket) as engine:
         engine.store(40)
@@ -443,7 +445,7 @@ def test_a_daemon_that_comes_back_is_joined_again(node: Served) -> None:
             assert engine.store(41) == 4
 
 
-def test_a_daemon_killed_during_a_load(node: Served) -> None:
+def test_a_daemon_killed_during_a_load(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(42, 64)
         blocks = engine.client.load(engine.tenant, engine.chain(42, 64), 0)
@@ -462,7 +464,7 @@ def test_a_daemon_killed_during_a_load(node: Served) -> None:
 
 
 @pytest.mark.parametrize("what", ["lookup", "load", "store"])
-def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) -> None:
+def test_a_daemon_that_stands_still_costs_one_deadline(node: RunningNode, what: str) -> None:
     limit_s, others_s = 0.5, 10.0
     waits = {name: limit_s if name == what else others_s for name in ("lookup", "load", "store")}
     deadlines = ClientDeadlines(*waits.values(), reconnect_s=2.0)
@@ -497,7 +499,7 @@ def test_a_daemon_that_stands_still_costs_one_deadline(node: Served, what: str) 
 
 @pytest.mark.parametrize("fault", [TimeoutError(), RuntimeError("a bug")])
 def test_an_engine_that_did_not_empty_its_tier_is_asked_again(
-    shared: Served, fault: Exception
+    shared: RunningNode, fault: Exception
 ) -> None:
     is_busy = True
 
@@ -519,7 +521,7 @@ def test_an_engine_that_did_not_empty_its_tier_is_asked_again(
         client.close()
 
 
-def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Served) -> None:
+def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: RunningNode) -> None:
     faults = [RuntimeError("a bug"), KeyError("another")]
 
     def own_tier() -> OwnTier:
@@ -542,7 +544,7 @@ def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Ser
 
 
 def test_an_arena_that_outlives_its_daemon_goes_with_its_last_copy(
-    node: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.05)
     num_before = num_arenas()
@@ -564,7 +566,7 @@ def test_an_arena_that_outlives_its_daemon_goes_with_its_last_copy(
     await_true(lambda: num_arenas() == num_before, "and that of the other")
 
 
-def test_a_client_closes_whatever_the_daemon_does(node: Served) -> None:
+def test_a_client_closes_whatever_the_daemon_does(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(45)
         with daemon.stopped():
@@ -574,7 +576,7 @@ def test_a_client_closes_whatever_the_daemon_does(node: Served) -> None:
         await_true(lambda: not node.stat()["engines"], "the session is over")
 
 
-def test_a_daemon_that_ran_out_of_descriptors_lets_engines_in_again(node: Served) -> None:
+def test_a_daemon_that_ran_out_of_descriptors_lets_engines_in_again(node: RunningNode) -> None:
     with node.daemon() as daemon:
         limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -587,7 +589,7 @@ def test_a_daemon_that_ran_out_of_descriptors_lets_engines_in_again(node: Served
         assert daemon.stop() == 0
 
 
-def test_no_client_leaves_descriptors_behind(node: Served) -> None:
+def test_no_client_leaves_descriptors_behind(node: RunningNode) -> None:
     def descriptors(pid: int | str) -> int:
         return len(os.listdir(f"/proc/{pid}/fd"))
 

@@ -8,16 +8,16 @@ import pytest
 from kvtier.client import ClientDeadlines, HeldBlocks
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 def hold(engine: PatternEngine, prompt: int, num_blocks: int = 4, first: int = 0) -> HeldBlocks:
@@ -28,7 +28,7 @@ def tiers(held: HeldBlocks) -> list[str]:
     return [tier.value for tier in held.tiers]
 
 
-def test_what_is_held_stays_until_it_is_released(node: Served) -> None:
+def test_what_is_held_stays_until_it_is_released(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1)
         node.await_idle()
@@ -42,7 +42,7 @@ def test_what_is_held_stays_until_it_is_released(node: Served) -> None:
         node.await_idle()
 
 
-def test_blocks_are_brought_up_and_a_short_run_is_kept(node: Served) -> None:
+def test_blocks_are_brought_up_and_a_short_run_is_kept(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1)
         node.await_idle()
@@ -55,7 +55,7 @@ def test_blocks_are_brought_up_and_a_short_run_is_kept(node: Served) -> None:
         node.await_idle()
 
 
-def test_nothing_found_is_nothing_held(node: Served) -> None:
+def test_nothing_found_is_nothing_held(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         held = hold(engine, 1)
         assert (tiers(held), held.end) == ([], "absent")
@@ -63,7 +63,7 @@ def test_nothing_found_is_nothing_held(node: Served) -> None:
         held.release()
 
 
-def test_what_is_corrupt_is_not_held_and_is_told_of(node: Served) -> None:
+def test_what_is_corrupt_is_not_held_and_is_told_of(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1)
         node.await_idle()
@@ -82,7 +82,7 @@ def test_what_is_corrupt_is_not_held_and_is_told_of(node: Served) -> None:
 
 
 def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(
-    node: Served, monkeypatch: pytest.MonkeyPatch
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 60)
     daemon = node.daemon()
@@ -101,7 +101,7 @@ def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(
             node.await_idle()
 
 
-def test_a_daemon_that_hangs_is_waited_for_no_longer_than_said(node: Served) -> None:
+def test_a_daemon_that_hangs_is_waited_for_no_longer_than_said(node: RunningNode) -> None:
     deadlines = ClientDeadlines(5, 10, 10, reconnect_s=30)
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=deadlines) as engine:
         engine.store(1)
@@ -117,7 +117,7 @@ def test_a_daemon_that_hangs_is_waited_for_no_longer_than_said(node: Served) -> 
         node.await_idle()  # both leases are gone: one was released, of the other nobody heard
 
 
-def test_a_lease_ends_by_itself(node: Served) -> None:
+def test_a_lease_ends_by_itself(node: RunningNode) -> None:
     deadlines = ClientDeadlines(5, 2, 5, 0.1)
     with (
         node.daemon(daemon__lease="300ms"),
@@ -132,7 +132,7 @@ def test_a_lease_ends_by_itself(node: Served) -> None:
         held.release()
 
 
-def test_a_client_that_ends_lets_go_of_what_it_holds(node: Served) -> None:
+def test_a_client_that_ends_lets_go_of_what_it_holds(node: RunningNode) -> None:
     with node.daemon():
         with PatternEngine(node.socket) as engine:
             engine.store(1)

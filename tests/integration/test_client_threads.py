@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine, num_arenas
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def test_grpc_needs_no_thread_of_its_own_for_a_link(monkeypatch: pytest.MonkeyPa
         start(thread)
 
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon():
             with monkeypatch.context() as full:
                 full.setattr(threading.Thread, "start", start_ours)

@@ -27,7 +27,7 @@ from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, RegistrationRefused
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 from tests.integration.pattern import BLOCK_TOKENS, PatternEngine, key_space
@@ -38,16 +38,16 @@ CHAIN = pb.Chain(tenant=NO_TENANT, hashes=bytes(range(32)))
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     """One daemon for all of them; each uses prompts of its own."""
     with work_directory() as directory:
-        served = Served(directory, {"cpu.capacity": "32MiB"})
+        served = RunningNode(directory, {"cpu.capacity": "32MiB"})
         with served.daemon():
             yield served
 
 
 @contextmanager
-def raw(node: Served) -> Iterator[engine_pb2_grpc.EngineStub]:
+def raw(node: RunningNode) -> Iterator[engine_pb2_grpc.EngineStub]:
     with grpc.insecure_channel(f"unix:{node.socket}") as channel:
         yield engine_pb2_grpc.EngineStub(channel)
 
@@ -55,7 +55,7 @@ def raw(node: Served) -> Iterator[engine_pb2_grpc.EngineStub]:
 # A request's life
 
 
-def test_an_engine_announces_follows_its_plan_and_tells_what_came_of_it(node: Served) -> None:
+def test_an_engine_announces_follows_its_plan_and_tells_what_came_of_it(node: RunningNode) -> None:
     traits = Traits(request_id="life-1", num_tokens=30, kind="chat", continues=0.9, gap_s=60.0)
     with PatternEngine(node.socket) as engine:
         engine.store(100, 6, traits=replace(traits, request_id="life-0"), num_prompt_blocks=4)
@@ -95,7 +95,7 @@ def test_an_engine_announces_follows_its_plan_and_tells_what_came_of_it(node: Se
         assert inputs["prompt_tokens"] == 30
 
 
-def test_blocks_come_from_the_back_where_that_is_asked_for(node: Served) -> None:
+def test_blocks_come_from_the_back_where_that_is_asked_for(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(101, 8)
         payloads = engine.payloads(101, 8)
@@ -109,7 +109,7 @@ def test_blocks_come_from_the_back_where_that_is_asked_for(node: Served) -> None
         assert indexes == [7, 6, 5, 4, 3, 2]
 
 
-def test_a_load_from_the_back_of_what_is_not_all_there(node: Served) -> None:
+def test_a_load_from_the_back_of_what_is_not_all_there(node: RunningNode) -> None:
     """Which block a slot holds is told, not guessed: a wrong guess would condemn good blocks."""
     with PatternEngine(node.socket) as engine:
         engine.store(102, 5)
@@ -122,7 +122,7 @@ def test_a_load_from_the_back_of_what_is_not_all_there(node: Served) -> None:
         assert len(payloads) == 8
 
 
-def test_ending_a_load_from_the_back_early_lets_go_of_the_front(node: Served) -> None:
+def test_ending_a_load_from_the_back_early_lets_go_of_the_front(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(103, 8)
         blocks = engine.client.load(NO_TENANT, engine.chain(103, 8), 0, from_back=True)
@@ -156,7 +156,9 @@ def test_ending_a_load_from_the_back_early_lets_go_of_the_front(node: Served) ->
     ],
     ids=str,
 )
-def test_traits_that_make_no_sense(node: Served, fields: dict[str, object], named: str) -> None:
+def test_traits_that_make_no_sense(
+    node: RunningNode, fields: dict[str, object], named: str
+) -> None:
     traits = pb.Traits(**fields)  # type: ignore[arg-type]  # one field of whatever type
     with PatternEngine(node.socket) as engine, raw(node) as stub:
         session = engine.client.session
@@ -211,7 +213,9 @@ def outcome(**changes: object) -> pb.Outcome:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_report_that_makes_no_sense(node: Served, fields: dict[str, object], named: str) -> None:
+def test_a_report_that_makes_no_sense(
+    node: RunningNode, fields: dict[str, object], named: str
+) -> None:
     with PatternEngine(node.socket) as engine, raw(node) as stub:
         request = pb.ReportRequest(session=engine.client.session, **fields)  # type: ignore[arg-type]  # fields of any type
         with pytest.raises(grpc.RpcError) as caught:
@@ -233,14 +237,14 @@ def test_a_report_that_makes_no_sense(node: Served, fields: dict[str, object], n
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_step_that_cannot_be_is_left_out(node: Served, step: pb.Step, label: str) -> None:
+def test_a_step_that_cannot_be_is_left_out(node: RunningNode, step: pb.Step, label: str) -> None:
     with PatternEngine(node.socket) as engine, raw(node) as stub:
         before = node.stat()["cost"]["engines"]
         stub.Report(pb.ReportRequest(session=engine.client.session, steps=[step]), timeout=20)
         assert node.stat()["cost"]["engines"] == before, label
 
 
-def test_lists_that_are_too_long(node: Served) -> None:
+def test_lists_that_are_too_long(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine, raw(node) as stub:
         session = engine.client.session
         for request in (
@@ -260,13 +264,13 @@ def test_lists_that_are_too_long(node: Served) -> None:
 
 @pytest.mark.parametrize("field", ["per_token", "per_attended", "per_s"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e30])
-def test_a_model_that_takes_what_cannot_be(node: Served, field: str, value: float) -> None:
+def test_a_model_that_takes_what_cannot_be(node: RunningNode, field: str, value: float) -> None:
     flops = replace(ModelFlops(), **{field: value})
     with pytest.raises(RegistrationRefused, match=f"flops.{field}"):
         open_link(node.socket, key_space(), "absurd", flops=flops)
 
 
-def test_a_client_that_says_nothing_new_is_served_as_before(node: Served) -> None:
+def test_a_client_that_says_nothing_new_is_served_as_before(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine, raw(node) as stub:
         engine.store(105)
         chain = pb.Chain(tenant=NO_TENANT, hashes=b"".join(engine.chain(105, 4)))
@@ -288,7 +292,7 @@ def test_a_client_that_says_nothing_new_is_served_as_before(node: Served) -> Non
     node.await_idle(60)
 
 
-def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: Served) -> None:
+def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: RunningNode) -> None:
     with PatternEngine(node.socket) as one, PatternEngine(node.socket) as other:
         one.store(106)
         plan = one.ask(106, traits=Traits(request_id="foreign")).plan
@@ -313,7 +317,7 @@ def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: Served
     ids=["a prompt without end", "an engine without rest"],
 )
 def test_no_lie_saves_more_than_computing_what_was_restored(
-    node: Served, traits: Traits, load: EngineLoad
+    node: RunningNode, traits: Traits, load: EngineLoad
 ) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(107)
@@ -327,7 +331,7 @@ def test_no_lie_saves_more_than_computing_what_was_restored(
         assert 0 <= saved_s < 60, "sixteen tokens were not computed"
 
 
-def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: Served) -> None:
+def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(108)
         before = node.stat()["worth"]
@@ -346,7 +350,7 @@ def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: Served) 
 
 def test_saying_things_to_a_daemon_that_stands_still_costs_nothing() -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon() as daemon, PatternEngine(node.socket) as engine:
             with daemon.stopped():
                 start_s = time.monotonic()
@@ -370,7 +374,7 @@ def test_saying_things_to_a_daemon_that_stands_still_costs_nothing() -> None:
             )
 
 
-def test_a_thousand_announcements_cost_few_calls(node: Served) -> None:
+def test_a_thousand_announcements_cost_few_calls(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         before = node.metric("kvtier_announced_requests_total")
         calls = node.metric("kvtier_policy_seconds_count")

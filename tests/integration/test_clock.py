@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.client import LoadedBlock
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from tests.integration.pattern import PatternEngine
 from tests.programs import faketime_library
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 DAY_S = 86_400
 
 
-class Leaping(Served):
+class Leaping(RunningNode):
     """A node whose daemon's time of day is ahead of ours, or behind it, by what a file says."""
 
     def __init__(self, directory: Path) -> None:

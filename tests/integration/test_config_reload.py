@@ -14,7 +14,7 @@ from kvtier.api.rpc.operator import open_operator
 from kvtier.cli.main import main
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.pattern import PatternEngine, in_threads
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 START = {"daemon.log_level": "warning", "cost.restore": "always", "ssd.write_budget": "0B"}
 
 
-class Configured(Served):
+class Configured(RunningNode):
     """A node whose daemon has some of its settings in a file."""
 
     def __init__(self, directory: Path) -> None:

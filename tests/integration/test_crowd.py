@@ -7,7 +7,7 @@ import pytest
 from kvtier.core.identity import tenant_digest
 from kvtier.core.traits import Traits
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
@@ -16,21 +16,21 @@ NUM_TENANTS = 300
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
         settings = {"policy.eviction": "rd-sec", "ssd.write": "demote", "cost.restore": "auto"}
-        node = Served(directory, settings)
+        node = RunningNode(directory, settings)
         with node.daemon():
             yield node
 
 
-def series(node: Served) -> set[str]:
+def series(node: RunningNode) -> set[str]:
     """Return the names and labels of everything that is measured."""
     lines = fetch(f"http://127.0.0.1:{node.http_port}/metrics").decode().splitlines()
     return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
 
 
-def test_tenants_and_kinds_are_no_labels(node: Served) -> None:
+def test_tenants_and_kinds_are_no_labels(node: RunningNode) -> None:
     with PatternEngine(node.socket) as engine:
         engine.ask(0)
         before = series(node)

@@ -13,19 +13,19 @@ import psutil
 import pytest
 
 from kvtier.testing.child import Child, free_port, kvtier_command, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def refusal(node: Served, command: str = "serve", **changes: str | int) -> str:
+def refusal(node: RunningNode, command: str = "serve", **changes: str | int) -> str:
     """Return the one line with which a process that cannot start ends."""
     with node.start(command, **changes) as child:
         assert child.wait() == 2, child.log
@@ -36,7 +36,7 @@ def refusal(node: Served, command: str = "serve", **changes: str | int) -> str:
     return said[0].removeprefix("kvtier: ")
 
 
-def test_it_is_ready_in_about_a_second_and_loads_no_torch(node: Served) -> None:
+def test_it_is_ready_in_about_a_second_and_loads_no_torch(node: RunningNode) -> None:
     with node.daemon() as daemon:
         took = psutil.Process(daemon.pid).cpu_times()
         print(f"ready after {time.monotonic() - daemon.started_s:.2f} s, {took}")
@@ -49,7 +49,7 @@ def test_it_is_ready_in_about_a_second_and_loads_no_torch(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_files_and_sockets_are_this_users_alone(node: Served) -> None:
+def test_files_and_sockets_are_this_users_alone(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         # 4 tokens of 2048 bytes a block; 16 MiB and 64 MiB of them.
         daemon.await_log(
@@ -62,7 +62,7 @@ def test_files_and_sockets_are_this_users_alone(node: Served) -> None:
             assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_a_stop_writes_what_is_on_its_way_and_a_restart_finds_it(node: Served) -> None:
+def test_a_stop_writes_what_is_on_its_way_and_a_restart_finds_it(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         for prompt in range(20):
             assert engine.store(prompt, 8) == 8
@@ -76,7 +76,7 @@ def test_a_stop_writes_what_is_on_its_way_and_a_restart_finds_it(node: Served) -
         assert node.stat()["lookup_blocks"]["miss"] == 0
 
 
-def test_each_tier_is_dropped_by_itself(node: Served) -> None:
+def test_each_tier_is_dropped_by_itself(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1, 6)
         node.await_idle()
@@ -94,7 +94,7 @@ def test_each_tier_is_dropped_by_itself(node: Served) -> None:
         assert engine.load(1, 6) == (["cpu"] * 6, "complete")
 
 
-def test_a_crashed_daemon_leaves_nothing_in_the_way(node: Served) -> None:
+def test_a_crashed_daemon_leaves_nothing_in_the_way(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(1)
         node.await_idle()
@@ -105,7 +105,7 @@ def test_a_crashed_daemon_leaves_nothing_in_the_way(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_a_second_signal_ends_it_at_once(node: Served) -> None:
+def test_a_second_signal_ends_it_at_once(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         # Orders keep the first stop waiting for its grace: time enough for a second signal.
         assert engine.client.is_attached
@@ -115,14 +115,14 @@ def test_a_second_signal_ends_it_at_once(node: Served) -> None:
         assert daemon.wait() in (0, -signal.SIGTERM)
 
 
-def test_interrupting_it_is_a_clean_stop(node: Served) -> None:
+def test_interrupting_it_is_a_clean_stop(node: RunningNode) -> None:
     with node.daemon() as daemon:
         daemon.send(signal.SIGINT)
         assert daemon.wait() == 0
         assert "Traceback" not in daemon.log
 
 
-def test_two_daemons_on_one_socket(node: Served) -> None:
+def test_two_daemons_on_one_socket(node: RunningNode) -> None:
     with node.daemon() as daemon:
         said = refusal(node, ssd__directory=str(node.directory / "other"), http__listen="")
         assert said.startswith("daemon.socket: ")
@@ -130,7 +130,7 @@ def test_two_daemons_on_one_socket(node: Served) -> None:
         assert node.stat()["pid"] == daemon.pid, "the first one goes on"
 
 
-def test_two_daemons_on_one_ssd_directory(node: Served) -> None:
+def test_two_daemons_on_one_ssd_directory(node: RunningNode) -> None:
     with node.daemon() as daemon:
         other = str(node.directory / "other.sock")
         said = refusal(node, daemon__socket=other, http__listen="")
@@ -139,7 +139,7 @@ def test_two_daemons_on_one_ssd_directory(node: Served) -> None:
         assert node.stat()["tiers"]["ssd"]["state"] == "up"
 
 
-def test_an_http_port_in_use_is_refused_soon(node: Served) -> None:
+def test_an_http_port_in_use_is_refused_soon(node: RunningNode) -> None:
     with node.daemon():
         other = {
             "daemon__socket": str(node.directory / "other.sock"),
@@ -173,7 +173,9 @@ def test_an_http_port_in_use_is_refused_soon(node: Served) -> None:
         ("cpu.capacty", "1GiB", "did you mean capacity"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(node: Served, key: str, value: str, part: str) -> None:
+def test_what_cannot_be_is_said_in_one_line(
+    node: RunningNode, key: str, value: str, part: str
+) -> None:
     said = refusal(node, **{"ssd__required": "true", key.replace(".", "__"): value})
     assert said.startswith(f"{key}: "), said
     assert part in said
@@ -181,7 +183,7 @@ def test_what_cannot_be_is_said_in_one_line(node: Served, key: str, value: str, 
     assert not node.socket.exists()
 
 
-def limited(node: Served, command: str, *limits: str) -> Child:
+def limited(node: RunningNode, command: str, *limits: str) -> Child:
     """Start a command under limits that ``prlimit`` sets."""
     words = kvtier_command(command, *node.arguments(), "--set", "engine.model=/nowhere")
     environment = {"OPENBLAS_NUM_THREADS": "1"}  # on many cores OpenBLAS would fail first
@@ -198,7 +200,7 @@ def limited(node: Served, command: str, *limits: str) -> Child:
     ],
 )
 def test_a_limit_that_is_too_low_is_reported_in_one_line(
-    node: Served, command: str, limit: str, part: str
+    node: RunningNode, command: str, limit: str, part: str
 ) -> None:
     with limited(node, command, limit) as child:
         assert child.wait() in {1, 2}, child.log
@@ -207,7 +209,7 @@ def test_a_limit_that_is_too_low_is_reported_in_one_line(
     assert part in said
 
 
-def test_the_soft_limit_of_open_files_is_raised(node: Served) -> None:
+def test_the_soft_limit_of_open_files_is_raised(node: RunningNode) -> None:
     words = kvtier_command("serve", *node.arguments())
     command = ["prlimit", "--nofile=64:4096", *words]
     with Child(command, node.directory / "serve.log") as daemon:
@@ -216,7 +218,7 @@ def test_the_soft_limit_of_open_files_is_raised(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_a_configuration_file_is_held_to_the_same(node: Served) -> None:
+def test_a_configuration_file_is_held_to_the_same(node: RunningNode) -> None:
     file = node.directory / "kvtier.toml"
     file.write_text("[cpu]\ncapacity = 'much'\n")
     command = kvtier_command("serve", "--config", str(file))
@@ -227,7 +229,7 @@ def test_a_configuration_file_is_held_to_the_same(node: Served) -> None:
         assert "Traceback" not in child.log
 
 
-def test_a_directory_of_others_is_refused(node: Served) -> None:
+def test_a_directory_of_others_is_refused(node: RunningNode) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     closed = node.directory / "closed"
@@ -236,7 +238,7 @@ def test_a_directory_of_others_is_refused(node: Served) -> None:
     assert said.startswith("ssd.directory: ")
 
 
-def test_stat_tells_the_same_on_the_command_line(node: Served) -> None:
+def test_stat_tells_the_same_on_the_command_line(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1)
         node.await_idle()

@@ -20,10 +20,10 @@ from kvtier.core.residency import TierName
 from kvtier.core.traits import Traits
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
+from kvtier.testing.throttle_tier import ThrottleTier
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
-from kvtier.tiers.wrap.throttle import ThrottleTier
 from tests.engine.attached import AttachedEngine, attached
 from tests.engine.models import Reference, load_tiny
 from tests.integration.in_process import running
@@ -45,7 +45,7 @@ FAST_ENGINE = [StepSample(4096, 0, 4096.0 * 2048, 0, 0.002)] * 64
 class Node:
     """A daemon in this process, whose SSD tier is as slow as it is told to be."""
 
-    served: Served
+    served: RunningNode
     tier: ThrottleTier
 
     def decision(self, name: str) -> Any:
@@ -59,7 +59,7 @@ def node_of(**settings: str) -> Iterator[Node]:
     changes = {"cost.restore": "auto", "ssd.deadline": "60s"}
     changes |= {name.replace("__", "."): value for name, value in settings.items()}
     with work_directory() as directory:
-        served = Served(directory, changes)
+        served = RunningNode(directory, changes)
         served.directory.joinpath("ssd").mkdir()
         config = load_config(None, {key: str(value) for key, value in served.settings.items()}, {})
         tier = ThrottleTier(MemoryTier(64 << 20))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.shim.storage import Call, StorageShim, block
 
 pytestmark = pytest.mark.slow
@@ -48,12 +48,12 @@ def findings(*words: str, **more: Any) -> tuple[int, dict[str, Any]]:
     return done.returncode, checks
 
 
-def settings(node: Served, **changes: str) -> list[str]:
+def settings(node: RunningNode, **changes: str) -> list[str]:
     return node.arguments(**{"ssd__capacity": "8MiB", **changes})
 
 
 def test_nothing_is_wrong_and_nothing_is_changed(directory: Path) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     before = sorted(directory.rglob("*"))
     done = run(*settings(node), "--measure")
     lines = done.stdout.splitlines()
@@ -65,7 +65,7 @@ def test_nothing_is_wrong_and_nothing_is_changed(directory: Path) -> None:
 
 
 def test_beside_a_running_daemon(directory: Path) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     with node.daemon() as daemon:
         code, found = findings(*settings(node))
         assert code == 0
@@ -90,7 +90,7 @@ def test_each_fault_is_found_beside_the_others(directory: Path) -> None:
         port = stranger.getsockname()[1]
         code, found = findings(
             *settings(
-                Served(directory),
+                RunningNode(directory),
                 cpu__capacity="900TiB",
                 ssd__directory="/dev/shm/kvtier-doctor",
                 ssd__capacity="900TiB",
@@ -124,7 +124,7 @@ def test_a_disk_that_may_not_be_written(directory: Path) -> None:
     ssd = directory / "ssd"
     ssd.mkdir(mode=0o755)
     ssd.chmod(0o755)
-    node = Served(directory)
+    node = RunningNode(directory)
     assert findings(*settings(node))[1]["ssd"]["remedy"] == f"chmod 700 {ssd}"
     sealed = f"mount --bind {ssd} {ssd} && mount -o remount,bind,ro {ssd}"
     code, found = findings(
@@ -142,7 +142,7 @@ def test_a_disk_that_hangs_keeps_nobody(directory: Path) -> None:
         StorageShim(ssd, directory) as shim,
         shim.suffering({call: block() for call in Call}),
     ):
-        code, found = findings(*settings(Served(directory)), environment=shim.environment)
+        code, found = findings(*settings(RunningNode(directory)), environment=shim.environment)
         assert code == 1
         assert found["direct-io"]["found"] == "no answer within 3 s"
         assert found["memory"]["verdict"] == "ok"
@@ -163,7 +163,7 @@ sys.exit(main(sys.argv[4:]))
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("may_ask", [True, False])
 def test_another_user_sees_whose_the_ports_are(directory: Path, may_ask: bool) -> None:
-    node = Served(directory, {"daemon.allowed_uids": "2000" if may_ask else "[]"})
+    node = RunningNode(directory, {"daemon.allowed_uids": "2000" if may_ask else "[]"})
     directory.chmod(0o711)
     another = (sys.executable, "-c", AS_ANOTHER)
     with node.daemon():
@@ -182,7 +182,7 @@ def test_another_user_sees_whose_the_ports_are(directory: Path, may_ask: bool) -
 
 
 def test_a_port_of_the_daemons_user_is_not_the_daemons_for_that(directory: Path) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     with node.daemon(), socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         code, found = findings(*settings(node, http__listen=f"127.0.0.1:{port}"))

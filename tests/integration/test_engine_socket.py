@@ -14,8 +14,7 @@ from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity
 from kvtier.api.http.operator import Operators, engine_socket
 from kvtier.api.http.server import HttpServer, serve
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
 
 OWN_UID, OTHER_UID = os.geteuid(), 4711
 

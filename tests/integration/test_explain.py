@@ -22,7 +22,7 @@ from kvtier.core.traits import Traits
 from kvtier.daemon.status.explain import FATE_SENTENCES
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2, engine_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.pattern import BLOCK_TOKENS, PatternEngine
@@ -38,7 +38,7 @@ ALICE = tenant_digest("alice")
 class Scene:
     """A daemon, an engine, and its disk."""
 
-    node: Served
+    node: RunningNode
     engine: PatternEngine
     shim: StorageShim
 
@@ -240,7 +240,7 @@ def common() -> Iterator[Scene]:
 def scene_of(settings: Mapping[str, str | int]) -> Iterator[Scene]:
     """Run a daemon with settings of its own, on a disk that can fail, and an engine."""
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
-        node = Served(directory, dict(settings), shim.environment)
+        node = RunningNode(directory, dict(settings), shim.environment)
         with node.daemon(), PatternEngine(node.socket) as engine:
             yield Scene(node, engine, shim)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine, in_threads
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,9 @@ SMALL = {"cpu.capacity": "2MiB", "cpu.slab": "256KiB", "ssd.capacity": "8MiB"} |
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory, SMALL)
+        yield RunningNode(directory, SMALL)
 
 
 class Storm:
@@ -61,7 +61,7 @@ class Storm:
 class Storms:
     """Engines in a storm that lasts until ``work`` is done."""
 
-    def __init__(self, stack: ExitStack, node: Served, seed: int) -> None:
+    def __init__(self, stack: ExitStack, node: RunningNode, seed: int) -> None:
         print(f"seed {seed}")
         self._is_over = threading.Event()
         self.engines = [
@@ -89,7 +89,7 @@ class Storms:
         print(f"{self.num_loaded} blocks loaded")
 
 
-def test_engines_that_crowd_small_tiers(node: Served) -> None:
+def test_engines_that_crowd_small_tiers(node: RunningNode) -> None:
     with node.daemon() as daemon, ExitStack() as stack:
         storms = Storms(stack, node, 7)
 
@@ -116,7 +116,7 @@ def test_engines_that_crowd_small_tiers(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_daemons_that_crash_under_load(node: Served) -> None:
+def test_daemons_that_crash_under_load(node: RunningNode) -> None:
     with ExitStack() as stack:
         daemons = [stack.enter_context(node.daemon())]
         storms = Storms(stack, node, 8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
@@ -20,12 +20,12 @@ def directory() -> Iterator[Path]:
         yield directory
 
 
-def fsck(node: Served, *options: str) -> subprocess.CompletedProcess[str]:
+def fsck(node: RunningNode, *options: str) -> subprocess.CompletedProcess[str]:
     command = kvtier_command("fsck", "--connect", str(node.socket), *options)
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
-def flip_a_bit(node: Served, payload: bytes) -> None:
+def flip_a_bit(node: RunningNode, payload: bytes) -> None:
     """Damage the block with this payload where it lies."""
     for path in (node.directory / "ssd").glob("*.segment"):
         at = path.read_bytes().find(payload)
@@ -40,7 +40,7 @@ def flip_a_bit(node: Served, payload: bytes) -> None:
 
 
 def test_a_damaged_block_is_found_and_its_neighbours_stay(directory: Path) -> None:
-    node = Served(directory, {"ssd.scrub_rate": "0B"})
+    node = RunningNode(directory, {"ssd.scrub_rate": "0B"})
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1, 6)
         node.await_blocks("ssd", 6)
@@ -65,7 +65,7 @@ def test_a_damaged_block_is_found_and_its_neighbours_stay(directory: Path) -> No
 
 
 def test_the_scrub_finds_it_unasked(directory: Path) -> None:
-    node = Served(directory, {"ssd.scrub_rate": "4MiB"})
+    node = RunningNode(directory, {"ssd.scrub_rate": "4MiB"})
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.store(1, 6)
         node.await_blocks("ssd", 6)
@@ -76,7 +76,7 @@ def test_the_scrub_finds_it_unasked(directory: Path) -> None:
 
 
 def test_without_an_ssd_tier(directory: Path) -> None:
-    node = Served(directory, {"ssd.enabled": "false"})
+    node = RunningNode(directory, {"ssd.enabled": "false"})
     with node.daemon():
         told = fsck(node)
         assert told.returncode == 2
@@ -85,13 +85,13 @@ def test_without_an_ssd_tier(directory: Path) -> None:
 
 
 def test_without_a_daemon(directory: Path) -> None:
-    told = fsck(Served(directory))
+    told = fsck(RunningNode(directory))
     assert told.returncode == 2
     assert "kvtier serve" in told.stderr
 
 
 def test_options_of_a_stopped_store_are_refused(directory: Path) -> None:
-    node = Served(directory, {})
+    node = RunningNode(directory, {})
     for words in (["--repair"], ["--key-file", "/none"], ["--directory", "/none"]):
         told = fsck(node, *words)
         assert told.returncode == 2

@@ -16,11 +16,11 @@ import pytest
 
 from kvtier.config import load_config
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served, readiness
+from kvtier.testing.running_node import RunningNode, readiness
 from kvtier.tiers.base import Health, Scrubbed, TierUsage
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
 from tests.integration.in_process import running
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
         yield directory
 
 
-def await_told(node: Served, tier: str, state: str) -> str:
+def await_told(node: RunningNode, tier: str, state: str) -> str:
     """Wait until status, readiness and gauges agree; return the reason that was given."""
     reason = node.await_state(tier, state, timeout_s=NOTICED_S)
     await_true(lambda: readiness(node)[1]["tiers"][tier]["state"] == state, "readiness agrees")
@@ -52,12 +52,12 @@ def await_told(node: Served, tier: str, state: str) -> str:
     return reason
 
 
-def written_bytes(node: Served) -> int:
+def written_bytes(node: RunningNode) -> int:
     written: int = node.stat()["transfers"]["cpu_to_ssd"]["bytes"]
     return written
 
 
-def shown(node: Served) -> list[str]:
+def shown(node: RunningNode) -> list[str]:
     command = kvtier_command("stat", "--socket", str(node.socket))
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert max(map(len, lines)) <= 80, lines
@@ -68,7 +68,7 @@ def shown(node: Served) -> list[str]:
 def test_a_frozen_server_is_out_and_back_by_itself(directory: Path) -> None:
     server = RedisServer(directory)
     with server.start() as redis:
-        node = Served(directory, {"remote.url": server.url})
+        node = RunningNode(directory, {"remote.url": server.url})
         with node.daemon(), PatternEngine(node.socket) as engine:
             engine.store(1, 4)
             node.await_blocks("remote", 4)
@@ -85,7 +85,7 @@ def test_a_frozen_server_is_out_and_back_by_itself(directory: Path) -> None:
 
 def test_a_disk_that_hangs_is_out_while_it_does(directory: Path) -> None:
     with StorageShim(directory / "ssd", directory) as shim:
-        node = Served(directory, {"ssd.deadline": "1s"}, shim.environment)
+        node = RunningNode(directory, {"ssd.deadline": "1s"}, shim.environment)
         with node.daemon() as daemon, PatternEngine(node.socket) as engine:
             engine.store(1, 4)
             node.await_idle()
@@ -108,7 +108,7 @@ def test_a_disk_that_hangs_is_out_while_it_does(directory: Path) -> None:
 
 def test_a_disk_that_nobody_uses_is_out_too_and_does_not_flap(directory: Path) -> None:
     with StorageShim(directory / "ssd", directory) as shim:
-        node = Served(directory, {}, shim.environment)
+        node = RunningNode(directory, {}, shim.environment)
         with node.daemon() as daemon:
             failing = {call: fail(errno.EIO) for call in (Call.WRITE, Call.OPEN_WRITE)}
             with shim.suffering(failing):
@@ -126,7 +126,7 @@ def test_a_disk_that_nobody_uses_is_out_too_and_does_not_flap(directory: Path) -
 
 
 def test_no_descriptors_left_is_got_over(directory: Path) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     with node.daemon() as daemon, ExitStack() as strangers:
         node.await_state("cpu", "up")
         process = psutil.Process(daemon.pid)
@@ -183,7 +183,7 @@ class MutedTier(BreakerTier):
 def test_no_exception_ends_what_works_in_the_background(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     config = load_config(None, {key: str(value) for key, value in node.settings.items()}, {})
     monkeypatch.setattr("kvtier.daemon.daemon._RESERVE_PERIOD_S", 0.1)
 

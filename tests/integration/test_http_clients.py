@@ -14,8 +14,7 @@ from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.api.http.service import PromptOutcome
 from kvtier.engine.request import EngineRequest, FinishReason, TierTokens, Usage
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer, echo
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService, ScriptedAnswer, echo
 
 
 class Notes:

@@ -19,8 +19,7 @@ from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.guard import Allowed, BrowserGuard
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.api.http.tenant import TenantRules, api_keys
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
 
 KEY = "alice-0123456789abcdef"
 CHAT_APP = "http://127.0.0.1:3000"

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.api.http.app import create_app
 from kvtier.api.http.server import serve
 from kvtier.engine.request import EngineRequest, FinishReason, TierTokens
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService, ScriptedAnswer
 
 TIERS = TierTokens(gpu=1, cpu=2, ssd=3, remote=4)
 ANSWER = " Grüße, 東京 😀!"

@@ -15,8 +15,7 @@ from kvtier.api.http.daemon import create_daemon_app
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.errors import StartError
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
 
 
 class Tripping(ByteChatModel):

@@ -15,7 +15,7 @@ from kvtier.cli.main import main
 from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.daemon.persistence.learned_state import FILE_NAME
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.shim.storage import Action, Call, Fault, StorageShim, fail
 
@@ -25,16 +25,16 @@ STEPS = [StepSample(new, 0, new * new / 2.0, 0, new * 1e-4) for new in (256, 512
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def file_of(node: Served) -> Path:
+def file_of(node: RunningNode) -> Path:
     return node.directory / "ssd" / FILE_NAME
 
 
-def learn(node: Served) -> Any:
+def learn(node: RunningNode) -> Any:
     """Run a daemon long enough to learn an engine's speed; returns what it says of it."""
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(1)
@@ -52,7 +52,7 @@ def learn(node: Served) -> Any:
     return last
 
 
-def test_an_engines_speed_is_known_after_a_restart(node: Served) -> None:
+def test_an_engines_speed_is_known_after_a_restart(node: RunningNode) -> None:
     before = learn(node)
     assert file_of(node).stat().st_mode & 0o777 == 0o600
     assert file_of(node).stat().st_size < 32 << 10
@@ -122,7 +122,7 @@ def cut(path: Path) -> None:
 )
 def test_a_damaged_file_is_ignored(learned_once: Path, damage: Callable[[Path], None]) -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         path = file_of(node)
         path.parent.mkdir(mode=0o700)
         path.write_bytes(learned_once.read_bytes())
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_ignored(learned_once: Path, damage: Callable[[Path], 
 def learned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file as a daemon writes it."""
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         learn(node)
         copy = tmp_path_factory.mktemp("learned") / FILE_NAME
         copy.write_bytes(file_of(node).read_bytes())
@@ -148,7 +148,7 @@ def learned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_that_is_attached_brings_what_was_learned_where_nothing_is_known(
-    node: Served, learned_once: Path
+    node: RunningNode, learned_once: Path
 ) -> None:
     to = ("ssd", "--connect", str(node.socket))
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_saved_is_said_and_hurts_nobody(
 ) -> None:
     """What was saved before stays as it was, and the daemon stops as always."""
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
-        node = Served(directory, environment=shim.environment)
+        node = RunningNode(directory, environment=shim.environment)
         path = file_of(node)
         with node.daemon() as daemon, PatternEngine(node.socket) as engine:
             await_true(path.exists, "it is saved at the start")
@@ -224,5 +224,5 @@ def test_what_cannot_be_saved_is_said_and_hurts_nobody(
             assert not path.with_name(FILE_NAME + ".new").is_file(), "nothing half written"
 
 
-def samples(node: Served) -> int:
+def samples(node: RunningNode) -> int:
     return sum(each["samples"] for each in node.stat()["cost"]["engines"].values())

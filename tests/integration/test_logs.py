@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.testing.child import await_true, free_port, kvtier_command, work_directory
-from kvtier.testing.served import Served, complete, fetch
+from kvtier.testing.running_node import RunningNode, complete, fetch
 from tests.integration.pattern import PatternEngine
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_request_is_found_in_both_logs_and_its_prompt_in_none(
     directory: Path, tiny_folder: Path
 ) -> None:
     settings = {"daemon.log_level": "debug", "daemon.log_format": "json", "cpu.capacity": "8MiB"}
-    node = Served(directory, settings)
+    node = RunningNode(directory, settings)
     with node.start("serve") as daemon, node.start("engine", "--model", str(tiny_folder)) as engine:
         url = engine.await_log(r'"url": "(http://[^"]+)"')[1]
         await_true(lambda: node.stat()["engines"], "the engine is attached")
@@ -125,7 +125,7 @@ def full_pipe() -> int:
 def test_a_log_that_cannot_be_written_hurts_nobody(
     directory: Path, make: Callable[[], int] | None
 ) -> None:
-    node = Served(directory, {"daemon.log_level": "debug"})
+    node = RunningNode(directory, {"daemon.log_level": "debug"})
     command = kvtier_command("serve", *node.arguments())
     if make is None:  # standard error is closed: the first file that is opened would take its place
         command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
@@ -154,7 +154,7 @@ def test_an_engine_serves_and_ends_whoever_reads_its_log_and_takes_its_traces(
 ) -> None:
     port, stderr = free_port(), full_pipe()
     settings = {"engine.listen": f"127.0.0.1:{port}", "daemon.traces": "true"}
-    node = Served(directory, settings | {"daemon.log_level": "debug"})
+    node = RunningNode(directory, settings | {"daemon.log_level": "debug"})
     words = ["--alone", "--model", str(tiny_folder)]
     command = kvtier_command("engine", *node.arguments(), *words)
     environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
@@ -170,7 +170,7 @@ def test_an_engine_serves_and_ends_whoever_reads_its_log_and_takes_its_traces(
             engine.kill()
 
 
-def is_ready(node: Served) -> bool:
+def is_ready(node: RunningNode) -> bool:
     return answers(f"http://127.0.0.1:{node.http_port}/readyz")
 
 

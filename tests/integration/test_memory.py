@@ -10,7 +10,7 @@ from kvtier.client import ClientDeadlines
 from kvtier.core.identity import BlockHash, chain_root, hash_blocks
 from kvtier.core.limits import PROBE_BLOCKS_MAX
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import BLOCK_TOKENS, PatternEngine
 
 pytestmark = [pytest.mark.long, pytest.mark.redis]
@@ -35,7 +35,7 @@ def test_a_quarter_of_a_million_blocks_in_the_index(redis_server: str) -> None:
     """Blocks that a shared server has need no bytes here: each is a row of the index alone."""
     settings = {"remote.url": redis_server, "remote.key_prefix": PREFIX, "remote.deadline": "20s"}
     with work_directory() as directory:
-        node = Served(directory, settings)
+        node = RunningNode(directory, settings)
         with (
             redis.Redis.from_url(redis_server, socket_timeout=60) as server,
             node.daemon() as daemon,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import Child, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.memory_group import memory_group
 from tests.integration.pattern import PatternEngine
 
@@ -24,7 +24,7 @@ def directory() -> Iterator[Path]:
 
 
 def test_one_that_is_too_small_is_said_and_nobody_is_killed(directory: Path) -> None:
-    arguments = Served(directory).arguments(cpu__capacity="256MiB")
+    arguments = RunningNode(directory).arguments(cpu__capacity="256MiB")
     with memory_group(400 * MIB) as group:
         command = [*group.enter, *kvtier_command("serve", *arguments)]
         with Child(command, directory / "log") as daemon:
@@ -42,7 +42,7 @@ def test_one_that_is_too_small_is_said_and_nobody_is_killed(directory: Path) -> 
 
 
 def test_one_as_the_documents_have_it_holds_a_full_arena(directory: Path) -> None:
-    node = Served(directory, {"cpu.capacity": "64MiB", "ssd.capacity": "128MiB"})
+    node = RunningNode(directory, {"cpu.capacity": "64MiB", "ssd.capacity": "128MiB"})
     with memory_group((64 + 512) * MIB) as group:
         command = [*group.enter, *kvtier_command("serve", *node.arguments())]
         with Child(command, directory / "log") as daemon:

@@ -41,9 +41,9 @@ from kvtier.observe.table import (
     TIER_USED_BYTES,
 )
 from kvtier.testing.child import await_true, free_port, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
 from tests.integration.in_process import running
 from tests.integration.pattern import BLOCK_BYTES, PatternEngine, key_space
 
@@ -58,12 +58,12 @@ def directory() -> Iterator[Path]:
         yield directory
 
 
-def value(node: Served, metric: Metric, suffix: str = "", **labels: str) -> float:
+def value(node: RunningNode, metric: Metric, suffix: str = "", **labels: str) -> float:
     return node.metric(metric.name + suffix, **labels)
 
 
 @contextmanager
-def attached_client(node: Served, own: OwnTier) -> Iterator[Client]:
+def attached_client(node: RunningNode, own: OwnTier) -> Iterator[Client]:
     """Attach an engine that tells so of its own tier."""
     client = Client(node.socket, key_space("other"), "other", own_tier=lambda: own)
     client.start()
@@ -74,7 +74,7 @@ def attached_client(node: Served, own: OwnTier) -> Iterator[Client]:
         client.close()
 
 
-def one_of(node: Served, metric: Metric, **labels: str) -> str:
+def one_of(node: RunningNode, metric: Metric, **labels: str) -> str:
     """Return the state whose series is 1, where no other one is."""
     states = [s for s in dict(metric.labels)["state"] if value(node, metric, state=s, **labels)]
     assert len(states) <= 1, states
@@ -82,7 +82,7 @@ def one_of(node: Served, metric: Metric, **labels: str) -> str:
 
 
 def test_gauges_are_what_the_status_says(directory: Path) -> None:
-    node = Served(directory, {"ssd.write_budget": "1GiB"})
+    node = RunningNode(directory, {"ssd.write_budget": "1GiB"})
     own = OwnTier(capacity_bytes=1 << 20, used_bytes=1 << 19, used_tokens=40, hit_tokens=0)
     with (
         node.daemon() as daemon,
@@ -144,7 +144,7 @@ def test_gauges_are_what_the_status_says(directory: Path) -> None:
 
 
 def test_every_series_is_there_before_the_first_request_and_no_other(directory: Path) -> None:
-    node = Served(directory)
+    node = RunningNode(directory)
     with node.daemon():
         text = fetch(f"http://127.0.0.1:{node.http_port}/metrics").decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}

@@ -29,13 +29,15 @@ from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
+from kvtier.testing.throttle_tier import ThrottleTier
 from kvtier.testing.tier_contract import fetch, store
 from kvtier.tiers.base import Health, HealthState, Tier
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
 from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd.store import SCRATCH_NAME
-from kvtier.tiers.wrap import AroundTier, BreakerTier, Operation, ThrottleTier
+from kvtier.tiers.wrapper import Operation, TierWrapper
 
 MIB = 1 << 20
 SLAB_BYTES = MIB
@@ -163,7 +165,7 @@ def test_a_slow_tier_is_measured_as_far_as_it_goes_in_short_time() -> None:
     run(ThrottleTier(MemoryTier(64 * MIB), 0.5 * MIB), scenario)
 
 
-class Weak(AroundTier):
+class Weak(TierWrapper):
     """A tier that says how it does, and what it may write."""
 
     def __init__(self, inner: Tier, health: Health, **detail: int) -> None:

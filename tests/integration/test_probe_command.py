@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.shim.storage import Call, StorageShim, delay
 
 pytestmark = pytest.mark.slow
 
-Scene = tuple[Served, StorageShim, Child]
+Scene = tuple[RunningNode, StorageShim, Child]
 
 
 @pytest.fixture(scope="module")
@@ -22,23 +22,23 @@ def scene() -> Iterator[Scene]:
     """One daemon for all: each test leaves it as it was, but for some blocks."""
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
         settings = {"ssd.capacity": "256MiB", "ssd.segment": "16MiB", "ssd.scrub_rate": "0B"}
-        node = Served(directory, settings, shim.environment)
+        node = RunningNode(directory, settings, shim.environment)
         with node.daemon() as daemon:
             yield node, shim, daemon
 
 
-def probe(node: Served, name: str, *options: str) -> Child:
+def probe(node: RunningNode, name: str, *options: str) -> Child:
     words = kvtier_command("probe", "--connect", str(node.socket), "--tier", "ssd", *options)
     return Child(words, node.directory / f"{name}.log")
 
 
-def blocks(node: Served) -> int:
+def blocks(node: RunningNode) -> int:
     """Return what the tier holds once nothing is on its way."""
     num_blocks: int = node.await_idle()["tiers"]["ssd"]["blocks"]
     return num_blocks
 
 
-def written(node: Served) -> int:
+def written(node: RunningNode) -> int:
     """Return what was ever written to the tier."""
     detail = node.stat()["tiers"]["ssd"]["detail"]
     return int(detail["written_metadata_bytes"])
@@ -110,7 +110,7 @@ def test_a_full_store_keeps_its_blocks_and_its_earlier_figures() -> None:
     """Segments fill the capacity but for 64 KiB: nothing can be measured once they are there."""
     with work_directory() as directory:
         settings = {"ssd.capacity": "8576KiB", "ssd.segment": "4MiB", "cpu.capacity": "8MiB"}
-        node = Served(directory, settings)
+        node = RunningNode(directory, settings)
         with node.daemon(), PatternEngine(node.socket) as engine:
             with probe(node, "empty", "--json") as child:
                 num_rounds = measured(child)

@@ -1,4 +1,4 @@
-"""RemoteTier and a real Redis Cluster of six nodes, primaries of which die under load."""
+"""RedisTier and a real Redis Cluster of six nodes, primaries of which die under load."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ from kvtier.testing.block import make_chain, payload_of, read_of
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.tier_contract import TierContract, fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, Tier
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.redis import RedisOptions, RedisTier
 from tests.integration.redis_cluster import RedisCluster
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -30,7 +30,7 @@ SLACK_S = 3.0
 FAILOVER_S = 15.0
 """The nodes' own part: about 2 s when the machine is idle."""
 
-OPTIONS = RemoteOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10)
+OPTIONS = RedisOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10)
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +49,24 @@ def cluster(nodes: RedisCluster) -> Iterator[RedisCluster]:
 
 
 @pytest.fixture
-def remote(cluster: RedisCluster) -> Iterator[RemoteTier]:
-    tier = RemoteTier(cluster.url, OPTIONS)
+def remote(cluster: RedisCluster) -> Iterator[RedisTier]:
+    tier = RedisTier(cluster.url, OPTIONS)
     await_true(lambda: _is_up(tier), "every primary is in use", FAILOVER_S)
     tier.purge(EVERYTHING, soon())
     yield tier
     tier.close()
 
 
-def _is_up(tier: RemoteTier) -> bool:
+def _is_up(tier: RedisTier) -> bool:
     with contextlib.suppress(TierError):
         tier.probe(soon())
         return tier.health() == Health()
     return False
 
 
-class TestRemoteTierInACluster(TierContract):
+class TestRedisTierInACluster(TierContract):
     @pytest.fixture
-    def tier(self, remote: RemoteTier) -> Tier:
+    def tier(self, remote: RedisTier) -> Tier:
         return remote
 
 
@@ -81,7 +81,7 @@ def owner_of(cluster: RedisCluster, port: int) -> Callable[[BlockHash], int]:
     return owner
 
 
-def test_blocks_are_spread_and_never_span_nodes(remote: RemoteTier, cluster: RedisCluster) -> None:
+def test_blocks_are_spread_and_never_span_nodes(remote: RedisTier, cluster: RedisCluster) -> None:
     blocks = make_chain(range(40), 150_000)
     store(remote, *blocks)
     primaries = cluster.primaries()
@@ -92,7 +92,7 @@ def test_blocks_are_spread_and_never_span_nodes(remote: RemoteTier, cluster: Red
     assert fetch(remote, *blocks) == [None] * 40
 
 
-def test_a_tenant_is_purged_from_every_node(remote: RemoteTier, cluster: RedisCluster) -> None:
+def test_a_tenant_is_purged_from_every_node(remote: RedisTier, cluster: RedisCluster) -> None:
     tenants = [tenant_digest(name) for name in ("one", "two")]
     chains = [make_chain(range(30), 100_000, tenant=tenant) for tenant in tenants]
     for chain in chains:
@@ -109,7 +109,7 @@ def test_a_tenant_is_purged_from_every_node(remote: RemoteTier, cluster: RedisCl
 class Load:
     """Clients that read and write all the time, and what they saw."""
 
-    tier: RemoteTier
+    tier: RedisTier
     blocks: list[BlockWrite]
     seed: int
     served: dict[BlockHash, float] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Load:
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_primary_is_lost_under_load(remote: RemoteTier, cluster: RedisCluster, how: str) -> None:
+def test_a_primary_is_lost_under_load(remote: RedisTier, cluster: RedisCluster, how: str) -> None:
     """The others go on serving at once, and its replica serves its part soon after it took over."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -196,7 +196,7 @@ def test_a_primary_is_lost_under_load(remote: RemoteTier, cluster: RedisCluster,
     assert remote.usage().detail["partial_faults"] > 0
 
 
-def test_a_handover_is_followed(remote: RemoteTier, cluster: RedisCluster) -> None:
+def test_a_handover_is_followed(remote: RedisTier, cluster: RedisCluster) -> None:
     """A node that says that it has moved is believed in the background; until then: a miss."""
     blocks = make_chain(range(20), 10_000)
     store(remote, *blocks)
@@ -208,7 +208,7 @@ def test_a_handover_is_followed(remote: RemoteTier, cluster: RedisCluster) -> No
 
 
 def test_what_a_lost_primary_has_is_unknown_and_not_absent(
-    remote: RemoteTier, cluster: RedisCluster
+    remote: RedisTier, cluster: RedisCluster
 ) -> None:
     blocks = make_chain(range(20))
     store(remote, *blocks)
@@ -231,14 +231,14 @@ def _hand_over(cluster: RedisCluster, replica: int) -> None:
     pytest.fail("no handover in four tries")
 
 
-def _serves(tier: RemoteTier, blocks: list[BlockWrite]) -> bool:
+def _serves(tier: RedisTier, blocks: list[BlockWrite]) -> bool:
     with contextlib.suppress(TierError):
         tier.write(blocks, soon())
         return fetch(tier, *blocks) == [None] * len(blocks)
     return False
 
 
-def test_no_node_answers_and_then_all_do(remote: RemoteTier, cluster: RedisCluster) -> None:
+def test_no_node_answers_and_then_all_do(remote: RedisTier, cluster: RedisCluster) -> None:
     block = make_chain([1])[0]
     store(remote, block)
     with contextlib.ExitStack() as stack:
@@ -260,7 +260,7 @@ def test_no_node_answers_and_then_all_do(remote: RemoteTier, cluster: RedisClust
 
 def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> None:
     """It would serve a third of the blocks, and never tell."""
-    tier = RemoteTier(f"redis://127.0.0.1:{cluster.ports[0]}", OPTIONS)
+    tier = RedisTier(f"redis://127.0.0.1:{cluster.ports[0]}", OPTIONS)
     for _ in range(2):
         with pytest.raises(TierError, match=r"begin remote.url with redis\+cluster://"):
             tier.probe(soon())
@@ -269,7 +269,7 @@ def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> Non
 
 
 def test_a_wrong_password_is_told_from_a_cluster_that_is_away(cluster: RedisCluster) -> None:
-    tier = RemoteTier(cluster.url.replace("://", "://:wrong@"), OPTIONS)
+    tier = RedisTier(cluster.url.replace("://", "://:wrong@"), OPTIONS)
     for _ in range(2):
         with pytest.raises(TierError, match="it refuses the user or the password, "):
             tier.probe(soon())
@@ -277,7 +277,7 @@ def test_a_wrong_password_is_told_from_a_cluster_that_is_away(cluster: RedisClus
 
 
 def test_a_purge_does_not_pass_over_a_slot_that_is_on_its_way(
-    remote: RemoteTier, cluster: RedisCluster
+    remote: RedisTier, cluster: RedisCluster
 ) -> None:
     blocks = make_chain(range(30), 100_000)
     store(remote, *blocks)

@@ -1,4 +1,4 @@
-"""RemoteTier against servers and networks that fail: a miss or a fault in time, never a wrong
+"""RedisTier against servers and networks that fail: a miss or a fault in time, never a wrong
 block, never a hang, and in use again soon after."""
 
 import contextlib
@@ -20,8 +20,8 @@ from kvtier.testing.block import make_block, make_chain, payload_of, read_of
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
-from kvtier.tiers.remote.link import ServerLink
+from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.connection import ServerConnection
 from tests.integration.redis_child import RedisServer
 from tests.integration.redis_proxy import Liar, Proxy
 
@@ -31,7 +31,7 @@ TIMEOUT_S = 0.3
 SLACK_S = 3.0
 """What a call may take beyond its time on a machine that other tests keep busy."""
 
-OPTIONS = RemoteOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10)
+OPTIONS = RedisOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10)
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def child(server: RedisServer) -> Iterator[Child]:
 
 
 @contextlib.contextmanager
-def opened(url: str, options: RemoteOptions = OPTIONS) -> Iterator[RemoteTier]:
-    tier = RemoteTier(url, options)
+def opened(url: str, options: RedisOptions = OPTIONS) -> Iterator[RedisTier]:
+    tier = RedisTier(url, options)
     try:
         yield tier
     finally:
@@ -59,7 +59,7 @@ def within_ns(seconds: float) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
 
-def fails(tier: RemoteTier, block: BlockWrite, seconds: float = 5.0) -> TierError:
+def fails(tier: RedisTier, block: BlockWrite, seconds: float = 5.0) -> TierError:
     """Return the fault of a read that has to end within the timeout, whatever its deadline."""
     started_s = time.monotonic()
     with pytest.raises(TierError) as raised:
@@ -69,7 +69,7 @@ def fails(tier: RemoteTier, block: BlockWrite, seconds: float = 5.0) -> TierErro
     return raised.value
 
 
-def is_back(tier: RemoteTier, block: BlockWrite) -> bool:
+def is_back(tier: RedisTier, block: BlockWrite) -> bool:
     """Tell whether the block is served again; also through probes, as the daemon makes them."""
     with contextlib.suppress(TierError):
         tier.probe(within_ns(1))
@@ -77,7 +77,7 @@ def is_back(tier: RemoteTier, block: BlockWrite) -> bool:
     return False
 
 
-def await_back(tier: RemoteTier, block: BlockWrite) -> None:
+def await_back(tier: RedisTier, block: BlockWrite) -> None:
     started_s = time.monotonic()
     await_true(lambda: is_back(tier, block), "it serves again", 2 + SLACK_S)
     print(f"back after {time.monotonic() - started_s:.2f} s")
@@ -381,13 +381,13 @@ def test_a_name_that_is_never_resolved(
         store_when_back(tier, block)
 
 
-def _refused_s(tier: RemoteTier, block: BlockWrite) -> float:
+def _refused_s(tier: RedisTier, block: BlockWrite) -> float:
     started_s = time.monotonic()
     fails(tier, block)
     return time.monotonic() - started_s
 
 
-def store_when_back(tier: RemoteTier, block: BlockWrite) -> None:
+def store_when_back(tier: RedisTier, block: BlockWrite) -> None:
     def is_stored() -> bool:
         with contextlib.suppress(TierError):
             return tier.write([block], soon()).outcomes == (WriteOutcome.STORED,)
@@ -399,7 +399,7 @@ def store_when_back(tier: RemoteTier, block: BlockWrite) -> None:
 
 def test_closing_ends_calls_that_are_under_way(server: RedisServer, child: Child) -> None:
     block = make_block(1)
-    patient = RemoteOptions(timeout_s=20)
+    patient = RedisOptions(timeout_s=20)
     with opened(server.url, patient) as tier, ThreadPoolExecutor(1) as threads:
         store(tier, block)
         with child.stopped():
@@ -418,11 +418,11 @@ def test_a_call_that_begins_as_it_closes_fails(
     with opened(server.url) as tier:
         store(tier, block)
 
-        def close_meanwhile(_link: ServerLink) -> bool:
+        def close_meanwhile(_link: ServerConnection) -> bool:
             tier.close()
             return True
 
-        monkeypatch.setattr(ServerLink, "is_alive", property(close_meanwhile))
+        monkeypatch.setattr(ServerConnection, "is_alive", property(close_meanwhile))
         with pytest.raises(TierError, match="closed"):
             fetch(tier, block)
 
@@ -438,7 +438,7 @@ def _num_unread(server: RedisServer) -> int:
 def test_memory_stays_flat(server: RedisServer, child: Child) -> None:
     blocks = make_chain(range(4), 3 << 20)
     reads = [read_of(block) for block in blocks]
-    with opened(server.url, RemoteOptions(timeout_s=5)) as tier:
+    with opened(server.url, RedisOptions(timeout_s=5)) as tier:
         store(tier, *blocks)
 
         def work(rounds: int) -> None:
@@ -500,7 +500,7 @@ def _trouble(
 
 
 def _use(
-    tier: RemoteTier, blocks: list[BlockWrite], dice: random.Random, is_over: threading.Event
+    tier: RedisTier, blocks: list[BlockWrite], dice: random.Random, is_over: threading.Event
 ) -> int:
     num_served = 0
     while not is_over.is_set():

@@ -1,4 +1,4 @@
-"""RemoteTier behind three real Sentinels: it follows the primary, under load."""
+"""RedisTier behind three real Sentinels: it follows the primary, under load."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ from kvtier.testing.block import make_chain, payload_of, read_of
 from kvtier.testing.child import Child, await_true, free_port, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
+from kvtier.tiers.redis import RedisOptions, RedisTier
 from tests.programs import redis_program
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -123,7 +123,7 @@ def test_a_primary_is_killed_under_load(trio: SentinelTrio) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     blocks = make_chain(range(30), 100_000)
-    tier = RemoteTier(trio.url, RemoteOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10))
+    tier = RedisTier(trio.url, RedisOptions(timeout_s=TIMEOUT_S, value_bytes=64 << 10))
     is_over = threading.Event()
     try:
         store(tier, *blocks)
@@ -157,7 +157,7 @@ def test_a_primary_is_killed_under_load(trio: SentinelTrio) -> None:
         tier.close()
 
 
-def _serves(tier: RemoteTier, blocks: list[BlockWrite]) -> bool:
+def _serves(tier: RedisTier, blocks: list[BlockWrite]) -> bool:
     with contextlib.suppress(TierError):
         tier.write(blocks, soon())
         return fetch(tier, *blocks) == [None] * len(blocks)
@@ -165,7 +165,7 @@ def _serves(tier: RemoteTier, blocks: list[BlockWrite]) -> bool:
 
 
 def _use(
-    tier: RemoteTier, blocks: list[BlockWrite], dice: random.Random, is_over: threading.Event
+    tier: RedisTier, blocks: list[BlockWrite], dice: random.Random, is_over: threading.Event
 ) -> None:
     while not is_over.is_set():
         some = dice.sample(blocks, 6)
@@ -183,7 +183,7 @@ def _use(
 
 
 def test_no_sentinel_knows_the_service(trio: SentinelTrio) -> None:
-    tier = RemoteTier(trio.url.replace(SERVICE, "another"), RemoteOptions(timeout_s=TIMEOUT_S))
+    tier = RedisTier(trio.url.replace(SERVICE, "another"), RedisOptions(timeout_s=TIMEOUT_S))
     try:
         with pytest.raises(TierError, match="no Sentinel knows a primary") as raised:
             fetch(tier, *make_chain([1]))
@@ -194,7 +194,7 @@ def test_no_sentinel_knows_the_service(trio: SentinelTrio) -> None:
         tier.close()
 
 
-def _refused_s(tier: RemoteTier) -> float:
+def _refused_s(tier: RedisTier) -> float:
     started_s = time.monotonic()
     with pytest.raises(TierError):
         fetch(tier, *make_chain([1]))

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.client import ClientDeadlines
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
 
@@ -29,13 +29,13 @@ def server() -> Iterator[tuple[RedisServer, Child]]:
 
 
 @pytest.fixture
-def node(server: tuple[RedisServer, Child]) -> Iterator[Served]:
+def node(server: tuple[RedisServer, Child]) -> Iterator[RunningNode]:
     settings = {"remote.url": server[0].url, "ssd.enabled": "false", "remote.deadline": "3s"}
     with work_directory() as directory:
-        yield Served(directory, settings)
+        yield RunningNode(directory, settings)
 
 
-def store_half_above(node: Served, engine: PatternEngine) -> None:
+def store_half_above(node: RunningNode, engine: PatternEngine) -> None:
     """Have eight blocks in the server, and the first four of them in the CPU tier too."""
     assert engine.store(1, 8) == 8
     node.await_idle()
@@ -45,7 +45,7 @@ def store_half_above(node: Served, engine: PatternEngine) -> None:
 
 
 def test_a_load_that_is_late_gives_what_came(
-    node: Served, server: tuple[RedisServer, Child]
+    node: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with node.daemon(), PatternEngine(node.socket, deadlines=DEADLINES) as engine:
         store_half_above(node, engine)
@@ -66,7 +66,7 @@ def test_a_load_that_is_late_gives_what_came(
 
 
 def test_a_client_killed_while_its_blocks_are_read(
-    node: Served, server: tuple[RedisServer, Child]
+    node: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with node.daemon(), PatternEngine(node.socket, deadlines=DEADLINES) as engine:
         store_half_above(node, engine)
@@ -95,7 +95,7 @@ def test_a_client_killed_while_its_blocks_are_read(
 
 
 def test_a_daemon_stops_although_a_server_hangs(
-    node: Served, server: tuple[RedisServer, Child]
+    node: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
         store_half_above(node, engine)
@@ -110,7 +110,7 @@ def test_a_daemon_stops_although_a_server_hangs(
 
 @pytest.mark.parametrize("how", ["restart", "flush"])
 def test_a_server_that_lost_its_blocks_gets_them_again(
-    node: Served, server: tuple[RedisServer, Child], how: str
+    node: RunningNode, server: tuple[RedisServer, Child], how: str
 ) -> None:
     redis_server, child = server
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
@@ -141,7 +141,7 @@ def test_a_server_that_lost_its_blocks_gets_them_again(
 
 
 def test_a_server_that_restarts_with_its_blocks_keeps_counting(
-    node: Served, server: tuple[RedisServer, Child]
+    node: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     redis_server, child = server
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:

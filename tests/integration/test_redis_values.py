@@ -19,8 +19,8 @@ from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.child import free_port
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, HealthState, MissReason, WriteOutcome
-from kvtier.tiers.remote import RemoteOptions, RemoteTier
-from kvtier.tiers.remote.value import HEAD_BYTES
+from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.value import HEAD_BYTES
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from tests.programs import requires
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.redis
 
 PREFIX = "values:"
 SPLIT_BYTES = 64 << 10
-OPTIONS = RemoteOptions(key_prefix=PREFIX, timeout_s=5, ttl_s=100, value_bytes=SPLIT_BYTES)
+OPTIONS = RedisOptions(key_prefix=PREFIX, timeout_s=5, ttl_s=100, value_bytes=SPLIT_BYTES)
 KEYS = {name: f"{name} {number:064x}" for number, name in enumerate(("old", "new"), 1)}
 
-Open = Callable[[RemoteOptions], RemoteTier]
+Open = Callable[[RedisOptions], RedisTier]
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def client(redis_server: str) -> Iterator[redis.Redis]:
 def opened(redis_server: str, client: redis.Redis) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
-        def opened(options: RemoteOptions) -> RemoteTier:
-            tier = RemoteTier(redis_server, options)
+        def opened(options: RedisOptions) -> RedisTier:
+            tier = RedisTier(redis_server, options)
             stack.callback(tier.close)
             return tier
 
@@ -54,10 +54,10 @@ def opened(redis_server: str, client: redis.Redis) -> Iterator[Open]:
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> Callable[..., RemoteOptions]:
+def sealed(tmp_path: Path) -> Callable[..., RedisOptions]:
     """Return options of a mode with keys of these names, the first one sealing."""
 
-    def options(mode: SealMode, *names: str, **changes: object) -> RemoteOptions:
+    def options(mode: SealMode, *names: str, **changes: object) -> RedisOptions:
         file = tmp_path / f"{'-'.join(names)}.keys"
         file.write_text("".join(f"{KEYS[name]}\n" for name in names))
         file.chmod(0o600)
@@ -180,7 +180,7 @@ def test_a_server_that_does_not_tell_its_memory_is_not_measured(
     client: redis.Redis, redis_server: str
 ) -> None:
     client.execute_command("ACL SETUSER", "mute", "on", ">secret", "~*", "+@all", "-info")
-    tier = RemoteTier(f"redis://mute:secret@{redis_server.rpartition('@')[2]}", OPTIONS)
+    tier = RedisTier(f"redis://mute:secret@{redis_server.rpartition('@')[2]}", OPTIONS)
     try:
         with pytest.raises(TierFull, match="does not report how much memory is free"):
             measure(64 << 10, tier, soon())
@@ -272,7 +272,7 @@ TAMPERED: dict[str, Tamper] = {
 def test_what_someone_else_changed_is_never_served(
     opened: Open,
     client: redis.Redis,
-    sealed: Callable[..., RemoteOptions],
+    sealed: Callable[..., RedisOptions],
     mode: SealMode,
     what: str,
 ) -> None:
@@ -290,7 +290,7 @@ def test_what_someone_else_changed_is_never_served(
 
 @pytest.mark.parametrize("mode", [SealMode.SIGN, SealMode.ENCRYPT])
 def test_a_forger_without_the_key_is_not_served(
-    opened: Open, client: redis.Redis, sealed: Callable[..., RemoteOptions], mode: SealMode
+    opened: Open, client: redis.Redis, sealed: Callable[..., RedisOptions], mode: SealMode
 ) -> None:
     """A whole block with a right checksum, written by someone who has no key, or another."""
     block = make_block(1, 200_000)
@@ -305,7 +305,7 @@ def test_a_forger_without_the_key_is_not_served(
 
 
 def test_no_payload_lies_open_where_it_is_encrypted(
-    opened: Open, client: redis.Redis, sealed: Callable[..., RemoteOptions]
+    opened: Open, client: redis.Redis, sealed: Callable[..., RedisOptions]
 ) -> None:
     block = make_block(1, 200_000)
     sample = bytes(block.payload[100_000:100_032])
@@ -317,7 +317,7 @@ def test_no_payload_lies_open_where_it_is_encrypted(
     assert sample in bytes(block.payload), "what was to be stored is as it was"
 
 
-def test_keys_are_rotated(opened: Open, sealed: Callable[..., RemoteOptions]) -> None:
+def test_keys_are_rotated(opened: Open, sealed: Callable[..., RedisOptions]) -> None:
     before, during, after = (
         opened(sealed(SealMode.ENCRYPT, *names)) for names in (["old"], ["new", "old"], ["new"])
     )
@@ -341,7 +341,7 @@ class Clock:
 
 @pytest.mark.parametrize("mode", list(SealMode))
 def test_an_old_block_is_not_served_however_often_it_was_renewed(
-    opened: Open, client: redis.Redis, sealed: Callable[..., RemoteOptions], mode: SealMode
+    opened: Open, client: redis.Redis, sealed: Callable[..., RedisOptions], mode: SealMode
 ) -> None:
     clock = Clock()
     tier = opened(sealed(mode, "new", max_age_s=60, now_s=clock))
@@ -404,7 +404,7 @@ def tls_url(redis_server: str, client: redis.Redis, certificates: Path) -> Itera
 
 def test_over_tls(tls_url: str, certificates: Path, client: redis.Redis) -> None:
     options = replace(OPTIONS, tls_ca=certificates / "ca.pem", value_bytes=1 << 20)
-    tier = RemoteTier(tls_url, options)
+    tier = RedisTier(tls_url, options)
     before = client.info("stats")["total_connections_received"]
     blocks = make_chain(range(6), 3_000_000)
     store(tier, *blocks)
@@ -417,7 +417,7 @@ def test_over_tls(tls_url: str, certificates: Path, client: redis.Redis) -> None
 
 def test_a_server_of_another_authority_is_refused(tls_url: str, certificates: Path) -> None:
     for tls_ca in (certificates / "other.pem", None):
-        tier = RemoteTier(tls_url, replace(OPTIONS, tls_ca=tls_ca))
+        tier = RedisTier(tls_url, replace(OPTIONS, tls_ca=tls_ca))
         with pytest.raises(TierError, match="certificate"):
             fetch(tier, make_block(1))
         assert tier.health().state is HealthState.OUT
@@ -426,7 +426,7 @@ def test_a_server_of_another_authority_is_refused(tls_url: str, certificates: Pa
 
 def test_tls_to_a_server_that_speaks_none(redis_server: str, tls_url: str) -> None:
     for url in (redis_server.replace("redis:", "rediss:"), tls_url.replace("rediss:", "redis:")):
-        tier = RemoteTier(url, replace(OPTIONS, timeout_s=0.5))
+        tier = RedisTier(url, replace(OPTIONS, timeout_s=0.5))
         with pytest.raises(TierError):
             fetch(tier, make_block(1))
         tier.close()
@@ -434,9 +434,9 @@ def test_tls_to_a_server_that_speaks_none(redis_server: str, tls_url: str) -> No
 
 def test_certificates_that_are_not_there_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError) as raised:
-        RemoteTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "none.pem"))
+        RedisTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "none.pem"))
     assert raised.value.field == "remote.tls_ca"
     (tmp_path / "empty.pem").write_text("no certificate")
     with pytest.raises(StartError, match="has no certificate") as raised:
-        RemoteTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "empty.pem"))
+        RedisTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "empty.pem"))
     assert raised.value.field == "remote.tls_ca"

@@ -16,7 +16,7 @@ from kvtier.api.rpc.operator import Remote, dial
 from kvtier.cli.main import main
 from kvtier.observe.table import CERTIFICATE_NOT_AFTER, CERTIFICATE_NOT_BEFORE, SECRET_REFUSED
 from kvtier.testing.child import Child, await_true, free_port, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.certificates import write_secret
 from tests.integration.pattern import PatternEngine
@@ -119,7 +119,7 @@ def openssl(directory: Path) -> Openssl:
     return Openssl(folder)
 
 
-def checked(node: Served, capsys: pytest.CaptureFixture[str]) -> str:
+def checked(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> str:
     """Return what ``kvtier stat --check`` prints."""
     capsys.readouterr()
     code = main(["stat", "--check", "--connect", str(node.socket)])
@@ -139,7 +139,7 @@ class Port:
         self.volume = Volume(directory / "rpc")
         self.volume.write(**openssl.pair("old"), token=f"{OLD}\n")
         self.address = f"localhost:{free_port()}"
-        self.node = Served(
+        self.node = RunningNode(
             directory,
             {
                 "rpc.listen": self.address.replace("localhost", "127.0.0.1"),
@@ -294,7 +294,7 @@ class Shared:
         self.tls_port = free_port()
         self.volume = Volume(directory / "redis")
         self.volume.write(ca_crt=openssl.authority("old"), url=self.url(OLD))
-        self.node = Served(
+        self.node = RunningNode(
             directory,
             {
                 "remote.url_file": self.volume["url"],
@@ -417,7 +417,7 @@ def test_keys_are_exchanged_without_a_signal(directory: Path) -> None:
     keys = Volume(directory / "seal")
     one, two = f"one {'a1' * 32}\n", f"two {'b2' * 32}\n"
     keys.write(keys=one)
-    node = Served(directory, {"seal.key_file": keys["keys"], "ssd.seal": "encrypt"})
+    node = RunningNode(directory, {"seal.key_file": keys["keys"], "ssd.seal": "encrypt"})
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         assert engine.store(1) == 4
         node.await_blocks("ssd", 4)

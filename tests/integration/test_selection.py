@@ -9,7 +9,7 @@ import pytest
 from kvtier.api.http.tenant import key_salt
 from kvtier.core.identity import NO_TENANT, KeySpace, tenant_digest
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine, key_space
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
@@ -22,18 +22,18 @@ SPACES: Mapping[str, KeySpace] = {
 
 
 @pytest.fixture
-def node(redis_server: str) -> Iterator[Served]:
+def node(redis_server: str) -> Iterator[RunningNode]:
     with work_directory() as directory:
         prefix = f"{directory.name}:"
         settings = {"remote.url": redis_server, "remote.key_prefix": prefix}
-        yield Served(directory, settings | {"remote.min_tokens": "0"})
+        yield RunningNode(directory, settings | {"remote.min_tokens": "0"})
 
 
-def engine(node: Served, name: str, tenant: bytes = NO_TENANT) -> PatternEngine:
+def engine(node: RunningNode, name: str, tenant: bytes = NO_TENANT) -> PatternEngine:
     return PatternEngine(node.socket, SPACES[name], tenant, name=name)
 
 
-def drop(node: Served, *options: str, answer: str = "") -> dict[str, int]:
+def drop(node: RunningNode, *options: str, answer: str = "") -> dict[str, int]:
     """Drop from all tiers, and return the blocks that each one lost."""
     command = kvtier_command(
         *("drop", "--socket", str(node.socket), "--tier", "all", "--json"), *options
@@ -43,7 +43,7 @@ def drop(node: Served, *options: str, answer: str = "") -> dict[str, int]:
     return {each["tier"]: each["blocks"] for each in json.loads(told.stdout)["removed"]}
 
 
-def refusal(node: Served, *options: str) -> str:
+def refusal(node: RunningNode, *options: str) -> str:
     command = kvtier_command("drop", "--socket", str(node.socket), "--tier", "cpu", *options)
     told = subprocess.run(command, check=False, capture_output=True, text=True)
     assert told.returncode == 2, told.stdout
@@ -51,7 +51,7 @@ def refusal(node: Served, *options: str) -> str:
     return told.stderr
 
 
-def filled(node: Served, *who: tuple[str, bytes]) -> None:
+def filled(node: RunningNode, *who: tuple[str, bytes]) -> None:
     """Have each engine and tenant store six blocks, and wait until every tier has them."""
     before = node.stat()["tiers"]
     for name, tenant in who:
@@ -64,7 +64,7 @@ def filled(node: Served, *who: tuple[str, bytes]) -> None:
 ALICE, BOB = tenant_digest("alice"), tenant_digest(key_salt("bob's secret key"))
 
 
-def test_a_tenant_is_dropped_from_every_tier_and_others_are_not(node: Served) -> None:
+def test_a_tenant_is_dropped_from_every_tier_and_others_are_not(node: RunningNode) -> None:
     who = [("kvtier llama", ALICE), ("kvtier qwen", ALICE), ("kvtier llama", BOB)]
     with node.daemon():
         filled(node, *who, ("kvtier llama", NO_TENANT))
@@ -81,7 +81,7 @@ def test_a_tenant_is_dropped_from_every_tier_and_others_are_not(node: Served) ->
         assert node.stat()["tiers"]["ssd"]["blocks"] == 0
 
 
-def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: Served) -> None:
+def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: RunningNode) -> None:
     with node.daemon() as daemon:
         filled(node, ("kvtier llama", ALICE), ("kvtier qwen", ALICE), ("kvtier llama", BOB))
         saved = node.directory / "ssd" / FILE
@@ -123,15 +123,15 @@ def test_a_model_is_dropped_by_the_name_it_had_before_a_restart(node: Served) ->
     ],
 )
 def test_what_names_nobody_is_refused(
-    shared_node: Served, options: tuple[str, ...], part: str
+    shared_node: RunningNode, options: tuple[str, ...], part: str
 ) -> None:
     assert part in refusal(shared_node, *options)
 
 
 @pytest.fixture(scope="module")
-def shared_node() -> Iterator[Served]:
+def shared_node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon():
             yield node
 
@@ -139,7 +139,7 @@ def shared_node() -> Iterator[Served]:
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"version": 1}', b"\xff" * 100, b"1" * 2**21])
 def test_a_file_of_names_that_is_no_good_hurts_nobody(content: bytes) -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         (directory / "ssd").mkdir(mode=0o700)
         (directory / "ssd" / FILE).write_bytes(content)
         with node.daemon() as daemon, PatternEngine(node.socket) as client:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, complete, fetch, url_of
+from kvtier.testing.running_node import RunningNode, complete, fetch, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,9 @@ def prompt_of(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 def text_of(answer: Any) -> str:
@@ -46,7 +46,7 @@ def served_by(answer: Any) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_the_same_answer_alone_and_from_every_tier(node: Served, tiny_folder: Path) -> None:
+def test_the_same_answer_alone_and_from_every_tier(node: RunningNode, tiny_folder: Path) -> None:
     prompt = prompt_of(1)
     alone, alone_url = node.engine(tiny_folder, "--alone")
     with alone:
@@ -86,7 +86,7 @@ def test_the_same_answer_alone_and_from_every_tier(node: Served, tiny_folder: Pa
             assert (text_of(again), served_by(again)) == (right, {"ssd": FULL})
 
 
-def test_two_engines_share_and_one_may_die(node: Served, tiny_folder: Path) -> None:
+def test_two_engines_share_and_one_may_die(node: RunningNode, tiny_folder: Path) -> None:
     prompt = prompt_of(2)
     with (
         node.daemon(),
@@ -131,7 +131,7 @@ def abandon_stream(url: str, prompt: list[int]) -> None:
     connection.close()
 
 
-def test_parameters_reach_the_tiers(node: Served, tiny_folder: Path) -> None:
+def test_parameters_reach_the_tiers(node: RunningNode, tiny_folder: Path) -> None:
     """With an engine that was there before its daemon."""
     prompt = prompt_of(4)
     engine, url = node.engine(tiny_folder)

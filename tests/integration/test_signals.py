@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command, work_directory
-from kvtier.testing.served import Served, fetch, url_of
+from kvtier.testing.running_node import RunningNode, fetch, url_of
 from tests.integration.terminal import Terminal
 
 pytestmark = pytest.mark.slow
@@ -29,9 +29,9 @@ WITHOUT_END = 50_000
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory, {"engine.listen": f"127.0.0.1:{free_port()}"})
+        yield RunningNode(directory, {"engine.listen": f"127.0.0.1:{free_port()}"})
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def engine_of(serve: Child) -> int:
     return int(serve.await_log(r'event="engine started" pid=(\d+)')[1])
 
 
-def processes_of(node: Served) -> list[psutil.Process]:
+def processes_of(node: RunningNode) -> list[psutil.Process]:
     """Return all kvtier processes of a node, no matter how they were started."""
     found = []
     for process in psutil.process_iter():
@@ -105,7 +105,7 @@ def processes_of(node: Served) -> list[psutil.Process]:
 # A terminal that closes
 
 
-def typed(terminal: Terminal, node: Served, form: str, *more: str) -> None:
+def typed(terminal: Terminal, node: RunningNode, form: str, *more: str) -> None:
     """Type a command into the shell of a terminal, and wait until the daemon is ready."""
     command = shlex.join(kvtier_command("serve", *node.arguments(), *more))
     terminal.await_shown(r"^\$")
@@ -118,7 +118,7 @@ def shell() -> Terminal:
 
 
 @pytest.mark.parametrize("form", ["{}", "{} &"])
-def test_nothing_outlives_its_terminal(node: Served, model: Path, form: str) -> None:
+def test_nothing_outlives_its_terminal(node: RunningNode, model: Path, form: str) -> None:
     with shell() as terminal:
         typed(terminal, node, form, "--model", str(model))
         terminal.await_true(lambda: b"/v1" in terminal.written, "the engine serves", START_S)
@@ -129,7 +129,7 @@ def test_nothing_outlives_its_terminal(node: Served, model: Path, form: str) -> 
 
 @pytest.mark.parametrize("form", ["nohup {} 2>&1 | cat &", "setsid {} 2>&1 | cat &"])
 def test_a_daemon_that_nohup_or_setsid_started_survives_and_reloads(
-    node: Served, form: str
+    node: RunningNode, form: str
 ) -> None:
     with shell() as terminal:
         typed(terminal, node, form)
@@ -147,7 +147,7 @@ def test_a_daemon_that_nohup_or_setsid_started_survives_and_reloads(
 # A reload by signal
 
 
-def test_an_engine_survives_a_hangup(node: Served, model: Path) -> None:
+def test_an_engine_survives_a_hangup(node: RunningNode, model: Path) -> None:
     with node.start("serve", "--model", str(model)) as serve:
         pid = engine_of(serve)
         os.kill(pid, signal.SIGHUP)  # it has only just started
@@ -163,7 +163,7 @@ def test_an_engine_survives_a_hangup(node: Served, model: Path) -> None:
         assert "engine ended" not in serve.log
 
 
-def test_an_engine_without_a_daemon_survives_a_hangup(node: Served, model: Path) -> None:
+def test_an_engine_without_a_daemon_survives_a_hangup(node: RunningNode, model: Path) -> None:
     engine, url = node.engine(model, "--alone")
     with engine:
         engine.send(signal.SIGHUP)
@@ -192,7 +192,7 @@ ALONE = ("engine", "--alone")
     ids=["daemon", "group", "interrupt", "engine"],
 )
 def test_a_stop_lets_requests_finish_and_a_second_one_aborts_the_others(
-    node: Served,
+    node: RunningNode,
     model: Path,
     command: tuple[str, ...],
     send: Callable[[Child, signal.Signals], None],
@@ -226,7 +226,7 @@ def test_a_stop_lets_requests_finish_and_a_second_one_aborts_the_others(
 
 @pytest.mark.parametrize("command", [("serve",), ALONE], ids=["serve", "engine"])
 def test_clients_are_told_when_the_grace_period_ends(
-    node: Served, model: Path, command: tuple[str, ...]
+    node: RunningNode, model: Path, command: tuple[str, ...]
 ) -> None:
     settings = {"daemon__stop_grace": "10s", "engine__pool": "64MiB"}
     with node.start(*command, "--model", str(model), **settings) as child:

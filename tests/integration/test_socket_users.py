@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.api.rpc.operator import operator_door
 from kvtier.testing.child import kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.transfer.shm import arena_socket
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.v1 import operator_pb2_grpc
@@ -70,15 +70,15 @@ def run_as(uid: int, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def operate(uid: int, node: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
+def operate(uid: int, node: RunningNode, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = [*arguments, "--connect", str(node.socket)]
     return run_as(uid, OPERATE.format(arguments=words))
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory, {"ssd.enabled": "false"})
+        yield RunningNode(directory, {"ssd.enabled": "false"})
 
 
 def mode_of(path: Path) -> int:
@@ -86,7 +86,7 @@ def mode_of(path: Path) -> int:
 
 
 @as_root
-def test_only_the_daemons_user_unless_told_otherwise(node: Served) -> None:
+def test_only_the_daemons_user_unless_told_otherwise(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     with node.daemon() as daemon:
         for path in (node.socket, arena_socket(node.socket), operator_door(node.socket)):
@@ -102,7 +102,7 @@ def test_only_the_daemons_user_unless_told_otherwise(node: Served) -> None:
 
 
 @as_root
-def test_named_users_attach_and_operate_and_others_do_not(node: Served) -> None:
+def test_named_users_attach_and_operate_and_others_do_not(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     with node.daemon(daemon__allowed_uids=f"1000,{FRIEND}") as daemon:
         for path in (node.socket, arena_socket(node.socket), operator_door(node.socket)):
@@ -127,7 +127,7 @@ def test_named_users_attach_and_operate_and_others_do_not(node: Served) -> None:
 
 
 @as_root
-def test_a_stranger_who_finds_the_socket_gets_no_answer(node: Served) -> None:
+def test_a_stranger_who_finds_the_socket_gets_no_answer(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     code = (
         "import grpc\n"
@@ -145,7 +145,7 @@ def test_a_stranger_who_finds_the_socket_gets_no_answer(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_sessions_cannot_be_guessed(node: Served) -> None:
+def test_sessions_cannot_be_guessed(node: RunningNode) -> None:
     with node.daemon() as daemon:
         with PatternEngine(node.socket) as engine:
             session = engine.client.session
@@ -163,7 +163,7 @@ def test_sessions_cannot_be_guessed(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_a_directory_that_nobody_passes_is_refused_at_the_start(node: Served) -> None:
+def test_a_directory_that_nobody_passes_is_refused_at_the_start(node: RunningNode) -> None:
     node.directory.chmod(0o700)
     with node.start("serve", daemon__allowed_uids=FRIEND) as daemon:
         assert daemon.wait() == 2
@@ -172,7 +172,7 @@ def test_a_directory_that_nobody_passes_is_refused_at_the_start(node: Served) ->
         assert f"chmod 711 {node.directory}" in daemon.log
 
 
-def test_a_directory_of_the_daemons_own_is_made_passable(node: Served) -> None:
+def test_a_directory_of_the_daemons_own_is_made_passable(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     node.socket = node.directory / "run" / "k.sock"
     node.settings["daemon.socket"] = str(node.socket)
@@ -204,7 +204,7 @@ def remotely(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_operator_elsewhere(node: Served) -> None:
+def test_an_operator_elsewhere(node: RunningNode) -> None:
     node.settings |= settings_of(node.directory)
     ca, token = node.directory / "ours-ca.pem", node.directory / "token"
     with node.daemon() as daemon:
@@ -240,7 +240,7 @@ def test_an_operator_elsewhere(node: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["rpc.tls_cert", "rpc.tls_key", "rpc.token_file"])
-def test_a_bad_file_is_refused_before_anything_is_taken(node: Served, name: str) -> None:
+def test_a_bad_file_is_refused_before_anything_is_taken(node: RunningNode, name: str) -> None:
     node.settings |= settings_of(node.directory)
     node.settings[name] = str(write_secret(node.directory / "bad", "nothing"))
     with node.start("serve") as daemon:
@@ -253,7 +253,7 @@ def test_a_bad_file_is_refused_before_anything_is_taken(node: Served, name: str)
 # Keys
 
 
-def test_a_daemon_without_keys_survives_the_signal(node: Served) -> None:
+def test_a_daemon_without_keys_survives_the_signal(node: RunningNode) -> None:
     with node.daemon() as daemon:
         daemon.send(signal.SIGHUP)
         assert node.stat()["pid"] == daemon.pid

@@ -13,7 +13,7 @@ import pytest
 from kvtier.api.rpc.operator import operator_door
 from kvtier.core.limits import SESSIONS_MAX
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served, readiness
+from kvtier.testing.running_node import RunningNode, readiness
 from kvtier.transfer.shm import arena_socket
 from tests.integration.pattern import PatternEngine
 
@@ -21,21 +21,21 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     """A node whose sockets are in a separate directory."""
     with work_directory() as directory:
-        yield Served(directory, {"daemon.socket": str(directory / "run" / "k.sock")})
+        yield RunningNode(directory, {"daemon.socket": str(directory / "run" / "k.sock")})
 
 
-def files_of(node: Served) -> list[Path]:
+def files_of(node: RunningNode) -> list[Path]:
     return [node.socket, arena_socket(node.socket), operator_door(node.socket)]
 
 
-def is_ready(node: Served) -> bool:
+def is_ready(node: RunningNode) -> bool:
     return readiness(node)[0] == 200
 
 
-def await_unready(node: Served) -> str:
+def await_unready(node: RunningNode) -> str:
     """Wait until the daemon reports that no client can connect; returns the reason."""
     reason = await_true(
         lambda: readiness(node)[1].get("reason"), "the daemon reports that no client can connect"
@@ -49,7 +49,7 @@ def await_unready(node: Served) -> str:
 
 
 @pytest.mark.parametrize("what", ["main", "arena", "tools", "all", "directory"])
-def test_a_socket_file_that_was_removed_is_created_again(node: Served, what: str) -> None:
+def test_a_socket_file_that_was_removed_is_created_again(node: RunningNode, what: str) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         session, files = engine.client.session, files_of(node)
         lost = (
@@ -77,7 +77,7 @@ def test_a_socket_file_that_was_removed_is_created_again(node: Served, what: str
         assert not [each for each in files if each.exists()]
 
 
-def test_a_socket_of_another_process_is_left_alone_and_reported(node: Served) -> None:
+def test_a_socket_of_another_process_is_left_alone_and_reported(node: RunningNode) -> None:
     with node.daemon() as daemon, socket.socket(socket.AF_UNIX) as other:
         fresh = node.socket.with_name("other")
         other.bind(str(fresh))
@@ -93,7 +93,7 @@ def test_a_socket_of_another_process_is_left_alone_and_reported(node: Served) ->
         assert not node.stat()["engines"]
 
 
-def test_a_socket_that_cannot_be_created_is_reported(node: Served) -> None:
+def test_a_socket_that_cannot_be_created_is_reported(node: RunningNode) -> None:
     directory = node.socket.parent
     with node.daemon() as daemon:
         aside = directory.with_name("aside")
@@ -109,10 +109,10 @@ def test_a_socket_that_cannot_be_created_is_reported(node: Served) -> None:
 # Another daemon at the same path
 
 
-def test_a_daemon_that_stops_removes_no_socket_of_another(node: Served) -> None:
+def test_a_daemon_that_stops_removes_no_socket_of_another(node: RunningNode) -> None:
     with work_directory() as directory, ExitStack() as daemons:
         first = daemons.enter_context(node.daemon())
-        other = Served(directory, {"daemon.socket": str(node.socket)})
+        other = RunningNode(directory, {"daemon.socket": str(node.socket)})
         with first.stopped():  # so that it cannot create its files again first
             for each in node.socket.parent.iterdir():
                 each.unlink()
@@ -126,10 +126,10 @@ def test_a_daemon_that_stops_removes_no_socket_of_another(node: Served) -> None:
             assert other.stat()["pid"] == second.pid
 
 
-def test_a_daemon_whose_rival_has_ended_serves_again(node: Served) -> None:
+def test_a_daemon_whose_rival_has_ended_serves_again(node: RunningNode) -> None:
     with work_directory() as directory, ExitStack() as daemons:
         first = daemons.enter_context(node.daemon())
-        other = Served(directory, {"daemon.socket": str(node.socket)})
+        other = RunningNode(directory, {"daemon.socket": str(node.socket)})
         with first.stopped():
             for each in node.socket.parent.iterdir():
                 each.unlink()
@@ -140,9 +140,9 @@ def test_a_daemon_whose_rival_has_ended_serves_again(node: Served) -> None:
         assert node.stat()["pid"] == first.pid
 
 
-def test_a_daemon_does_not_start_on_the_sockets_of_a_living_one(node: Served) -> None:
+def test_a_daemon_does_not_start_on_the_sockets_of_a_living_one(node: RunningNode) -> None:
     with work_directory() as directory, node.daemon() as first:
-        other = Served(directory, {"daemon.socket": str(node.socket)})
+        other = RunningNode(directory, {"daemon.socket": str(node.socket)})
         with first.stopped():
             node.socket.with_name("k.sock.lock").unlink()
             with other.start("serve") as second:
@@ -154,7 +154,7 @@ def test_a_daemon_does_not_start_on_the_sockets_of_a_living_one(node: Served) ->
 # Idle clients
 
 
-def test_idle_clients_keep_nobody_out(node: Served) -> None:
+def test_idle_clients_keep_nobody_out(node: RunningNode) -> None:
     with node.daemon() as daemon, ExitStack() as crowd:
         for path in (arena_socket(node.socket), operator_door(node.socket)):
             for _ in range(2 * SESSIONS_MAX):
@@ -243,7 +243,7 @@ signal.pause()
 
 
 @contextmanager
-def client_process(node: Served, code: str) -> Iterator[Child]:
+def client_process(node: RunningNode, code: str) -> Iterator[Child]:
     root = str(Path(__file__).parents[2])
     source = _ORPHAN.format(root=root, socket=str(node.socket), code=code)
     with Child([sys.executable, "-c", source], node.directory / "client.log") as child:
@@ -259,7 +259,7 @@ def ended(pids: Sequence[str]) -> Iterator[None]:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_the_session_of_a_killed_engine_ends_although_its_fork_lives(node: Served) -> None:
+def test_the_session_of_a_killed_engine_ends_although_its_fork_lives(node: RunningNode) -> None:
     with node.daemon(daemon__lease="10min"), client_process(node, _LEAVES_A_FORK) as engine:
         orphan = engine.await_log(r"left (\d+) holding 4")[1]
         with ended([orphan]):
@@ -272,7 +272,7 @@ def test_the_session_of_a_killed_engine_ends_although_its_fork_lives(node: Serve
             os.kill(int(orphan), 0)
 
 
-def test_forks_of_dead_engines_use_up_no_sessions(node: Served) -> None:
+def test_forks_of_dead_engines_use_up_no_sessions(node: RunningNode) -> None:
     times = SESSIONS_MAX + 1
     with node.daemon(), client_process(node, _CRASHES.format(times=times)) as crasher:
         crasher.await_log("done")
@@ -284,7 +284,7 @@ def test_forks_of_dead_engines_use_up_no_sessions(node: Served) -> None:
             await_true(lambda: [e["pid"] for e in node.stat()["engines"]] == own, "it is alone")
 
 
-def test_a_client_in_a_fork_is_refused_and_a_new_one_has_its_own_session(node: Served) -> None:
+def test_a_client_in_a_fork_is_refused_and_a_new_one_has_its_own_session(node: RunningNode) -> None:
     with node.daemon(), client_process(node, _USES_ITS_FORK) as engine:
         assert engine.wait() == 0
         assert (

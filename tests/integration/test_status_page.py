@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect
+from tests.unit.test_shown import SHOWN
 
 from kvtier.cli.formatting import format_bytes, format_count
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.asking import Users
 from tests.integration.conftest import SHOWN_MS
 from tests.integration.pattern import PatternEngine
-from tests.unit.test_shown import SHOWN
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,9 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</scrip
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        node = Served(directory, {"cpu.capacity": "1MiB"})
+        node = RunningNode(directory, {"cpu.capacity": "1MiB"})
         with node.daemon():
             yield node
 
@@ -60,7 +60,9 @@ class Watched:
 
 
 @contextmanager
-def opened(browser: Browser, node: Served, width: int = 1280, **options: Any) -> Iterator[Watched]:
+def opened(
+    browser: Browser, node: RunningNode, width: int = 1280, **options: Any
+) -> Iterator[Watched]:
     with browser.new_context(viewport={"width": width, "height": 900}, **options) as context:
         watched = Watched(context.new_page())
         watched.page.on("console", lambda said: watched.errors.append(said.text))
@@ -76,7 +78,7 @@ def cells(page: Page, table: str) -> list[list[str]]:
     return [row.get_by_role("cell").all_inner_texts() for row in rows.all()]
 
 
-def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
+def test_it_shows_what_stat_says(browser: Browser, node: RunningNode) -> None:
     with opened(browser, node) as watched, Users(node.socket, name=HOSTILE) as users:
         page = watched.page
         await_true(lambda: users.num_asked > 30, "requests were made")
@@ -119,7 +121,7 @@ def test_it_shows_what_stat_says(browser: Browser, node: Served) -> None:
         assert all(url.startswith(home) for url in watched.asked), watched.asked
 
 
-def test_numbers_are_those_of_the_command_line(browser: Browser, node: Served) -> None:
+def test_numbers_are_those_of_the_command_line(browser: Browser, node: RunningNode) -> None:
     with opened(browser, node) as watched:
         told = watched.page.evaluate(
             """async (shown) => {
@@ -132,7 +134,9 @@ def test_numbers_are_those_of_the_command_line(browser: Browser, node: Served) -
     assert told == {name: [text for _, text in cases] for name, cases in SHOWN.items()}
 
 
-def test_what_was_saved_in_a_minute_is_not_extrapolated(browser: Browser, node: Served) -> None:
+def test_what_was_saved_in_a_minute_is_not_extrapolated(
+    browser: Browser, node: RunningNode
+) -> None:
     steps = [{"seconds": 5, "saved_s": 2.0 * (number == 2), "lost_s": 0} for number in range(20)]
     with opened(browser, node) as watched:
         told = watched.page.evaluate(
@@ -141,7 +145,7 @@ def test_what_was_saved_in_a_minute_is_not_extrapolated(browser: Browser, node: 
     assert told == [0] * 2 + [2] * 12 + [0] * 6
 
 
-def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: Served) -> None:
+def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: RunningNode) -> None:
     with opened(browser, node) as watched:
         page = watched.page
         page.clock.install()
@@ -167,7 +171,7 @@ def test_it_asks_nothing_while_nobody_looks(browser: Browser, node: Served) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: Served, scheme: Any) -> None:
+def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: RunningNode, scheme: Any) -> None:
     with (
         PatternEngine(node.socket, name=HOSTILE.replace(" ", "")[:120]) as engine,
         opened(browser, node, color_scheme=scheme) as watched,
@@ -189,7 +193,7 @@ def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: Served, scheme:
 
 def test_it_says_since_when_nobody_answers_and_goes_on(browser: Browser) -> None:
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon() as daemon, opened(browser, node) as watched:
             page = watched.page
             watched.await_life("live")

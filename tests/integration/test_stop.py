@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvtier.testing.child import Child, await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served, complete, url_of
+from kvtier.testing.running_node import RunningNode, complete, url_of
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
 from tests.integration.traffic import Traffic
@@ -33,9 +33,9 @@ def directory() -> Iterator[Path]:
         yield directory
 
 
-def served(directory: Path, **settings: str) -> Served:
+def served(directory: Path, **settings: str) -> RunningNode:
     more = {name.replace("__", "."): value for name, value in settings.items()}
-    return Served(directory, {"daemon.stop_grace": f"{GRACE_S:.0f}s", **more})
+    return RunningNode(directory, {"daemon.stop_grace": f"{GRACE_S:.0f}s", **more})
 
 
 def await_hanging(shim: StorageShim) -> None:

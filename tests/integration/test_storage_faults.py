@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
 from tests.integration.traffic import DEADLINES, Traffic
@@ -45,12 +45,12 @@ HANGING = {call: block() for call in Call}
 
 
 @pytest.fixture
-def disk() -> Iterator[tuple[Served, StorageShim]]:
+def disk() -> Iterator[tuple[RunningNode, StorageShim]]:
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
-        yield Served(directory, SMALL, shim.environment), shim
+        yield RunningNode(directory, SMALL, shim.environment), shim
 
 
-def in_use_again(node: Served, traffic: Traffic) -> None:
+def in_use_again(node: RunningNode, traffic: Traffic) -> None:
     """Wait until the tier is written and read again, by the daemon's account and the clients'."""
     start_s = time.monotonic()
     node.await_state("ssd", "up", timeout_s=BACK_S)
@@ -59,12 +59,12 @@ def in_use_again(node: Served, traffic: Traffic) -> None:
     print(f"in use again after {time.monotonic() - start_s:.2f} s")
 
 
-def tier_of(node: Served) -> Mapping[str, str]:
+def tier_of(node: RunningNode) -> Mapping[str, str]:
     document: Mapping[str, str] = node.stat()["tiers"]["ssd"]
     return document
 
 
-def ended_well(node: Served) -> None:
+def ended_well(node: RunningNode) -> None:
     status = node.await_idle(20)
     assert (status["pins"], status["leases"]) == (0, 0)
     assert node.metric("kvtier_miss_blocks_total", reason="identity") == 0
@@ -88,7 +88,7 @@ def ended_well(node: Served) -> None:
     ],
 )
 def test_a_disk_that_is_bad_at_times(
-    disk: tuple[Served, StorageShim], faults: Mapping[Call, Fault]
+    disk: tuple[RunningNode, StorageShim], faults: Mapping[Call, Fault]
 ) -> None:
     node, shim = disk
     with node.daemon() as daemon:
@@ -120,7 +120,7 @@ def test_a_disk_that_is_bad_at_times(
     ],
 )
 def test_a_disk_that_is_gone_for_a_while(
-    disk: tuple[Served, StorageShim],
+    disk: tuple[RunningNode, StorageShim],
     faults: Mapping[Call, Fault],
     states: tuple[str, ...],
     reason: str,
@@ -152,7 +152,7 @@ def test_a_disk_that_is_gone_for_a_while(
     ],
 )
 def test_a_daemon_starts_on_a_disk_that_is_gone_for_a_while(
-    disk: tuple[Served, StorageShim],
+    disk: tuple[RunningNode, StorageShim],
     faults: Mapping[Call, Fault],
     states: tuple[str, ...],
     reason: str,
@@ -171,7 +171,7 @@ def test_a_daemon_starts_on_a_disk_that_is_gone_for_a_while(
 
 
 def test_a_daemon_that_requires_its_disk_does_not_start_without_it(
-    disk: tuple[Served, StorageShim],
+    disk: tuple[RunningNode, StorageShim],
 ) -> None:
     node, shim = disk
     with (
@@ -182,7 +182,7 @@ def test_a_daemon_that_requires_its_disk_does_not_start_without_it(
     assert "ssd.directory" in daemon.log
 
 
-def test_a_full_volume_keeps_what_it_has(disk: tuple[Served, StorageShim]) -> None:
+def test_a_full_volume_keeps_what_it_has(disk: tuple[RunningNode, StorageShim]) -> None:
     node, shim = disk
     with node.daemon(ssd__capacity="32MiB"), PatternEngine(node.socket) as engine:
         for prompt in range(40):
@@ -206,7 +206,7 @@ def test_a_full_volume_keeps_what_it_has(disk: tuple[Served, StorageShim]) -> No
         assert engine.load(70, 8) == (["ssd"] * 8, "complete")
 
 
-def test_a_flipped_bit_costs_one_block_and_only_once(disk: tuple[Served, StorageShim]) -> None:
+def test_a_flipped_bit_costs_one_block_and_only_once(disk: tuple[RunningNode, StorageShim]) -> None:
     node, shim = disk
     with node.daemon(ssd__scrub_rate=0), PatternEngine(node.socket) as engine:
         assert engine.store(1, 4) == 4
@@ -230,7 +230,7 @@ def test_a_flipped_bit_costs_one_block_and_only_once(disk: tuple[Served, Storage
 
 
 def test_damage_that_is_found_while_the_rest_is_still_read_is_told(
-    disk: tuple[Served, StorageShim],
+    disk: tuple[RunningNode, StorageShim],
 ) -> None:
     """The engine ends its load there; that may not be heard before what it has found."""
     node, shim = disk
@@ -251,7 +251,7 @@ def test_damage_that_is_found_while_the_rest_is_still_read_is_told(
 def test_other_tiers_serve_while_the_disk_hangs() -> None:
     with work_directory() as directory, StorageShim(directory / "ssd", directory) as shim:
         server = RedisServer(directory)
-        node = Served(
+        node = RunningNode(
             directory,
             SMALL | {"remote.url": server.url, "remote.min_tokens": 0, "remote.deadline": "2s"},
             shim.environment,
@@ -282,7 +282,7 @@ def stopped_within(daemon: Child, grace_s: float) -> bool:
     return took_s < grace_s + 10
 
 
-def test_a_block_whose_read_hangs_is_waited_for_once(disk: tuple[Served, StorageShim]) -> None:
+def test_a_block_whose_read_hangs_is_waited_for_once(disk: tuple[RunningNode, StorageShim]) -> None:
     node, shim = disk
     with node.daemon() as daemon, PatternEngine(node.socket, deadlines=DEADLINES) as engine:
         assert engine.store(1, 8) == 8
@@ -306,7 +306,7 @@ def test_a_block_whose_read_hangs_is_waited_for_once(disk: tuple[Served, Storage
         assert stopped_within(daemon, 6)
 
 
-def test_a_crash_while_the_disk_hangs(disk: tuple[Served, StorageShim]) -> None:
+def test_a_crash_while_the_disk_hangs(disk: tuple[RunningNode, StorageShim]) -> None:
     node, shim = disk
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         engine.store(1, 8)

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.daemon.supervisor import engine_lock
 from kvtier.testing.child import Child, await_true, free_port, work_directory
-from kvtier.testing.served import Served, complete, fetch, url_of
+from kvtier.testing.running_node import RunningNode, complete, fetch, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -22,13 +22,13 @@ PROMPT = [3 + number * 7 % 250 for number in range(200)]
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
         port = free_port()
-        yield Served(directory, {"engine.listen": f"127.0.0.1:{port}"})
+        yield RunningNode(directory, {"engine.listen": f"127.0.0.1:{port}"})
 
 
-def engine_pid(node: Served) -> int:
+def engine_pid(node: RunningNode) -> int:
     """Wait until an engine is attached and return its process id."""
     engines = await_true(lambda: node.stat()["engines"], "an engine is attached", 30)
     pid: int = engines[0]["pid"]
@@ -44,7 +44,7 @@ def end(pid: int) -> None:
 
 
 @pytest.mark.long
-def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) -> None:
+def test_the_engine_may_die_and_the_daemon_may(node: RunningNode, tiny_folder: Path) -> None:
     serve = node.start("serve", "--model", str(tiny_folder))
     left = 0
     try:
@@ -86,7 +86,9 @@ def test_the_engine_may_die_and_the_daemon_may(node: Served, tiny_folder: Path) 
 
 
 @pytest.mark.long
-def test_an_engine_whose_lock_file_was_removed_is_adopted(node: Served, tiny_folder: Path) -> None:
+def test_an_engine_whose_lock_file_was_removed_is_adopted(
+    node: RunningNode, tiny_folder: Path
+) -> None:
     left = 0
     try:
         with node.start("serve", "--model", str(tiny_folder)) as serve:
@@ -103,7 +105,7 @@ def test_an_engine_whose_lock_file_was_removed_is_adopted(node: Served, tiny_fol
 
 
 @pytest.mark.long
-def test_an_engine_with_other_options_is_not_adopted(node: Served, tiny_folder: Path) -> None:
+def test_an_engine_with_other_options_is_not_adopted(node: RunningNode, tiny_folder: Path) -> None:
     left = 0
     try:
         with node.start("serve", "--model", str(tiny_folder)) as serve:
@@ -129,7 +131,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_stop_does_not_wait_for_a_model_to_load(node: Served, tiny_folder: Path) -> None:
+def test_a_stop_does_not_wait_for_a_model_to_load(node: RunningNode, tiny_folder: Path) -> None:
     with node.start("engine", "--alone", "--model", str(tiny_folder)) as engine:
         maps = Path(f"/proc/{engine.pid}/maps")
         await_true(lambda: "libtorch" in maps.read_text(), "the engine begins to load")
@@ -138,7 +140,7 @@ def test_a_stop_does_not_wait_for_a_model_to_load(node: Served, tiny_folder: Pat
         assert "/v1" not in engine.log, "it never served"
 
 
-def test_a_stop_ends_both(node: Served, tiny_folder: Path) -> None:
+def test_a_stop_ends_both(node: RunningNode, tiny_folder: Path) -> None:
     with node.start("serve", "--model", str(tiny_folder)) as serve:
         url = url_of(serve)
         pid = engine_pid(node)
@@ -197,7 +199,7 @@ def rewrite(folder: Path, changes: dict[str, object]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_model_that_cannot_be_served(
-    node: Served,
+    node: RunningNode,
     tiny_folder: Path,
     tmp_path: Path,
     command: str,
@@ -228,7 +230,7 @@ def said_by(child: Child) -> list[str]:
     ],
 )
 def test_an_engine_that_cannot_start_ends_the_daemon(
-    node: Served, tiny_folder: Path, key: str, value: str, part: str
+    node: RunningNode, tiny_folder: Path, key: str, value: str, part: str
 ) -> None:
     if key == "engine.device" and cuda_is_here():
         pytest.skip("there are CUDA devices here")

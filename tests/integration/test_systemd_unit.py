@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import await_true, free_port, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.integration.systemd_machine import Machine, booted
 
@@ -25,10 +25,10 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def node(machine: Machine) -> Iterator[Served]:
+def node(machine: Machine) -> Iterator[RunningNode]:
     """The unit's daemon, as seen from out here; not started yet, and stopped in the end."""
     socket = machine.root / "run/kvtier/kvtier.sock"
-    yield Served(Path("/nowhere"), {"daemon.socket": str(socket)})
+    yield RunningNode(Path("/nowhere"), {"daemon.socket": str(socket)})
     machine.systemctl("stop", "kvtier")
 
 
@@ -65,7 +65,7 @@ assert client.wait_attached(60)
 """An engine that nobody has told where the daemon is; as vLLM's, it may come first."""
 
 
-def test_it_is_found_by_engines_and_the_doctor(machine: Machine, node: Served) -> None:
+def test_it_is_found_by_engines_and_the_doctor(machine: Machine, node: RunningNode) -> None:
     python = ("env", "PYTHONPATH=/opt/checkout:/opt/packages", "LD_LIBRARY_PATH=/opt/python/lib")
     machine.configure(settings())
     with machine.begin(*python, "/opt/python/bin/python3", "-c", ENGINE) as engine:
@@ -94,7 +94,7 @@ def kernel_tells(machine: Machine, name: str) -> dict[str, str]:
     return {line[0]: line[-1].strip() for line in lines}
 
 
-def test_it_serves_within_its_sandbox_and_stops(machine: Machine, node: Served) -> None:
+def test_it_serves_within_its_sandbox_and_stops(machine: Machine, node: RunningNode) -> None:
     machine.configure(settings())
     machine.systemctl("start", "kvtier")
     with PatternEngine(node.socket) as engine:
@@ -120,7 +120,9 @@ def test_it_serves_within_its_sandbox_and_stops(machine: Machine, node: Served) 
     assert (machine.root / "run/kvtier").is_dir(), "containers may have it mounted"
 
 
-def test_one_that_stands_still_is_ended_and_started_again(machine: Machine, node: Served) -> None:
+def test_one_that_stands_still_is_ended_and_started_again(
+    machine: Machine, node: RunningNode
+) -> None:
     machine.configure(settings(), WatchdogSec="5s", RestartSec="100ms")
     machine.systemctl("start", "kvtier")
     before = machine.show("MainPID")
@@ -137,7 +139,7 @@ def test_one_that_stands_still_is_ended_and_started_again(machine: Machine, node
 
 
 def test_one_that_cannot_start_is_tried_until_that_is_put_right(
-    machine: Machine, node: Served
+    machine: Machine, node: RunningNode
 ) -> None:
     machine.configure(settings() + "[remote]\nurl = 'nonsense'\n", RestartSec="100ms")
     assert machine.run("systemctl", "start", "kvtier").returncode

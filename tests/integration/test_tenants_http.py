@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.api.http.tenant import key_salt
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.certificates import write_secret
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,9 @@ FULL = BLOCKS * 64
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 def prompt_of(seed: int) -> list[int]:
@@ -56,7 +56,7 @@ def served_by(url: str, key: str, prompt: list[int], **more: Any) -> dict[str, i
     return by_tier
 
 
-def test_no_tenant_is_served_from_anothers_blocks(node: Served, tiny_folder: Path) -> None:
+def test_no_tenant_is_served_from_anothers_blocks(node: RunningNode, tiny_folder: Path) -> None:
     prompt = prompt_of(1)
     # Each is used once: whatever it hits is somebody else's.
     strangers = [f"stranger-{number:02}-0123456789" for number in range(9)]
@@ -87,7 +87,7 @@ def test_no_tenant_is_served_from_anothers_blocks(node: Served, tiny_folder: Pat
         assert daemon.stop() == 0
 
 
-def test_who_has_no_key_is_told_so_and_costs_nothing(node: Served, tiny_folder: Path) -> None:
+def test_who_has_no_key_is_told_so_and_costs_nothing(node: RunningNode, tiny_folder: Path) -> None:
     keys = write_secret(node.directory / "api-keys", f"{ALICE}\n")
     settings = {"engine__tenant_from": "api_key", "engine__api_keys_file": str(keys)}
     engine, url = node.engine(tiny_folder, "--alone", **settings)
@@ -110,7 +110,7 @@ def test_who_has_no_key_is_told_so_and_costs_nothing(node: Served, tiny_folder: 
     ("text", "mode", "said"), [("", 0o600, "has no key"), (ALICE, 0o644, "chmod 600")]
 )
 def test_a_file_of_keys_that_will_not_do_ends_the_start(
-    node: Served, tiny_folder: Path, text: str, mode: int, said: str
+    node: RunningNode, tiny_folder: Path, text: str, mode: int, said: str
 ) -> None:
     keys = write_secret(node.directory / "api-keys", text, mode)
     options = {"engine__api_keys_file": str(keys)}

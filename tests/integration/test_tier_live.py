@@ -18,8 +18,8 @@ import pytest
 
 from kvtier.cli.main import main
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served, fetch
-from kvtier.tiers.ssd.lock import DirectoryLock
+from kvtier.testing.running_node import RunningNode, fetch
+from kvtier.tiers.ssd.directory import DirectoryLock
 from kvtier.v1 import engine_pb2
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.pattern import PatternEngine, in_threads
@@ -33,7 +33,7 @@ FULL = 8
 SMALL = {"cpu.capacity": "2MiB", "cpu.slab": "256KiB", "ssd.capacity": "16MiB"}
 
 
-class Node(Served):
+class Node(RunningNode):
     """A node and its operator; its disk may be slow, but for those whose disk hangs."""
 
     def __init__(self, directory: Path, *more: Any) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, complete, url_of
+from kvtier.testing.running_node import RunningNode, complete, url_of
 from tests.integration.collector import PARENT, TRACEPARENT, Collector, facts
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_request_is_one_trace_from_its_client_to_the_disk(tiny_folder: Path) -
     prompt = SECRET * 12
     with work_directory() as directory, Collector().by_http() as collector:
         settings = {"daemon.traces": "true", "daemon.log_level": "debug"}
-        node = Served(directory, settings, collector.environment)
+        node = RunningNode(directory, settings, collector.environment)
         with (
             node.start("serve") as daemon,
             node.start("engine", "--model", str(tiny_folder)) as engine,

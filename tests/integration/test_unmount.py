@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.cli.main import main
 from kvtier.testing.child import Child, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 from tests.programs import requires
 
@@ -56,7 +56,7 @@ def image(directory: Path) -> Path:
 
 def test_after_a_detach_the_drive_can_be_unmounted(directory: Path, image: Path) -> None:
     place = directory / "drive"
-    node = Served(directory, {"ssd.directory": str(place / "ssd")})
+    node = RunningNode(directory, {"ssd.directory": str(place / "ssd")})
     apart = ["unshare", "--mount", "sh", "-ec", MOUNT, "sh", str(image), str(place)]
     command = [*apart, *kvtier_command("serve", *node.arguments())]
     to = ["ssd", "--connect", str(node.socket)]

@@ -9,7 +9,7 @@ import redis
 
 from kvtier.cli.main import main
 from kvtier.testing.child import Child, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.certificates import write_secret
 from tests.integration.pattern import PatternEngine
 from tests.integration.redis_child import RedisServer
@@ -24,7 +24,7 @@ class Rig:
     """A server with a user, and a node that is told of both in a file."""
 
     server: RedisServer
-    node: Served
+    node: RunningNode
     path: Path
 
     def have_password(self, password: str) -> None:
@@ -53,12 +53,12 @@ class Rig:
 def rig() -> Iterator[Rig]:
     with work_directory() as directory:
         server, path = RedisServer(directory), directory / "url"
-        node = Served(directory, {"remote.url_file": str(path), "ssd.enabled": "false"})
+        node = RunningNode(directory, {"remote.url_file": str(path), "ssd.enabled": "false"})
         with server.start():
             yield Rig(server, node, path)
 
 
-def reload(node: Served, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def reload(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     capsys.readouterr()
     code = main(["config", "reload", "--connect", str(node.socket)])
     said = capsys.readouterr()

@@ -15,8 +15,8 @@ from kvtier.core.identity import KeySpace, tenant_digest
 from kvtier.core.residency import TierName
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.heard import Heard
-from kvtier.testing.served import Served
+from kvtier.testing.residency_model import ResidencyModel
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
 from tests.integration.pattern import PatternEngine, key_space
@@ -36,10 +36,10 @@ class Watcher(PatternEngine):
         space: KeySpace | None = None,
         tenant: bytes = bytes(16),
         deadlines: ClientDeadlines | None = None,
-        hear: Heard | None = None,
+        hear: ResidencyModel | None = None,
     ) -> None:
         super().__init__(socket_path, space, tenant, deadlines)
-        self.heard = hear or Heard()
+        self.heard = hear or ResidencyModel()
         self.client = Client(
             socket_path, self.space, "watcher", deadlines=self.deadlines, watch=self.heard
         )
@@ -59,15 +59,15 @@ class Watcher(PatternEngine):
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 # Watching
 
 
-def test_what_anybody_stores_evicts_and_drops_is_told(node: Served) -> None:
+def test_what_anybody_stores_evicts_and_drops_is_told(node: RunningNode) -> None:
     with node.daemon(), Watcher(node.socket) as watcher, PatternEngine(node.socket) as other:
         watcher.store(1)
         other.store(2)
@@ -85,7 +85,7 @@ def test_what_anybody_stores_evicts_and_drops_is_told(node: Served) -> None:
         assert watcher.heard.num_starts == 1
 
 
-def test_another_key_space_is_not_told_and_another_tenant_is(node: Served) -> None:
+def test_another_key_space_is_not_told_and_another_tenant_is(node: RunningNode) -> None:
     foreign, salted = key_space('{"other":1}'), tenant_digest("alice")
     with (
         node.daemon(),
@@ -103,7 +103,9 @@ def test_another_key_space_is_not_told_and_another_tenant_is(node: Served) -> No
         assert stranger.heard.blocks(CPU) == set(stranger.chain(3, 4))
 
 
-def test_a_daemon_that_dies_has_nothing_and_one_that_starts_tells_its_disk(node: Served) -> None:
+def test_a_daemon_that_dies_has_nothing_and_one_that_starts_tells_its_disk(
+    node: RunningNode,
+) -> None:
     with node.daemon() as daemon, Watcher(node.socket) as watcher:
         watcher.store(4, 300)
         watcher.await_heard(4, CPU, SSD, num_blocks=300)
@@ -114,7 +116,7 @@ def test_a_daemon_that_dies_has_nothing_and_one_that_starts_tells_its_disk(node:
             watcher.await_heard(4, SSD, num_blocks=300)
 
 
-def test_a_daemon_that_hangs_goes_on_where_it_was(node: Served) -> None:
+def test_a_daemon_that_hangs_goes_on_where_it_was(node: RunningNode) -> None:
     with node.daemon() as daemon, Watcher(node.socket) as watcher:
         watcher.store(5)
         watcher.await_heard(5, CPU, SSD)
@@ -125,8 +127,10 @@ def test_a_daemon_that_hangs_goes_on_where_it_was(node: Served) -> None:
         watcher.await_heard(5, SSD)
 
 
-def test_one_whose_ears_break_is_told_that_nothing_is_known_and_is_served(node: Served) -> None:
-    class Deaf(Heard):
+def test_one_whose_ears_break_is_told_that_nothing_is_known_and_is_served(
+    node: RunningNode,
+) -> None:
+    class Deaf(ResidencyModel):
         def __call__(self, changes: Sequence[Change]) -> None:
             if any(change.tier is SSD for change in changes):
                 raise RuntimeError("a bug")
@@ -142,7 +146,7 @@ def test_one_whose_ears_break_is_told_that_nothing_is_known_and_is_served(node: 
         assert daemon.stop() == 0
 
 
-def test_a_watcher_does_not_keep_a_daemon_from_stopping(node: Served) -> None:
+def test_a_watcher_does_not_keep_a_daemon_from_stopping(node: RunningNode) -> None:
     with node.daemon() as daemon, Watcher(node.socket) as watcher:
         watcher.store(6)
         watcher.await_heard(6, CPU, SSD)
@@ -152,7 +156,7 @@ def test_a_watcher_does_not_keep_a_daemon_from_stopping(node: Served) -> None:
         watcher.await_heard(6)
 
 
-def test_one_who_does_not_listen_is_told_the_truth_once_it_does(node: Served) -> None:
+def test_one_who_does_not_listen_is_told_the_truth_once_it_does(node: RunningNode) -> None:
     """Far more happens than may wait for it, or fits between two sockets."""
     with node.daemon(), Watcher(node.socket) as engine:
         channel = grpc.insecure_channel(f"unix:{node.socket}")
@@ -164,7 +168,7 @@ def test_one_who_does_not_listen_is_told_the_truth_once_it_does(node: Served) ->
             assert engine.ask(29, 400).tiers, "the daemon is there for others"
             num_blocks = node.await_idle()["tiers"]["cpu"]["blocks"]
             await_true(lambda: len(engine.heard.blocks(CPU)) == num_blocks, "who listens knows all")
-            heard = Heard()
+            heard = ResidencyModel()
             for changes in told:
                 heard([change_from_wire(change) for change in changes.changes])
                 if heard.blocks(CPU) == engine.heard.blocks(CPU):
@@ -172,7 +176,7 @@ def test_one_who_does_not_listen_is_told_the_truth_once_it_does(node: Served) ->
             told.cancel()
 
 
-def test_who_is_not_registered_or_watches_already_is_refused(node: Served) -> None:
+def test_who_is_not_registered_or_watches_already_is_refused(node: RunningNode) -> None:
     with node.daemon(), Watcher(node.socket) as watcher:
         await_true(lambda: watcher.heard.num_starts == 1, "it watches")
         with grpc.insecure_channel(f"unix:{node.socket}") as channel:
@@ -191,7 +195,7 @@ def test_who_is_not_registered_or_watches_already_is_refused(node: Served) -> No
 # Clearing
 
 
-def test_a_key_space_is_cleared_in_every_tier_for_good(node: Served) -> None:
+def test_a_key_space_is_cleared_in_every_tier_for_good(node: RunningNode) -> None:
     redis_directory = node.directory / "redis"
     redis_directory.mkdir()
     redis = RedisServer(redis_directory)
@@ -221,7 +225,7 @@ def test_a_key_space_is_cleared_in_every_tier_for_good(node: Served) -> None:
                 assert [each.lookup(1)[0] for each in everyone] == [[], [], ["ssd"] * 4]
 
 
-def test_a_store_under_way_does_not_come_back_after_a_clear(node: Served) -> None:
+def test_a_store_under_way_does_not_come_back_after_a_clear(node: RunningNode) -> None:
     with node.daemon(), Watcher(node.socket) as engine:
         payloads = engine.payloads(2, 4)
         said: list[str] = []
@@ -239,7 +243,7 @@ def test_a_store_under_way_does_not_come_back_after_a_clear(node: Served) -> Non
         assert engine.hears(2)
 
 
-def test_a_clear_waits_no_longer_than_it_is_told(node: Served) -> None:
+def test_a_clear_waits_no_longer_than_it_is_told(node: RunningNode) -> None:
     with node.daemon() as daemon, Watcher(node.socket) as engine:
         engine.store(3)
         with daemon.stopped():

@@ -12,7 +12,7 @@ from kvtier.config import load_config
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.serving.systemd import Systemd
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ WATCHDOG_S = 1.5
 class HeldDaemon:
     """A daemon on a thread, whose loop is held from when it is ready until ``release``."""
 
-    def __init__(self, node: Served, address: str) -> None:
+    def __init__(self, node: RunningNode, address: str) -> None:
         self.held, self.release, self.done = (threading.Event() for _ in range(3))
         self._node = node
         self._address = address
@@ -61,7 +61,7 @@ def test_a_loop_that_stands_still_feeds_nothing_and_goes_on_afterwards() -> None
                     return True
             return False
 
-        node = Served(directory)
+        node = RunningNode(directory)
         silent_s = partial(node.metric, "kvtier_loop_silent_seconds")
         with HeldDaemon(node, address) as daemon:
             while is_fed(0.0):

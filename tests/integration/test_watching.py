@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.cli.main import main
 from kvtier.testing.child import await_true, kvtier_command, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.asking import Users
 from tests.integration.terminal import Terminal
 
@@ -23,19 +23,19 @@ _COLOR = re.compile(rb"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9\d|10[0-7])[;m]")
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     settings = {"cpu.capacity": "2MiB", "cost.restore": "auto", "ssd.write_budget": "1GiB"}
     with work_directory() as directory:
-        node = Served(directory, settings)
+        node = RunningNode(directory, settings)
         with node.daemon(), Users(node.socket):
             yield node
 
 
-def top(node: Served, *more: str) -> list[str]:
+def top(node: RunningNode, *more: str) -> list[str]:
     return kvtier_command("top", "--connect", str(node.socket), "--interval", "250ms", *more)
 
 
-def test_everything_is_seen_in_a_small_window_and_more_in_a_large_one(node: Served) -> None:
+def test_everything_is_seen_in_a_small_window_and_more_in_a_large_one(node: RunningNode) -> None:
     with Terminal(top(node), environment={"COLUMNS": "70", "LINES": "20"}) as terminal:
         terminal.await_shown(r"^saved \d.* of time to first token in the last ")
         for part in (
@@ -61,9 +61,9 @@ def test_everything_is_seen_in_a_small_window_and_more_in_a_large_one(node: Serv
         assert _COLOR.search(terminal.written), "there is colour where nobody minds"
 
 
-def test_a_daemon_that_is_slow_away_and_back(node: Served) -> None:
+def test_a_daemon_that_is_slow_away_and_back(node: RunningNode) -> None:
     with work_directory() as directory:
-        other = Served(directory)
+        other = RunningNode(directory)
         with Terminal(top(other), environment={"NO_COLOR": "1"}) as terminal:
             terminal.await_shown("no daemon answers at")
             with other.daemon() as daemon:
@@ -83,7 +83,7 @@ def test_a_daemon_that_is_slow_away_and_back(node: Served) -> None:
             assert b"Traceback" not in terminal.written
 
 
-def test_it_can_be_stopped_and_taken_up_again_like_any_program(node: Served) -> None:
+def test_it_can_be_stopped_and_taken_up_again_like_any_program(node: RunningNode) -> None:
     with Terminal(["bash", "--norc", "-i"], environment={"PS1": "$ "}) as terminal:
         terminal.await_shown(r"^\$")
         terminal.press(" ".join(top(node, "--no-color")) + "\n")
@@ -101,7 +101,7 @@ def test_it_can_be_stopped_and_taken_up_again_like_any_program(node: Served) -> 
         assert not _COLOR.search(terminal.written)
 
 
-def test_where_nothing_can_be_drawn_frames_are_printed(node: Served) -> None:
+def test_where_nothing_can_be_drawn_frames_are_printed(node: RunningNode) -> None:
     with Terminal(top(node), environment={"TERM": "dumb"}) as terminal:
         terminal.await_true(lambda: terminal.written.count(b"served") > 1, "two frames", 60)
         terminal.press("\x03")
@@ -109,7 +109,7 @@ def test_where_nothing_can_be_drawn_frames_are_printed(node: Served) -> None:
         assert b"\x1b" not in terminal.written
 
 
-def test_one_frame_for_a_file(node: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_frame_for_a_file(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["top", "--once", "--interval", "200ms", "--connect", str(node.socket)]
     await_true(lambda: main(words) == 0, "it answers within a second, when others let it")
     told = capsys.readouterr()
@@ -197,7 +197,7 @@ def keys_of(part: Any, path: str = "") -> Iterator[str]:
         yield f"{path}[]" if isinstance(part, list) else path
 
 
-def test_every_key_of_the_document_is_documented(node: Served) -> None:
+def test_every_key_of_the_document_is_documented(node: RunningNode) -> None:
     document = await_true(
         lambda: (told := node.stat())["worth"]["saved_s"] and told, "something was restored"
     )
@@ -214,7 +214,7 @@ def test_every_key_of_the_document_is_documented(node: Served) -> None:
     assert not gone, f"docs/operations/watching.md explains what is not there: {gone}"
 
 
-def test_what_engines_and_requests_did_adds_up_to_what_the_daemon_tells(node: Served) -> None:
+def test_what_engines_and_requests_did_adds_up_to_what_the_daemon_tells(node: RunningNode) -> None:
     document = node.stat()
     (engine,) = document["engines"]
     assert engine["found_tokens"] == sum(document["tokens"]["found"].values())
@@ -233,15 +233,15 @@ def test_what_engines_and_requests_did_adds_up_to_what_the_daemon_tells(node: Se
 
 
 def test_the_script_is_told_what_is_wrong_by_the_exit_code(
-    node: Served, capsys: pytest.CaptureFixture[str]
+    node: RunningNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(of: Served) -> tuple[int, str]:
+    def check(of: RunningNode) -> tuple[int, str]:
         code = main(["stat", "--check", "--connect", str(of.socket)])
         return code, capsys.readouterr().out
 
     await_true(lambda: check(node) == (0, ""), "it answers within a second, when others let it")
     with work_directory() as directory:
-        broken = Served(directory, {"remote.url": "redis://127.0.0.1:1/0"})
+        broken = RunningNode(directory, {"remote.url": "redis://127.0.0.1:1/0"})
         assert check(broken) == (2, "")
         with broken.daemon():
             broken.await_state("remote", "out")

@@ -9,7 +9,7 @@ import pytest
 from kvtier.api.rpc.operator import open_operator
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.pattern import PatternEngine
@@ -22,12 +22,12 @@ DEMOTED = {"ssd.write": "demote", "cpu.capacity": "4MiB", "cost.probe": "off"}
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory, DEMOTED)
+        yield RunningNode(directory, DEMOTED)
 
 
-def ssd_blocks(node: Served) -> int:
+def ssd_blocks(node: RunningNode) -> int:
     blocks: int = node.stat()["tiers"]["ssd"]["blocks"]
     return blocks
 
@@ -38,7 +38,7 @@ def fill(engine: PatternEngine, num_blocks: int, first: int = 1000) -> None:
         assert engine.store(prompt, 8) == 8
 
 
-def pin(node: Served, engine: PatternEngine, prompt: int, num_blocks: int, ttl_s: int) -> int:
+def pin(node: RunningNode, engine: PatternEngine, prompt: int, num_blocks: int, ttl_s: int) -> int:
     """Pin a prompt; returns how many of its blocks are kept."""
     chain = engine_pb2.Chain(
         tenant=engine.tenant, hashes=b"".join(engine.chain(prompt, num_blocks))
@@ -48,7 +48,7 @@ def pin(node: Served, engine: PatternEngine, prompt: int, num_blocks: int, ttl_s
         return int(stub.Pin(request, timeout=10).blocks)
 
 
-def test_a_block_is_written_when_it_has_to_go_and_read_back_from_there(node: Served) -> None:
+def test_a_block_is_written_when_it_has_to_go_and_read_back_from_there(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         engine.ask(1, 8)
         assert engine.store(1, 8) == 8
@@ -64,7 +64,7 @@ def test_a_block_is_written_when_it_has_to_go_and_read_back_from_there(node: Ser
         assert document["policy"]["gates"]["ssd"]["taken_blocks"] >= ssd_blocks(node)
 
 
-def test_a_stop_writes_what_the_gate_takes_and_a_restart_finds_it(node: Served) -> None:
+def test_a_stop_writes_what_the_gate_takes_and_a_restart_finds_it(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         fill(engine, 160)
         assert ssd_blocks(node) == 0
@@ -74,7 +74,7 @@ def test_a_stop_writes_what_the_gate_takes_and_a_restart_finds_it(node: Served) 
         assert engine.load(1000, 8) == (["ssd"] * 8, "complete")
 
 
-def test_a_stop_writes_nothing_where_the_gate_is_shut(node: Served) -> None:
+def test_a_stop_writes_nothing_where_the_gate_is_shut(node: RunningNode) -> None:
     with node.daemon(ssd__gate=0) as daemon, PatternEngine(node.socket) as engine:
         fill(engine, 160)
         assert daemon.stop() == 0
@@ -82,7 +82,7 @@ def test_a_stop_writes_nothing_where_the_gate_is_shut(node: Served) -> None:
         assert ssd_blocks(node) == 0
 
 
-def test_a_tier_that_is_not_kept_leaves_nothing_behind(node: Served) -> None:
+def test_a_tier_that_is_not_kept_leaves_nothing_behind(node: RunningNode) -> None:
     with node.daemon(ssd__keep="false") as daemon, PatternEngine(node.socket) as engine:
         fill(engine, 2 * CPU_BLOCKS)
         await_true(lambda: ssd_blocks(node) > CPU_BLOCKS // 2, "it is used like any other")
@@ -97,11 +97,11 @@ def test_a_tier_that_is_not_kept_leaves_nothing_behind(node: Served) -> None:
         assert not segments(node), "what a crash leaves is removed by the next start"
 
 
-def segments(node: Served) -> list[Path]:
+def segments(node: RunningNode) -> list[Path]:
     return list((node.directory / "ssd").glob("*.segment"))
 
 
-def test_a_crash_loses_nothing_that_was_here_longer_than_flush_after(node: Served) -> None:
+def test_a_crash_loses_nothing_that_was_here_longer_than_flush_after(node: RunningNode) -> None:
     with node.daemon(ssd__flush_after="1s") as daemon, PatternEngine(node.socket) as engine:
         fill(engine, 80)
         node.await_blocks("ssd", 80)
@@ -111,7 +111,7 @@ def test_a_crash_loses_nothing_that_was_here_longer_than_flush_after(node: Serve
         assert engine.load(1000, 8) == (["ssd"] * 8, "complete")
 
 
-def test_a_write_budget_lowers_the_gate_and_with_it_what_is_written(node: Served) -> None:
+def test_a_write_budget_lowers_the_gate_and_with_it_what_is_written(node: RunningNode) -> None:
     with node.daemon(ssd__write_budget="32MiB"), PatternEngine(node.socket) as engine:
         # An hour's share of it is less than a hundredth of what comes in each second.
         await_true(lambda: gate_share(node) == 0.75, "the gate is as configured")
@@ -130,11 +130,11 @@ def test_a_write_budget_lowers_the_gate_and_with_it_what_is_written(node: Served
         assert node.metric("kvtier_refused_blocks_total", tier="ssd", rule="budget") > CPU_BLOCKS
 
 
-def gate_share(node: Served) -> float:
+def gate_share(node: RunningNode) -> float:
     return node.metric("kvtier_gate_share")
 
 
-def test_a_configured_depth_is_exact_and_a_request_overrides_it(node: Served) -> None:
+def test_a_configured_depth_is_exact_and_a_request_overrides_it(node: RunningNode) -> None:
     with node.daemon(policy__max_offload_tokens=10), PatternEngine(node.socket) as engine:
         assert engine.ask(1, 8).max_offload_tokens == 8  # whole blocks of 4
         assert engine.store(1, 8) == 2
@@ -147,7 +147,9 @@ def test_a_configured_depth_is_exact_and_a_request_overrides_it(node: Served) ->
             assert engine.store(prompt, 8, traits=traits) == stored
 
 
-def test_answers_are_kept_unless_told_otherwise_and_then_with_the_next_turn(node: Served) -> None:
+def test_answers_are_kept_unless_told_otherwise_and_then_with_the_next_turn(
+    node: RunningNode,
+) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         assert engine.store(1, 8, num_prompt_blocks=5) == 8
     with node.daemon(policy__answers="false"), PatternEngine(node.socket) as engine:
@@ -159,7 +161,7 @@ def test_answers_are_kept_unless_told_otherwise_and_then_with_the_next_turn(node
 
 def test_second_use_writes_what_is_asked_for_again() -> None:
     with work_directory() as directory:
-        node = Served(directory, DEMOTED | {"ssd.write": "second_use"})
+        node = RunningNode(directory, DEMOTED | {"ssd.write": "second_use"})
         with node.daemon(), PatternEngine(node.socket) as engine:
             for prompt in (1, 2):
                 engine.ask(prompt, 8, Traits(request_id=f"first-{prompt}"))
@@ -171,7 +173,7 @@ def test_second_use_writes_what_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["rd-sec", "rd", "credit-lru", "s3-fifo", "lru"])
-def test_a_pin_survives_pressure_under_every_policy(node: Served, eviction: str) -> None:
+def test_a_pin_survives_pressure_under_every_policy(node: RunningNode, eviction: str) -> None:
     with node.daemon(policy__eviction=eviction), PatternEngine(node.socket) as engine:
         assert engine.store(1, 8) == 8
         assert pin(node, engine, 1, 8, 600) == 8
@@ -185,7 +187,7 @@ def test_a_pin_survives_pressure_under_every_policy(node: Served, eviction: str)
         assert node.stat()["policy"]["retained_bytes"] == 0
 
 
-def test_pins_up_to_the_budget_keep_no_store_out(node: Served) -> None:
+def test_pins_up_to_the_budget_keep_no_store_out(node: RunningNode) -> None:
     with node.daemon(policy__pin_share=0.5), PatternEngine(node.socket) as engine:
         fill(engine, CPU_BLOCKS)
         kept = sum(pin(node, engine, 1000 + number, 8, 600) for number in range(64))

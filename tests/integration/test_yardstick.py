@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from tests.integration.pattern import BLOCK_BYTES, PatternEngine
 from tests.integration.redis_child import RedisServer
 from tests.integration.traffic import Traffic
@@ -32,16 +32,16 @@ BACK_S = 20.0
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory, UNTOUCHED)
+        yield RunningNode(directory, UNTOUCHED)
 
 
-def ssd_of(node: Served) -> Path:
+def ssd_of(node: RunningNode) -> Path:
     return node.directory / "ssd"
 
 
-def segments(node: Served) -> list[Path]:
+def segments(node: RunningNode) -> list[Path]:
     return sorted(ssd_of(node).glob("*.segment"))
 
 
@@ -56,13 +56,13 @@ def allocated_bytes(directory: Path) -> int:
     return total
 
 
-def store_all(node: Served, engine: PatternEngine) -> None:
+def store_all(node: RunningNode, engine: PatternEngine) -> None:
     for prompt in range(NUM_PROMPTS):
         assert engine.store(prompt, NUM_BLOCKS) == NUM_BLOCKS
     node.await_idle()
 
 
-def num_from_ssd(node: Served, engine: PatternEngine) -> int:
+def num_from_ssd(node: RunningNode, engine: PatternEngine) -> int:
     """Load every prompt from the SSD tier; ``load`` checks every byte of what comes."""
     node.drop("cpu")
     num_loaded = 0
@@ -73,13 +73,13 @@ def num_from_ssd(node: Served, engine: PatternEngine) -> int:
     return num_loaded
 
 
-def all_again(node: Served, engine: PatternEngine) -> None:
+def all_again(node: RunningNode, engine: PatternEngine) -> None:
     """Store what was lost, and have everything."""
     store_all(node, engine)
     assert num_from_ssd(node, engine) == NUM_PROMPTS * NUM_BLOCKS
 
 
-def place_of(node: Served, payload: bytes) -> tuple[Path, int]:
+def place_of(node: RunningNode, payload: bytes) -> tuple[Path, int]:
     """Return the file and the offset at which a block's bytes are, the latest copy of them."""
     for path in reversed(segments(node)):
         at = path.read_bytes().find(payload)
@@ -88,7 +88,7 @@ def place_of(node: Served, payload: bytes) -> tuple[Path, int]:
     raise AssertionError("the block's bytes are in no segment")
 
 
-def flip_payload_bit(node: Served, payload: bytes) -> None:
+def flip_payload_bit(node: RunningNode, payload: bytes) -> None:
     path, at = place_of(node, payload)
     middle = len(payload) // 2
     with path.open("r+b") as file:
@@ -96,7 +96,7 @@ def flip_payload_bit(node: Served, payload: bytes) -> None:
         file.write(bytes([payload[middle] ^ 0x10]))
 
 
-def test_a_flipped_bit_is_a_miss_with_a_reason_and_is_stored_again(node: Served) -> None:
+def test_a_flipped_bit_is_a_miss_with_a_reason_and_is_stored_again(node: RunningNode) -> None:
     with node.daemon(), PatternEngine(node.socket) as engine:
         assert engine.store(1, 4) == 4
         node.await_idle()
@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_a_miss_with_a_reason_and_is_stored_again(node: Served)
         assert engine.load(1, 4) == (["ssd"] * 4, "complete")
 
 
-def test_fsck_finds_a_flipped_bit_and_repairs_it_for_good(node: Served) -> None:
+def test_fsck_finds_a_flipped_bit_and_repairs_it_for_good(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         store_all(node, engine)
         damaged = engine.payloads(7, NUM_BLOCKS)[3]
@@ -154,7 +154,7 @@ def scribble(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [zero, truncate, empty, scribble])
 def test_a_damaged_file_costs_its_blocks_and_poisons_nothing(
-    node: Served, harm: Callable[[Path], None]
+    node: RunningNode, harm: Callable[[Path], None]
 ) -> None:
     total = NUM_PROMPTS * NUM_BLOCKS
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
@@ -174,7 +174,7 @@ def test_a_damaged_file_costs_its_blocks_and_poisons_nothing(
         all_again(node, engine)
 
 
-def test_a_crash_after_acknowledged_stores_loses_none(node: Served) -> None:
+def test_a_crash_after_acknowledged_stores_loses_none(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         store_all(node, engine)
         daemon.kill()
@@ -183,7 +183,7 @@ def test_a_crash_after_acknowledged_stores_loses_none(node: Served) -> None:
 
 
 def test_usage_is_right_before_the_first_write_and_a_lower_cap_holds_at_once(
-    node: Served,
+    node: RunningNode,
 ) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         store_all(node, engine)
@@ -202,7 +202,7 @@ def test_usage_is_right_before_the_first_write_and_a_lower_cap_holds_at_once(
         assert 0 < status["blocks"] < NUM_PROMPTS * NUM_BLOCKS
 
 
-def test_a_small_cap_is_never_exceeded_at_any_moment(node: Served) -> None:
+def test_a_small_cap_is_never_exceeded_at_any_moment(node: RunningNode) -> None:
     cap_bytes = 8 * MIB
     peak_bytes, num_looks = 0, 0
     is_over = threading.Event()
@@ -233,7 +233,7 @@ def test_a_small_cap_is_never_exceeded_at_any_moment(node: Served) -> None:
     assert cap_bytes // 2 < peak_bytes <= cap_bytes
 
 
-def test_the_directory_is_deleted_under_load(node: Served) -> None:
+def test_the_directory_is_deleted_under_load(node: RunningNode) -> None:
     with node.daemon(cpu__capacity="2MiB", cpu__slab="256KiB") as daemon:
         with Traffic(node, seed=400) as traffic:
             traffic.await_loaded("ssd")
@@ -260,7 +260,7 @@ def test_the_directory_is_deleted_under_load(node: Served) -> None:
         assert daemon.stop() == 0
 
 
-def test_two_daemons_on_one_directory(node: Served) -> None:
+def test_two_daemons_on_one_directory(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         assert engine.store(1, 4) == 4
         other = {"daemon__socket": str(node.directory / "b.sock"), "http__listen": ""}
@@ -274,7 +274,7 @@ def test_two_daemons_on_one_directory(node: Served) -> None:
         assert engine.load(1, 4) == (["ssd"] * 4, "complete"), "the first one is unharmed"
 
 
-def test_a_file_of_a_newer_format_is_no_hit_and_no_obstacle(node: Served) -> None:
+def test_a_file_of_a_newer_format_is_no_hit_and_no_obstacle(node: RunningNode) -> None:
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         store_all(node, engine)
         assert daemon.stop() == 0
@@ -290,7 +290,7 @@ def test_a_file_of_a_newer_format_is_no_hit_and_no_obstacle(node: Served) -> Non
         all_again(node, engine)
 
 
-def test_files_are_the_owners_alone(node: Served) -> None:
+def test_files_are_the_owners_alone(node: RunningNode) -> None:
     before = os.umask(0)
     try:
         with node.daemon(), PatternEngine(node.socket) as engine:
@@ -313,7 +313,7 @@ def server() -> Iterator[tuple[RedisServer, Child]]:
 
 
 @pytest.fixture
-def shared(server: tuple[RedisServer, Child]) -> Iterator[Served]:
+def shared(server: tuple[RedisServer, Child]) -> Iterator[RunningNode]:
     settings = {
         "remote.url": server[0].url,
         "remote.min_tokens": 0,
@@ -322,14 +322,14 @@ def shared(server: tuple[RedisServer, Child]) -> Iterator[Served]:
         "cpu.slab": "256KiB",
     }
     with work_directory() as directory:
-        yield Served(directory, settings)
+        yield RunningNode(directory, settings)
 
 
-def readiness(node: Served) -> str:
+def readiness(node: RunningNode) -> str:
     return fetch(f"http://127.0.0.1:{node.http_port}/readyz").decode()
 
 
-def back_in_use(node: Served, traffic: Traffic) -> None:
+def back_in_use(node: RunningNode, traffic: Traffic) -> None:
     start_s = time.monotonic()
     node.await_state("remote", "up", timeout_s=BACK_S)
     node.await_moved("cpu_to_remote", BACK_S)
@@ -339,7 +339,7 @@ def back_in_use(node: Served, traffic: Traffic) -> None:
 
 @pytest.mark.redis
 def test_a_frozen_server_hangs_nobody_and_is_used_again(
-    shared: Served, server: tuple[RedisServer, Child]
+    shared: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with shared.daemon() as daemon:
         with Traffic(shared, seed=500) as traffic:
@@ -358,7 +358,7 @@ def test_a_frozen_server_hangs_nobody_and_is_used_again(
 
 @pytest.mark.redis
 def test_a_server_that_is_killed_and_comes_back_empty(
-    shared: Served, server: tuple[RedisServer, Child]
+    shared: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with shared.daemon() as daemon:
         with Traffic(shared, seed=600) as traffic:
@@ -377,7 +377,7 @@ def test_a_server_that_is_killed_and_comes_back_empty(
 
 @pytest.mark.redis
 def test_a_daemon_starts_while_its_server_is_frozen(
-    shared: Served, server: tuple[RedisServer, Child]
+    shared: RunningNode, server: tuple[RedisServer, Child]
 ) -> None:
     with server[1].stopped():
         start_s = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Self
 from kvtier.client import ClientDeadlines
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import PatternEngine
 
 DEADLINES = ClientDeadlines(lookup_s=1, load_s=2, store_s=2, reconnect_s=0.1)
@@ -30,7 +30,7 @@ class Traffic:
     """
 
     def __init__(
-        self, node: Served, seed: int, num_engines: int = 3, num_prompts: int = 80
+        self, node: RunningNode, seed: int, num_engines: int = 3, num_prompts: int = 80
     ) -> None:
         print(f"traffic seed {seed}")
         self._node = node

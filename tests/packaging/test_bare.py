@@ -12,7 +12,7 @@ from bare import bare_python
 
 from kvtier.cli.commands import COMMANDS
 from kvtier.testing.child import Child, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ class Bare:
     """A daemon of such an environment, and commands beside it."""
 
     python: Path
-    node: Served
+    node: RunningNode
     daemon: Child
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -71,7 +71,7 @@ class Bare:
 def bare() -> Iterator[Bare]:
     with work_directory() as folder:
         python = bare_python(folder / "environment")
-        node = Served(folder)
+        node = RunningNode(folder)
         command = [str(python), "-m", "kvtier", "serve", *node.arguments()]
         with Child(command, folder / "log") as daemon:
             daemon.await_log("event=ready")

@@ -22,10 +22,10 @@ from kvtier.daemon.policies import Policies, policies
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.sim.medium import Medium
-from kvtier.sim.policy import draw_config, write_modes
+from kvtier.sim.random_config import draw_config, write_modes
+from kvtier.sim.simulated_tier import SimulatedTier
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 
 MS = 1_000_000
 FAR_NS = 1 << 62
@@ -52,8 +52,8 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.tiers = {
-            TierName.SSD: Medium(60_000, TierName.SSD, random.Random(1)),
-            TierName.REMOTE: Medium(90_000, TierName.REMOTE, random.Random(2)),
+            TierName.SSD: SimulatedTier(60_000, TierName.SSD, random.Random(1)),
+            TierName.REMOTE: SimulatedTier(90_000, TierName.REMOTE, random.Random(2)),
         }
         self.num_boots = 0
         self.num_requests = 0
@@ -79,9 +79,9 @@ class NodeMachine(RuleBasedStateMachine):
             chosen = {each.name: getattr(made, each.name) for each in fields(Policies)}
             del chosen["rule"]  # a name
             modes = write_modes(self.config)
-        self.stage = Stage(
+        self.stage = NodeHarness(
             self.tiers,
-            StageSettings(num_slabs=4, slab_bytes=16_384, write=modes, pin_share=0.25),
+            HarnessSettings(num_slabs=4, slab_bytes=16_384, write=modes, pin_share=0.25),
             boot=f"{self.num_boots}",
             **chosen,
         )

@@ -22,8 +22,8 @@ from kvtier.node.reads import ReadQueue
 from kvtier.node.store import Stores
 from kvtier.node.transfer import TierTransfers, TransferLane
 from kvtier.sim.campaign import Failure, replay_command, run_seeds, summarize
+from kvtier.sim.fault_profile import FaultProfile, draw_fault_profile
 from kvtier.sim.simulation import Simulation
-from kvtier.sim.weather import Weather, draw_weather
 
 EVENTS = 200
 
@@ -86,7 +86,7 @@ def test_hundreds_of_seeds():
     assert plans >= {"all", "part", "split", "cost", "guard", "limit", "always", "never"}
     behaviours = {"forget", "dawdle", "lie"}  # of engines, which are not counted
     renamed = {"full": "fill"}
-    expected = {renamed.get(kind.name, kind.name) for kind in fields(Weather)} - behaviours
+    expected = {renamed.get(kind.name, kind.name) for kind in fields(FaultProfile)} - behaviours
     assert faults >= expected
 
 
@@ -345,10 +345,10 @@ def test_a_planted_bug_is_found(plant, monkeypatch):
 )
 def test_a_planted_bug_that_only_operators_meet_is_found(plant, monkeypatch):
     def busy_operators(draw):
-        return replace(draw_weather(draw), detach=0.6, hang=0.2, fail_before=0.0)
+        return replace(draw_fault_profile(draw), detach=0.6, hang=0.2, fail_before=0.0)
 
     plant(monkeypatch)
-    monkeypatch.setattr("kvtier.sim.world.draw_weather", busy_operators)
+    monkeypatch.setattr("kvtier.sim.world.draw_fault_profile", busy_operators)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run_first(30)
 

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.redis_child import RedisServer
 
 MINUTES = float(os.environ.get("KVTIER_SOAK_MINUTES", "1.25"))
@@ -78,7 +78,7 @@ class Look:
 class Crowd:
     """Customers of a node, some of whom are killed and replaced."""
 
-    def __init__(self, node: Served, stack: ExitStack) -> None:
+    def __init__(self, node: RunningNode, stack: ExitStack) -> None:
         self._node = node
         self._stack = stack
         self._choose = random.Random(SEED)
@@ -153,7 +153,7 @@ def look_at(daemon: Child) -> Look:
 class Story:
     """What happens to a node, told by the clock."""
 
-    def __init__(self, node: Served, server: RedisServer, stack: ExitStack) -> None:
+    def __init__(self, node: RunningNode, server: RedisServer, stack: ExitStack) -> None:
         self.node = node
         self._server = server
         self._stack = stack
@@ -254,7 +254,7 @@ def test_an_hour_of_life() -> None:
     fifth_s = MINUTES * 60 / 5
     with work_directory() as directory, ExitStack() as stack:
         server = RedisServer(directory)
-        node = Served(directory, SETTINGS | {"remote.url": server.url})
+        node = RunningNode(directory, SETTINGS | {"remote.url": server.url})
         story = Story(node, server, stack)
         start_s = time.monotonic()
         story.go_on(start_s + fifth_s / 3, with_kills=True)

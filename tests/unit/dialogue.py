@@ -4,7 +4,7 @@ from kvtier.core.identity import EVERYTHING, Selection
 from kvtier.core.residency import Residency, TierName
 from kvtier.node import event as ev
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import Tier
 from kvtier.tiers.memory import MemoryTier
 
@@ -12,14 +12,16 @@ MS = 1_000_000
 CPU, SSD, REMOTE, GPU = TierName.CPU, TierName.SSD, TierName.REMOTE, TierName.GPU
 
 
-def open_stage(*tiers: TierName, slots: int = 16, slabs: int = 1, workers: int = 2) -> Stage:
+def open_stage(*tiers: TierName, slots: int = 16, slabs: int = 1, workers: int = 2) -> NodeHarness:
     """A stage with room for ``slots`` blocks of up to 4 KiB, and with these slower tiers."""
     slow: dict[TierName, Tier] = {name: MemoryTier(1 << 20, name=name) for name in tiers}
-    settings = StageSettings(num_slabs=slabs, slab_bytes=slots // slabs * 4096, num_workers=workers)
-    return Stage(slow, settings)
+    settings = HarnessSettings(
+        num_slabs=slabs, slab_bytes=slots // slabs * 4096, num_workers=workers
+    )
+    return NodeHarness(slow, settings)
 
 
-def engine_on(stage: Stage, name: str = "engine", payload_bytes: int = 3000) -> FakeEngine:
+def engine_on(stage: NodeHarness, name: str = "engine", payload_bytes: int = 3000) -> FakeEngine:
     space = f"{payload_bytes:016}".encode()
     engine = FakeEngine(name, key_space=space, payload_bytes=payload_bytes)
     engine.attach(stage)
@@ -27,24 +29,27 @@ def engine_on(stage: Stage, name: str = "engine", payload_bytes: int = 3000) -> 
 
 
 def drop(
-    stage: Stage, *tiers: TierName, selection: Selection = EVERYTHING, within_ns: int = 1000 * MS
+    stage: NodeHarness,
+    *tiers: TierName,
+    selection: Selection = EVERYTHING,
+    within_ns: int = 1000 * MS,
 ) -> int:
     """Take a selection out of tiers; the answer to this call may come later."""
     deadline_ns = stage.clock() + within_ns
     return stage.call(lambda call: ev.Drop(call, tiers, deadline_ns, selection))
 
 
-def metric(stage: Stage, name: str, **labels: str) -> float | None:
+def metric(stage: NodeHarness, name: str, **labels: str) -> float | None:
     return stage.metrics.registry.get_sample_value(name, labels)
 
 
-def rows_of(stage: Stage, tier: TierName, selection: Selection = EVERYTHING) -> int:
+def rows_of(stage: NodeHarness, tier: TierName, selection: Selection = EVERYTHING) -> int:
     """How many blocks of a selection are in a tier, in whatever state."""
     index = stage.node.cache.index
     rows = index.selected(index.rows(), selection)
     return int((index.residency(rows, tier) != Residency.ABSENT).sum())
 
 
-def empty_cpu(stage: Stage) -> None:
+def empty_cpu(stage: NodeHarness) -> None:
     """Evict what can be evicted, as an operator's drop does."""
     stage.node.cache.evict_all(EVERYTHING)

@@ -11,8 +11,8 @@ from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.tiers.attach import begin_opening, opened
 from kvtier.daemon.tiers.detach import close
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
 
 
 def test_a_part_that_breaks_or_is_cancelled_keeps_no_other_open() -> None:

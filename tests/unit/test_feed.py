@@ -25,7 +25,7 @@ from kvtier.node.feed import Feeds
 from kvtier.node.node import Node, NodeSettings
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS
-from kvtier.testing.heard import Heard
+from kvtier.testing.residency_model import ResidencyModel
 from kvtier.tiers.host import HostArena
 
 OTHERS = Scope(b"another space...", NO_TENANT)
@@ -53,7 +53,7 @@ def feeds_on(index, is_up=lambda _tier: True):
 
 def opened(index, key_space=SCOPE.key_space, **more):
     feed = feeds_on(index, **more).open(key_space, lambda: None)
-    return feed, Heard()
+    return feed, ResidencyModel()
 
 
 def check(index, heard):
@@ -158,7 +158,7 @@ def test_where_nobody_watches_nobody_listens():
     feeds.close(one)
     rows = new_blocks(index, 1)
     index.move(rows, CPU, Residency.READY)
-    heard = Heard()
+    heard = ResidencyModel()
     read(two, heard)
     check(index, heard)
     feeds.close(two)
@@ -179,7 +179,7 @@ def test_who_listened_before_still_hears_all():
 
 
 def watched(stage, engine):
-    return stage.node.feeds.open(engine.key_space, lambda: None), Heard()
+    return stage.node.feeds.open(engine.key_space, lambda: None), ResidencyModel()
 
 
 def test_a_demotion_and_a_drop_are_told():
@@ -260,7 +260,7 @@ def in_time(work):
 def test_what_happens_meanwhile_goes_in_one_batch_and_who_leaves_is_forgotten():
     async def watch():
         driver, session, index = driver_on()
-        quiet, heard = index.watch, Heard()
+        quiet, heard = index.watch, ResidencyModel()
         async with contextlib.aclosing(driver.watch(session)) as batches:
             rows = new_blocks(index, 40)
             index.move(rows[:1], CPU, Residency.READY)
@@ -279,7 +279,7 @@ def test_what_happens_meanwhile_goes_in_one_batch_and_who_leaves_is_forgotten():
 def test_a_feed_ends_with_its_session_and_with_the_driver(how):
     async def watch():
         driver, session, index = driver_on()
-        heard = Heard()
+        heard = ResidencyModel()
         rows = new_blocks(index, 2)
         async with contextlib.aclosing(driver.watch(session)) as batches:
             index.move(rows[:1], CPU, Residency.READY)

@@ -7,7 +7,7 @@ from kvtier.api.http.call import read_chat, read_completion
 from kvtier.api.http.error import ApiError
 from kvtier.client.wire import traits_fault
 from kvtier.engine.chat_template import MessageRefused
-from kvtier.testing.byte_model import ByteChatModel
+from kvtier.testing.engine_service import ByteChatModel
 
 MODEL = ByteChatModel()
 

@@ -15,8 +15,7 @@ from kvtier.api.http.operator import Operators, engine_socket
 from kvtier.api.http.server import serve
 from kvtier.api.http.tenant import TenantRules, api_keys, key_salt
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
 
 SPACE = bytes(range(16))
 BLOCK_TOKENS = 4

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvtier.api.http.detokenizer import Detokenizer, continuation
-from kvtier.testing.byte_model import ByteChatModel
+from kvtier.testing.engine_service import ByteChatModel
 
 BROKEN = "\ufffd"
 

@@ -1,6 +1,5 @@
 from kvtier.engine.request import EngineRequest
-from kvtier.testing.engine_service_contract import check_engine_service
-from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
+from kvtier.testing.engine_service import FakeEngineService, ScriptedAnswer, check_engine_service
 
 
 def test_the_fake_engine_keeps_the_contract_of_the_real_one():

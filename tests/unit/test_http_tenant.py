@@ -13,8 +13,7 @@ from kvtier.api.http.tenant import TenantRules, api_keys, key_salt
 from kvtier.engine.request import EngineRequest
 from kvtier.errors import StartError
 from kvtier.secret import Secret
-from kvtier.testing.byte_model import ByteChatModel
-from kvtier.testing.fake_engine_service import FakeEngineService, ScriptedAnswer
+from kvtier.testing.engine_service import ByteChatModel, FakeEngineService, ScriptedAnswer
 
 ALICE, BOB = "alice-0123456789", "bob-0123456789abc"
 BODY = {"model": "byte-model", "prompt": "hello", "max_tokens": 1}

@@ -16,9 +16,9 @@ from kvtier.node.transfer import SlowTier
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.table import DAEMON_METRICS
 from kvtier.tiers.base import Health
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier
 
 SLAB_BYTES = 1 << 20
 HOUR_NS = 3600 * 10**9

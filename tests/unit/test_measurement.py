@@ -7,7 +7,7 @@ from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.reuse.history import History
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import MissReason
 from kvtier.tiers.memory import MemoryTier
 
@@ -15,10 +15,10 @@ NUM_BYTES = 4 * 4096
 
 
 def open_stage():
-    settings = StageSettings(num_slabs=1, slab_bytes=16 * 4096)
+    settings = HarnessSettings(num_slabs=1, slab_bytes=16 * 4096)
     planner = Planner(PlannerSettings(mode="always"))
     tiers = {SSD: MemoryTier(1 << 20, name=SSD)}
-    return Stage(tiers, settings, history=History(), planner=planner)
+    return NodeHarness(tiers, settings, history=History(), planner=planner)
 
 
 def expected_s(stage):

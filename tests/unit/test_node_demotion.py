@@ -8,7 +8,7 @@ from kvtier.core.limits import DEMOTION_BLOCKS_MAX
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.transfer import WriteMode
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import WriteOutcome
 from kvtier.tiers.memory import MemoryTier
 
@@ -152,10 +152,10 @@ class RefuseBelow:
 def test_one_event_offers_a_bounded_number_also_where_all_are_refused():
     """To be refused takes a block as long as to be taken, and lookups wait meanwhile."""
     admission = RefuseBelow()
-    settings = StageSettings(
+    settings = HarnessSettings(
         num_slabs=1, slab_bytes=1024 * 4096, write={SSD: WriteMode.DEMOTE}, num_workers=2
     )
-    stage = Stage({SSD: MemoryTier(1 << 20)}, settings, admission=admission)
+    stage = NodeHarness({SSD: MemoryTier(1 << 20)}, settings, admission=admission)
     stage.is_checked = False  # a thousand events
     engine = engine_on(stage)
     down(stage, SSD)

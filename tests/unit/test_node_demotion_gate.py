@@ -14,7 +14,7 @@ from kvtier.core.reuse.history import History
 from kvtier.core.traits import Traits
 from kvtier.node import event as ev
 from kvtier.node.transfer import WriteMode
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
 SECOND = 1_000_000_000
@@ -24,9 +24,9 @@ SHARED = [0, 1, 2, 3]
 def open_stage(gate=None, *, slots=64, mode=WriteMode.DEMOTE, admission=None, flush_after_ns=0):
     history, planner = History(), Planner(PlannerSettings(mode="always"))
     gates = {SSD: gate or QuantileGate(1.0)}
-    return Stage(
+    return NodeHarness(
         {SSD: MemoryTier(1 << 26, name=SSD)},
-        StageSettings(
+        HarnessSettings(
             num_slabs=1,
             slab_bytes=slots * 4096,
             write={SSD: mode},

@@ -23,7 +23,7 @@ from kvtier.observe.table import (
     TRANSFER_SECONDS,
     UNLOADED_TOKENS,
 )
-from kvtier.testing.stage import Stage
+from kvtier.testing.node_harness import NodeHarness
 
 TOKENS = 64
 """Of a block."""
@@ -31,20 +31,20 @@ TOKENS = 64
 BYTES = 3000
 
 
-def count(stage: Stage, metric: Metric, suffix: str = "", **labels: str) -> float:
+def count(stage: NodeHarness, metric: Metric, suffix: str = "", **labels: str) -> float:
     value = stage.metrics.registry.get_sample_value(metric.name + suffix, labels)
     assert value is not None, f"{metric.name} {labels}"
     return value
 
 
-def by(stage: Stage, metric: Metric, label: str, **fixed: str) -> dict[str, float]:
+def by(stage: NodeHarness, metric: Metric, label: str, **fixed: str) -> dict[str, float]:
     """Return the counts that are not 0, by a label."""
     values = dict(metric.labels)[label]
     counts = {each: count(stage, metric, **fixed, **{label: each}) for each in values}
     return {each: n for each, n in counts.items() if n}
 
 
-def copied(stage: Stage, route: str) -> dict[str, float]:
+def copied(stage: NodeHarness, route: str) -> dict[str, float]:
     """Return blocks that went over a route, by how that ended."""
     return {
         outcome: n / BYTES
@@ -52,7 +52,7 @@ def copied(stage: Stage, route: str) -> dict[str, float]:
     }
 
 
-def unloaded(stage: Stage) -> dict[str, float]:
+def unloaded(stage: NodeHarness) -> dict[str, float]:
     """Return blocks that a load was to bring and did not, by why."""
     return {why: n / TOKENS for why, n in by(stage, UNLOADED_TOKENS, "reason").items()}
 

@@ -26,7 +26,7 @@ from kvtier.observe.table import (
     SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
 )
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.memory import MemoryTier
 
@@ -37,13 +37,13 @@ OUTCOMES_LIE = (math.nan, math.inf, -1.0, 1e300)
 def open_stage(*tiers, mode="always", slots=64, workers=2, wait_max_ns=5_000 * MS):
     """A stage with a history and a planner, whose blocks have 64 tokens."""
     slow = {name: MemoryTier(1 << 20, name=name) for name in tiers}
-    settings = StageSettings(
+    settings = HarnessSettings(
         num_slabs=1, slab_bytes=slots * 4096, num_workers=workers, pin_share=0.5
     )
     planner = Planner(
         PlannerSettings(mode=mode, is_split_allowed=True, is_guarded=True, wait_max_ns=wait_max_ns)
     )
-    return Stage(slow, settings, history=History(), planner=planner)
+    return NodeHarness(slow, settings, history=History(), planner=planner)
 
 
 def ask(engine, blocks, first=0, **said):
@@ -543,7 +543,7 @@ def test_a_model_that_computes_fast_is_not_made_to_wait_for_a_slow_tier():
 
 
 def test_a_node_without_a_planner_has_everything_restored():
-    stage = Stage({})
+    stage = NodeHarness({})
     engine = engine_on(stage)
     blocks = engine.chain(range(2))
     engine.store(blocks)

@@ -8,13 +8,13 @@ from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.probe import _Absent
 from kvtier.node.transfer import Duty
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
 
 def asking(min_tokens=0):
-    settings = StageSettings(num_slabs=1, slab_bytes=64 * 4096, min_tokens=min_tokens)
-    stage = Stage({REMOTE: MemoryTier(1 << 20, name=REMOTE)}, settings)
+    settings = HarnessSettings(num_slabs=1, slab_bytes=64 * 4096, min_tokens=min_tokens)
+    stage = NodeHarness({REMOTE: MemoryTier(1 << 20, name=REMOTE)}, settings)
     return stage, engine_on(stage)
 
 

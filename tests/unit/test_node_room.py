@@ -12,7 +12,7 @@ from kvtier.core.limits import SIZE_KEPT_NS
 from kvtier.core.share import donors
 from kvtier.node import action as ac
 from kvtier.node.invariants import check
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 
 PAGE = 4096
 PAGES = {"small": 1, "medium": 37, "huge": 64}
@@ -117,7 +117,7 @@ def test_a_read_that_nobody_waits_for_any_more_is_not_begun():
 
 
 def sharing(num_slabs, slab_pages=64):
-    stage = Stage({}, StageSettings(num_slabs=num_slabs, slab_bytes=slab_pages * PAGE))
+    stage = NodeHarness({}, HarnessSettings(num_slabs=num_slabs, slab_bytes=slab_pages * PAGE))
     stage.is_checked = False
     engines = {
         name: engine_on(stage, name, payload_bytes=pages * PAGE) for name, pages in PAGES.items()

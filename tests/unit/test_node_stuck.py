@@ -4,11 +4,11 @@ from dialogue import CPU, MS, SSD, empty_cpu, engine_on, open_stage
 
 from kvtier.core.residency import TierName
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.stage import Stage
+from kvtier.testing.node_harness import NodeHarness
 from kvtier.tiers.base import BlockWrite
 
 
-def hung(stage: Stage, engine: FakeEngine) -> list[BlockWrite]:
+def hung(stage: NodeHarness, engine: FakeEngine) -> list[BlockWrite]:
     """Have a prompt of three blocks whose read does not end, and is overdue."""
     blocks = engine.chain(range(3))
     engine.store(blocks)
@@ -19,7 +19,7 @@ def hung(stage: Stage, engine: FakeEngine) -> list[BlockWrite]:
     return blocks
 
 
-def overdue_ns(stage: Stage) -> int:
+def overdue_ns(stage: NodeHarness) -> int:
     return stage.node.transfers.lanes[TierName.SSD].tier.deadline_ns + 100 * MS
 
 

@@ -7,7 +7,7 @@ from kvtier.core.residency import Residency
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.testing.fake_engine import FakeEngine
-from kvtier.testing.stage import Stage
+from kvtier.testing.node_harness import NodeHarness
 
 # Writes
 
@@ -108,7 +108,7 @@ def test_a_node_started_anew_serves_what_the_ssd_kept():
     blocks = engine.chain(range(3))
     engine.store(blocks)
     stage.settle()
-    again = Stage(stage.tiers, stage.settings, boot="second")
+    again = NodeHarness(stage.tiers, stage.settings, boot="second")
     again.recover(stage.tiers)
     engine.attach(again)
     assert engine.found(blocks) == (SSD,) * 3

@@ -9,13 +9,12 @@ import pytest
 from kvtier.core.identity import BlockHash, BlockHeader
 from kvtier.errors import StartError
 from kvtier.node.action import TransferBlock
-from kvtier.sim.replay.agenda import Agenda, Pipe
 from kvtier.sim.replay.chart import Axis, Series, bars, lines
-from kvtier.sim.replay.dimensions import Dimensions, read_dimensions
-from kvtier.sim.replay.machine import Machine, load_machine
-from kvtier.sim.replay.prefill import PrefillModel, fit_profile
-from kvtier.sim.replay.shelf import Shelf
-from kvtier.sim.replay.sizing import Point, Target, bend, break_even_bytes_per_s, sizes_for
+from kvtier.sim.replay.context import EventQueue, Pipe
+from kvtier.sim.replay.node_adapter import SsdModel
+from kvtier.sim.replay.prefill import Dimensions, PrefillModel, fit_profile, read_dimensions
+from kvtier.sim.replay.setup import Machine, load_machine
+from kvtier.sim.replay.sizing import Point, Target, break_even_bytes_per_s, knee, sizes_for
 from kvtier.sim.replay.traffic import Traffic
 from kvtier.tiers.base import MissReason
 
@@ -102,7 +101,7 @@ def test_a_machine_that_cannot_be_is_refused(tmp_path, text, field):
 
 
 def test_an_agenda_keeps_time_and_order():
-    agenda, done = Agenda(), list[str]()
+    agenda, done = EventQueue(), list[str]()
     agenda.at(20, lambda: done.append("late"))
     agenda.at(10, lambda: done.append("first"))
     agenda.at(10, lambda: done.append("second"))
@@ -115,9 +114,9 @@ def test_an_agenda_keeps_time_and_order():
 
 def test_a_pipe_carries_one_after_the_other():
     pipe = Pipe(latency_s=1e-6)
-    assert pipe.carry_ns(0, 1e-6) == 2000
-    assert pipe.carry_ns(0, 1e-6) == 3000
-    assert pipe.carry_ns(10_000, 1e-6) == 12_000
+    assert pipe.arrival_ns(0, 1e-6) == 2000
+    assert pipe.arrival_ns(0, 1e-6) == 3000
+    assert pipe.arrival_ns(10_000, 1e-6) == 12_000
 
 
 def block(number: int) -> TransferBlock:
@@ -126,7 +125,7 @@ def block(number: int) -> TransferBlock:
 
 
 def test_a_shelf_lets_the_least_recently_used_go_and_never_what_is_written_now():
-    shelf = Shelf(3, None)
+    shelf = SsdModel(3, None)
     assert shelf.write([block(1), block(2), block(3)])[1] == b""
     shelf.touch([block(1).header.block_hash])
     outcomes, evicted = shelf.write([block(4), block(5)])
@@ -155,9 +154,9 @@ def curve(*ratios: float) -> list[Point]:
 
 
 def test_a_curve_bends_where_a_doubling_ceases_to_pay():
-    assert bend(curve(0.0, 0.2, 0.4, 0.42, 0.43)).num_blocks == 4000
-    assert bend(curve(0.3, 0.3, 0.3)).num_blocks == 1000
-    assert bend(curve(0.3)).num_blocks == 1000
+    assert knee(curve(0.0, 0.2, 0.4, 0.42, 0.43)).num_blocks == 4000
+    assert knee(curve(0.3, 0.3, 0.3)).num_blocks == 1000
+    assert knee(curve(0.3)).num_blocks == 1000
 
 
 def test_sizes_reach_a_target_or_say_that_they_do_not():

@@ -5,18 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.instant import replay_instant
-from kvtier.sim.replay.machine import Machine, ReplayEngines, ReplayLink
-from kvtier.sim.replay.page import study_page
-from kvtier.sim.replay.record import Part, ReplayRun
-from kvtier.sim.replay.setup import Setup
-from kvtier.sim.replay.stress import with_noise
-from kvtier.sim.replay.study import ladder, run_study
-from kvtier.sim.replay.table import study_text
+from kvtier.sim.replay.report import study_page, study_text
+from kvtier.sim.replay.results import ReplayRun, TraceSummary
+from kvtier.sim.replay.setup import Machine, ReplayEngines, ReplayLink, ReplaySetup
+from kvtier.sim.replay.study import default_sizes, run_study
 from kvtier.sim.replay.timed import replay_timed
-from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order
-from kvtier.sim.replay.traffic import Traffic
+from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order, optimal_hits
+from kvtier.sim.replay.traffic import Traffic, with_noise
 
 TOKENS = 64
 SMALL = Machine(token_bytes=16_384)
@@ -41,9 +37,9 @@ def busy(num_sessions: int = 6, hours: float = 0.1) -> Trace:
     return traffic.trace()
 
 
-def lru(cpu_blocks: int, ssd_blocks: int = 0, **more: object) -> Setup:
+def lru(cpu_blocks: int, ssd_blocks: int = 0, **more: object) -> ReplaySetup:
     plain = {"policy": "lru", "machine": SMALL, "is_instant": True} | more
-    return Setup(cpu_blocks=cpu_blocks, ssd_blocks=ssd_blocks, **plain)
+    return ReplaySetup(cpu_blocks=cpu_blocks, ssd_blocks=ssd_blocks, **plain)
 
 
 def hit_blocks(run: ReplayRun) -> int:
@@ -72,7 +68,7 @@ def test_without_time_lru_is_what_everyone_calls_lru(num_blocks):
     trace = busy()
     run = replay_instant(trace, lru(num_blocks))
     assert hit_blocks(run) == naive_lru(trace, num_blocks)
-    assert hit_blocks(run) <= sum(best_hits(trace, num_blocks))
+    assert hit_blocks(run) <= sum(optimal_hits(trace, num_blocks))
 
 
 @pytest.mark.slow
@@ -88,7 +84,7 @@ def test_what_a_full_cpu_tier_has_no_use_for_gets_to_the_ssd_all_the_same(policy
 def test_no_policy_beats_the_best_choice_in_hindsight(policy):
     trace = busy()
     run = replay_instant(trace, lru(150, policy=policy))
-    assert 0 < hit_blocks(run) <= sum(best_hits(trace, 150)), policy
+    assert 0 < hit_blocks(run) <= sum(optimal_hits(trace, 150)), policy
 
 
 @pytest.mark.slow
@@ -114,7 +110,7 @@ def test_without_time_every_full_block_counts_and_no_partial_one():
 def test_written_at_once_everything_is_on_the_ssd_too():
     trace = busy()
     run = replay_instant(trace, lru(80, 100_000, overrides={"ssd.write": "store"}))
-    assert hit_blocks(run) == sum(best_hits(trace, 100_000))
+    assert hit_blocks(run) == sum(optimal_hits(trace, 100_000))
     assert run.written_blocks == trace.num_distinct
     assert run.whole.ratio(["ssd"]) > 0
     assert run.read_blocks > 0
@@ -227,12 +223,12 @@ def test_a_page_with_many_runs_has_bars_for_every_policy():
 
 
 def test_a_part_of_nothing_has_no_ratio():
-    part = Part.of([])
+    part = TraceSummary.of([])
     assert (part.ratio(), part.saved_share, part.ttft.p99_s) == (0.0, 0.0, 0.0)
 
 
 def test_a_ladder_spans_a_trace():
-    sizes = ladder(busy())
+    sizes = default_sizes(busy())
     assert sizes == sorted(sizes)
     assert sizes[-1] <= busy().num_distinct
     assert np.prod(sizes) > 0

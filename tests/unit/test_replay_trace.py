@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from kvtier.errors import StartError
-from kvtier.sim.replay.future import NEVER, best_hits, next_uses, truths
-from kvtier.sim.replay.reader import ReadOptions, read_trace
-from kvtier.sim.replay.setup import hinted
-from kvtier.sim.replay.stress import with_cycle, with_noise
-from kvtier.sim.replay.trace import Trace
+from kvtier.sim.replay.setup import with_hints
+from kvtier.sim.replay.trace import NEVER, Trace, continuations, next_uses, optimal_hits
+from kvtier.sim.replay.trace_reader import ReadOptions, read_trace
+from kvtier.sim.replay.traffic import with_cycle, with_noise
 
 MOONCAKE = (
     {"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
@@ -211,7 +210,7 @@ def test_the_bound_is_never_beaten_and_grows_with_size(tmp_path):
         root, length = int(draw.integers(12)), int(draw.integers(1, 6))
         chains.append([root * 100 + place for place in range(length)])
     trace = plain(tmp_path, chains)
-    totals = [sum(best_hits(trace, size)) for size in (1, 2, 4, 8, 16, 32, 64)]
+    totals = [sum(optimal_hits(trace, size)) for size in (1, 2, 4, 8, 16, 32, 64)]
     assert totals == sorted(totals), f"seed {seed}"
     # With room for everything only the first use of a block misses.
     assert totals[-1] == sum(map(len, chains)) - trace.num_distinct
@@ -220,35 +219,35 @@ def test_the_bound_is_never_beaten_and_grows_with_size(tmp_path):
 
 def test_the_bound_keeps_what_comes_back_first(tmp_path):
     # Room for one block: block 1 comes back sooner than block 2, which is not taken in.
-    assert best_hits(plain(tmp_path, [[1], [2], [1], [3], [2]]), 1) == [0, 0, 1, 0, 0]
-    assert best_hits(plain(tmp_path, [[1], [2], [1], [3], [2]]), 2) == [0, 0, 1, 0, 1]
+    assert optimal_hits(plain(tmp_path, [[1], [2], [1], [3], [2]]), 1) == [0, 0, 1, 0, 0]
+    assert optimal_hits(plain(tmp_path, [[1], [2], [1], [3], [2]]), 2) == [0, 0, 1, 0, 1]
 
 
 def test_hints_are_right_as_often_as_asked_and_repeat(tmp_path):
     trace = plain(tmp_path, [[n % 40] for n in range(400)])
-    truth = truths(trace)
-    assert [r.continues for r in hinted(trace, 1.0).requests] == [float(t) for t in truth]
-    assert [r.continues for r in hinted(trace, 0.0).requests] == [float(not t) for t in truth]
-    mostly = hinted(trace, 0.9, seed=3)
+    truth = continuations(trace)
+    assert [r.continues for r in with_hints(trace, 1.0).requests] == [float(t) for t in truth]
+    assert [r.continues for r in with_hints(trace, 0.0).requests] == [float(not t) for t in truth]
+    mostly = with_hints(trace, 0.9, seed=3)
     right = sum(r.continues == float(t) for r, t in zip(mostly.requests, truth, strict=True))
     assert 0.85 < right / len(truth) < 0.95, "seed 3"
-    again = hinted(trace, 0.9, seed=3)
+    again = with_hints(trace, 0.9, seed=3)
     assert [r.continues for r in mostly.requests] == [r.continues for r in again.requests]
 
 
 def test_what_is_not_asked_for_soon_does_not_go_on(tmp_path):
-    assert truths(plain(tmp_path, [[1], [1]], step_s=601)) == [False, False]
-    assert truths(plain(tmp_path, [[1], [1]], step_s=599)) == [True, False]
+    assert continuations(plain(tmp_path, [[1], [1]], step_s=601)) == [False, False]
+    assert continuations(plain(tmp_path, [[1], [1]], step_s=599)) == [True, False]
 
 
 def test_noise_never_comes_back_and_a_cycle_does(tmp_path):
     trace = plain(tmp_path, [[1], [2], [1], [2], [1], [2]])
     noisy = with_noise(trace)
     assert len(noisy.requests) == 12
-    assert sum(best_hits(noisy, 1000)) == sum(best_hits(trace, 1000))
+    assert sum(optimal_hits(noisy, 1000)) == sum(optimal_hits(trace, 1000))
     cycle = with_cycle(trace, num_documents=2, num_blocks=3)
     assert len(cycle.requests) == 9
-    assert sum(best_hits(cycle, 1000)) == sum(best_hits(trace, 1000)) + 3
+    assert sum(optimal_hits(cycle, 1000)) == sum(optimal_hits(trace, 1000)) + 3
     assert len(cycle.keys) == cycle.num_distinct == 8
 
 

@@ -9,7 +9,7 @@ from kvtier.core.residency import Residency
 from kvtier.core.traits import Traits
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
 SECOND = 1_000_000_000
@@ -18,9 +18,9 @@ BUDGET = 8
 
 
 def open_stage(*tiers, slots=SLOTS, share=0.5, slabs=1):
-    return Stage(
+    return NodeHarness(
         {name: MemoryTier(1 << 22, name=name) for name in tiers},
-        StageSettings(num_slabs=slabs, slab_bytes=slots // slabs * 4096, pin_share=share),
+        HarnessSettings(num_slabs=slabs, slab_bytes=slots // slabs * 4096, pin_share=share),
     )
 
 

@@ -8,7 +8,7 @@ from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import WriteOutcome
 from kvtier.tiers.ssd import SsdOptions, SsdTier
-from kvtier.tiers.ssd.budget import DAY_S, WriteBudget
+from kvtier.tiers.ssd.store_limits import DAY_S, WriteBudget
 
 START_S = 10**9
 

@@ -22,7 +22,7 @@ SEGMENT_BYTES = 128 << 10
 NUM_SEGMENTS = 12
 """Of fifteen small blocks each."""
 
-Worth = Callable[[Sequence[BlockHash]], Sequence[float]]
+ValuePerByte = Callable[[Sequence[BlockHash]], Sequence[float]]
 
 
 def traffic(seed: int) -> Iterator[tuple[float, Sequence[BlockWrite]]]:
@@ -39,7 +39,7 @@ def traffic(seed: int) -> Iterator[tuple[float, Sequence[BlockWrite]]]:
             yield now_s, make_chain(range(stranger, stranger + 6), 100)
 
 
-def hit_blocks(directory: Path, history: History, worth: Worth | None, seed: int) -> int:
+def hit_blocks(directory: Path, history: History, worth: ValuePerByte | None, seed: int) -> int:
     """Return how many leading blocks a store had when they were asked for, while it was full."""
     now_s = [0.0]
     options = SsdOptions(worth=worth, now_s=lambda: int(now_s[0]))

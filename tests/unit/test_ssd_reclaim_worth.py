@@ -18,8 +18,7 @@ from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
-from kvtier.tiers.ssd.victim import MOVED_SHARE
-from kvtier.tiers.ssd.worth import WorthOrder
+from kvtier.tiers.ssd.victim import MOVED_SHARE, ValueOrder
 
 SEGMENT_BYTES = 1 << 20
 CAPACITY_BYTES = 6 * SEGMENT_BYTES + METADATA_BYTES
@@ -220,7 +219,7 @@ def test_a_choice_among_thousands_of_segments_asks_for_a_bounded_few() -> None:
     index = _index_of(4000, 100)
     worth = Appraiser()
     now_s = [1000]
-    order = WorthOrder(256 << 20, worth, lambda: now_s[0])
+    order = ValueOrder(256 << 20, worth, lambda: now_s[0])
     candidates = list(range(1, 4001))
     slowest_s = 0.0
     for _ in range(20):
@@ -239,7 +238,7 @@ def test_every_segment_has_its_turn() -> None:
     index = _index_of(64, 10)
     worth = Appraiser()
     now_s = [1000]
-    order = WorthOrder(256 << 20, worth, lambda: now_s[0])
+    order = ValueOrder(256 << 20, worth, lambda: now_s[0])
     candidates = list(range(1, 65))
     worthless = index.hashes_of(index.rows_of(60))
     worth.worth.update(dict.fromkeys(worthless, 0.01))
@@ -255,7 +254,7 @@ def test_a_clock_that_was_set_back_makes_scores_old_not_eternal() -> None:
     index = _index_of(4, 10)
     worth = Appraiser()
     now_s = [10_000]
-    order = WorthOrder(256 << 20, worth, lambda: now_s[0])
+    order = ValueOrder(256 << 20, worth, lambda: now_s[0])
     assert order.to_evict(index, [1, 2, 3, 4], ()) == 1
     now_s[0] = 5
     worth.worth.update(dict.fromkeys(index.hashes_of(index.rows_of(3)), 0.01))
@@ -264,7 +263,7 @@ def test_a_clock_that_was_set_back_makes_scores_old_not_eternal() -> None:
 
 def test_dead_and_unknown_segments_go_in_their_turn() -> None:
     index = _index_of(5, 10)
-    order = WorthOrder(256 << 20, Appraiser(), lambda: 1000)
+    order = ValueOrder(256 << 20, Appraiser(), lambda: 1000)
     index.drop(index.rows_of(4))
     assert order.to_evict(index, [], ()) is None
     assert order.to_evict(index, [1, 2, 3, 4, 5], ()) == 4, "nothing is lost with it"

@@ -33,7 +33,7 @@ def test_head_comes_back_as_written() -> None:
     assert len(packed) == RECORD_HEAD_BYTES
     head = RecordHead.unpack(packed, 9)
     assert head is not None
-    assert (head.header, head.stamp, head.opening) == (header, STAMP, 5)
+    assert (head.header, head.stamp, head.epoch) == (header, STAMP, 5)
     assert head.state is RecordState.REMOVED
     assert head.payload_bytes == 777
 
@@ -80,7 +80,7 @@ def test_an_erased_head_tells_its_length_and_nothing_else() -> None:
     erased = RecordHead.unpack(head.pack(9), 9)
     assert erased == head
     assert erased is not None
-    assert (erased.state, erased.payload_bytes, erased.opening) == (RecordState.REMOVED, 12_345, 5)
+    assert (erased.state, erased.payload_bytes, erased.epoch) == (RecordState.REMOVED, 12_345, 5)
     for part in (header.block_hash, header.parent_hash, header.tenant, header.key_space):
         assert part not in head.pack(9)
     assert header.checksum not in head.pack(9)

@@ -10,10 +10,10 @@ from kvtier.core.identity import EVERYTHING
 from kvtier.errors import TierTimeout
 from kvtier.testing.block import make_block
 from kvtier.testing.child import await_true
+from kvtier.testing.throttle_tier import ThrottleTier
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import ThrottleTier
 
 BLOCK_BYTES = 100_000
 

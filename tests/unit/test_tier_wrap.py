@@ -8,13 +8,9 @@ from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults, seeded_faults
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import Health, HealthState, MissReason
+from kvtier.tiers.breaker import BreakerState, BreakerTier
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
-from kvtier.tiers.wrap import (
-    BreakerState,
-    BreakerTier,
-    Operation,
-    TierCall,
-)
+from kvtier.tiers.wrapper import Operation, TierCall
 
 READ, WRITE, PROBE = Operation.READ, Operation.WRITE, Operation.PROBE
 CAPACITY_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from kvtier.config import load_config
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import policies
 from kvtier.daemon.tiers.opening import configured, open_tier, tune_tier
-from kvtier.tiers.ssd.budget import DAY_S, WriteBudget
+from kvtier.tiers.ssd.store_limits import DAY_S, WriteBudget
 
 
 class Bucket:

@@ -14,8 +14,8 @@ from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.invariants import check_memory
 from kvtier.node.transfer import Duty
-from kvtier.testing.leaves_first import LeavesFirst
-from kvtier.testing.stage import Stage, StageSettings
+from kvtier.testing.checked_eviction import CheckedEviction
+from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
 SLOTS = 64
@@ -25,10 +25,10 @@ EVICTIONS = ["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"]
 def open_stage(tiers, eviction="rd-sec", *, num_slabs=1):
     """Return a daemon that has just started: only the index knows what its tiers hold."""
     chosen = policies(Config(policy=PolicyConfig(eviction=eviction)))
-    stage = Stage(
+    stage = NodeHarness(
         tiers,
-        StageSettings(num_slabs=num_slabs, slab_bytes=SLOTS // num_slabs * 4096),
-        eviction=LeavesFirst(chosen.eviction),
+        HarnessSettings(num_slabs=num_slabs, slab_bytes=SLOTS // num_slabs * 4096),
+        eviction=CheckedEviction(chosen.eviction),
         history=chosen.history,
     )
     stage.recover({name: tier for name, tier in tiers.items() if name is SSD})
@@ -38,7 +38,7 @@ def open_stage(tiers, eviction="rd-sec", *, num_slabs=1):
 def holding(name, *chains):
     """Return a tier with these chains, which an earlier run or another node has stored."""
     tier = MemoryTier(1 << 20, name=name)
-    stage = Stage({name: tier}, StageSettings(num_slabs=2, slab_bytes=1 << 20))
+    stage = NodeHarness({name: tier}, HarnessSettings(num_slabs=2, slab_bytes=1 << 20))
     engine = engine_on(stage)
     for numbers in chains:
         while engine.store(engine.chain(numbers)).lease:

@@ -20,8 +20,9 @@ from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.child import await_true
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
 from kvtier.tiers.base import Health, HealthState
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.wrap import BreakerTier, Operation
+from kvtier.tiers.wrapper import Operation
 
 LATER_NS = 10**12
 """In a time in which every call that can be late is."""

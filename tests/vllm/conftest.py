@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer, kvtier_transfer
 from tests.shim.storage import StorageShim
 
@@ -51,7 +51,7 @@ def vllm(request: pytest.FixtureRequest, start: Callable[..., VllmServer]) -> It
 
 
 @pytest.fixture
-def served(vllm: VllmServer, redis_server: str, tmp_path: Path) -> Served:
+def served(vllm: VllmServer, redis_server: str, tmp_path: Path) -> RunningNode:
     """Settings of a daemon where the server looks for it, with tiers that have nothing yet."""
     settings = {
         "daemon.socket": str(vllm.child.log_path.parent / "k.sock"),
@@ -65,11 +65,11 @@ def served(vllm: VllmServer, redis_server: str, tmp_path: Path) -> Served:
         "remote.deadline": "2s",
         "remote.key_prefix": f"{tmp_path.name}:",
     }
-    return Served(tmp_path, settings)
+    return RunningNode(tmp_path, settings)
 
 
 @pytest.fixture
-def disk(served: Served, tmp_path: Path) -> Iterator[StorageShim]:
+def disk(served: RunningNode, tmp_path: Path) -> Iterator[StorageShim]:
     """Faults for the SSD tier, which is the only slow one then."""
     with StorageShim(tmp_path / "ssd", tmp_path) as shim:
         served.environment |= shim.environment

@@ -44,7 +44,7 @@ from vllm.v1.kv_offload.config import (
 from kvtier.connectors.vllm_tier import KvtierOffloadingConnector
 from kvtier.connectors.vllm_tier.identity import ModelFacts
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.host_spec import HostTieringSpec
 
 MODELS = Path(__file__).resolve().parents[2] / ".vllm" / "models"
@@ -116,7 +116,12 @@ class Engine:
     """vLLM's manager, and the calls that its scheduling half makes."""
 
     def __init__(
-        self, node: Served, model: str = "tiny", *, is_told: bool = True, pages: str = "1x(cpu)"
+        self,
+        node: RunningNode,
+        model: str = "tiny",
+        *,
+        is_told: bool = True,
+        pages: str = "1x(cpu)",
     ) -> None:
         folder = MODELS / model
         self.pages: Future[str] = Future()
@@ -234,7 +239,7 @@ class Engine:
             self.manager.touch(chunks, context)
 
 
-def found_by_tier(node: Served) -> Mapping[str, int]:
+def found_by_tier(node: RunningNode) -> Mapping[str, int]:
     found: Mapping[str, int] = node.stat()["lookup_blocks"]["hit"]
     return found
 
@@ -256,7 +261,7 @@ def logged() -> Iterator[list[str]]:
         logging.getLogger("kvtier").removeHandler(collector)
 
 
-def chunks_come_back_from_each_tier(node: Served) -> None:
+def chunks_come_back_from_each_tier(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), Engine(node) as engine:
         engine.await_joined()
@@ -276,7 +281,7 @@ def chunks_come_back_from_each_tier(node: Served) -> None:
         node.await_idle()
 
 
-def the_front_may_be_with_vllm(node: Served) -> None:
+def the_front_may_be_with_vllm(node: RunningNode) -> None:
     chunks = names(8)
     with node.daemon(), Engine(node) as engine:
         engine.await_joined()
@@ -288,7 +293,7 @@ def the_front_may_be_with_vllm(node: Served) -> None:
         node.await_idle()
 
 
-def two_engines_share(node: Served) -> None:
+def two_engines_share(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), Engine(node) as one, Engine(node) as two, Engine(node, "other") as other:
         for engine in (one, two, other):
@@ -299,7 +304,7 @@ def two_engines_share(node: Served) -> None:
         assert node.stat()["tiers"]["cpu"]["blocks"] == 12
 
 
-def what_vllm_has_is_offered_again(node: Served) -> None:
+def what_vllm_has_is_offered_again(node: RunningNode) -> None:
     chunks = names(6)
     with Engine(node) as engine:
         await_true(lambda: engine.tier._parts, "the weights are known")
@@ -314,7 +319,7 @@ def what_vllm_has_is_offered_again(node: Served) -> None:
             node.await_idle()
 
 
-def a_daemon_dies_before_the_load(node: Served) -> None:
+def a_daemon_dies_before_the_load(node: RunningNode) -> None:
     chunks = names(6)
     daemon = node.daemon()
     with Engine(node) as engine:
@@ -339,7 +344,7 @@ def a_daemon_dies_before_the_load(node: Served) -> None:
             node.await_idle()
 
 
-def a_daemon_hangs(node: Served) -> None:
+def a_daemon_hangs(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon() as daemon, Engine(node) as engine:
         engine.await_joined()
@@ -361,7 +366,7 @@ def a_daemon_hangs(node: Served) -> None:
         await_true(finds_them, "it is asked again")
 
 
-def memory_is_vllms_after_a_drain(node: Served) -> None:
+def memory_is_vllms_after_a_drain(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon() as daemon, Engine(node) as engine, ExitStack() as hung:
         engine.await_joined()
@@ -388,7 +393,7 @@ def memory_is_vllms_after_a_drain(node: Served) -> None:
         await_true(lambda: engine.ask(chunks) == 6, "it goes on")
 
 
-def wrong_bytes_on_disk_are_missing(node: Served) -> None:
+def wrong_bytes_on_disk_are_missing(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), Engine(node) as engine:
         engine.await_joined()
@@ -409,7 +414,7 @@ def wrong_bytes_on_disk_are_missing(node: Served) -> None:
         node.await_idle()
 
 
-def memory_is_let_go_of_while_a_daemon_hangs(node: Served) -> None:
+def memory_is_let_go_of_while_a_daemon_hangs(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon() as daemon, ExitStack() as hung:
         with Engine(node) as engine:
@@ -422,7 +427,7 @@ def memory_is_let_go_of_while_a_daemon_hangs(node: Served) -> None:
         assert time.monotonic() < began_s + 20
 
 
-def a_tier_that_is_not_told_the_model(node: Served) -> None:
+def a_tier_that_is_not_told_the_model(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), logged() as lines, Engine(node, is_told=False) as engine:
         assert [line for line in lines if "use KvtierOffloadingConnector" in line]
@@ -432,7 +437,7 @@ def a_tier_that_is_not_told_the_model(node: Served) -> None:
         assert not node.stat()["engines"]
 
 
-def pages_of_another_kind_are_others(node: Served) -> None:
+def pages_of_another_kind_are_others(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), Engine(node) as one, Engine(node, pages="1x(other)") as other:
         for engine in (one, other):
@@ -441,7 +446,7 @@ def pages_of_another_kind_are_others(node: Served) -> None:
         assert other.ask(chunks) == 0
 
 
-def workers_may_tell_late_or_never(node: Served) -> None:
+def workers_may_tell_late_or_never(node: RunningNode) -> None:
     chunks = names(6)
     with node.daemon(), logged() as lines:
         with Engine(node, pages="") as engine:
@@ -507,7 +512,7 @@ def both_halves(socket: Path) -> tuple[Any, Any]:
     )
 
 
-def workers_tell_in_the_handshake(node: Served) -> None:
+def workers_tell_in_the_handshake(node: RunningNode) -> None:
     with node.daemon(), logged() as lines:
         for is_foreign in (False, True):
             scheduling, worker = both_halves(node.socket)
@@ -527,7 +532,7 @@ def workers_tell_in_the_handshake(node: Served) -> None:
         assert not [line for line in lines if "failed" in line], lines
 
 
-CASES: Sequence[Callable[[Served], None]] = (
+CASES: Sequence[Callable[[RunningNode], None]] = (
     chunks_come_back_from_each_tier,
     the_front_may_be_with_vllm,
     two_engines_share,
@@ -551,7 +556,7 @@ def main(wanted: Sequence[str]) -> None:
             continue
         began_s = time.monotonic()
         with work_directory() as directory:
-            case(Served(directory))
+            case(RunningNode(directory))
         print(f"{case.__name__}: ok in {time.monotonic() - began_s:.1f} s", flush=True)
 
 

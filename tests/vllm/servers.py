@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import Child, await_true
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 
 BLOCK_TOKENS = 128
@@ -58,7 +58,7 @@ class Answer:
 
 def ask(
     vllm: VllmServer,
-    served: Served,
+    served: RunningNode,
     asked: Sequence[int],
     *,
     dropped: Sequence[str] = (),
@@ -77,7 +77,7 @@ def ask(
 
 def await_hit(
     vllm: VllmServer,
-    served: Served,
+    served: RunningNode,
     asked: Sequence[int],
     expected: Answer,
     *dropped: str,
@@ -101,7 +101,7 @@ def from_tier(tokens: list[int], loaded: int, tier: str) -> Answer:
     return Answer(tokens, loaded, frozenset({tier}))
 
 
-def await_stored(served: Served, num_blocks: int, *tiers: str) -> None:
+def await_stored(served: RunningNode, num_blocks: int, *tiers: str) -> None:
     """Wait until these tiers have so many blocks each; the disk may be busy with others' tests."""
 
     def look() -> bool:
@@ -112,7 +112,7 @@ def await_stored(served: Served, num_blocks: int, *tiers: str) -> None:
 
 
 @contextmanager
-def running(served: Served, num_servers: int = 1, **changes: str | int) -> Iterator[Child]:
+def running(served: RunningNode, num_servers: int = 1, **changes: str | int) -> Iterator[Child]:
     """Run a daemon that servers have joined; nothing of theirs is left in it at the end."""
     with served.daemon(**changes) as daemon:
         await_joined(served, num_servers)
@@ -123,7 +123,7 @@ def running(served: Served, num_servers: int = 1, **changes: str | int) -> Itera
         assert "Traceback" not in daemon.log
 
 
-def await_joined(served: Served, num_servers: int = 1) -> None:
+def await_joined(served: RunningNode, num_servers: int = 1) -> None:
     """Wait until both halves of each server's connector are attached."""
 
     def look() -> bool:
@@ -132,7 +132,7 @@ def await_joined(served: Served, num_servers: int = 1) -> None:
     await_true(look, "both halves are attached", _JOIN_TIMEOUT_S)
 
 
-def _found(served: Served) -> dict[str, float]:
+def _found(served: RunningNode) -> dict[str, float]:
     return {
         tier: served.metric("kvtier_lookup_blocks_total", tier=tier, outcome="hit")
         for tier in TIERS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import RELEASES, STARTED, prompt, running
 
@@ -120,7 +120,7 @@ def publishing(start: Callable[..., VllmServer]) -> Iterator[tuple[VllmServer, R
 
 
 @pytest.fixture
-def served(publishing: tuple[VllmServer, Router], tmp_path: Path) -> Served:
+def served(publishing: tuple[VllmServer, Router], tmp_path: Path) -> RunningNode:
     """A node where the server looks for it."""
     socket = publishing[0].child.log_path.parent / "k.sock"
     settings = {
@@ -130,7 +130,7 @@ def served(publishing: tuple[VllmServer, Router], tmp_path: Path) -> Served:
         "ssd.capacity": "256MiB",
         "ssd.segment": "32MiB",
     }
-    return Served(tmp_path, settings)
+    return RunningNode(tmp_path, settings)
 
 
 ON_ONE = pytest.mark.xdist_group("publishing")
@@ -145,7 +145,7 @@ def started(test: Any) -> Any:
 
 @started
 def test_a_block_is_told_from_its_store_to_its_end(
-    publishing: tuple[VllmServer, Router], served: Served
+    publishing: tuple[VllmServer, Router], served: RunningNode
 ) -> None:
     vllm, router = publishing
     first, second, third = prompt(1), prompt(2), prompt(3)
@@ -167,7 +167,9 @@ def test_a_block_is_told_from_its_store_to_its_end(
 
 
 @started
-def test_a_reset_is_told_at_once(publishing: tuple[VllmServer, Router], served: Served) -> None:
+def test_a_reset_is_told_at_once(
+    publishing: tuple[VllmServer, Router], served: RunningNode
+) -> None:
     vllm, router = publishing
     asked, other = prompt(11), prompt(12)
     with running(served):
@@ -188,7 +190,7 @@ def test_a_reset_is_told_at_once(publishing: tuple[VllmServer, Router], served: 
 
 @started
 def test_a_daemon_that_ends_has_nothing_until_it_is_back(
-    publishing: tuple[VllmServer, Router], served: Served
+    publishing: tuple[VllmServer, Router], served: RunningNode
 ) -> None:
     vllm, router = publishing
     asked = prompt(21)

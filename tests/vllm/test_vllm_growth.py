@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import Child, await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def use_up(small: SmallVllm, daemon: Child, number: int) -> None:
 def test_daemons_that_die_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "kvtier")  # what is captured holds errors, and they links
     with work_directory() as directory:
-        node, first, others = Served(directory), Counter[str](), held()["arenas"]
+        node, first, others = RunningNode(directory), Counter[str](), held()["arenas"]
 
         def more() -> Counter[str]:
             return held() - first

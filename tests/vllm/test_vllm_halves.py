@@ -10,7 +10,7 @@ import torch
 
 from kvtier.client import ClientDeadlines
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm
 
 pytestmark = pytest.mark.slow
@@ -23,12 +23,12 @@ NUM_FULL = 16
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def test_blocks_come_back_into_other_blocks(node: Served) -> None:
+def test_blocks_come_back_into_other_blocks(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as first:
         assert first.prefill(TOKENS, BLOCKS) == (0, set())
         assert node.stat()["tiers"]["cpu"]["blocks"] == 4
@@ -42,7 +42,7 @@ def test_blocks_come_back_into_other_blocks(node: Served) -> None:
 
 
 def test_a_step_that_takes_longer_than_a_store_may_is_stored(
-    node: Served, monkeypatch: pytest.MonkeyPatch
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt on a slow machine: the order is older than a store may be when it begins."""
     long_ago = SimpleNamespace(monotonic=lambda: time.monotonic() - 100)
@@ -52,7 +52,7 @@ def test_a_step_that_takes_longer_than_a_store_may_is_stored(
         assert node.stat()["tiers"]["cpu"]["blocks"] == 4
 
 
-def test_what_vllm_has_is_not_written_to(node: Served) -> None:
+def test_what_vllm_has_is_not_written_to(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         for tensor in small.tensors.values():
@@ -65,13 +65,13 @@ def test_what_vllm_has_is_not_written_to(node: Served) -> None:
         node.await_idle()
 
 
-def test_the_last_token_is_always_computed(node: Served) -> None:
+def test_the_last_token_is_always_computed(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS[:256], BLOCKS)
         assert small.prefill(TOKENS[:256], OTHERS) == (192, set())
 
 
-def test_limits_of_a_request_are_kept(node: Served) -> None:
+def test_limits_of_a_request_are_kept(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS, kv_transfer_params={"max_offload_tokens": 130})
         assert node.stat()["tiers"]["cpu"]["blocks"] == 2
@@ -89,20 +89,20 @@ def test_limits_of_a_request_are_kept(node: Served) -> None:
         {"mm_features": [SimpleNamespace(identifier="image-1")]},
     ],
 )
-def test_other_requests_find_nothing(node: Served, other: dict[str, object]) -> None:
+def test_other_requests_find_nothing(node: RunningNode, other: dict[str, object]) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         assert small.prefill(TOKENS, OTHERS, **other)[0] == 0
 
 
-def test_other_weights_find_nothing(node: Served) -> None:
+def test_other_weights_find_nothing(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         with SmallVllm(node.socket, weights=b"\x01" * 32) as other:
             assert other.prefill(TOKENS, OTHERS)[0] == 0
 
 
-def test_without_a_daemon_nothing_is_waited_for(node: Served) -> None:
+def test_without_a_daemon_nothing_is_waited_for(node: RunningNode) -> None:
     small = SmallVllm(node.socket)
     assert small.prefill(TOKENS, BLOCKS) == (0, set())
     with node.daemon(), small:
@@ -110,7 +110,7 @@ def test_without_a_daemon_nothing_is_waited_for(node: Served) -> None:
         assert small.prefill(TOKENS, OTHERS) == (256, set())
 
 
-def test_a_daemon_that_dies_before_the_copy_leaves_blocks_missing(node: Served) -> None:
+def test_a_daemon_that_dies_before_the_copy_leaves_blocks_missing(node: RunningNode) -> None:
     daemon = node.daemon()
     with SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
@@ -124,7 +124,7 @@ def test_a_daemon_that_dies_before_the_copy_leaves_blocks_missing(node: Served) 
         assert small.prefill(TOKENS, OTHERS, before_copy=kill) == (256, missing)
 
 
-def test_a_daemon_that_hangs_before_the_copy_is_not_waited_for(node: Served) -> None:
+def test_a_daemon_that_hangs_before_the_copy_is_not_waited_for(node: RunningNode) -> None:
     deadlines = ClientDeadlines(0.25, 0.5, 0.5, 0.1)
     with node.daemon() as daemon, SmallVllm(node.socket, deadlines=deadlines) as small:
         small.prefill(TOKENS, BLOCKS)
@@ -139,7 +139,7 @@ def test_a_daemon_that_hangs_before_the_copy_is_not_waited_for(node: Served) -> 
         assert not small.pool.references
 
 
-def test_the_daemon_hears_what_came_of_its_plans(node: Served) -> None:
+def test_the_daemon_hears_what_came_of_its_plans(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         for _ in range(2):
@@ -149,7 +149,9 @@ def test_the_daemon_hears_what_came_of_its_plans(node: Served) -> None:
         assert node.metric(told, of="first_token") >= node.metric(told, of="restore")
 
 
-def test_a_request_is_offered_as_deep_as_is_advised_unless_it_says_itself(node: Served) -> None:
+def test_a_request_is_offered_as_deep_as_is_advised_unless_it_says_itself(
+    node: RunningNode,
+) -> None:
     with node.daemon(policy__max_offload_tokens=130), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         assert node.stat()["tiers"]["cpu"]["blocks"] == 2
@@ -161,7 +163,7 @@ def test_a_request_is_offered_as_deep_as_is_advised_unless_it_says_itself(node: 
         assert node.stat()["tiers"]["cpu"]["blocks"] == 5
 
 
-def test_a_load_that_ends_short_brings_what_it_has(node: Served) -> None:
+def test_a_load_that_ends_short_brings_what_it_has(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS[:150], BLOCKS)
         assert small.prefill(TOKENS, OTHERS) == (128, set())

@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.identity.weights import (
 )
 from kvtier.core.identity import chain_root, hash_blocks
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm, request
 
 LATER_NS = time.time_ns() + 3600 * 10**9
@@ -585,7 +585,7 @@ def test_requests_that_cannot_be_named(fields: dict[str, Any], is_named: bool) -
 def test_one_picture_is_never_served_for_another() -> None:
     tokens, blocks = [7] * 300, list(range(1, 20))
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon(), SmallVllm(node.socket) as small:
 
             def loaded(*media: Any) -> int:

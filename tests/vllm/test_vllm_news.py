@@ -17,7 +17,7 @@ from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.table import as_keys
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import BLOCK_TOKENS, SmallVllm
 from tests.vllm.small_vllm import RATIO as SMALL_RATIO
 
@@ -426,7 +426,7 @@ def test_a_router_follows_what_a_daemon_stores_demotes_and_loses(num_ranks: int)
         await_true(look, f"the blocks are told to be in {media}")
 
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         daemon = node.daemon()
         with SmallVllm(node.socket, num_ranks=num_ranks, news=news) as small:
             small.prefill(TOKENS, list(range(1, 20)))

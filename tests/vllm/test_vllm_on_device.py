@@ -13,7 +13,7 @@ from kvtier.connectors.vllm.stats import LOAD_BYTES, STAGED_BYTES
 from kvtier.connectors.vllm.transfer.device_copies import DeviceCopies
 from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import num_arenas
 from tests.vllm.lazy_device import LazyDevice
 from tests.vllm.small_vllm import SmallVllm
@@ -53,13 +53,13 @@ class DeviceVllm(SmallVllm):
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_blocks_come_back_as_they_were_computed(node: Served, is_eager: bool) -> None:
+def test_blocks_come_back_as_they_were_computed(node: RunningNode, is_eager: bool) -> None:
     with node.daemon(), DeviceVllm(node.socket, LazyDevice(is_eager=is_eager)) as first:
         assert first.prefill(TOKENS, BLOCKS) == (0, set())
         assert node.stat()["tiers"]["cpu"]["blocks"] == 4
@@ -76,7 +76,7 @@ def test_blocks_come_back_as_they_were_computed(node: Served, is_eager: bool) ->
         node.await_idle()
 
 
-def test_the_arena_is_copied_from_and_to_directly(node: Served) -> None:
+def test_the_arena_is_copied_from_and_to_directly(node: RunningNode) -> None:
     with node.daemon() as daemon, DeviceVllm(node.socket, LazyDevice()) as small:
         device = small.device
         await_true(lambda: device.known, "the arena is known")
@@ -95,7 +95,7 @@ def test_the_arena_is_copied_from_and_to_directly(node: Served) -> None:
             assert small.prefill(TOKENS, BLOCKS)[1] == set()
 
 
-def test_what_the_device_does_not_know_is_counted_as_staged(node: Served) -> None:
+def test_what_the_device_does_not_know_is_counted_as_staged(node: RunningNode) -> None:
     device = LazyDevice()
     device.num_known_most = 0
     with node.daemon(), DeviceVllm(node.socket, device) as small:
@@ -121,7 +121,7 @@ class HangingDevice(LazyDevice):
 
 
 def test_a_device_that_hangs_over_an_arena_costs_no_later_session(
-    node: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.5)
     device, daemon, num_before = HangingDevice(), node.daemon(), num_arenas()
@@ -138,7 +138,7 @@ def test_a_device_that_hangs_over_an_arena_costs_no_later_session(
     await_true(lambda: num_arenas() == num_before, "and its memory is free again in the end")
 
 
-def test_host_and_device_share_blocks(node: Served) -> None:
+def test_host_and_device_share_blocks(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as first:
         assert first.prefill(TOKENS, BLOCKS) == (0, set())
         with DeviceVllm(node.socket, LazyDevice()) as second:
@@ -148,7 +148,7 @@ def test_host_and_device_share_blocks(node: Served) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_device_that_hangs_costs_no_more_than_the_deadline(node: Served) -> None:
+def test_a_device_that_hangs_costs_no_more_than_the_deadline(node: RunningNode) -> None:
     deadlines = ClientDeadlines(5, 0.5, 0.5, 0.1)
     with node.daemon(), DeviceVllm(node.socket, LazyDevice(), deadlines) as small:
         assert small.prefill(TOKENS, BLOCKS) == (0, set())
@@ -160,7 +160,7 @@ def test_a_device_that_hangs_costs_no_more_than_the_deadline(node: Served) -> No
         node.await_idle()
 
 
-def test_a_device_that_fails_leaves_blocks_missing(node: Served) -> None:
+def test_a_device_that_fails_leaves_blocks_missing(node: RunningNode) -> None:
     with node.daemon(), DeviceVllm(node.socket, LazyDevice()) as small:
         assert small.prefill(TOKENS, BLOCKS) == (0, set())
         for lane in small.device.lanes:

@@ -7,7 +7,7 @@ import torch
 
 from kvtier.connectors.vllm.settings import Role
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm
 from tests.vllm.test_vllm_halves import BLOCKS, NUM_FULL, OTHERS, TOKENS
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def test_each_rank_gets_its_own_blocks_back(node: Served) -> None:
+def test_each_rank_gets_its_own_blocks_back(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
         assert small.prefill(TOKENS, BLOCKS) == (0, set())
         assert node.stat()["tiers"]["cpu"]["blocks"] == 8
@@ -40,7 +40,7 @@ def test_each_rank_gets_its_own_blocks_back(node: Served) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_request_counts_once_however_many_hold_and_copy_for_it(
-    node: Served, num_ranks: int
+    node: RunningNode, num_ranks: int
 ) -> None:
     """Bytes and blocks are each rank's own; tokens and seconds are the request's."""
     with node.daemon(), SmallVllm(node.socket, num_ranks=num_ranks) as small:
@@ -63,7 +63,7 @@ def test_a_request_counts_once_however_many_hold_and_copy_for_it(
         assert moved == sum(each.nbytes for each in small.content(OTHERS[:NUM_FULL]))
 
 
-def test_a_hit_is_what_all_ranks_have(node: Served) -> None:
+def test_a_hit_is_what_all_ranks_have(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
         small.prefill(TOKENS, BLOCKS)
         node.await_idle()
@@ -91,7 +91,7 @@ class _Less:
         return stored
 
 
-def test_one_rank_without_a_daemon_makes_no_hits(node: Served) -> None:
+def test_one_rank_without_a_daemon_makes_no_hits(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
         small.prefill(TOKENS, BLOCKS)
         small.clients[2].close()
@@ -101,7 +101,7 @@ def test_one_rank_without_a_daemon_makes_no_hits(node: Served) -> None:
         node.await_idle()
 
 
-def test_a_rank_that_cannot_copy_leaves_blocks_missing_for_all(node: Served) -> None:
+def test_a_rank_that_cannot_copy_leaves_blocks_missing_for_all(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, num_ranks=2) as small:
         small.prefill(TOKENS, BLOCKS)
         copier = small.clients[3]
@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_copy_leaves_blocks_missing_for_all(node: Served) -> 
         node.await_idle()
 
 
-def test_roles_are_kept(node: Served) -> None:
+def test_roles_are_kept(node: RunningNode) -> None:
     with (
         node.daemon(),
         SmallVllm(node.socket, role=Role.LOAD) as reader,

@@ -16,7 +16,7 @@ from kvtier.connectors.vllm.refusal import layer_specs, refusal
 from kvtier.connectors.vllm.start import Start
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm
 from tests.vllm.test_vllm_identity import save_model
 
@@ -377,7 +377,7 @@ def test_an_unknown_layout_is_refused_by_its_name(caplog: pytest.LogCaptureFixtu
     layout = KVLayout("vllm-of-tomorrow", 1, 64, 4096, "float32", "small")
     blocks = BlockFacts("{}", layout, "float32", "vllm", "auto", 1, 0, 4)
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon():
             space, deadlines = blocks.space(WEIGHTS), ClientDeadlines(1, 1, 1, 0.05)
             client = Client(node.socket, space, "vllm", deadlines=deadlines)

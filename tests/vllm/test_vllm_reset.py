@@ -8,7 +8,7 @@ import pytest
 from kvtier.client import ClientDeadlines
 from kvtier.connectors.vllm.order import WorkerOrders
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm, request
 
 pytestmark = pytest.mark.slow
@@ -23,12 +23,12 @@ DEADLINES = ClientDeadlines(0.25, 2, 2, 0.1)
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
-def blocks_of(node: Served) -> list[int]:
+def blocks_of(node: RunningNode) -> list[int]:
     tiers = node.stat()["tiers"]
     return [tiers[tier]["blocks"] for tier in ("cpu", "ssd")]
 
@@ -62,7 +62,7 @@ def ordered_stores(small: SmallVllm) -> WorkerOrders:
     return orders
 
 
-def test_a_reset_empties_every_tier_at_once(node: Served) -> None:
+def test_a_reset_empties_every_tier_at_once(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket) as small:
         small.prefill(TOKENS, BLOCKS)
         small.prefill(TOKENS, BLOCKS, cache_salt="a tenant's")
@@ -73,7 +73,7 @@ def test_a_reset_empties_every_tier_at_once(node: Served) -> None:
         assert small.prefill(TOKENS, AGAIN) == (256, set()), "what comes after it stays"
 
 
-def test_others_keep_what_they_have(node: Served) -> None:
+def test_others_keep_what_they_have(node: RunningNode) -> None:
     with (
         node.daemon(),
         SmallVllm(node.socket) as small,
@@ -85,7 +85,7 @@ def test_others_keep_what_they_have(node: Served) -> None:
         assert other.prefill(TOKENS, AGAIN) == (256, set())
 
 
-def test_a_daemon_that_hangs_forgets_before_anything_is_found(node: Served) -> None:
+def test_a_daemon_that_hangs_forgets_before_anything_is_found(node: RunningNode) -> None:
     with node.daemon() as daemon, SmallVllm(node.socket, deadlines=DEADLINES) as small:
         small.prefill(TOKENS, BLOCKS)
         with daemon.stopped():
@@ -97,7 +97,7 @@ def test_a_daemon_that_hangs_forgets_before_anything_is_found(node: Served) -> N
         assert blocks_of(node)[0] == 4, "what was there before has gone"
 
 
-def test_a_disk_that_comes_back_is_emptied_before_anything_is_found(node: Served) -> None:
+def test_a_disk_that_comes_back_is_emptied_before_anything_is_found(node: RunningNode) -> None:
     daemon = node.daemon()
     with SmallVllm(node.socket, deadlines=DEADLINES) as small:
         small.prefill(TOKENS, BLOCKS)
@@ -113,7 +113,7 @@ def test_a_disk_that_comes_back_is_emptied_before_anything_is_found(node: Served
             assert blocks_of(node) == [4, 4]
 
 
-def test_a_store_that_was_ordered_before_does_not_stay(node: Served) -> None:
+def test_a_store_that_was_ordered_before_does_not_stay(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, deadlines=DEADLINES) as small:
         orders = ordered_stores(small)
         small.scheduler.reset()
@@ -124,7 +124,7 @@ def test_a_store_that_was_ordered_before_does_not_stay(node: Served) -> None:
         assert not small.pool.references
 
 
-def test_a_request_from_before_a_reset_offers_nothing_any_more(node: Served) -> None:
+def test_a_request_from_before_a_reset_offers_nothing_any_more(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, deadlines=DEADLINES) as small:
 
         def reset() -> None:

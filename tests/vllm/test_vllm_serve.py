@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import (
     ON_EACH,
@@ -21,7 +21,7 @@ pytestmark = STARTED
 
 
 @ON_EACH
-def test_blocks_come_back_from_each_tier(vllm: VllmServer, served: Served) -> None:
+def test_blocks_come_back_from_each_tier(vllm: VllmServer, served: RunningNode) -> None:
     asked = prompt(1)
     wanted = vllm.ask(asked)  # without a daemon
     with running(served):
@@ -32,7 +32,7 @@ def test_blocks_come_back_from_each_tier(vllm: VllmServer, served: Served) -> No
 
 
 @ON_EACH
-def test_another_salt_finds_nothing(vllm: VllmServer, served: Served) -> None:
+def test_another_salt_finds_nothing(vllm: VllmServer, served: RunningNode) -> None:
     asked = prompt(2)
     with running(served):
         wanted = vllm.ask(asked, cache_salt="one")
@@ -43,7 +43,7 @@ def test_another_salt_finds_nothing(vllm: VllmServer, served: Served) -> None:
 
 
 @ON_EACH
-def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, served: Served) -> None:
+def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, served: RunningNode) -> None:
     asked = prompt(3)
     with running(served):
         wanted = vllm.ask(asked)
@@ -61,7 +61,7 @@ def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, served: Ser
 
 
 @ON_EACH
-def test_limits_of_a_request(vllm: VllmServer, served: Served) -> None:
+def test_limits_of_a_request(vllm: VllmServer, served: RunningNode) -> None:
     def limited(**limits: int) -> dict[str, Any]:
         return {"kv_transfer_params": limits}
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import RELEASES, STARTED, Answer, ask, await_stored, prompt, running
 
@@ -47,7 +47,7 @@ ADAPTERS = {"one": 1, "copy": 1, "two": 2}
 
 
 def test_adapters_share_blocks_by_content(adapted: VllmServer, tmp_path: Path) -> None:
-    served = Served(tmp_path, {"daemon.socket": str(adapted.child.log_path.parent / "k.sock")})
+    served = RunningNode(tmp_path, {"daemon.socket": str(adapted.child.log_path.parent / "k.sock")})
     asked = prompt(90)
     with running(served):
         plain = adapted.ask(asked)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import Child, await_true
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.shim.storage import Call, StorageShim, block
 from tests.vllm.servers import (
@@ -32,7 +32,7 @@ RECORD = b"KVTBLOCK"
 
 
 @ON_FIRST
-def test_many_at_once_in_a_pool_too_small_for_them(vllm: VllmServer, served: Served) -> None:
+def test_many_at_once_in_a_pool_too_small_for_them(vllm: VllmServer, served: RunningNode) -> None:
     num_tokens = 6 * BLOCK_TOKENS - 10  # with their answers they need two blocks more, and all do
     begin = prompt(10, 2 * BLOCK_TOKENS)
     asked = [prompt(11 + number, num_tokens) for number in range(4)]
@@ -54,7 +54,7 @@ def test_many_at_once_in_a_pool_too_small_for_them(vllm: VllmServer, served: Ser
 
 
 @ON_FIRST
-def test_clients_that_hang_up(vllm: VllmServer, served: Served, disk: StorageShim) -> None:
+def test_clients_that_hang_up(vllm: VllmServer, served: RunningNode, disk: StorageShim) -> None:
     asked = prompt(20)
     with running(served):
         wanted = vllm.ask(asked, 8)
@@ -80,7 +80,7 @@ def test_clients_that_hang_up(vllm: VllmServer, served: Served, disk: StorageShi
 @ON_FIRST
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_daemon_lost_in_the_middle_of_a_load(
-    vllm: VllmServer, served: Served, disk: StorageShim, number: signal.Signals
+    vllm: VllmServer, served: RunningNode, disk: StorageShim, number: signal.Signals
 ) -> None:
     asked = [prompt(30 + each) for each in range(3)]
     with running(served) as daemon:
@@ -101,7 +101,7 @@ def test_a_daemon_lost_in_the_middle_of_a_load(
 
 
 @ON_FIRST
-def test_a_daemon_killed_while_blocks_are_copied(vllm: VllmServer, served: Served) -> None:
+def test_a_daemon_killed_while_blocks_are_copied(vllm: VllmServer, served: RunningNode) -> None:
     asked = [prompt(40 + each, 1000) for each in range(4)]
     wanted = [vllm.ask(each) for each in asked]
 
@@ -128,7 +128,7 @@ def test_a_daemon_killed_while_blocks_are_copied(vllm: VllmServer, served: Serve
 
 @ON_FIRST
 def test_a_block_that_rots_on_the_disk(
-    vllm: VllmServer, served: Served, disk: StorageShim, tmp_path: Path
+    vllm: VllmServer, served: RunningNode, disk: StorageShim, tmp_path: Path
 ) -> None:
     asked = prompt(50)
     with running(served):
@@ -143,7 +143,9 @@ def test_a_block_that_rots_on_the_disk(
 
 
 @ON_FIRST
-def test_a_disk_that_never_answers(vllm: VllmServer, served: Served, disk: StorageShim) -> None:
+def test_a_disk_that_never_answers(
+    vllm: VllmServer, served: RunningNode, disk: StorageShim
+) -> None:
     asked = prompt(60)
     with running(served, ssd__deadline="500ms"):
         wanted = vllm.ask(asked)
@@ -164,7 +166,7 @@ def ask_all(
         return [answer.result() for answer in answers]
 
 
-def await_reading(served: Served) -> None:
+def await_reading(served: RunningNode) -> None:
     def look() -> bool:
         reading: int = served.stat()["tiers"]["ssd"]["in_flight"]
         return reading > 0
@@ -172,12 +174,12 @@ def await_reading(served: Served) -> None:
     await_true(look, "the disk is being read")
 
 
-def lose(served: Served, daemon: Child, number: signal.Signals) -> None:
+def lose(served: RunningNode, daemon: Child, number: signal.Signals) -> None:
     await_reading(served)
     daemon.send(number)
 
 
-def num_found(served: Served) -> float:
+def num_found(served: RunningNode) -> float:
     return served.metric("kvtier_lookup_blocks_total", outcome="hit")
 
 

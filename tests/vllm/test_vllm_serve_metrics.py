@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from deploy.source.vllm import ROWS
 from kvtier.testing.child import await_true
-from kvtier.testing.served import Served, fetch
+from kvtier.testing.running_node import RunningNode, fetch
 from kvtier.testing.vllm_server import VllmServer
 from tests.deploy.replayed import assert_tells
 from tests.vllm.servers import (
@@ -43,7 +43,7 @@ def count(vllm: VllmServer, name: str, **labels: str) -> int:
 
 
 @ON_EACH
-def test_its_counts_agree_with_those_of_vllm(vllm: VllmServer, served: Served) -> None:
+def test_its_counts_agree_with_those_of_vllm(vllm: VllmServer, served: RunningNode) -> None:
     asked, before = prompt(301), counts(vllm)
     with running(served):
         vllm.ask(asked)
@@ -74,14 +74,14 @@ def test_its_counts_agree_with_those_of_vllm(vllm: VllmServer, served: Served) -
     await_true(lambda: _has_logged(vllm, asked), "its line of the last ten seconds", 30)
 
 
-def _is_told_of_cache(served: Served) -> bool:
+def _is_told_of_cache(served: RunningNode) -> bool:
     gpu = served.stat()["tiers"]["gpu"]
     return bool(0 < gpu["used_bytes"] < gpu["capacity_bytes"] and gpu["tokens"])
 
 
 @ON_FIRST
 def test_one_that_is_idle_from_its_start_tells_of_its_session(
-    served: Served, start: Callable[..., VllmServer]
+    served: RunningNode, start: Callable[..., VllmServer]
 ) -> None:
     with served.daemon(), start(RELEASES[0], "tiny", served.socket.parent) as idle:
         idle.await_ready()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.testing.child import work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import (
     RELEASES,
@@ -34,7 +34,7 @@ SETTINGS = {
 def test_two_ranks_get_their_own_blocks_back(start: Callable[..., VllmServer]) -> None:
     asked = prompt(90)
     with work_directory() as directory:
-        node = Served(directory, SETTINGS)
+        node = RunningNode(directory, SETTINGS)
         with (
             node.daemon() as daemon,
             start(RELEASES[0], "tiny", directory, tensor_parallel_size=NUM_RANKS) as vllm,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import RELEASES, STARTED, prompt
 
@@ -24,14 +24,14 @@ BROKEN = 'raise ImportError("a broken dependency")\n'
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Served]:
+def node(tmp_path: Path) -> Iterator[RunningNode]:
     settings = {"cpu.capacity": "96MiB", "cpu.slab": "8MiB", "ssd.enabled": "false"}
-    served = Served(tmp_path, settings)
+    served = RunningNode(tmp_path, settings)
     with served.daemon():
         yield served
 
 
-def check_uncached(node: Served, vllm: VllmServer, reason: str) -> None:
+def check_uncached(node: RunningNode, vllm: VllmServer, reason: str) -> None:
     """Check that a server answers the same each time, without kvtier, and logs the reason."""
     with vllm:
         vllm.await_ready()
@@ -48,7 +48,7 @@ def check_uncached(node: Served, vllm: VllmServer, reason: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES[:1])
 def test_a_model_that_vllm_cannot_compute_from_cached_context(
-    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+    release: str, node: RunningNode, start: Callable[..., VllmServer], tmp_path: Path
 ) -> None:
     """vLLM switches its own prefix caching off for the reference kernels for MLA on CPUs."""
     vllm = start(release, "mla", tmp_path, attention_backend="CPU_MLA", num_gpu_blocks_override=320)
@@ -57,7 +57,7 @@ def test_a_model_that_vllm_cannot_compute_from_cached_context(
 
 @pytest.mark.parametrize("release", RELEASES[:1])
 def test_a_release_that_is_not_served(
-    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+    release: str, node: RunningNode, start: Callable[..., VllmServer], tmp_path: Path
 ) -> None:
     """Another plugin narrows the range of supported releases, in each of vLLM's processes."""
     plugins = tmp_path / "plugins"
@@ -72,7 +72,7 @@ def test_a_release_that_is_not_served(
 
 @pytest.mark.parametrize("release", RELEASES[:1])
 def test_a_dependency_that_is_broken(
-    release: str, node: Served, start: Callable[..., VllmServer], tmp_path: Path
+    release: str, node: RunningNode, start: Callable[..., VllmServer], tmp_path: Path
 ) -> None:
     package = tmp_path / "broken" / "xxhash"
     package.mkdir(parents=True)

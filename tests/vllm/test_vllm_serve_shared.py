@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import (
     ON_FIRST,
@@ -24,7 +24,7 @@ pytestmark = STARTED
 
 @ON_FIRST
 def test_a_second_server_is_warm_from_the_first(
-    vllm: VllmServer, served: Served, start: Callable[..., VllmServer]
+    vllm: VllmServer, served: RunningNode, start: Callable[..., VllmServer]
 ) -> None:
     asked = [prompt(70), prompt(71)]
     with running(served):
@@ -52,7 +52,7 @@ def test_a_second_server_is_warm_from_the_first(
 )
 def test_another_one_finds_nothing(
     vllm: VllmServer,
-    served: Served,
+    served: RunningNode,
     start: Callable[..., VllmServer],
     model: str,
     dtype: str,

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 from kvtier.testing.child import Child, await_true
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import BLOCK_TOKENS, ON_FIRST, STARTED, prompt, running
 
@@ -70,7 +70,7 @@ class Users:
 class Daemons(ExitStack):
     """One after the other; the last one ends with the context."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: RunningNode) -> None:
         super().__init__()
         self.served = served
         self.start()
@@ -81,7 +81,7 @@ class Daemons(ExitStack):
 
 
 @ON_FIRST
-def test_a_daemon_that_suffers_below_many_users(vllm: VllmServer, served: Served) -> None:
+def test_a_daemon_that_suffers_below_many_users(vllm: VllmServer, served: RunningNode) -> None:
     print("seed", SEED)
     choose = random.Random(SEED)
     fronts = [prompt(400 + number, number * BLOCK_TOKENS) for number in (1, 2, 4)]

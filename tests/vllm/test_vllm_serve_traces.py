@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.integration.collector import PARENT, TRACEPARENT, Collector
 from tests.vllm.servers import RELEASES, STARTED, await_joined, await_stored, prompt
@@ -48,7 +48,7 @@ def ask(vllm: VllmServer, tokens: list[int]) -> None:
 def test_vllms_span_and_the_daemons_are_of_one_trace(start: Callable[..., VllmServer]) -> None:
     with work_directory() as directory, Collector().by_grpc() as collector:
         settings = {"daemon.traces": "true", "cpu.capacity": "96MiB", "cpu.slab": "8MiB"}
-        node = Served(directory, settings, collector.environment)
+        node = RunningNode(directory, settings, collector.environment)
         with (
             node.daemon() as daemon,
             start(RELEASES[0], "tiny", directory, otlp_traces_endpoint=collector.url) as vllm,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from kvtier.testing.vllm_server import VllmServer
 from tests.vllm.servers import RELEASES, STARTED, TIERS, Answer, from_tier, prompt
 
@@ -88,7 +88,7 @@ def vllm(request: pytest.FixtureRequest) -> Iterator[VllmServer]:
 
 
 @pytest.fixture
-def node(vllm: VllmServer, redis_server: str, tmp_path: Path) -> Served:
+def node(vllm: VllmServer, redis_server: str, tmp_path: Path) -> RunningNode:
     """Settings of a daemon where the server looks for it, with tiers that have nothing yet."""
     settings = {
         "daemon.socket": str(vllm.child.log_path.parent / "k.sock"),
@@ -100,10 +100,10 @@ def node(vllm: VllmServer, redis_server: str, tmp_path: Path) -> Served:
         "remote.url": redis_server,
         "remote.key_prefix": f"{tmp_path.name}:",
     }
-    return Served(tmp_path, settings)
+    return RunningNode(tmp_path, settings)
 
 
-def await_joined(node: Served) -> None:
+def await_joined(node: RunningNode) -> None:
     await_true(lambda: len(node.stat()["engines"]) == 1, "the tier is attached", 20)
 
 
@@ -112,7 +112,7 @@ def forget(vllm: VllmServer) -> None:
     await_true(lambda: vllm.reset("?reset_external=true"), "its own caches are empty", 20)
 
 
-def ask(vllm: VllmServer, node: Served, asked: list[int]) -> Answer:
+def ask(vllm: VllmServer, node: RunningNode, asked: list[int]) -> Answer:
     """Ask with nothing in vLLM's own tiers and the daemon at rest."""
     forget(vllm)
     node.await_idle()
@@ -123,12 +123,12 @@ def ask(vllm: VllmServer, node: Served, asked: list[int]) -> Answer:
     return Answer(tokens, int(vllm.hit_tokens() - loaded), moved)
 
 
-def found(node: Served) -> dict[str, int]:
+def found(node: RunningNode) -> dict[str, int]:
     hits: dict[str, int] = node.stat()["lookup_blocks"]["hit"]
     return hits
 
 
-def test_chunks_come_back_from_each_tier(vllm: VllmServer, node: Served) -> None:
+def test_chunks_come_back_from_each_tier(vllm: VllmServer, node: RunningNode) -> None:
     asked = prompt(1)
     wanted = vllm.ask(asked)  # without a daemon
     with node.daemon():
@@ -146,7 +146,9 @@ def test_chunks_come_back_from_each_tier(vllm: VllmServer, node: Served) -> None
         node.await_idle()
 
 
-def test_what_vllm_has_itself_is_offered_to_a_new_daemon(vllm: VllmServer, node: Served) -> None:
+def test_what_vllm_has_itself_is_offered_to_a_new_daemon(
+    vllm: VllmServer, node: RunningNode
+) -> None:
     asked = prompt(3)
     wanted = vllm.ask(asked)
     assert vllm.ask(asked) == wanted
@@ -158,7 +160,7 @@ def test_what_vllm_has_itself_is_offered_to_a_new_daemon(vllm: VllmServer, node:
         assert ask(vllm, node, asked) == from_tier(wanted, 512, "cpu")
 
 
-def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, node: Served) -> None:
+def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, node: RunningNode) -> None:
     asked = prompt(5)
     with node.daemon() as daemon:
         await_joined(node)
@@ -177,7 +179,7 @@ def test_a_daemon_that_goes_freezes_and_comes_back(vllm: VllmServer, node: Serve
         await_true(lambda: ask(vllm, node, asked) == again, "it is asked again", 20)
 
 
-def test_many_at_once_in_a_small_pool(vllm: VllmServer, node: Served) -> None:
+def test_many_at_once_in_a_small_pool(vllm: VllmServer, node: RunningNode) -> None:
     prompts = [prompt(10)[:256] + prompt(11 + number, 500) for number in range(8)]
     wanted = [vllm.ask(asked) for asked in prompts]
     with node.daemon(), ThreadPoolExecutor(8) as users:
@@ -192,7 +194,7 @@ def test_many_at_once_in_a_small_pool(vllm: VllmServer, node: Served) -> None:
 
 
 def test_another_process_finds_them(
-    vllm: VllmServer, node: Served, request: pytest.FixtureRequest
+    vllm: VllmServer, node: RunningNode, request: pytest.FixtureRequest
 ) -> None:
     release = request.node.callspec.params["vllm"]
     if release != RELEASES[0]:

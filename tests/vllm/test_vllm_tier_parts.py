@@ -29,7 +29,7 @@ from kvtier.core.layout import KVLayout
 from kvtier.core.traits import Traits
 from kvtier.observe.log import Log
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 
 CHUNK_BYTES = 8192
 NUM_CHUNKS = 128
@@ -44,15 +44,15 @@ def names(num: int, prompt: int = 0) -> list[bytes]:
 
 
 @pytest.fixture
-def node() -> Iterator[Served]:
+def node() -> Iterator[RunningNode]:
     with work_directory() as directory:
-        yield Served(directory)
+        yield RunningNode(directory)
 
 
 class SmallTier:
     """One engine's tier; a request knows its chunks as soon as it is there."""
 
-    def __init__(self, node: Served, deadlines: ClientDeadlines = DEADLINES) -> None:
+    def __init__(self, node: RunningNode, deadlines: ClientDeadlines = DEADLINES) -> None:
         layout = KVLayout("vllm-chunk", 1, 64, CHUNK_BYTES, "float16", "small")
         space = FACTS.space(bytes(32), layout, PAGES)
         self.client = Client(node.socket, space, "small", deadlines=deadlines)
@@ -155,7 +155,7 @@ def test_chunks_are_put_in_order_and_cut_at_gaps() -> None:
 
 
 @pytest.mark.slow
-def test_chunks_go_out_and_come_back(node: Served) -> None:
+def test_chunks_go_out_and_come_back(node: RunningNode) -> None:
     chunks = names(5)
     with node.daemon(), SmallTier(node) as small:
         small.begin("one", chunks)
@@ -178,7 +178,7 @@ def test_chunks_go_out_and_come_back(node: Served) -> None:
 
 
 @pytest.mark.slow
-def test_what_did_not_come_is_missing_from_then_on(node: Served) -> None:
+def test_what_did_not_come_is_missing_from_then_on(node: RunningNode) -> None:
     chunks = names(5)
     with node.daemon(), SmallTier(node) as small:
         small.begin("one", chunks)
@@ -194,7 +194,7 @@ def test_what_did_not_come_is_missing_from_then_on(node: Served) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_is_answered_later_for_ever(node: Served) -> None:
+def test_nobody_is_answered_later_for_ever(node: RunningNode) -> None:
     small = SmallTier(node)
     small.begin("alone", names(2))
     assert small.requests.ask("alone", names(1)[0]) is ChunkAnswer.MISS, "there is no daemon"
@@ -210,7 +210,7 @@ def test_nobody_is_answered_later_for_ever(node: Served) -> None:
 
 
 @pytest.mark.slow
-def test_each_job_ends_once_while_the_daemon_hangs(node: Served) -> None:
+def test_each_job_ends_once_while_the_daemon_hangs(node: RunningNode) -> None:
     chunks = names(2)
     with node.daemon() as daemon, SmallTier(node, HASTY) as small:
         small.begin("one", chunks)
@@ -231,7 +231,9 @@ def test_each_job_ends_once_while_the_daemon_hangs(node: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_without_a_thread_ends_once(node: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_thread_ends_once(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, refused = threading.Thread.start, []
 
     def start_none_of_ours(thread: threading.Thread) -> None:
@@ -256,7 +258,7 @@ def test_a_job_without_a_thread_ends_once(node: Served, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_memory_is_let_go_of(node: Served) -> None:
+def test_memory_is_let_go_of(node: RunningNode) -> None:
     chunks = names(2)
     with node.daemon() as daemon, SmallTier(node, HASTY) as small, ExitStack() as hung:
         small.begin("one", chunks)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.child import await_true, work_directory
-from kvtier.testing.served import Served
+from kvtier.testing.running_node import RunningNode
 from tests.integration.collector import PARENT, TRACEPARENT, Collector, facts
 from tests.vllm.small_vllm import SmallVllm
 
@@ -29,7 +29,7 @@ def collector() -> Iterator[Collector]:
 
 def test_what_the_daemon_does_for_a_request_is_in_its_clients_trace(collector: Collector) -> None:
     with work_directory() as directory:
-        node = Served(directory, {"daemon.traces": "true"}, collector.environment)
+        node = RunningNode(directory, {"daemon.traces": "true"}, collector.environment)
         with node.daemon() as daemon, SmallVllm(node.socket) as small:
             small.prefill(TOKENS, BLOCKS, trace_headers=TRACED)
             node.await_idle()
@@ -62,7 +62,7 @@ def test_what_is_no_trace_is_passed_on_to_nobody() -> None:
         {"traceparent": TRACEPARENT * 1000},
     ]
     with work_directory() as directory:
-        node = Served(directory)
+        node = RunningNode(directory)
         with node.daemon(), SmallVllm(node.socket) as small:
             sessions = [client.session for client in small.clients]
             for headers in no_traces:

@@ -15,12 +15,11 @@ from kvtier.cli.doctor.check import (
 from kvtier.cli.formatting import format_bytes, format_seconds
 from kvtier.config.tiers import RemoteConfig
 from kvtier.errors import TierError
-from kvtier.tiers.remote.address import Form, RemoteAddress, ServerAddress
-from kvtier.tiers.remote.advice import facts_of
-from kvtier.tiers.remote.connect import Connector
-from kvtier.tiers.remote.resp import Refusal, RespCommand
-from kvtier.tiers.remote.server import Server
-from kvtier.tiers.remote.topology import Topology
+from kvtier.tiers.redis.address import Form, RedisAddress, ServerAddress
+from kvtier.tiers.redis.connection import Connector
+from kvtier.tiers.redis.resp import ErrorReply, RespCommand
+from kvtier.tiers.redis.server import Server, facts_of
+from kvtier.tiers.redis.topology import Topology
 
 __all__ = ["inspect_remote"]
 
@@ -35,7 +34,7 @@ _OLDEST = 6
 def inspect_remote(context: CheckContext) -> Finding:
     """Ask each primary what it is; the worst finding counts."""
     remote = context.config.remote
-    address = RemoteAddress.parse(remote.url)
+    address = RedisAddress.parse(remote.url)
     topology = _topology(address, remote)
     deadline_ns = time.monotonic_ns() + int(REMOTE_DEADLINE_S * 0.8e9)
     try:
@@ -57,7 +56,7 @@ def inspect_remote(context: CheckContext) -> Finding:
     )
 
 
-def _topology(address: RemoteAddress, remote: RemoteConfig) -> Topology:
+def _topology(address: RedisAddress, remote: RemoteConfig) -> Topology:
     connector = Connector(address, _PATIENCE_S, remote.tls_ca)
     is_alone = address.form is not Form.CLUSTER
     return Topology(
@@ -72,7 +71,7 @@ def _ask(server: Server, deadline_ns: int) -> tuple[dict[str, str], float]:
     questions = [RespCommand((b"INFO", section)) for section in _SECTIONS]
     facts: dict[str, str] = {}
     for reply in server.ask(questions, deadline_ns):
-        if isinstance(reply, Refusal):
+        if isinstance(reply, ErrorReply):
             raise TierError(f"it refuses INFO (-{reply.code}), {server.place}")
         facts |= facts_of(reply)
     asked_s = time.monotonic()

@@ -20,7 +20,7 @@ from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
 from kvtier.tiers.base import Tier
-from kvtier.tiers.wrap.breaker import BreakerTier
+from kvtier.tiers.breaker import BreakerTier
 
 __all__ = [
     "PLACES",

@@ -15,17 +15,17 @@ from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.log import Log
 from kvtier.secret import Secret
 from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd.budget import DAY_S
 from kvtier.tiers.ssd.disk import DirectIO
 from kvtier.tiers.ssd.options import Durability, SsdOptions
 from kvtier.tiers.ssd.store import SsdTier
-from kvtier.tiers.ssd.worth import Worth
-from kvtier.tiers.wrap.around import AroundTier
-from kvtier.tiers.wrap.breaker import BreakerTier
+from kvtier.tiers.ssd.store_limits import DAY_S
+from kvtier.tiers.ssd.victim import ValuePerByte
+from kvtier.tiers.wrapper import TierWrapper
 
 if TYPE_CHECKING:
-    from kvtier.tiers.remote import RemoteTier
+    from kvtier.tiers.redis import RedisTier
 
 __all__ = [
     "allowance",
@@ -62,7 +62,7 @@ def configured(config: Config) -> tuple[TierName, ...]:
 
 
 def open_tier(
-    config: Config, name: TierName, ring: KeyRing | None, worth: Worth | None = None
+    config: Config, name: TierName, ring: KeyRing | None, worth: ValuePerByte | None = None
 ) -> BreakerTier:
     """Open a tier below the CPU; does not connect to a server yet. Raises StartError.
 
@@ -107,9 +107,9 @@ def tune_tier(config: Config, tier: Tier) -> None:
     if isinstance(tier, SsdTier):
         tier.tune(_ssd_options(config))
     elif tier.properties.name is TierName.REMOTE:
-        from kvtier.tiers.remote import RemoteTier  # its package is there, or it were not open
+        from kvtier.tiers.redis import RedisTier  # its package is there, or it were not open
 
-        if isinstance(tier, RemoteTier):
+        if isinstance(tier, RedisTier):
             tier.tune(config.remote.ttl_ns / 1e9, config.remote.max_age_ns / 1e9)
             tier.log_in_by(config.remote.url)
 
@@ -118,9 +118,9 @@ def authorities_of(tier: Tier) -> Secret[Certificates] | None:
     """Return what a tier trusts servers by, where a file of its own says so."""
     tier = _innermost(tier)
     if tier.properties.name is TierName.REMOTE:
-        from kvtier.tiers.remote import RemoteTier  # its package is there, or it were not open
+        from kvtier.tiers.redis import RedisTier  # its package is there, or it were not open
 
-        if isinstance(tier, RemoteTier):
+        if isinstance(tier, RedisTier):
             return tier.authorities
     return None
 
@@ -128,16 +128,16 @@ def authorities_of(tier: Tier) -> Secret[Certificates] | None:
 def is_login_alone(before: Config, after: Config) -> bool:
     """Tell whether two configurations' URLs name the same servers, for another login."""
     try:
-        from kvtier.tiers.remote.address import RemoteAddress
+        from kvtier.tiers.redis.address import RedisAddress
 
-        address = RemoteAddress.parse(before.remote.url)
-        return address.is_same_but_login(RemoteAddress.parse(after.remote.url))
+        address = RedisAddress.parse(before.remote.url)
+        return address.is_same_but_login(RedisAddress.parse(after.remote.url))
     except StartError:
         return False
 
 
 def _innermost(tier: Tier) -> Tier:
-    while isinstance(tier, AroundTier):
+    while isinstance(tier, TierWrapper):
         tier = tier.inner
     return tier
 
@@ -155,7 +155,7 @@ def allowance(config: Config, tier: Tier) -> float | None:
     return (day_bytes / DAY_S + left_bytes / _SPENT_WITHIN_S) / _AMPLIFICATION
 
 
-def _ssd(config: Config, seal: Seal, worth: Worth | None) -> SsdTier:
+def _ssd(config: Config, seal: Seal, worth: ValuePerByte | None) -> SsdTier:
     ssd = config.ssd
     if ssd.required:
         check_ssd(config)
@@ -207,11 +207,11 @@ def _whole_seconds(time_ns: int) -> int:
     return -(-time_ns // 1_000_000_000)
 
 
-def _remote(config: Config, seal: Seal) -> "RemoteTier":
-    from kvtier.tiers.remote import RemoteOptions, RemoteTier
+def _remote(config: Config, seal: Seal) -> "RedisTier":
+    from kvtier.tiers.redis import RedisOptions, RedisTier
 
     remote = config.remote
-    options = RemoteOptions(
+    options = RedisOptions(
         key_prefix=remote.key_prefix,
         ttl_s=remote.ttl_ns / 1e9,
         timeout_s=remote.deadline_ns / 1e9,
@@ -222,7 +222,7 @@ def _remote(config: Config, seal: Seal) -> "RemoteTier":
         seal=seal,
     )
     try:
-        return RemoteTier(remote.url, options)
+        return RedisTier(remote.url, options)
     except StartError as error:
         if error.field != "remote.url" or remote.url_file is None:
             raise

@@ -14,10 +14,9 @@ from kvtier.core.plan import PlanOutcome
 from kvtier.core.residency import TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
-from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.machine import ReplayLink
-from kvtier.sim.replay.record import Record, ReplayRun
-from kvtier.sim.replay.setup import Setup, traits_of
+from kvtier.sim.replay.node_adapter import NodeAdapter
+from kvtier.sim.replay.results import ReplayRun, RequestResult
+from kvtier.sim.replay.setup import ReplayLink, ReplaySetup, traits_of
 from kvtier.sim.replay.trace import Trace
 
 __all__ = ["replay_instant"]
@@ -26,46 +25,46 @@ _REPORT_NS = 10**9
 _FAR_NS = 1 << 62
 
 
-class _AtOnce:
-    """A ``Carrier`` of tiers that take no time."""
+class _InstantTimer:
+    """A ``TransferTimer`` of tiers that take no time."""
 
     def __init__(self, link: ReplayLink) -> None:
         self._link = link
 
-    def carry(self, work: ac.Read | ac.Write, desk: Desk) -> None:
+    def schedule(self, work: ac.Read | ac.Write, adapter: NodeAdapter) -> None:
         """Finish it now, and say what it would have taken."""
         is_read = isinstance(work, ac.Read)
         rate = self._link.read_bytes_per_s if is_read else self._link.write_bytes_per_s
-        num_bytes = len(work.blocks) * desk.block_bytes
-        desk.finish(work, self._link.latency_s + num_bytes / rate)
+        num_bytes = len(work.blocks) * adapter.block_bytes
+        adapter.finish(work, self._link.latency_s + num_bytes / rate)
 
 
 def replay_instant(
-    trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None
+    trace: Trace, setup: ReplaySetup, note: Callable[[int], None] = lambda _: None
 ) -> ReplayRun:
     """Replay a trace; ``note`` is told how many requests are done."""
     return _Instant(trace, setup).run(note)
 
 
 class _Instant:
-    def __init__(self, trace: Trace, setup: Setup) -> None:
+    def __init__(self, trace: Trace, setup: ReplaySetup) -> None:
         self._trace = trace
         self._setup = setup
         self._prefill = setup.machine.prefill_model
         self._now_ns = 0
-        carrier = _AtOnce(setup.machine.ssd)
-        self._desk = Desk(setup, trace.block_tokens, carrier, lambda: self._now_ns)
-        self._session = self._desk.register("replay")
+        timer = _InstantTimer(setup.machine.ssd)
+        self._adapter = NodeAdapter(setup, trace.block_tokens, timer, lambda: self._now_ns)
+        self._session = self._adapter.register("replay")
         self._steps: list[StepSample] = []
         self._outcomes: list[PlanOutcome] = []
         self._reported_ns = 0
 
     def run(self, note: Callable[[int], None]) -> ReplayRun:
-        records: list[Record] = []
+        records: list[RequestResult] = []
         half_ns, half = self._trace.requests[-1].at_ns / 2, (0, 0)
         for number, request in enumerate(self._trace.requests):
             if request.at_ns < half_ns:
-                half = self._desk.gate_counts()
+                half = self._adapter.gate_counts()
             self._now_ns = request.at_ns
             self._report()
             hits = self._serve(number) if len(request.blocks) else {}
@@ -73,7 +72,7 @@ class _Instant:
             num_past = sum(tokens.values())
             seconds = self._prefill.seconds(request.num_tokens - num_past, num_past)
             records.append(
-                Record(
+                RequestResult(
                     at_ns=request.at_ns,
                     num_tokens=request.num_tokens,
                     hit_tokens=tokens,
@@ -83,16 +82,16 @@ class _Instant:
             )
             self._steps.append(self._prefill.sample(request.num_tokens - num_past, num_past))
             note(number + 1)
-        return ReplayRun.of(self._setup, records, self._desk, half)
+        return ReplayRun.of(self._setup, records, self._adapter, half)
 
     def _serve(self, number: int) -> dict[TierName, int]:
         """Look up, load what is below the CPU tier, and store; returns the blocks found."""
-        trace, desk, session = self._trace, self._desk, self._session
+        trace, adapter, session = self._trace, self._adapter, self._session
         request, traits = trace.requests[number], traits_of(trace, number)
         hashes = trace.hashes(request.blocks)
         if self._setup.ssd_blocks:
-            desk.shelf.touch(split_hashes(hashes))
-        found = desk.ask(
+            adapter.ssd.touch(split_hashes(hashes))
+        found = adapter.ask(
             lambda call: ev.Lookup(call, session, request.tenant, hashes, 0, _FAR_NS, traits)
         )
         assert isinstance(found, ac.LookupResult), found
@@ -107,16 +106,16 @@ class _Instant:
         return hits
 
     def _load(self, tenant: bytes, hashes: bytes) -> None:
-        desk, session, last = self._desk, self._session, list[ac.LoadUpdate]()
-        desk.listen(ev.Load(0, session, tenant, hashes, 0, _FAR_NS), last.append)
+        adapter, session, last = self._adapter, self._session, list[ac.LoadUpdate]()
+        adapter.listen(ev.Load(0, session, tenant, hashes, 0, _FAR_NS), last.append)
         assert last[-1].end, "without time everything comes at once"
-        desk.ask(lambda call: ev.Release(call, session, last[-1].lease))
+        adapter.ask(lambda call: ev.Release(call, session, last[-1].lease))
 
     def _note_outcome(self, found: ac.LookupResult, hits: dict[TierName, int]) -> None:
         """Say what the load would have taken."""
         if found.plan is None:
             return
-        link, num_bytes = self._setup.machine.cpu, found.num_blocks * self._desk.block_bytes
+        link, num_bytes = self._setup.machine.cpu, found.num_blocks * self._adapter.block_bytes
         seconds = link.latency_s + num_bytes / link.read_bytes_per_s
         self._outcomes.append(
             PlanOutcome(
@@ -138,7 +137,7 @@ class _Instant:
     def _prepare(self, number: int, hashes: bytes, first: int) -> ac.Granted:
         tenant, traits = self._trace.requests[number].tenant, traits_of(self._trace, number)
         session = self._session
-        granted = self._desk.ask(
+        granted = self._adapter.ask(
             lambda call: ev.PrepareStore(call, session, tenant, hashes, first, traits)
         )
         assert isinstance(granted, ac.Granted), granted
@@ -146,14 +145,14 @@ class _Instant:
 
     def _complete(self, granted: ac.Granted) -> None:
         session, checksums = self._session, (bytes(16),) * len(granted.indexes)
-        self._desk.ask(lambda call: ev.CompleteStore(call, session, granted.lease, checksums))
+        self._adapter.ask(lambda call: ev.CompleteStore(call, session, granted.lease, checksums))
 
     def _report(self) -> None:
         """Tell the node once a second what the engine's steps took."""
         if not self._steps or self._now_ns - self._reported_ns < _REPORT_NS:
             return
         steps, outcomes, session = tuple(self._steps), tuple(self._outcomes), self._session
-        self._desk.ask(
+        self._adapter.ask(
             lambda call: ev.EngineTierReport(
                 call, session, 0, 0, 0, 0, steps=steps, outcomes=outcomes
             )

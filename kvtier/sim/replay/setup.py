@@ -1,19 +1,120 @@
-"""What one replay is about: a policy, the sizes of the tiers, and the node's configuration."""
+"""The machine that a replay imagines: its model, its engines, and how fast bytes move."""
 
 import hashlib
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier.config import Config, load_config
 from kvtier.core.limits import ENGINE_SHARE, STORE_ARENA_SHARE
 from kvtier.core.traits import Traits
-from kvtier.sim.replay.future import truths
-from kvtier.sim.replay.machine import Machine
-from kvtier.sim.replay.trace import Trace
+from kvtier.errors import StartError
+from kvtier.sim.replay.prefill import PrefillModel
+from kvtier.sim.replay.trace import Trace, continuations
 
-__all__ = ["CPU_BLOCKS_MIN", "Setup", "config_of", "hinted", "traits_of"]
+__all__ = [
+    "CPU_BLOCKS_MIN",
+    "Machine",
+    "ReplayEngines",
+    "ReplayLink",
+    "ReplaySetup",
+    "config_of",
+    "load_machine",
+    "traits_of",
+    "with_hints",
+]
+
+
+_A100 = PrefillModel()
+_Seconds = Annotated[float, Field(ge=0.0, le=3600.0)]
+_Rate = Annotated[float, Field(ge=1e3, le=1e15)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ReplayLink(_Part):
+    """A way that bytes take: one transfer after the other, each a latency later on top."""
+
+    read_bytes_per_s: _Rate = 25e9
+    write_bytes_per_s: _Rate = 25e9
+    latency_s: _Seconds = 100e-6
+
+
+class ReplayEngines(_Part):
+    """Who computes."""
+
+    count: Annotated[int, Field(ge=0, le=64)] = 0
+    """0: as many as there are requests, so that none waits for another."""
+    max_batch_tokens: Annotated[int, Field(ge=1, le=2**20)] = 2048
+    """Of one step, where a prompt is computed while its blocks are loaded."""
+    call_s: _Seconds = 0.001
+    """What a lookup takes on its way to the daemon and back."""
+
+
+class _Prefill(_Part):
+    floor_s: _Seconds = _A100.floor_s
+    token_s: Annotated[float, Field(ge=1e-12, le=3600.0)] = _A100.token_s
+    attended_s: _Seconds = _A100.attended_s
+
+
+class Machine(_Part):
+    """The defaults are an A100 with an 8B model, on PCIe 4 with one NVMe drive."""
+
+    token_bytes: Annotated[int, Field(ge=1, le=2**30)] = 128 * 1024
+    """KV of one token: 32 layers, 8 KV heads of 128, two bytes each, keys and values."""
+    engines: ReplayEngines = ReplayEngines()
+    prefill: _Prefill = _Prefill()
+    cpu: ReplayLink = ReplayLink()
+    """Between arena and engine."""
+    ssd: ReplayLink = ReplayLink(read_bytes_per_s=6e9, write_bytes_per_s=3e9, latency_s=200e-6)
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """Return how long its engines compute."""
+        return PrefillModel(**self.prefill.model_dump())
+
+    def with_prefill(self, model: PrefillModel) -> "Machine":
+        """Return this machine with engines of another speed."""
+        prefill = _Prefill(
+            floor_s=model.floor_s, token_s=model.token_s, attended_s=model.attended_s
+        )
+        return self.model_copy(update={"prefill": prefill})
+
+
+def load_machine(path: Path | None) -> Machine:
+    """Return the machine of a TOML file, or the default one. Raises StartError for a bad file."""
+    if path is None:
+        return Machine()
+    try:
+        given: Mapping[str, Any] = tomllib.loads(path.read_text())
+        return Machine.model_validate(_floats(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "machine"
+        raise StartError(f"{path}: {field}", first["msg"].lower(), "see docs/replay.md") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StartError(str(path), f"cannot be read: {reason}", "give a TOML file") from error
+
+
+def _floats(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Let whole numbers stand for seconds and rates."""
+    return {
+        name: _floats(value)
+        if isinstance(value, dict)
+        else float(value)
+        if name.endswith("_s") and isinstance(value, int) and not isinstance(value, bool)
+        else value
+        for name, value in given.items()
+    }
+
 
 CPU_BLOCKS_MIN = math.ceil((ENGINE_SHARE + 1) / ENGINE_SHARE / STORE_ARENA_SHARE)
 """A node takes no engine whose stores would not have room for one block."""
@@ -28,7 +129,7 @@ would take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ReplaySetup:
     """One run of a trace."""
 
     policy: str
@@ -48,14 +149,14 @@ class Setup:
         return f"{self.policy} {self.cpu_blocks}" + f"+{self.ssd_blocks}" * bool(self.ssd_blocks)
 
 
-def config_of(setup: Setup) -> Config:
+def config_of(setup: ReplaySetup) -> Config:
     """Return the configuration of the node: the file's, and what the setup says above it."""
     named = {"policy.eviction": setup.policy} if setup.policy else {}
     plain = _INSTANT if setup.is_instant else {}
     return load_config(setup.config, {**plain, **setup.overrides, **named}, {})
 
 
-def hinted(trace: Trace, right_share: float, seed: int = 0) -> Trace:
+def with_hints(trace: Trace, right_share: float, seed: int = 0) -> Trace:
     """Return the trace with a hint at each request, right for this share of them.
 
     The hint says whether the chain goes on within ten minutes. Which ones are wrong follows from
@@ -68,7 +169,9 @@ def hinted(trace: Trace, right_share: float, seed: int = 0) -> Trace:
 
     requests = tuple(
         replace(request, continues=float(truth == is_right(number)))
-        for number, (request, truth) in enumerate(zip(trace.requests, truths(trace), strict=True))
+        for number, (request, truth) in enumerate(
+            zip(trace.requests, continuations(trace), strict=True)
+        )
     )
     return replace(trace, requests=requests)
 

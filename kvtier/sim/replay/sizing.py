@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.sim.replay.machine import Machine
+from kvtier.sim.replay.setup import Machine
 from kvtier.sim.replay.study import Study
 
-__all__ = ["Point", "Sizes", "Target", "bend", "break_even_bytes_per_s", "curve_of", "sizes_for"]
+__all__ = ["Point", "Sizes", "Target", "break_even_bytes_per_s", "curve_of", "knee", "sizes_for"]
 
 _SSD_SPARE = 1.15
 """The store needs room for its own records and for segments that are being emptied."""
@@ -67,7 +67,7 @@ def curve_of(study: Study) -> list[Point]:
     return sorted(points, key=lambda point: point.num_blocks)
 
 
-def bend(curve: Sequence[Point]) -> Point:
+def knee(curve: Sequence[Point]) -> Point:
     """Return the point where the curve bends; the smallest, where nothing is gained by size."""
     first, last = curve[0], curve[-1]
     width = math.log(last.num_blocks / first.num_blocks) or 1.0
@@ -92,7 +92,7 @@ def sizes_for(curve: Sequence[Point], target: Target, block_bytes: int) -> Sizes
     else:
         reaching = [point for point in curve if _reaches(point, target)]
     wanted = reaching[0] if reaching else curve[-1]
-    cpu_blocks = min(wanted.num_blocks, bend(curve).num_blocks)
+    cpu_blocks = min(wanted.num_blocks, knee(curve).num_blocks)
     more = wanted.num_blocks - cpu_blocks
     return Sizes(cpu_blocks, math.ceil(more * _SSD_SPARE), bool(reaching), wanted)
 

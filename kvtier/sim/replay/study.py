@@ -13,14 +13,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvtier.errors import StartError
-from kvtier.sim.replay.future import best_hits
 from kvtier.sim.replay.instant import replay_instant
-from kvtier.sim.replay.record import ReplayRun
-from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, Setup
+from kvtier.sim.replay.results import ReplayRun
+from kvtier.sim.replay.setup import CPU_BLOCKS_MIN, ReplaySetup
 from kvtier.sim.replay.timed import replay_timed
-from kvtier.sim.replay.trace import Trace, TraceRequest
+from kvtier.sim.replay.trace import Trace, TraceRequest, optimal_hits
 
-__all__ = ["Bound", "Study", "ladder", "run_study"]
+__all__ = ["Bound", "Study", "default_sizes", "run_study"]
 
 _DOCUMENT_VERSION = 1
 """Of the JSON document; raised where a field changes its meaning or goes."""
@@ -37,7 +36,7 @@ class Bound:
     @classmethod
     def of(cls, trace: Trace, num_blocks: int) -> "Bound":
         """Compute it; some seconds for a hundred thousand requests."""
-        hits = best_hits(trace, num_blocks)
+        hits = optimal_hits(trace, num_blocks)
         half_ns = trace.requests[-1].at_ns / 2
         pairs = [*zip(trace.requests, hits, strict=True)]
         late = [pair for pair in pairs if pair[0].at_ns >= half_ns]
@@ -80,7 +79,7 @@ class Study:
         }
 
 
-def ladder(trace: Trace) -> list[int]:
+def default_sizes(trace: Trace) -> list[int]:
     """Return sizes that span what a trace may want: a tenfold in three steps, up to all of it."""
     largest = max(CPU_BLOCKS_MIN, trace.num_distinct)
     steps = (1, 2, 5)
@@ -91,7 +90,7 @@ def ladder(trace: Trace) -> list[int]:
 
 def run_study(
     trace: Trace,
-    setups: Sequence[Setup],
+    setups: Sequence[ReplaySetup],
     num_jobs: int,
     note: Callable[[int, ReplayRun], None] = lambda _count, _run: None,
 ) -> Study:
@@ -123,7 +122,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _runs(trace: Trace, setups: Sequence[Setup], num_jobs: int) -> Iterator[ReplayRun]:
+def _runs(trace: Trace, setups: Sequence[ReplaySetup], num_jobs: int) -> Iterator[ReplayRun]:
     if num_jobs == 1 or len(setups) == 1:
         yield from (_replay(trace, setup) for setup in setups)
         return
@@ -156,6 +155,6 @@ def _follow_parent() -> None:
     threading.Thread(target=wait, name="kvtier-parent", daemon=True).start()
 
 
-def _replay(trace: Trace, setup: Setup) -> ReplayRun:
+def _replay(trace: Trace, setup: ReplaySetup) -> ReplayRun:
     """Replay a trace once."""
     return replay_instant(trace, setup) if setup.is_instant else replay_timed(trace, setup)

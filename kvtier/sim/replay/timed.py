@@ -4,16 +4,13 @@ from collections import deque
 from collections.abc import Callable
 from itertools import cycle
 
-from kvtier.sim.replay.agenda import Agenda
-from kvtier.sim.replay.desk import Desk
-from kvtier.sim.replay.engine import ReplayEngine
-from kvtier.sim.replay.machine import Machine
+from kvtier.sim.replay.context import EventQueue, LinkTimer, ReplayContext
+from kvtier.sim.replay.engine import ReplayEngine, ReplayRequest
+from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.prefill import PrefillModel
-from kvtier.sim.replay.record import Record, ReplayRun
-from kvtier.sim.replay.scene import Scene, SlowCarrier
-from kvtier.sim.replay.setup import Setup
+from kvtier.sim.replay.results import ReplayRun, RequestResult
+from kvtier.sim.replay.setup import Machine, ReplaySetup
 from kvtier.sim.replay.trace import Trace
-from kvtier.sim.replay.visit import Visit
 
 __all__ = ["replay_timed"]
 
@@ -22,40 +19,42 @@ _SESSIONS = 16
 
 
 def replay_timed(
-    trace: Trace, setup: Setup, note: Callable[[int], None] = lambda _: None
+    trace: Trace, setup: ReplaySetup, note: Callable[[int], None] = lambda _: None
 ) -> ReplayRun:
     """Replay a trace; ``note`` is told how many requests are done."""
     return _Timed(trace, setup, note).run()
 
 
 class _Timed:
-    def __init__(self, trace: Trace, setup: Setup, note: Callable[[int], None]) -> None:
+    def __init__(self, trace: Trace, setup: ReplaySetup, note: Callable[[int], None]) -> None:
         machine = setup.machine
         self._trace = trace
         self._setup = setup
         self._note = note
-        self._agenda = Agenda()
-        carrier = SlowCarrier(self._agenda, machine.ssd)
-        self._desk = Desk(setup, trace.block_tokens, carrier, lambda: self._agenda.now_ns)
-        self._scene = Scene(trace, machine, self._agenda, self._desk)
+        self._events = EventQueue()
+        timer = LinkTimer(self._events, machine.ssd)
+        self._adapter = NodeAdapter(setup, trace.block_tokens, timer, lambda: self._events.now_ns)
+        self._context = ReplayContext(trace, machine, self._events, self._adapter)
         count = machine.engines.count
         self._engines = [
-            ReplayEngine(self._scene, self._desk.register(f"replay {number}"), is_shared=count > 0)
+            ReplayEngine(
+                self._context, self._adapter.register(f"replay {number}"), is_shared=count > 0
+            )
             for number in range(count or _SESSIONS)
         ]
         self._is_shared = count > 0
         self._turns = cycle(self._engines)
         self._cold = _cold_ttfts(trace, machine)
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, RequestResult] = {}
         self._half = (0, 0)
 
     def run(self) -> ReplayRun:
         self._arrive(0)
-        while self._agenda.step():
+        while self._events.step():
             pass
         assert len(self._records) == len(self._trace.requests), "every request gets its token"
         records = [self._records[number] for number in range(len(self._trace.requests))]
-        return ReplayRun.of(self._setup, records, self._desk, self._half)
+        return ReplayRun.of(self._setup, records, self._adapter, self._half)
 
     def _arrive(self, number: int) -> None:
         """Take in a request when it comes, and expect the one after it."""
@@ -64,20 +63,20 @@ class _Timed:
 
         def come() -> None:
             if self._trace.requests[number].at_ns < self._trace.requests[-1].at_ns / 2:
-                self._half = self._desk.gate_counts()
+                self._half = self._adapter.gate_counts()
             engine = next(self._turns)
             if self._is_shared:
                 engine = min(self._engines, key=lambda each: each.num_waiting_tokens)
-            engine.take(Visit(self._scene, engine, number, self._done))
+            engine.take(ReplayRequest(self._context, engine, number, self._done))
             self._arrive(number + 1)
 
-        self._agenda.at(self._trace.requests[number].at_ns, come)
+        self._events.at(self._trace.requests[number].at_ns, come)
 
-    def _done(self, visit: Visit) -> None:
+    def _done(self, visit: ReplayRequest) -> None:
         tokens = {
             tier: count * self._trace.block_tokens for tier, count in sorted(visit.hits.items())
         }
-        self._records[visit.number] = Record(
+        self._records[visit.number] = RequestResult(
             at_ns=visit.request.at_ns,
             num_tokens=visit.request.num_tokens,
             hit_tokens=tokens,

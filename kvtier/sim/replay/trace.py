@@ -11,6 +11,7 @@ another number.
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,19 @@ import numpy.typing as npt
 from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.table import Keys, as_keys
 
-__all__ = ["Blocks", "Numbering", "Trace", "TraceRequest", "in_order", "numbered_keys"]
+__all__ = [
+    "NEVER",
+    "Blocks",
+    "Numbering",
+    "Trace",
+    "TraceRequest",
+    "continuations",
+    "in_order",
+    "next_uses",
+    "numbered_keys",
+    "optimal_hits",
+]
+
 
 Blocks = npt.NDArray[np.int32]
 """Numbers of blocks, of one chain from its root on."""
@@ -118,3 +131,62 @@ def in_order(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
     start_ns = min((request.at_ns for request in requests), default=0)
     ordered = sorted(requests, key=lambda request: request.at_ns)
     return tuple(replace(request, at_ns=request.at_ns - start_ns) for request in ordered)
+
+
+NEVER = np.iinfo(np.int32).max
+"""The next use of a block that does not come back."""
+
+_HINT_NS = 600 * 10**9
+"""A client says whether its chain goes on within ten minutes."""
+
+
+def next_uses(trace: Trace) -> list[npt.NDArray[np.int32]]:
+    """Return for each request the number of the next one that uses each of its blocks."""
+    coming = np.full(trace.num_distinct, NEVER, np.int32)
+    uses: list[npt.NDArray[np.int32]] = []
+    for number in range(len(trace.requests) - 1, -1, -1):
+        blocks = trace.requests[number].blocks
+        uses.append(coming[blocks])
+        coming[blocks] = number
+    uses.reverse()
+    return uses
+
+
+def continuations(trace: Trace) -> list[bool]:
+    """Return for each request whether its chain goes on within ten minutes: its last block."""
+    found: list[bool] = []
+    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
+        then = int(uses[-1]) if len(uses) else NEVER
+        is_soon = then != NEVER and trace.requests[then].at_ns - request.at_ns <= _HINT_NS
+        found.append(is_soon)
+    return found
+
+
+def optimal_hits(trace: Trace, num_blocks: int) -> Sequence[int]:
+    """Return for each request how many leading blocks the best choice in hindsight would have.
+
+    It keeps what is used next the soonest, and takes in nothing that would have to go at once
+    (Belady's rule with bypassing). A parent is used whenever its child is, so chains stay whole.
+    """
+    next_of: dict[int, int] = {}
+    furthest: list[tuple[int, int, int]] = []
+    hits: list[int] = []
+    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
+        chain = request.blocks.tolist()
+        num_hits = 0
+        for block in chain:
+            if block not in next_of:
+                break
+            num_hits += 1
+        hits.append(num_hits)
+        for depth, (block, use) in enumerate(zip(chain, uses.tolist(), strict=True)):
+            if use == NEVER:
+                next_of.pop(block, None)
+            else:
+                next_of[block] = use
+                heappush(furthest, (-use, -depth, block))
+        while len(next_of) > num_blocks:
+            use, _, block = heappop(furthest)
+            if next_of.get(block) == -use:
+                del next_of[block]
+    return hits

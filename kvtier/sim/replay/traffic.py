@@ -7,13 +7,16 @@ active at any time. The draw is seeded: the same description is the same traffic
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
-from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order
+from kvtier.sim.replay.trace import Numbering, Trace, TraceRequest, in_order, numbered_keys
 
-__all__ = ["Traffic"]
+__all__ = ["Traffic", "with_cycle", "with_noise"]
+
 
 _REQUESTS_MAX = 200_000
 _BLOCKS_MAX = 2**24
@@ -92,3 +95,40 @@ class Traffic:
     @staticmethod
     def _length(draw: random.Random, mean: int) -> int:
         return min(4 * mean, 1 + round(draw.expovariate(1 / max(1, mean))))
+
+
+def with_noise(trace: Trace) -> Trace:
+    """Return the trace with a prompt that never comes back after each request, as long as it."""
+    requests: list[TraceRequest] = []
+    next_number = trace.num_distinct
+    for request in trace.requests:
+        count = len(request.blocks)
+        fresh = np.arange(next_number, next_number + count, dtype=np.int32)
+        requests += [request, TraceRequest(request.at_ns, fresh, request.num_tokens)]
+        next_number += count
+    return _mixed(trace, "noise", requests, next_number)
+
+
+def with_cycle(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
+    """Return the trace with a reader that goes through documents in turn, one every other request.
+
+    Each has ``num_blocks`` blocks of its own.
+    """
+    requests: list[TraceRequest] = []
+    first = trace.num_distinct
+    for number, request in enumerate(trace.requests):
+        requests.append(request)
+        if number % 2:
+            start = first + (number // 2) % num_documents * num_blocks
+            document = np.arange(start, start + num_blocks, dtype=np.int32)
+            requests.append(TraceRequest(request.at_ns, document, num_blocks * trace.block_tokens))
+    return _mixed(trace, "cycle", requests, first + num_documents * num_blocks)
+
+
+def _mixed(trace: Trace, name: str, requests: list[TraceRequest], num_distinct: int) -> Trace:
+    return replace(
+        trace,
+        name=f"{trace.name} with {name}",
+        requests=in_order(requests),
+        keys=numbered_keys(num_distinct),
+    )

@@ -17,12 +17,11 @@ from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.base import BlockWrite, WriteOutcome
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.seal import Seal, Stamp
-from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.disk import PageWriter, new_staging
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.record import RecordHead, padded, record_bytes
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, PAYLOAD_BYTES_MAX, Segment, footer_bytes
-from kvtier.tiers.ssd.volume import NO_SPACE
+from kvtier.tiers.ssd.store_limits import NO_SPACE, AgeLimit
 
 __all__ = ["Appender", "StoredRecord", "note_fault", "write_records"]
 
@@ -169,7 +168,7 @@ def write_records(
     with pool.disk.opened(segment.path, writing=True) as fd:
         writer = PageWriter(pool.disk, fd, segment.tail_bytes, staging)
         for record in records:
-            head = RecordHead(record.header, record.stamp, segment.opening)
+            head = RecordHead(record.header, record.stamp, segment.epoch)
             writer.add(memoryview(head.pack(segment.number)))
             writer.add(record.payload)
         writer.flush()
@@ -187,7 +186,7 @@ def write_records(
 
 def note_fault(pool: SegmentPool, segment: Segment, error: OSError) -> None:
     """Make what was written of a run void, and leave a segment that cannot be written to."""
-    segment.opening += 1
+    segment.epoch += 1
     segment.num_faults += 1
     if isinstance(error, FileNotFoundError):
         pool.give_up(segment)

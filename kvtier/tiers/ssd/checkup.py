@@ -12,10 +12,11 @@ import numpy as np
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.base import MissReason
 from kvtier.tiers.seal import Seal
+from kvtier.tiers.ssd.damage import RecordCheck, check_record, read_record
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState, record_bytes
 from kvtier.tiers.ssd.segment import (
-    STRUCK_S,
+    TOMBSTONE_S,
     Entries,
     Segment,
     declared_size,
@@ -23,9 +24,8 @@ from kvtier.tiers.ssd.segment import (
     walk_records,
     written_since,
 )
-from kvtier.tiers.ssd.verdict import RecordVerdict, examine, read_record
 
-__all__ = ["Checkup", "Footer", "check_segment"]
+__all__ = ["Footer", "SegmentCheck", "check_segment"]
 
 
 class Footer(Enum):
@@ -40,7 +40,7 @@ class Footer(Enum):
 
 
 @dataclass(slots=True)
-class Checkup:
+class SegmentCheck:
     """What one segment holds."""
 
     segment: Segment
@@ -60,14 +60,14 @@ class Checkup:
     """Of the damage, one a page of ``damaged_pages``."""
 
 
-def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Checkup | None:
+def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> SegmentCheck | None:
     """Look at all that a file holds; None where it cannot be read as a segment. Raises OSError."""
     loaded = load_segment(disk, path)
     if loaded is None:
         return None
     segment, entries = loaded
     _, walked = walk_records(disk, segment)
-    found = Checkup(
+    found = SegmentCheck(
         segment,
         _united(entries, walked).copy(),
         _footer(disk, segment, is_last=is_last),
@@ -80,7 +80,7 @@ def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Check
         found.footer = Footer.WRONG  # it leaves out records that are there
     for place, entry in enumerate(found.entries):
         page, payload_bytes = int(entry["page"]), int(entry["header"]["payload_bytes"])
-        if entry["written_s"] == STRUCK_S:
+        if entry["written_s"] == TOMBSTONE_S:
             _count_struck(found, _state(disk, segment, page))
             continue
         verdict = _examined(disk, segment, page, payload_bytes, seal)
@@ -89,12 +89,12 @@ def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Check
         elif verdict.fault is MissReason.ABSENT:
             assert verdict.head is not None
             _count_struck(found, verdict.head.state)
-            found.entries["written_s"][place] = STRUCK_S
+            found.entries["written_s"][place] = TOMBSTONE_S
             found.footer = Footer.WRONG  # it says that the record counts, which does not
         elif verdict.is_damage:
             found.damaged_pages.append(page)
             found.reasons[str(verdict.fault)] += 1
-            found.entries["written_s"][place] = STRUCK_S
+            found.entries["written_s"][place] = TOMBSTONE_S
         elif verdict.fault is not None:
             found.num_unchecked += 1
     return found
@@ -137,7 +137,7 @@ def _is_cut_short(disk: Disk, segment: Segment) -> bool:
         return segment.size_bytes != declared_size(fd, segment.number)
 
 
-def _count_struck(found: Checkup, state: RecordState | None) -> None:
+def _count_struck(found: SegmentCheck, state: RecordState | None) -> None:
     if state is RecordState.QUARANTINED or state is None:
         found.num_quarantined += 1  # a head that cannot be read was struck for that
     else:
@@ -153,17 +153,17 @@ def _state(disk: Disk, segment: Segment, page: int) -> RecordState | None:
 
 def _examined(
     disk: Disk, segment: Segment, page: int, payload_bytes: int, seal: Seal
-) -> RecordVerdict | None:
+) -> RecordCheck | None:
     """Judge a record, a damaged one twice; None where the medium fails."""
     memory = memoryview(mmap.mmap(-1, record_bytes(payload_bytes)))
-    verdict = RecordVerdict()
+    verdict = RecordCheck()
     for _ in range(2):
         try:
             with disk.opened(segment.path) as fd:
                 read_record(disk, fd, page, memory)
         except OSError:
             return None
-        verdict = examine(memory, segment.number, seal)
+        verdict = check_record(memory, segment.number, seal)
         if not verdict.is_damage:
             break
     return verdict

@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import StartError
 from kvtier.tiers.ssd.record import padded
-from kvtier.tiers.ssd.volume import NO_WRITES
+from kvtier.tiers.ssd.store_limits import NO_WRITES
 
 __all__ = [
     "STAGING_BYTES",
@@ -30,7 +30,7 @@ __all__ = [
     "PageWriter",
     "ShortRead",
     "StepHook",
-    "Written",
+    "WriteCounters",
     "new_staging",
     "no_hook",
 ]
@@ -70,7 +70,7 @@ class ShortRead(OSError):
 
 
 @dataclass(slots=True)
-class Written:
+class WriteCounters:
     """What went to the disk since the start; written by the one that changes files."""
 
     blocks_bytes: int = 0
@@ -100,7 +100,7 @@ class Disk:
     def __init__(self, directory: Path, mode: DirectIO, hook: StepHook = no_hook) -> None:
         self.directory = directory
         self.hook = hook
-        self.written = Written()
+        self.written = WriteCounters()
         self.is_direct = mode is not DirectIO.OFF and self._probe_direct()
         if mode is DirectIO.ON and not self.is_direct:
             raise StartError(

@@ -15,10 +15,10 @@ from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.base import BlockRead, MissReason
 from kvtier.tiers.check import check_header
 from kvtier.tiers.seal import Seal
+from kvtier.tiers.ssd.damage import Quarantine
 from kvtier.tiers.ssd.disk import PageReader, ShortRead
 from kvtier.tiers.ssd.index import space_mark
 from kvtier.tiers.ssd.pool import SegmentPool
-from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState, padded, record_bytes
 from kvtier.tiers.ssd.segment import Segment
 

@@ -33,12 +33,12 @@ from pathlib import Path
 
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.seal import Seal
-from kvtier.tiers.ssd.checkup import Checkup, Footer, check_segment
+from kvtier.tiers.ssd.checkup import Footer, SegmentCheck, check_segment
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.record import RecordState
 from kvtier.tiers.ssd.segment import (
-    STRUCK_S,
+    TOMBSTONE_S,
     Segment,
     footer_bytes,
     is_of_other_version,
@@ -154,7 +154,7 @@ class Fsck:
             with self._noting(path):
                 self._take(path, is_last=path is last)
         report, index = self._report, self._index
-        index.drop(index.expired_rows(STRUCK_S + 1))
+        index.drop(index.expired_rows(TOMBSTONE_S + 1))
         report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes
         report.duplicate_records = self._num_counting - len(index)
         if self._is_repair and report.duplicate_records:
@@ -213,7 +213,7 @@ class Fsck:
         if self._is_repair:
             self._remove(path)
 
-    def _count(self, found: Checkup) -> None:
+    def _count(self, found: SegmentCheck) -> None:
         report, entries = self._report, found.entries
         self._index.put(entries, found.segment.number)
         self._num_counting += len(written_since(entries, 0))
@@ -229,7 +229,7 @@ class Fsck:
         report.unreachable_bytes += found.unreachable_bytes
         report.files_cut_short += found.is_cut_short
 
-    def _repair(self, found: Checkup) -> None:
+    def _repair(self, found: SegmentCheck) -> None:
         segment, disk = found.segment, self._disk
         if found.damaged_pages:
             mark_records(disk, segment, found.damaged_pages, RecordState.QUARANTINED)

@@ -6,10 +6,10 @@ from enum import StrEnum
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import StartError
 from kvtier.tiers.seal import Seal, SealMode
-from kvtier.tiers.ssd.age import Clock, wall_clock_s
 from kvtier.tiers.ssd.disk import DirectIO, StepHook, no_hook
 from kvtier.tiers.ssd.pool import METADATA_BYTES
-from kvtier.tiers.ssd.worth import Worth
+from kvtier.tiers.ssd.store_limits import Clock, wall_clock_s
+from kvtier.tiers.ssd.victim import ValuePerByte
 
 __all__ = ["Durability", "SsdOptions", "check_sizes"]
 
@@ -49,7 +49,7 @@ class SsdOptions:
     """How blocks are protected at rest."""
     num_workers: int = 4
     """Calls that may read at once; each has a staging buffer."""
-    worth: Worth | None = None
+    worth: ValuePerByte | None = None
     """What a byte of each block is worth keeping; None: what was read lately is. Asked on the
     threads of writes, for about a thousand blocks or those of one segment."""
     now_s: Clock = wall_clock_s

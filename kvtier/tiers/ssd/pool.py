@@ -20,12 +20,11 @@ from kvtier.core.identity import BlockHash
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import TierFull
 from kvtier.tiers.base import Removed
-from kvtier.tiers.ssd.budget import WriteBudget
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import Segment, create_segment, seal_segment
-from kvtier.tiers.ssd.victim import Choice, VictimOrder
-from kvtier.tiers.ssd.volume import NO_SPACE, Volume
+from kvtier.tiers.ssd.store_limits import NO_SPACE, Volume, WriteBudget
+from kvtier.tiers.ssd.victim import Choice, ReclaimOrder
 
 __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
@@ -54,7 +53,7 @@ class SegmentPool:
         *,
         volume: Volume,
         budget: WriteBudget,
-        order: VictimOrder,
+        order: ReclaimOrder,
     ) -> None:
         self.disk = disk
         self.capacity_bytes = capacity_bytes

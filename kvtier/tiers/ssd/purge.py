@@ -38,7 +38,7 @@ from kvtier.tiers.ssd.segment import (
     segment_number,
 )
 
-__all__ = ["purge_all", "purge_selected", "remove_blocks", "remove_strangers"]
+__all__ = ["purge_all", "purge_selected", "remove_blocks", "remove_unknown_files"]
 
 
 def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
@@ -67,7 +67,7 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
                 mark_records(pool.disk, segment, pages, RecordState.REMOVED)
             except OSError:
                 pool.give_up(segment)
-    remove_strangers(pool)
+    remove_unknown_files(pool)
     return removed
 
 
@@ -75,7 +75,7 @@ def purge_all(pool: SegmentPool) -> Removed:
     """Remove every file; raises OSError where one stays."""
     with _settling(pool):
         removed = sum(map(pool.retire, list(pool.segments.values())), Removed())
-    remove_strangers(pool)
+    remove_unknown_files(pool)
     return removed
 
 
@@ -93,11 +93,11 @@ def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) ->
                 removed += _purge_segment(pool, segment, selection, deadline_ns)
             except (OSError, TierTimeout):
                 removed += _give_up(pool, segment)
-    remove_strangers(pool)
+    remove_unknown_files(pool)
     return removed
 
 
-def remove_strangers(pool: SegmentPool) -> None:
+def remove_unknown_files(pool: SegmentPool) -> None:
     """Remove files of segments that the pool has no more, or never had; raises OSError.
 
     One that is being read while it was given up has its space until its last reader is done, but

@@ -36,12 +36,12 @@ from kvtier.core.limits import PAGE_BYTES
 from kvtier.errors import TierTimeout
 from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.seal import Seal
-from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.append import StoredRecord, note_fault, write_records
+from kvtier.tiers.ssd.damage import check_record, read_record
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.record import padded, record_bytes
 from kvtier.tiers.ssd.segment import Segment, entries_of
-from kvtier.tiers.ssd.verdict import examine, read_record
+from kvtier.tiers.ssd.store_limits import AgeLimit
 from kvtier.tiers.ssd.victim import MOVED_SHARE
 
 __all__ = ["Reclaimer"]
@@ -155,7 +155,7 @@ class Reclaimer:
                 read_record(self._pool.disk, fd, kept.page, record)
         except OSError:
             return None  # a bad sector: the next record may be readable
-        found = examine(record, victim.number, self._seal)
+        found = check_record(record, victim.number, self._seal)
         if found.fault is not None or found.head is None or found.header is None:
             return None
         if found.header.block_hash != kept.block_hash:

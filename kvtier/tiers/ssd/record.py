@@ -27,6 +27,8 @@ write that failed. It never falls from one record to the next, so that a leftove
 cannot come back to life behind a newer record that happens to end where the leftover starts.
 """
 
+import errno
+import os
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -35,16 +37,19 @@ import xxhash
 
 from kvtier.core.identity import HEADER_BYTES
 from kvtier.core.limits import PAGE_BYTES
+from kvtier.tiers.check import NO_DEADLINE_NS, seconds_left
 from kvtier.tiers.seal import STAMP_BYTES, Stamp
 
 __all__ = [
     "RECORD_HEAD_BYTES",
     "RecordHead",
     "RecordState",
-    "anonymous",
+    "find_record",
     "padded",
     "record_bytes",
+    "redacted",
 ]
+
 
 _MAGIC = b"KVTRECRD"
 _MARK = struct.Struct("<8sQII")
@@ -78,7 +83,7 @@ def record_bytes(payload_bytes: int) -> int:
     return PAGE_BYTES + padded(payload_bytes)
 
 
-def anonymous(header: bytes) -> bytes:
+def redacted(header: bytes) -> bytes:
     """Return what may stay of a packed header once its block must not be told any more."""
     kept = slice(_PAYLOAD_BYTES_AT, _PAYLOAD_BYTES_AT + _PAYLOAD_BYTES.size)
     return (bytes(_PAYLOAD_BYTES_AT) + header[kept]).ljust(HEADER_BYTES, b"\0")
@@ -91,13 +96,13 @@ class RecordHead:
     header: bytes
     """Packed."""
     stamp: Stamp
-    opening: int
+    epoch: int
     state: RecordState = RecordState.LIVE
 
     def pack(self, segment_number: int) -> bytes:
         """Return ``RECORD_HEAD_BYTES`` bytes for a record of that segment."""
         assert len(self.header) == HEADER_BYTES
-        mark = _MARK.pack(_MAGIC, segment_number, self.opening, self.state)
+        mark = _MARK.pack(_MAGIC, segment_number, self.epoch, self.state)
         marked = self.header + mark + self.stamp.pack()
         return marked + _CHECK.pack(xxhash.xxh3_64_intdigest(marked))
 
@@ -106,7 +111,7 @@ class RecordHead:
         """Read a head back; None unless it is whole and belongs to that segment."""
         if len(packed) < RECORD_HEAD_BYTES:
             return None
-        magic, number, opening, state = _MARK.unpack_from(packed, HEADER_BYTES)
+        magic, number, epoch, state = _MARK.unpack_from(packed, HEADER_BYTES)
         if magic != _MAGIC or number != segment_number:
             return None
         (check,) = _CHECK.unpack_from(packed, _CHECK_AT)
@@ -115,7 +120,7 @@ class RecordHead:
         stamp = Stamp.unpack(packed[_STAMP_AT:_CHECK_AT])
         if stamp is None or state > RecordState.QUARANTINED:
             return None
-        return cls(packed[:HEADER_BYTES], stamp, opening, RecordState(state))
+        return cls(packed[:HEADER_BYTES], stamp, epoch, RecordState(state))
 
     @property
     def payload_bytes(self) -> int:
@@ -129,4 +134,62 @@ class RecordHead:
 
     def erased(self) -> "RecordHead":
         """Return the head of a removed record that tells nothing but how to hop over it."""
-        return replace(self, header=anonymous(self.header), state=RecordState.REMOVED)
+        return replace(self, header=redacted(self.header), state=RecordState.REMOVED)
+
+
+_CHUNK_BYTES = 1 << 20
+"""Read at a time: whole segments pass through, at the drive's speed (0.1 s for 256 MiB, of cached
+pages, half of it for looking at them)."""
+
+
+def find_record(
+    fd: int,
+    segment_number: int,
+    epoch: int,
+    start: int,
+    end: int,
+    *,
+    deadline_ns: int = NO_DEADLINE_NS,
+) -> int | None:
+    """Return the offset of the first record of a segment in ``[start, end)``, which are pages.
+
+    Records of an earlier ``epoch`` are leftovers. Holes and unreadable pages are skipped, so that
+    hardly anything is read of a segment that was never filled. The file may be shorter than
+    ``end``, because it can be truncated at any time. Raises TierTimeout.
+    """
+    while (start := _next_content(fd, start, end)) < end:
+        seconds_left(deadline_ns)
+        chunk = _read(fd, start, min(_CHUNK_BYTES, end - start))
+        if chunk is None:
+            start += PAGE_BYTES
+            continue
+        if not chunk:
+            return None  # the file ends here
+        for at in range(0, len(chunk), PAGE_BYTES):
+            head = RecordHead.unpack(chunk[at : at + RECORD_HEAD_BYTES], segment_number)
+            if head is not None and head.epoch >= epoch:
+                return start + at
+        start += max(len(chunk), PAGE_BYTES)
+    return None
+
+
+def _next_content(fd: int, start: int, end: int) -> int:
+    """Return the first page from ``start`` on that was ever written; ``end`` if there is none.
+
+    Returns ``start`` if the file system cannot tell.
+    """
+    try:
+        found = os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else start
+    return max(start, found // PAGE_BYTES * PAGE_BYTES)
+
+
+def _read(fd: int, start: int, size_bytes: int) -> bytes | None:
+    """Read all bytes, or else only the first page; returns None if neither can be read."""
+    for length in (size_bytes, PAGE_BYTES):
+        try:
+            return os.pread(fd, length, start)
+        except OSError:
+            continue
+    return None

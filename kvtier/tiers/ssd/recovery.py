@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.private import is_of_others
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.segment import (
-    STRUCK_S,
+    TOMBSTONE_S,
     Entries,
     Segment,
     is_of_other_version,
@@ -98,7 +98,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
     batch.flush()
     num_footers_refused = sum(segment.is_footer_refused for segment in pool.segments.values())
     pool.budget.recall(pool.index.written_bytes(pool.budget.day_ago_s()))
-    pool.index.drop(pool.index.expired_rows(max(oldest_s, STRUCK_S + 1)))
+    pool.index.drop(pool.index.expired_rows(max(oldest_s, TOMBSTONE_S + 1)))
     num_dropped += _retire_surplus(pool, pool.index.live_segments() | unreadable)
     for segment in pool.segments.values():
         _resume(pool, segment)
@@ -175,8 +175,8 @@ def _resume(pool: SegmentPool, segment: Segment) -> None:
     """Continue to append to the last segment if it has room, and seal the others."""
     if segment.has_footer or segment.tail_bytes >= segment.size_bytes:
         segment.entries = bytearray()
-    elif segment.number == max(pool.segments) and segment.opening < _OPENING_MAX:
-        segment.opening += 1
+    elif segment.number == max(pool.segments) and segment.epoch < _OPENING_MAX:
+        segment.epoch += 1
         pool.active = segment
     else:
         with contextlib.suppress(OSError):  # without a footer it is walked again next time

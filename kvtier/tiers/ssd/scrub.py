@@ -29,13 +29,12 @@ from kvtier.errors import TierTimeout
 from kvtier.tiers.base import Scrubbed
 from kvtier.tiers.check import seconds_left
 from kvtier.tiers.seal import Seal
-from kvtier.tiers.ssd.age import AgeLimit
+from kvtier.tiers.ssd.damage import Quarantine, check_record, read_record
 from kvtier.tiers.ssd.disk import ShortRead
 from kvtier.tiers.ssd.pool import SegmentPool
-from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.segment import Segment
-from kvtier.tiers.ssd.verdict import examine, read_record
+from kvtier.tiers.ssd.store_limits import AgeLimit
 
 __all__ = ["SegmentScrubber"]
 
@@ -184,7 +183,7 @@ class SegmentScrubber:
                 read_record(self._pool.disk, fd, place.page, memory)
         except (ShortRead, FileNotFoundError):
             return True
-        found = examine(memory, segment.number, self._seal)
+        found = check_record(memory, segment.number, self._seal)
         is_another = found.header is not None and found.header.block_hash != place.block_hash
         return is_another or found.is_damage
 

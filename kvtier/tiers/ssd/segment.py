@@ -34,17 +34,18 @@ from kvtier.tiers.ssd.record import (
     RECORD_HEAD_BYTES,
     RecordHead,
     RecordState,
+    find_record,
     padded,
     record_bytes,
 )
-from kvtier.tiers.ssd.resync import find_record
 
 __all__ = [
     "ENTRY_DTYPE",
     "PAYLOAD_BYTES_MAX",
-    "STRUCK_S",
+    "TOMBSTONE_S",
     "Entries",
     "Segment",
+    "add_tombstones",
     "create_segment",
     "declared_size",
     "entries_of",
@@ -57,7 +58,6 @@ __all__ = [
     "mark_records",
     "seal_segment",
     "segment_number",
-    "strike",
     "walk_records",
     "written_since",
 ]
@@ -77,7 +77,7 @@ _SUFFIX = ".segment"
 ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("written_s", "<u4")])
 """One record in a footer: its block's header, the page its record starts at, and its time."""
 
-STRUCK_S = 0
+TOMBSTONE_S = 0
 """``written_s`` of a record that no longer counts."""
 
 PAYLOAD_BYTES_MAX = (1 << 32) - 1
@@ -102,7 +102,7 @@ class Segment:
     size_bytes: int
     tail_bytes: int = PAGE_BYTES
     """Where the next record goes."""
-    opening: int = 0
+    epoch: int = 0
     entries: bytearray = field(default_factory=bytearray)
     """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
     has_footer: bool = False
@@ -139,7 +139,7 @@ class Segment:
 
 def written_since(entries: Entries, oldest_s: int) -> Entries:
     """Return the entries that count and are not older than ``oldest_s``."""
-    is_kept = entries["written_s"] >= max(oldest_s, STRUCK_S + 1)
+    is_kept = entries["written_s"] >= max(oldest_s, TOMBSTONE_S + 1)
     return entries if is_kept.all() else entries[is_kept]
 
 
@@ -173,7 +173,7 @@ def seal_segment(disk: Disk, segment: Segment) -> None:
 
 def _write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> None:
     count = len(packed) // ENTRY_DTYPE.itemsize
-    trailer = _TRAILER.pack(_TRAILER_MAGIC, segment.number, count, segment.opening)
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, segment.number, count, segment.epoch)
     check = _CHECK.pack(xxhash.xxh3_64_intdigest(packed + trailer))
     size = footer_bytes(count)
     footer = packed.ljust(size - _TRAILER_BYTES, b"\0") + trailer + check
@@ -186,16 +186,16 @@ def mark_records(disk: Disk, segment: Segment, pages: list[int], state: RecordSt
     Strikes each entry, and then marks its record. The other way round, a restart between the two
     would find entries of records that do not count, and their blocks could not be stored again.
     """
-    strike(disk, segment, pages)
+    add_tombstones(disk, segment, pages)
     disk.hook("record.remove")
     disk.rewrite(segment.path, pages, lambda page: _marked(page, segment.number, state))
 
 
-def strike(disk: Disk, segment: Segment, pages: list[int]) -> None:
+def add_tombstones(disk: Disk, segment: Segment, pages: list[int]) -> None:
     """Let the entries of records no longer count, on the disk where there is a footer."""
     if not segment.has_footer:
         # Sealed and yet without a footer: recovery walks the records, and needs no entries.
-        _strike(np.frombuffer(segment.entries, ENTRY_DTYPE), pages)
+        _set_tombstones(np.frombuffer(segment.entries, ENTRY_DTYPE), pages)
         return
     with disk.opened_buffered(segment.path) as fd:
         read = _read_footer(fd, segment)
@@ -203,12 +203,12 @@ def strike(disk: Disk, segment: Segment, pages: list[int]) -> None:
         segment.has_footer = False  # rotten since: recovery walks the records
         return
     entries = read.copy()
-    _strike(entries, pages)
+    _set_tombstones(entries, pages)
     _write_footer(disk, segment, entries.tobytes(), "footer.drop")
 
 
-def _strike(entries: Entries, pages: list[int]) -> None:
-    entries["written_s"][np.isin(entries["page"], pages)] = STRUCK_S
+def _set_tombstones(entries: Entries, pages: list[int]) -> None:
+    entries["written_s"][np.isin(entries["page"], pages)] = TOMBSTONE_S
 
 
 def _marked(page: bytes, number: int, state: RecordState) -> bytes:
@@ -232,7 +232,9 @@ def erase_records(
     ``entries`` are all of the segment, which nobody appends to meanwhile.
     """
     pages = entries["page"][is_meant].tolist()
-    strike(disk, segment, pages)  # first, or a restart could take what is half erased to be there
+    add_tombstones(
+        disk, segment, pages
+    )  # first, or a restart could take what is half erased to be there
     disk.zero(segment.path, _free_ranges(segment, entries, is_meant))
     # Only now: whoever finds a head erased takes the payload to be.
     disk.hook("record.erase")
@@ -242,7 +244,7 @@ def erase_records(
     sizes = headers["payload_bytes"][is_meant]
     headers[is_meant] = np.zeros((), PACKED_HEADER)
     headers["payload_bytes"][is_meant] = sizes
-    changed["written_s"][is_meant] = STRUCK_S
+    changed["written_s"][is_meant] = TOMBSTONE_S
     if segment.entries:
         segment.entries[:] = changed.tobytes()
     elif segment.has_footer:
@@ -352,7 +354,7 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
     trailer = os.pread(fd, _TRAILER_BYTES, max(end, 0))
     if len(trailer) < _TRAILER_BYTES:
         return None
-    magic, number, count, opening = _TRAILER.unpack_from(trailer)
+    magic, number, count, epoch = _TRAILER.unpack_from(trailer)
     start = segment.size_bytes - footer_bytes(count)
     if (magic, number) != (_TRAILER_MAGIC, segment.number) or start < PAGE_BYTES:
         return None
@@ -365,7 +367,7 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
         segment.is_footer_refused = True
         return None
     segment.has_footer = True
-    segment.opening = opening
+    segment.epoch = epoch
     return entries
 
 
@@ -394,7 +396,7 @@ def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entri
             found = find_record(
                 fd,
                 segment.number,
-                segment.opening,
+                segment.epoch,
                 segment.tail_bytes + PAGE_BYTES,
                 segment.size_bytes,
                 deadline_ns=deadline_ns,
@@ -403,8 +405,8 @@ def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entri
                 break
             segment.tail_bytes = found
             continue
-        segment.opening = head.opening
-        written_s = head.stamp.written_s if head.state is RecordState.LIVE else STRUCK_S
+        segment.epoch = head.epoch
+        written_s = head.stamp.written_s if head.state is RecordState.LIVE else TOMBSTONE_S
         segment.note(head.header, head.payload_bytes, written_s)
         end = segment.tail_bytes
     segment.tail_bytes = end
@@ -418,7 +420,7 @@ def _head_at_tail(fd: int, segment: Segment) -> RecordHead | None:
     except OSError:
         return None
     head = RecordHead.unpack(packed, segment.number)
-    if head is None or head.opening < segment.opening:
+    if head is None or head.epoch < segment.epoch:
         return None
     is_possible = head.payload_bytes <= PAYLOAD_BYTES_MAX and segment.fitting([head.payload_bytes])
     return head if is_possible else None

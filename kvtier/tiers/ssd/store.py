@@ -46,17 +46,14 @@ from kvtier.tiers.base import (
     WriteReport,
 )
 from kvtier.tiers.check import seconds_left
-from kvtier.tiers.ssd.age import AgeLimit
 from kvtier.tiers.ssd.append import Appender
-from kvtier.tiers.ssd.budget import WriteBudget
+from kvtier.tiers.ssd.damage import Quarantine
+from kvtier.tiers.ssd.directory import DirectoryLock, check_directory
 from kvtier.tiers.ssd.disk import DirectIO, Disk, new_staging
 from kvtier.tiers.ssd.fetch import Fetcher, locate, runs_of
-from kvtier.tiers.ssd.lock import DirectoryLock
 from kvtier.tiers.ssd.options import Durability, SsdOptions, check_sizes
 from kvtier.tiers.ssd.pool import METADATA_BYTES, SegmentPool
-from kvtier.tiers.ssd.presence import check_presence
 from kvtier.tiers.ssd.purge import purge_all, purge_selected, remove_blocks
-from kvtier.tiers.ssd.quarantine import Quarantine
 from kvtier.tiers.ssd.reclaim import Reclaimer
 from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.recovery import recover
@@ -68,9 +65,8 @@ from kvtier.tiers.ssd.segment import (
     footer_bytes,
     written_since,
 )
-from kvtier.tiers.ssd.victim import ReadOrder
-from kvtier.tiers.ssd.volume import Volume
-from kvtier.tiers.ssd.worth import WorthOrder
+from kvtier.tiers.ssd.store_limits import AgeLimit, Volume, WriteBudget
+from kvtier.tiers.ssd.victim import ReadOrder, ValueOrder
 
 __all__ = ["SCRATCH_NAME", "SsdTier"]
 
@@ -189,7 +185,7 @@ class SsdTier:
         probe that finds this raises TierError, and the next one does not.
         """
         with self._writing(deadline_ns):
-            check_presence(self._pool, self._directory_lock)
+            check_directory(self._pool, self._directory_lock)
             self._pool.volume.takes_writes()  # checked here in case nobody writes
 
     @contextlib.contextmanager
@@ -442,7 +438,7 @@ def _new_pool(
     order = (
         ReadOrder(segment_bytes)
         if options.worth is None
-        else WorthOrder(segment_bytes, options.worth, options.now_s)
+        else ValueOrder(segment_bytes, options.worth, options.now_s)
     )
     return SegmentPool(
         disk, capacity_bytes, segment_bytes, volume=volume, budget=budget, order=order

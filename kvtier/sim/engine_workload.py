@@ -1,0 +1,312 @@
+"""What a simulated engine does all day: announces, looks up, loads, copies, stores and reports.
+
+Sometimes it fails to, sometimes it does not follow the plan it was given, and what it reports may
+be nonsense.
+
+Each job is a generator that yields how long to wait, in nanoseconds, so that any number of jobs
+interleave in any order under one seed.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.residency import TierName
+from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.errors import DaemonUnavailable
+from kvtier.node import action as ac
+from kvtier.sim.world import MS, TENANTS, World
+from kvtier.testing.fake_engine import Blocks, FakeEngine, FakeLoad
+
+__all__ = ["EngineWorkload", "Fleet", "Job", "WorkloadTally"]
+
+
+Job = Generator[int, None, None]
+"""Yields how long to wait before it is resumed."""
+
+_DOCUMENTS = 2
+_PROMPT_BLOCKS_MAX = 14
+
+_RECENT_PROMPTS = 4
+"""Of which one may go on: what was stored a moment ago is most likely still there."""
+
+
+@dataclass(slots=True)
+class WorkloadTally:
+    """What came of a run, so that one can see that it got anywhere."""
+
+    served: dict[str, int] = field(default_factory=dict)
+    """Blocks accepted, by tier."""
+    ends: dict[str, int] = field(default_factory=dict)
+    """Loads, by why they ended."""
+    plans: dict[str, int] = field(default_factory=dict)
+    """Plans, by their reason."""
+
+    def count(self, load: FakeLoad) -> None:
+        """Add one load."""
+        for tier in load.accepted:
+            self.served[tier] = self.served.get(tier, 0) + 1
+        end = load.end or "given_up"
+        self.ends[end] = self.ends.get(end, 0) + 1
+
+    def count_plan(self, plan: RestorePlan) -> None:
+        """Add one plan."""
+        self.plans[plan.reason] = self.plans.get(plan.reason, 0) + 1
+
+
+class EngineWorkload:
+    """One engine and its habits."""
+
+    def __init__(self, engine: FakeEngine, world: World, tally: WorkloadTally) -> None:
+        self.engine = engine
+        self._draw = world.draw
+        self._weather = world.fault_profile
+        self._tally = tally
+        self._num_requests = 0
+        self._recent: deque[tuple[list[int], bytes]] = deque(maxlen=_RECENT_PROMPTS)
+        """Prompts of late, as numbers of their blocks, and whose they were."""
+        self._token_s = world.draw.choice((1e-6, 1e-4, 1e-4, 1e-3))
+        """What its engine takes for a token."""
+        self._restored_lag = world.draw.choice((1.0, 1.0, 30.0))
+        """How much longer first tokens take than they should where blocks were restored."""
+        self._over: list[str] = []
+        """Requests that ended, and of which the node is still to be told."""
+
+    def prompt(self) -> Blocks:
+        """Return a chain that begins like others: the next turn of one, or some of a document."""
+        draw = self._draw
+        if self._recent and self._happens(0.6):
+            numbers, tenant = draw.choice(self._recent)
+            numbers = [*numbers, *(draw.randrange(100_000, 100_020) for _ in range(2))]
+            return self._begin(numbers[:_PROMPT_BLOCKS_MAX], tenant)
+        document = draw.randrange(_DOCUMENTS)
+        shared = draw.randint(1, _PROMPT_BLOCKS_MAX)
+        own = draw.choice((0, 0, 1, 3))
+        numbers = [1000 * document + place for place in range(shared)]
+        numbers += [draw.randrange(100_000, 100_020) for _ in range(own)]
+        return self._begin(numbers, draw.choice((*TENANTS, TENANTS[0])))
+
+    def _begin(self, numbers: list[int], tenant: bytes) -> Blocks:
+        self._recent.append((numbers, tenant))
+        return self.engine.chain(numbers, tenant)
+
+    def work(self) -> Job:
+        """Serve one prompt after the other until the daemon is gone."""
+        while True:
+            yield self._draw.randint(1, 30) * MS
+            try:
+                yield from self._serve(self.prompt())
+            except DaemonUnavailable:
+                return
+
+    def _serve(self, blocks: Blocks) -> Job:
+        draw, traits = self._draw, self._traits(blocks)
+        if self._happens(0.3):
+            first = draw.choice((0, 0, 0, len(blocks)))
+            self.engine.announce(blocks, traits, first, over=self._over)
+            self._over.clear()
+            yield draw.randint(0, 60) * MS
+            if first or self._happens(0.1):
+                return  # its own tier has it all, or it was given up before its turn
+        within_ns = draw.randint(10, 200) * MS
+        load = EngineLoad(draw.choice((0, 0, 500, 10**6)), draw.randint(0, 8))
+        call = self.engine.lookup(blocks, within_ns=within_ns, traits=traits, load=load)
+        while call not in self.engine.harness.answers:
+            yield from self._wait()
+        found = self.engine.answer(call)
+        assert isinstance(found, ac.LookupResult), found
+        assert found.plan is not None
+        self._tally.count_plan(found.plan)
+        num_loaded, tiers = yield from self._load(blocks, found, found.plan)
+        yield draw.randint(0, 10) * MS
+        yield from self._store(blocks, num_loaded, traits)
+        if self._happens(0.5):
+            self._report(found.plan, tiers)
+
+    def _load(
+        self, blocks: Blocks, found: ac.LookupResult, plan: RestorePlan
+    ) -> Generator[int, None, tuple[int, list[TierName]]]:
+        """Restore as planned, or otherwise; returns how many leading blocks there are, and whence.
+
+        What came from the back is of use only with what is computed before it.
+        """
+        draw = self._draw
+        num_wanted = len(blocks) if self._happens(0.3) else plan.num_blocks
+        if not found.num_blocks:
+            num_wanted = 0
+        if not num_wanted:
+            return 0, []
+        first = draw.choice((0, 0, 0, num_wanted // 2))
+        from_back = plan.is_split or self._happens(0.2)
+        load = self.engine.load(
+            blocks[:num_wanted],
+            first,
+            within_ns=draw.randint(5, 300) * MS,
+            decision=draw.choice((plan.decision, plan.decision, 0, 1)),
+            from_back=from_back,
+        )
+        yield from self._take(load)
+        self._tally.count(load)
+        num_loaded = first + len(load.accepted)
+        if from_back and num_loaded < num_wanted:
+            num_loaded = first
+        return num_loaded, load.accepted
+
+    def _take(self, load: FakeLoad) -> Job:
+        while not load.end:
+            for _ in load.steps():
+                yield from self._pause()
+            if self._happens(self._weather.forget / 4):
+                break
+            if not load.end:
+                yield from self._wait()
+        if not self._happens(self._weather.forget):
+            load.release()
+
+    def _store(self, blocks: Blocks, first: int, traits: Traits) -> Job:
+        num_prompt_blocks = self._draw.choice((-1, self._draw.randint(0, len(blocks))))
+        granted = self.engine.prepare(
+            blocks, first, traits=traits, num_prompt_blocks=num_prompt_blocks
+        )
+        if traits.request_id:
+            self._over.append(traits.request_id)
+        if not granted.lease:
+            return
+        checksums: list[bytes] = []
+        for checksum in self.engine.copy(granted, blocks):
+            checksums += [checksum] if checksum else []
+            yield from self._pause()
+            if self._happens(self._weather.forget / 8):
+                break
+        if not self._happens(self._weather.forget / 4):
+            self.engine.complete(granted, checksums)
+
+    # What it says
+
+    def _traits(self, blocks: Blocks) -> Traits:
+        """Return what this request says of itself: nothing, or a little of everything."""
+        draw = self._draw
+        if self._happens(0.3):
+            return NO_TRAITS
+        self._num_requests += 1
+        limits = (*[None] * 20, 0, draw.randint(1, 64 * len(blocks)))
+        return Traits(
+            request_id=f"{self.engine.name}.{self._num_requests}",
+            num_tokens=64 * len(blocks) + draw.randrange(64),
+            kind=draw.choice(("", "chat", "agent")),
+            continues=draw.choice((None, 0.0, 0.5, 1.0)),
+            gap_s=draw.choice((None, 1.0, 600.0)),
+            priority=draw.choice((0, 0, 0, 1, 3)),
+            ttl_s=draw.choice((None, None, 0.1, 60.0)),
+            max_offload_tokens=draw.choice(limits),
+            max_load_tokens=draw.choice(limits),
+        )
+
+    def _report(self, plan: RestorePlan, tiers: list[TierName]) -> None:
+        """Say what steps took and what came of a plan, truly or not."""
+        draw = self._draw
+        num_tokens = draw.randint(1, 512)
+        seconds = num_tokens * self._token_s * draw.choice((0.9, 1.0, 1.1, 5.0))
+        restored = tuple(Counter(tiers).items())
+        steps = [StepSample(num_tokens, 0, num_tokens**2 / 2, 0, seconds)]
+        ttft_s = (seconds + 0.01) * (self._restored_lag if tiers else 1.0)
+        outcomes = [PlanOutcome(plan.decision, restored, 0.01, num_tokens, seconds, 0.0, ttft_s)]
+        if self._happens(self._weather.lie):
+            wrong = draw.choice((math.nan, math.inf, -1.0, 0.0, 1e-300, 1e12))
+            steps.append(StepSample(num_tokens, 0, draw.choice((wrong, 1.0)), 0, wrong))
+            number = draw.choice((plan.decision, plan.decision + 1, -1, 10**12))
+            restored = ((TierName.SSD, draw.choice((-1, 10**9))),)
+            outcomes.insert(
+                draw.randrange(2), PlanOutcome(number, restored, wrong, -1, wrong, wrong, wrong)
+            )
+        self.engine.measured(steps, outcomes)
+
+    def _pause(self) -> Iterator[int]:
+        if self._happens(self._weather.dawdle):
+            yield self._draw.randint(20, 800) * MS
+        elif self._happens(0.3):
+            yield self._draw.randint(0, 3) * MS
+
+    def _wait(self) -> Iterator[int]:
+        """Wait for the node; raises DaemonUnavailable if it is gone."""
+        yield MS
+        if self.engine.harness.is_down:
+            raise DaemonUnavailable("the connection broke")
+
+    def _happens(self, chance: float) -> bool:
+        return self._draw.random() < chance
+
+
+_JOBS_PER_ENGINE = 2
+
+
+class Fleet:
+    """Engines of three block sizes, two of them alike; the largest fills most of a slab."""
+
+    def __init__(self, world: World, tally: WorkloadTally) -> None:
+        self._world = world
+        engines = [
+            FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
+            FakeEngine("b", key_space=b"key space no. 1.", payload_bytes=3000),
+            FakeEngine("c", key_space=b"key space no. 2.", payload_bytes=9000),
+            FakeEngine("d", key_space=b"key space no. 3.", payload_bytes=30_000),
+        ]
+        engines = engines[: world.draw.choice((3, 3, 4))]
+        for engine in engines:
+            engine.can_split = world.draw.random() < 0.5
+        self.workloads = [EngineWorkload(engine, world, tally) for engine in engines]
+        self._lives = dict.fromkeys((engine.name for engine in engines), 0)
+
+    def start(self) -> None:
+        """Let every engine begin its first life."""
+        for workload in self.workloads:
+            self._world.at(0, partial(self._begin, workload))
+
+    def kill(self, workload: EngineWorkload) -> None:
+        """Let an engine die in the middle of whatever it does; a new one comes soon."""
+        engine = workload.engine
+        if not self._is_lost(engine):
+            self._lives[engine.name] += 1
+            engine.die()
+            self._world.at(self._world.draw.randint(1, 100) * MS, lambda: self._begin(workload))
+
+    def end(self) -> None:
+        """Let all engines die for good."""
+        for workload in self.workloads:
+            if not self._is_lost(workload.engine):
+                workload.engine.die()
+
+    def obey(self, order: ac.EmptyEngineTier) -> None:
+        """Have the engine that an order is for empty its own tier."""
+        for workload in self.workloads:
+            engine = workload.engine
+            if engine.session == order.session and not self._is_lost(engine):
+                engine.report(order.order, 3)
+
+    def _begin(self, workload: EngineWorkload) -> None:
+        if not self._world.is_open:
+            return
+        engine = workload.engine
+        engine.attach(self._world.harness)
+        self._lives[engine.name] += 1
+        for _ in range(_JOBS_PER_ENGINE):
+            self._resume(workload, workload.work(), self._lives[engine.name])
+
+    def _resume(self, workload: EngineWorkload, job: Job, life: int) -> None:
+        world = self._world
+        if life != self._lives[workload.engine.name] or not world.is_open:
+            job.close()
+            return
+        delay_ns = next(job, None)
+        if delay_ns is None:  # the daemon is gone: attach again
+            self._lives[workload.engine.name] += 1
+            world.at(world.draw.randint(1, 50) * MS, lambda: self._begin(workload))
+            return
+        world.at(delay_ns, lambda: self._resume(workload, job, life))
+
+    def _is_lost(self, engine: FakeEngine) -> bool:
+        return not engine.session or engine.harness is not self._world.harness

@@ -1,0 +1,234 @@
+"""An SSD tier without bytes: which blocks it has, and which go when it is full."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.config import Config
+from kvtier.core.fate import Fate
+from kvtier.core.identity import BlockHash
+from kvtier.core.layout import KVLayout
+from kvtier.core.residency import TierName
+from kvtier.core.reuse.history import History
+from kvtier.core.slots import slot_bytes
+from kvtier.daemon.policies import Policies, policies, ssd_eviction
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.action import TransferBlock
+from kvtier.node.node import Node, NodeSettings
+from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS
+from kvtier.sim.replay.setup import ReplaySetup, config_of
+from kvtier.tiers.base import MissReason, WriteOutcome
+
+__all__ = ["NodeAdapter", "SsdModel", "TransferTimer", "completion"]
+
+
+class SsdModel:
+    """Keeps ``num_blocks`` blocks: those worth most where there is a history, else by age of use.
+
+    By age, a parent is younger than its child as long as ``touch`` is told of each use.
+    """
+
+    def __init__(self, num_blocks: int, history: History | None) -> None:
+        self._num_blocks = num_blocks
+        self._history = history
+        self._blocks: dict[BlockHash, int] = {}
+        """With the size of each, oldest use first."""
+        self.num_written = 0
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def touch(self, chain: Sequence[BlockHash]) -> None:
+        """Note one use of a chain."""
+        for block in reversed(chain):
+            size = self._blocks.pop(block, None)
+            if size is not None:
+                self._blocks[block] = size
+
+    def read(self, blocks: Sequence[TransferBlock]) -> tuple[bytes | MissReason, ...]:
+        """Return a checksum for each block that is here."""
+        here = [block.header.block_hash in self._blocks for block in blocks]
+        self.num_read += sum(here)
+        return tuple(bytes(16) if is_here else MissReason.ABSENT for is_here in here)
+
+    def write(self, blocks: Sequence[TransferBlock]) -> tuple[tuple[WriteOutcome, ...], bytes]:
+        """Keep blocks; returns what became of each, and the hashes of those that had to go."""
+        named = {block.header.block_hash for block in blocks}
+        for block in blocks:
+            self._blocks.pop(block.header.block_hash, None)
+            self._blocks[block.header.block_hash] = block.header.payload_bytes
+        self.num_written += len(blocks)
+        evicted: list[BlockHash] = []
+        num_over = len(self._blocks) - self._num_blocks
+        if num_over > 0:
+            evicted = self._victims(blocks[0].header.payload_bytes, named, num_over)
+            for victim in evicted:
+                del self._blocks[victim]
+        return (WriteOutcome.STORED,) * len(blocks), b"".join(evicted)
+
+    def _victims(self, size: int, named: set[BlockHash], count: int) -> list[BlockHash]:
+        """Return those that have to go: the least worth, without what is being written now."""
+        history = self._history
+        if history is None:
+            order = iter(block for block in self._blocks if block not in named)
+            return [*islice(order, count)]
+        found: list[BlockHash] = []
+        for each in history.orders.victims(TierName.SSD, size, named.__contains__):
+            found.append(BlockHash(each))
+            # So that its parent may be the next; the node says it once more, which changes nothing.
+            history.leave(TierName.SSD, [each], Fate.EVICTED)
+            if len(found) == count:
+                break
+        return found
+
+
+_SPACE = b"a replayed trace"
+
+
+class TransferTimer(Protocol):
+    """Decides when a transfer has an effect, and when its end is told."""
+
+    def schedule(self, work: ac.Read | ac.Write, adapter: "NodeAdapter") -> None:
+        """Have ``adapter.finish(work)`` called, now or later."""
+
+
+class NodeAdapter:
+    """A node under replay: ``ask`` for calls answered at once, ``listen`` for loads."""
+
+    def __init__(
+        self, setup: ReplaySetup, block_tokens: int, timer: TransferTimer, clock: Callable[[], int]
+    ) -> None:
+        config = config_of(setup)
+        self.policies = policies(config)
+        self.block_bytes = setup.machine.token_bytes * block_tokens
+        self.busy_s = 0.0
+        """What the node took to react, in real seconds: run it alone to have them right."""
+        self.decisions_s: list[float] = []
+        """Of these for each lookup, which is where it decides."""
+        self._clock = clock
+        self._timer = timer
+        self._block_tokens = block_tokens
+        self._num_calls = 0
+        self._answers: dict[int, ac.Answer] = {}
+        self._listeners: dict[int, Callable[[ac.LoadUpdate], None]] = {}
+        self._waiting: deque[ac.Action] = deque()
+        self._is_sorting = False
+        is_by_age = ssd_eviction(config) == "lru"
+        self.ssd = SsdModel(setup.ssd_blocks, None if is_by_age else self.policies.history)
+        self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+        self.node = _node(setup, config, self.policies, self.block_bytes, self.metrics)
+        self.post(ev.SlabsReserved(1))
+
+    def register(self, name: str) -> str:
+        """Attach an engine, and return its session."""
+        layout = KVLayout("paged", 1, self._block_tokens, self.block_bytes, "bfloat16", "replay")
+        registered = self.ask(
+            lambda call: ev.Register(call, name, _SPACE, layout, name, "shm", 1, can_split=True)
+        )
+        assert isinstance(registered, ac.Registered), registered
+        return registered.session
+
+    def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
+        """Make a call that is answered at once."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.post(make(number))
+        return self._answers.pop(number)
+
+    def listen(self, load: ev.Load, listener: Callable[[ac.LoadUpdate], None]) -> ac.Answer:
+        """Make a call that is answered bit by bit; returns its refusal, if it is refused."""
+        self._num_calls += 1
+        number = self._num_calls
+        self._listeners[number] = listener
+        self.post(replace(load, call=number))
+        return self._answers.pop(number, None)
+
+    def post(self, event: ev.Event) -> None:
+        """Let the node take an event in, and see to what it wants."""
+        began_s = time.thread_time()
+        actions = self.node.handle(event, self._clock())
+        seconds = time.thread_time() - began_s
+        self.busy_s += seconds
+        if isinstance(event, ev.Lookup):
+            self.decisions_s.append(seconds)
+        self._waiting.extend(actions)
+        if self._is_sorting:
+            return  # whoever called us goes on with these
+        self._is_sorting = True
+        try:
+            while self._waiting:
+                self._sort(self._waiting.popleft())
+        finally:
+            self._is_sorting = False
+
+    def gate_counts(self) -> tuple[int, int]:
+        """Return how many blocks the SSD's gate has judged so far, and how many it let through."""
+        gate = self.policies.admission.gates.get(TierName.SSD)
+        return (gate.num_offered, gate.num_taken) if gate is not None else (0, 0)
+
+    def finish(self, work: ac.Read | ac.Write, seconds: float) -> None:
+        """Let a transfer take effect, and tell the node."""
+        self.post(completion(work, self.ssd, seconds))
+
+    def _sort(self, action: ac.Action) -> None:
+        match action:
+            case ac.CallReply():
+                self._answers[action.call] = action.answer
+            case ac.LoadUpdate():
+                listener = self._listeners[action.call]
+                if action.end:
+                    del self._listeners[action.call]
+                listener(action)
+            case ac.Read() | ac.Write():
+                self._timer.schedule(action, self)
+            case _:
+                raise AssertionError(f"nobody here does {action}")
+
+
+def completion(work: ac.Read | ac.Write, ssd: SsdModel, seconds: float) -> ev.Event:
+    """Do a transfer, and return what the node is told."""
+    if isinstance(work, ac.Read):
+        return ev.ReadDone(work.transfer, ssd.read(work.blocks), seconds)
+    outcomes, evicted = ssd.write(work.blocks)
+    return ev.WriteDone(work.transfer, outcomes, evicted, seconds)
+
+
+def _node(
+    setup: ReplaySetup, config: Config, chosen: Policies, block_bytes: int, metrics: Metrics
+) -> Node:
+    """Return a node whose arena has room for exactly so many blocks, in one slab."""
+    tiers = (
+        SlowTier(
+            TierName.SSD,
+            config.ssd.io_threads,
+            config.ssd.deadline_ns,
+            queue_bytes_max=slot_bytes(block_bytes) * setup.cpu_blocks,
+            write=WriteMode(config.ssd.write),
+            flush_after_ns=config.ssd.flush_after_ns,
+        ),
+    )
+    return Node(
+        NodeSettings(
+            boot="replay",
+            num_slabs=1,
+            slab_bytes=slot_bytes(block_bytes) * setup.cpu_blocks,
+            lease_ns=config.daemon.lease_ns,
+            pin_share=config.policy.pin_share,
+            tiers=tiers if setup.ssd_blocks else (),
+        ),
+        chosen.eviction,
+        chosen.admission,
+        metrics,
+        history=chosen.history,
+        planner=chosen.planner,
+        depth=chosen.depth,
+    )

@@ -1,0 +1,215 @@
+"""What came of each request of a replay, and of all of them together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.core.residency import TierName
+from kvtier.observe.table import EVICTED_BLOCKS
+from kvtier.sim.replay.node_adapter import NodeAdapter
+from kvtier.sim.replay.setup import ReplaySetup
+
+__all__ = ["Distribution", "ReplayRun", "RequestResult", "TraceSummary"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """One request."""
+
+    at_ns: int
+    num_tokens: int
+    hit_tokens: Mapping[TierName, int]
+    """Tokens that were not computed, by the tier they came from."""
+    ttft_s: float
+    cold_s: float
+    """Its time to first token without any cache."""
+    reason: str = ""
+    """Why so much was restored, as the plan says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A distribution of seconds."""
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Distribution":
+        """Return what is said of a number of times."""
+        if not len(seconds):
+            return cls(0.0, 0.0, 0.0, 0.0)
+        p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist()
+        return cls(float(np.mean(seconds)), p50, p90, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A part of a trace, its second half for example, in sums."""
+
+    num_requests: int
+    num_tokens: int
+    hit_tokens: Mapping[TierName, int]
+    ttft: Distribution
+    cold: Distribution
+    saved_s: float
+    """Seconds of TTFT that were saved, all requests together; negative where it got slower."""
+    cold_s: float
+
+    @classmethod
+    def of(cls, records: Sequence[RequestResult]) -> "TraceSummary":
+        """Sum up."""
+        hits = {tier: sum(r.hit_tokens.get(tier, 0) for r in records) for tier in _TIERS}
+        ttft, cold = [r.ttft_s for r in records], [r.cold_s for r in records]
+        return cls(
+            num_requests=len(records),
+            num_tokens=sum(r.num_tokens for r in records),
+            hit_tokens=hits,
+            ttft=Distribution.of(ttft),
+            cold=Distribution.of(cold),
+            saved_s=sum(cold) - sum(ttft),
+            cold_s=sum(cold),
+        )
+
+    def ratio(self, tiers: Iterable[TierName] | None = None) -> float:
+        """Return the share of the prompts' tokens that came from tiers, or from any."""
+        named = _TIERS if tiers is None else tiers
+        return sum(self.hit_tokens[tier] for tier in named) / max(1, self.num_tokens)
+
+    @property
+    def saved_share(self) -> float:
+        """Return the share of the seconds that was saved."""
+        return self.saved_s / self.cold_s if self.cold_s else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "requests": self.num_requests,
+            "tokens": self.num_tokens,
+            "hit_tokens": {str(tier): count for tier, count in self.hit_tokens.items()},
+            "hit_ratio": round(self.ratio(), 5),
+            "ttft_s": _document(self.ttft),
+            "ttft_without_s": _document(self.cold),
+            "saved_s": round(self.saved_s, 3),
+            "saved_share": round(self.saved_share, 5),
+        }
+
+
+_TIERS = (TierName.CPU, TierName.SSD)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRun:
+    """A whole replay; made of plain values, so that it can come from another process."""
+
+    policy: str
+    cpu_blocks: int
+    ssd_blocks: int
+    whole: TraceSummary
+    second_half: TraceSummary
+    """By time, not by number."""
+    written_blocks: int
+    read_blocks: int
+    gate_shares: tuple[float, float]
+    """Of what left the CPU tier, the share that was written, in each half of the time."""
+    evicted_blocks: Mapping[str, int]
+    decision: Distribution
+    """Real seconds that the node takes for a lookup."""
+    decision_p999_s: float
+    node_s: float
+    """And for all that a request brings with it, in the mean."""
+    reasons: Mapping[str, int]
+    ttft_curve: Sequence[float]
+    """Hundred quantiles of TTFT."""
+    cold_curve: Sequence[float]
+
+    @classmethod
+    def of(
+        cls,
+        setup: ReplaySetup,
+        records: Sequence[RequestResult],
+        adapter: NodeAdapter,
+        half: tuple[int, int],
+    ) -> "ReplayRun":
+        """Sum up what a desk and its records tell; ``half``: the gate's counts at half time."""
+        half_ns = records[-1].at_ns / 2
+        decisions = adapter.decisions_s or [0.0]
+        reasons: dict[str, int] = {}
+        for record in records:
+            if record.reason:
+                reasons[record.reason] = reasons.get(record.reason, 0) + 1
+        return cls(
+            policy=setup.policy,
+            cpu_blocks=setup.cpu_blocks,
+            ssd_blocks=setup.ssd_blocks,
+            whole=TraceSummary.of(records),
+            second_half=TraceSummary.of([r for r in records if r.at_ns >= half_ns]),
+            written_blocks=adapter.ssd.num_written,
+            read_blocks=adapter.ssd.num_read,
+            gate_shares=_shares(half, adapter.gate_counts()),
+            evicted_blocks=_evictions(adapter),
+            decision=Distribution.of(decisions),
+            decision_p999_s=float(np.quantile(decisions, 0.999)),
+            node_s=adapter.busy_s / len(records),
+            reasons=dict(sorted(reasons.items())),
+            ttft_curve=_curve([r.ttft_s for r in records]),
+            cold_curve=_curve([r.cold_s for r in records]),
+        )
+
+    @property
+    def written_per_read(self) -> float | None:
+        """Return the blocks written for each one read back; None where none was read."""
+        return self.written_blocks / self.read_blocks if self.read_blocks else None
+
+    def document(self) -> dict[str, Any]:
+        """Return it for JSON. ``decision_s`` and ``node_s`` are measured, all else repeats."""
+        ratio = self.written_per_read
+        return {
+            "policy": self.policy,
+            "cpu_blocks": self.cpu_blocks,
+            "ssd_blocks": self.ssd_blocks,
+            "whole": self.whole.document(),
+            "second_half": self.second_half.document(),
+            "written_blocks": self.written_blocks,
+            "read_blocks": self.read_blocks,
+            "written_per_read": None if ratio is None else round(ratio, 4),
+            "gate_shares": [round(share, 4) for share in self.gate_shares],
+            "evicted_blocks": dict(self.evicted_blocks),
+            "reasons": dict(self.reasons),
+            "decision_s": _document(self.decision) | {"p999": round(self.decision_p999_s, 6)},
+            "node_s": round(self.node_s, 6),
+        }
+
+
+def _document(times: Distribution) -> dict[str, float]:
+    return {
+        "mean": round(times.mean_s, 6),
+        "p50": round(times.p50_s, 6),
+        "p90": round(times.p90_s, 6),
+        "p99": round(times.p99_s, 6),
+    }
+
+
+def _curve(seconds: Sequence[float]) -> list[float]:
+    points = np.linspace(0, 1, 101)
+    return [round(each, 6) for each in np.quantile(seconds, points).tolist()]
+
+
+def _shares(half: tuple[int, int], whole: tuple[int, int]) -> tuple[float, float]:
+    late = (whole[0] - half[0], whole[1] - half[1])
+    first, second = (taken / max(1, offered) for offered, taken in (half, late))
+    return first, second
+
+
+def _evictions(adapter: NodeAdapter) -> dict[str, int]:
+    """Return how many blocks each tier has let go to make room."""
+    found: dict[str, int] = {}
+    for tier in _TIERS:
+        labels = {"tier": str(tier), "reason": "capacity"}
+        value = adapter.metrics.registry.get_sample_value(EVICTED_BLOCKS.name, labels)
+        found[str(tier)] = int(value or 0)
+    return found

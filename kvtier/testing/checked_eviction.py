@@ -1,0 +1,57 @@
+"""Looks over an eviction's shoulder: no block is to be proposed while a child of it could go."""
+
+from collections.abc import Generator
+
+from kvtier.core.eviction import Eviction
+from kvtier.core.index import BlockIndex
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.core.table import Rows
+
+__all__ = ["CheckedEviction"]
+
+
+class CheckedEviction:
+    """An ``Eviction`` that does what another does, and raises AssertionError where it is wrong.
+
+    A child that is pinned, kept, written, spared or of another size cannot go: its parent may.
+    """
+
+    def __init__(self, inner: Eviction) -> None:
+        self._inner = inner
+
+    def touch(self, index: BlockIndex, rows: Rows) -> int:
+        """Leave it to the other."""
+        return self._inner.touch(index, rows)
+
+    def offer(self, index: BlockIndex, row: int) -> None:
+        """Leave it to the other."""
+        self._inner.offer(index, row)
+
+    def victims(
+        self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
+    ) -> Generator[int, None, None]:
+        """Yield what the other does, and look at each."""
+        proposed: set[int] = set()
+        inner = self._inner.victims(index, slots, size, before)
+        try:
+            for row in inner:
+                proposed.add(row)
+                stay = _free_children(index, row, size, before)
+                assert proposed.issuperset(stay), "a block is to go before its child"
+                yield row
+        finally:
+            inner.close()
+
+    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+        """Leave it to the other: it may be out of date by the time they go."""
+        return self._inner.coming(index, slots, size, count)
+
+
+def _free_children(index: BlockIndex, row: int, size: int, before: int | None) -> list[int]:
+    """Return the children of a block that could go just now."""
+    rows = index.in_state(TierName.CPU, Residency.READY)
+    rows = rows[index.evictable(rows) & (index.parent_rows(rows) == row)]
+    if before is not None:
+        rows = rows[index.stamp[rows] < before]
+    return [child for child in rows.tolist() if slot_bytes(int(index.payload_bytes[child])) == size]

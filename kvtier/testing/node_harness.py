@@ -1,0 +1,352 @@
+"""FakeClock: time that passes when a test says so."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.core.admission import Admission, AdmitEverything
+from kvtier.core.eviction import Eviction, LeafLru
+from kvtier.core.identity import BlockHeader
+from kvtier.core.planner import Planner
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History
+from kvtier.core.table import as_keys
+from kvtier.errors import DaemonUnavailable, TierError
+from kvtier.node import action as ac
+from kvtier.node import event as ev
+from kvtier.node.invariants import check, check_books, check_memory
+from kvtier.node.node import Node, NodeSettings
+from kvtier.node.transfer import Duty, SlowTier, WriteMode
+from kvtier.observe.metrics import Metrics
+from kvtier.observe.table import DAEMON_METRICS, REFUSED_SAMPLES
+from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, WriteOutcome
+
+__all__ = ["FakeClock", "HarnessSettings", "NodeHarness", "Work"]
+
+
+class FakeClock:
+    """A monotonic clock in nanoseconds; call it where ``time.monotonic_ns`` would be called."""
+
+    def __init__(self, now_ns: int = 1_000_000_000) -> None:
+        self.now_ns = now_ns
+
+    def __call__(self) -> int:
+        """Return the time."""
+        return self.now_ns
+
+    def advance(self, elapsed_ns: int) -> int:
+        """Let time pass and return what it is then."""
+        assert elapsed_ns >= 0, "time does not run backwards"
+        self.now_ns += elapsed_ns
+        return self.now_ns
+
+
+Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.EmptyEngineTier
+
+_EVENTS_A_LOOK = 16
+"""The history is looked through each so many events, and when all is at rest: it takes longer."""
+
+_NEVER_NS = 1 << 62
+"""Deadline for the tiers, which look at the real clock; on a stage nobody's patience ends there."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessSettings:
+    """A small arena and short times: every bound is met within a few hundred events."""
+
+    num_slabs: int = 4
+    slab_bytes: int = 32_768
+    lease_ns: int = 500_000_000
+    transfer_deadline_ns: int = 100_000_000
+    num_workers: int = 2
+    queue_bytes_max: int = 1 << 30
+    min_tokens: int = 0
+    write: Mapping[TierName, WriteMode] = field(default_factory=dict)
+    """When blocks are written to a tier; as soon as they are stored where nothing is said."""
+    flush_after_ns: int = 0
+    pin_share: float = 0.0
+
+
+class NodeHarness:
+    """See the module. ``tiers`` may outlive the stage, as disks outlive daemons."""
+
+    def __init__(  # noqa: PLR0913  # what a node takes, and its clock; each has a default
+        self,
+        tiers: Mapping[TierName, Tier] | None = None,
+        settings: HarnessSettings | None = None,
+        *,
+        clock: FakeClock | None = None,
+        boot: str = "boot",
+        eviction: Eviction | None = None,
+        admission: Admission | None = None,
+        history: History | None = None,
+        planner: Planner | None = None,
+        depth: DepthCurves | None = None,
+    ) -> None:
+        self.tiers = dict(tiers or {})
+        self.clock = clock or FakeClock()
+        self.settings = settings = settings or HarnessSettings()
+        self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
+        self.node = Node(
+            NodeSettings(
+                boot,
+                settings.num_slabs,
+                settings.slab_bytes,
+                settings.lease_ns,
+                _slow_tiers(self.tiers, settings),
+                settings.pin_share,
+            ),
+            eviction or LeafLru(),
+            admission or AdmitEverything(),
+            self.metrics,
+            history=history,
+            planner=planner,
+            depth=depth,
+        )
+        self.arena = memoryview(bytearray(settings.num_slabs * settings.slab_bytes))
+        self.waiting: list[Work] = []
+        self.answers: dict[int, ac.Answer] = {}
+        self.progress: dict[int, list[ac.LoadUpdate]] = defaultdict(list)
+        self.open_calls: dict[int, ev.Event] = {}
+        self.num_events = 0
+        self.is_checked = True
+        """Whether all invariants are checked after each event; off where thousands are to pass."""
+        self.is_down = False
+        """Set it to let the daemon die; the arena stays mapped by whoever mapped it."""
+        self._num_calls = 0
+        self._excused: set[int] = set()
+        """Calls whose answers may be late."""
+        self.post(ev.SlabsReserved(settings.num_slabs))
+
+    def recover(self, tiers: Mapping[TierName, Tier]) -> None:
+        """Tell the node what persistent tiers already hold, as the daemon does when it starts."""
+        for name, tier in tiers.items():
+            for headers in tier.headers():
+                self.post(ev.BlocksRecovered(name, headers))
+
+    def post(self, event: ev.Event) -> None:
+        """Let the node take an event in; its work waits, its answers are noted."""
+        call = getattr(event, "call", None)
+        if call is not None:
+            self.open_calls[call] = event
+        self.num_events += 1
+        lanes = self.node.transfers.lanes.values()
+        drained = [(lane, set(lane.writes)) for lane in lanes if lane.duty is not Duty.FULL]
+        for action in self.node.handle(event, self.clock()):
+            if isinstance(action, ac.CallReply | ac.LoadUpdate):
+                self._note(action)
+            else:
+                self._check_asked(action)
+                self.waiting.append(action)
+        for lane, queued in drained:
+            is_kept = lane.duty is Duty.FULL or lane.writes.keys() <= queued
+            assert is_kept, f"something new is written to {lane.tier.name}, which is drained"
+        if self.is_checked:
+            check(self.node)
+            if self.num_events % _EVENTS_A_LOOK == 0:
+                check_memory(self.node)
+        due_ns = self.node.next_deadline_ns()
+        is_at_rest = due_ns is None or due_ns > self.clock() or not isinstance(event, ev.Tick)
+        assert is_at_rest, "a node that is told the time and asks for it again never rests"
+
+    def call(self, make: Callable[[int], ev.Event]) -> int:
+        """Post a call and return its number. Raises DaemonUnavailable once the node is gone."""
+        if self.is_down:
+            raise DaemonUnavailable("the daemon has died")
+        self._num_calls += 1
+        self.post(make(self._num_calls))
+        return self._num_calls
+
+    def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
+        """Post a call that the node answers at once, and return the answer."""
+        return self.answers.pop(self.call(make))
+
+    def advance(self, elapsed_ns: int) -> None:
+        """Let time pass, waking the node whenever it asked for that."""
+        until_ns = self.clock() + elapsed_ns
+        while (due_ns := self.node.next_deadline_ns()) is not None and due_ns <= until_ns:
+            self.clock.now_ns = max(due_ns, self.clock())
+            self.post(ev.Tick())
+        self.clock.now_ns = until_ns
+
+    def carry_out(self, work: Work) -> None:
+        """Do one piece of waiting work, and tell the node."""
+        self.waiting.remove(work)
+        self.post(self.completion(work))
+
+    def settle(self) -> None:
+        """Carry out all work for tiers until there is none."""
+        while tier_work := [w for w in self.waiting if not isinstance(w, ac.EmptyEngineTier)]:
+            self.carry_out(tier_work[0])
+
+    def fail(self, work: Work) -> None:
+        """Let one piece of waiting work end in a fault, with nothing done."""
+        self.waiting.remove(work)
+        self.post(self.fault(work))
+
+    def completion(self, work: Work) -> ev.Event:
+        """Do a piece of work on tier and arena, and return what to tell the node."""
+        try:
+            match work:
+                case ac.Read():
+                    return self._read(work)
+                case ac.Write():
+                    return self._write(work)
+                case ac.Probe():
+                    present = self.tiers[work.tier].contains(work.hashes, _NEVER_NS)
+                    return ev.ProbeDone(work.probe, tuple(present))
+                case ac.Purge():
+                    removed = self.tiers[work.tier].purge(work.selection, _NEVER_NS)
+                    return ev.PurgeDone(work.tier, work.selection, removed)
+                case ac.EmptyEngineTier():
+                    raise AssertionError("an order is for an engine")
+        except TierError:
+            return self.fault(work)
+
+    @staticmethod
+    def fault(work: Work) -> ev.Event:
+        """Return the completion of a piece of work that could not be done."""
+        match work:
+            case ac.Read():
+                return ev.ReadDone(work.transfer, (), 0.0, fault="a fault was injected")
+            case ac.Write():
+                return ev.WriteDone(work.transfer, (), b"", 0.0, fault="a fault was injected")
+            case ac.Probe():
+                return ev.ProbeDone(work.probe, ())
+            case ac.Purge():
+                return ev.PurgeDone(
+                    work.tier, work.selection, Removed(), fault="a fault was injected"
+                )
+            case ac.EmptyEngineTier():
+                raise AssertionError("an order is for an engine")
+
+    def excuse(self) -> None:
+        """Allow the answers to calls that are open to be late: the clock is about to jump."""
+        self._excused.update(self.open_calls)
+
+    def check_idle(self, lost: Sequence[Work] = ()) -> None:
+        """Raise AssertionError unless nothing is pinned, leased, owed, queued or half done.
+
+        Of ``lost`` work the node was never told the end: it holds what that may still touch.
+        """
+        node = self.node
+        check_memory(node)
+        check_books(node)
+        assert not self.open_calls, f"calls without an answer: {self.open_calls}"
+        num_pins = sum(len(work.blocks) for work in lost if isinstance(work, ac.Write))
+        assert node.num_pins == num_pins, "pins are left"
+        assert node.num_leases == 0, "leases are left"
+        transfers = {work.transfer for work in lost if isinstance(work, ac.Read | ac.Write)}
+        for lane in node.transfers.lanes.values():
+            queued = [*lane.reads, *lane.writes, *lane.closed]
+            assert not queued, "queues are left"
+            assert lane.flights.keys() <= transfers, "transfers are left"
+            transfers -= lane.flights.keys()
+            is_purging = any(isinstance(work, ac.Purge) for work in lost)
+            assert is_purging or lane.purging is None, "a tier stays closed after a purge"
+        orphans = node.transfers.orphans.keys()
+        assert orphans <= transfers, "transfers of a tier that was taken off are left"
+        assert not transfers - orphans, "a transfer was forgotten though it never ended"
+        if not lost:
+            assert node.cache.slots.held_bytes == 0, "held slots are left"
+        assert node.next_deadline_ns() is None, "an idle node waits for nothing"
+        refused = self.metrics.registry.get_sample_value(REFUSED_SAMPLES.name)
+        assert refused == 0, "a sample fitted no series"
+
+    def _read(self, work: ac.Read) -> ev.Event:
+        reads = [
+            BlockRead(
+                block.header.block_hash,
+                block.header.key_space,
+                block.header.tenant,
+                block.header.payload_bytes,
+                self.view(block.offset, block.slot_bytes),
+            )
+            for block in work.blocks
+        ]
+        results = self.tiers[work.tier].read(reads, _NEVER_NS)
+        outcomes = tuple(r if isinstance(r, MissReason) else r.checksum for r in results)
+        return ev.ReadDone(work.transfer, outcomes, 0.001)
+
+    def _write(self, work: ac.Write) -> ev.Event:
+        writes = [
+            BlockWrite(b.header, self.view(b.offset, b.header.payload_bytes)) for b in work.blocks
+        ]
+        is_whole = [write.header.matches(write.payload) for write in writes]
+        whole = [write for write, ok in zip(writes, is_whole, strict=True) if ok]
+        report = self.tiers[work.tier].write(whole, _NEVER_NS)
+        stored = iter(report.outcomes)
+        outcomes: list[WriteOutcome | None] = [next(stored) if ok else None for ok in is_whole]
+        return ev.WriteDone(work.transfer, tuple(outcomes), b"".join(report.evicted), 0.001)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Return a part of the arena, writable."""
+        return self.arena[offset : offset + num_bytes]
+
+    def holds(self, header: BlockHeader, tier: TierName) -> bool:
+        """Tell whether the node would serve a block from a tier."""
+        row = int(self.node.cache.index.find(as_keys(header.block_hash))[0])
+        return row >= 0 and self.node.cache.state(row, tier) == Residency.READY
+
+    def _note(self, action: ac.CallReply | ac.LoadUpdate) -> None:
+        event = self.open_calls.get(action.call)
+        assert event is not None, f"call {action.call} was answered already: {action}"
+        deadline_ns = getattr(event, "deadline_ns", self.clock())
+        is_in_time = self.clock() <= deadline_ns or action.call in self._excused
+        assert is_in_time, f"an answer after its deadline: {event}"
+        if isinstance(action, ac.LoadUpdate):
+            self.progress[action.call].append(action)
+            if not action.end:
+                return
+        else:
+            self.answers[action.call] = action.answer
+            if isinstance(event, ev.Drop) and isinstance(action.answer, tuple):
+                self._check_drop(event, action.answer)
+        del self.open_calls[action.call]
+
+    def _check_asked(self, work: Work) -> None:
+        """Require that nothing is asked of a tier that is off."""
+        if not isinstance(work, ac.EmptyEngineTier):
+            duty = self.node.transfers.lanes[work.tier].duty
+            assert duty is not Duty.NONE, f"{work.tier} is off, and was asked for {work}"
+
+    def _check_drop(self, event: ev.Drop, answer: tuple[ac.TierDropped, ...]) -> None:
+        """Require that what was said to be dropped is gone, and cannot come by what is under way.
+
+        Nothing may come in before the answer, so at this very moment there is none.
+        """
+        index = self.node.cache.index
+        meant = index.selected(index.rows(), event.selection)
+        for dropped in answer:
+            if dropped.tier is TierName.GPU or dropped.error:
+                continue
+            is_there = index.residency(meant, dropped.tier) != Residency.ABSENT
+            if dropped.kept_blocks:
+                is_served = set(meant[is_there].tolist()) - self.node.cache.expelled
+                assert not is_served, f"what a drop had to keep is still served: {event}"
+                continue
+            assert not is_there.any(), f"blocks outlived a drop: {event}"
+            tier = self.tiers.get(dropped.tier)
+            if tier is not None and dropped.tier is not TierName.REMOTE:
+                spaces = [headers["space"] for headers in tier.headers()]
+                kept = any(event.selection.mask(each).any() for each in spaces)
+                assert not kept, f"the tier kept what was dropped: {event}"
+
+
+def _slow_tiers(names: Iterable[TierName], settings: HarnessSettings) -> tuple[SlowTier, ...]:
+    return tuple(
+        SlowTier(
+            name,
+            settings.num_workers,
+            settings.transfer_deadline_ns,
+            settings.queue_bytes_max,
+            settings.min_tokens,
+            transfer_bytes=0,  # blocks here are small, and transfers are to have eight
+            write=settings.write.get(name, WriteMode.STORE),
+            flush_after_ns=settings.flush_after_ns if name is TierName.SSD else 0,
+        )
+        for name in names
+    )

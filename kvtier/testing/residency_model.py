@@ -1,0 +1,37 @@
+"""What somebody who hears changes knows by them: a naive model of where blocks are."""
+
+import threading
+from collections.abc import Sequence
+
+from kvtier.core.change import Change
+from kvtier.core.identity import split_hashes
+from kvtier.core.residency import TierName
+
+__all__ = ["ResidencyModel"]
+
+
+class ResidencyModel:
+    """Takes changes, from any thread, as a client passes them on."""
+
+    def __init__(self) -> None:
+        self.num_starts = 0
+        """How often it was told to start again."""
+        self._lock = threading.Lock()
+        self._blocks: dict[TierName, set[bytes]] = {}
+
+    def __call__(self, changes: Sequence[Change]) -> None:
+        """Take changes in, in their order."""
+        with self._lock:
+            for change in changes:
+                if change.tier is None:
+                    self.num_starts += 1
+                    self._blocks.clear()
+                    continue
+                hashes = set(split_hashes(change.keys.tobytes()))
+                there = self._blocks.setdefault(change.tier, set())
+                self._blocks[change.tier] = there | hashes if change.is_there else there - hashes
+
+    def blocks(self, tier: TierName) -> set[bytes]:
+        """Return the hashes of the blocks that a tier has, as far as was told."""
+        with self._lock:
+            return set(self._blocks.get(tier, ()))

@@ -1,0 +1,145 @@
+"""BreakerTier: a medium that keeps failing is left alone until a probe has found it well.
+
+Closed, every call goes through. After ``faults_max`` faults in a row it opens: every call is a
+TierError at once, so that nobody spends a deadline on a dead server. After ``cool_down_ns`` one
+probe goes through, and no other call; it closes the breaker, or opens it for as long again.
+
+Rules
+-----
+* Nobody's call is an experiment: only ``probe`` goes to a medium that failed.
+* Probes have a count of their own. A medium from which a few reads still come, out of files that
+  are open or a cache, is not well as long as it cannot be written.
+* An operator's verb or a scrub, which may ask too much, does not count; nor does a call that came
+  after its own deadline, since it asked the medium nothing.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeVar
+
+from kvtier.errors import TierError, TierTimeout
+from kvtier.tiers.base import Health, HealthState, Tier
+from kvtier.tiers.wrapper import Operation, TierCall, TierWrapper
+
+__all__ = ["BreakerState", "BreakerTier"]
+
+T = TypeVar("T")
+
+_COUNTED = frozenset({Operation.READ, Operation.WRITE, Operation.CONTAINS, Operation.REMOVE})
+"""Calls whose faults and successes tell how the medium does, besides probes."""
+
+
+class BreakerState(StrEnum):
+    """Which calls go through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+    """A probe is under way."""
+
+
+class BreakerTier(TierWrapper):
+    """Gives up on ``inner`` after ``faults_max`` faults in a row, for ``cool_down_ns``."""
+
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        faults_max: int = 3,
+        cool_down_ns: int = 5_000_000_000,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        super().__init__(inner)
+        self._faults_max = faults_max
+        self._cool_down_ns = cool_down_ns
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._state = BreakerState.CLOSED
+        self._num_faults = 0
+        self._num_probe_faults = 0
+        self._opened_ns = 0
+        self._probed_ns = clock_ns()
+        self._last_fault = ""
+
+    @property
+    def state(self) -> BreakerState:
+        """Return which calls go through now."""
+        return self._state
+
+    def health(self) -> Health:
+        """Return out with the last fault while the breaker is open, else the inner tier's."""
+        if self._state is BreakerState.CLOSED:
+            return self.inner.health()
+        return Health(HealthState.OUT, self._last_fault)
+
+    def needs_probe(self, period_ns: int) -> bool:
+        """Tell whether it is time to touch the medium: at once after a fault, else once a period.
+
+        While the breaker is open, once the medium has cooled down.
+        """
+        with self._lock:
+            now_ns = self._clock_ns()
+            match self._state:
+                case BreakerState.OPEN:
+                    return now_ns - self._opened_ns >= self._cool_down_ns
+                case BreakerState.HALF_OPEN:
+                    return False
+            is_in_doubt = self._num_faults + self._num_probe_faults > 0
+            return is_in_doubt or now_ns - self._probed_ns >= period_ns
+
+    def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
+        """Make the call unless the breaker is open."""
+        if self._clock_ns() >= call.deadline_ns:
+            raise TierTimeout(f"{self.properties.name}: the deadline passed before the call")
+        self._enter(call.operation)
+        try:
+            result = step()
+        except TierError as error:
+            self._count_fault(call.operation, str(error))
+            raise
+        except BaseException as error:
+            if call.operation is Operation.PROBE:  # a bug, and no proof that the medium is well
+                self._count_fault(call.operation, repr(error))
+            raise
+        self._count_success(call.operation)
+        return result
+
+    def _enter(self, operation: Operation) -> None:
+        """Let a call in, or raise."""
+        with self._lock:
+            now_ns = self._clock_ns()
+            if operation is Operation.PROBE:
+                self._probed_ns = now_ns
+            if self._state is BreakerState.CLOSED:
+                return
+            is_cool = now_ns - self._opened_ns >= self._cool_down_ns
+            if self._state is BreakerState.OPEN and is_cool and operation is Operation.PROBE:
+                self._state = BreakerState.HALF_OPEN
+                return
+            fault = self._last_fault
+        raise TierError(f"{self.properties.name}: left alone after faults, the last one: {fault}")
+
+    def _count_fault(self, operation: Operation, fault: str) -> None:
+        with self._lock:
+            if operation is Operation.PROBE:
+                self._num_probe_faults += 1
+            elif operation in _COUNTED:
+                self._num_faults += 1
+            else:
+                return
+            self._last_fault = fault
+            is_over = max(self._num_faults, self._num_probe_faults) >= self._faults_max
+            is_probed = operation is Operation.PROBE and self._state is BreakerState.HALF_OPEN
+            if is_probed or (self._state is BreakerState.CLOSED and is_over):
+                self._state = BreakerState.OPEN
+                self._opened_ns = self._clock_ns()
+
+    def _count_success(self, operation: Operation) -> None:
+        with self._lock:
+            if operation is Operation.PROBE:
+                self._state = BreakerState.CLOSED
+                self._num_faults = self._num_probe_faults = 0
+            elif operation in _COUNTED and self._state is BreakerState.CLOSED:
+                self._num_faults = 0

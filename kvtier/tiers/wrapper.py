@@ -1,0 +1,133 @@
+"""AroundTier: the base class of wrappers that do something around every call of a tier."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
+from kvtier.tiers.base import (
+    BlockRead,
+    BlockWrite,
+    Health,
+    MissReason,
+    Removed,
+    Scrubbed,
+    Tier,
+    TierProperties,
+    TierUsage,
+    WriteReport,
+)
+
+__all__ = ["Operation", "TierCall", "TierWrapper"]
+
+T = TypeVar("T")
+
+
+class Operation(StrEnum):
+    """The calls that reach the medium; a closed set, each one a metric label."""
+
+    WRITE = "write"
+    READ = "read"
+    CONTAINS = "contains"
+    REMOVE = "remove"
+    PURGE = "purge"
+    PROBE = "probe"
+    SCRUB = "scrub"
+
+
+@dataclass(frozen=True, slots=True)
+class TierCall:
+    """What is being asked of the inner tier."""
+
+    operation: Operation
+    num_blocks: int
+    num_bytes: int
+    deadline_ns: int
+
+
+class TierWrapper:
+    """A tier that gives every call to ``inner``, by way of ``intercept``."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+
+    @property
+    def properties(self) -> TierProperties:
+        """Return those of the inner tier."""
+        return self.inner.properties
+
+    def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
+        """Make a call of the inner tier: ``step`` does it. This is what a wrapper overrides."""
+        return step()
+
+    def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
+        """Write through ``intercept``."""
+        num_bytes = sum(len(block.payload) for block in blocks)
+        call = TierCall(Operation.WRITE, len(blocks), num_bytes, deadline_ns)
+        return self.intercept(call, lambda: self.inner.write(blocks, deadline_ns))
+
+    def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
+        """Read through ``intercept``."""
+        num_bytes = sum(block.payload_bytes for block in blocks)
+        call = TierCall(Operation.READ, len(blocks), num_bytes, deadline_ns)
+        return self.intercept(call, lambda: self.inner.read(blocks, deadline_ns))
+
+    def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
+        """Ask through ``intercept``."""
+        call = TierCall(Operation.CONTAINS, len(hashes), 0, deadline_ns)
+        return self.intercept(call, lambda: self.inner.contains(hashes, deadline_ns))
+
+    def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
+        """Remove through ``intercept``."""
+        call = TierCall(Operation.REMOVE, len(hashes), 0, deadline_ns)
+        return self.intercept(call, lambda: self.inner.remove(hashes, deadline_ns))
+
+    def purge(self, selection: Selection, deadline_ns: int) -> Removed:
+        """Purge through ``intercept``."""
+        call = TierCall(Operation.PURGE, 0, 0, deadline_ns)
+        return self.intercept(call, lambda: self.inner.purge(selection, deadline_ns))
+
+    def probe(self, deadline_ns: int) -> None:
+        """Probe through ``intercept``."""
+        call = TierCall(Operation.PROBE, 0, 0, deadline_ns)
+        self.intercept(call, lambda: self.inner.probe(deadline_ns))
+
+    @contextlib.contextmanager
+    def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
+        """Open a scratch tier of the inner tier; its calls go through this tier's ``intercept``."""
+        with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as scratch:
+            yield _Scratch(scratch, self)
+
+    def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
+        """Scrub through ``intercept``."""
+        call = TierCall(Operation.SCRUB, 0, max_bytes, deadline_ns)
+        return self.intercept(call, lambda: self.inner.scrub(max_bytes, deadline_ns))
+
+    def headers(self) -> Iterator[Headers]:
+        """Yield those of the inner tier."""
+        return self.inner.headers()
+
+    def health(self) -> Health:
+        """Return that of the inner tier."""
+        return self.inner.health()
+
+    def usage(self) -> TierUsage:
+        """Return that of the inner tier."""
+        return self.inner.usage()
+
+    def close(self) -> None:
+        """Close the inner tier."""
+        self.inner.close()
+
+
+class _Scratch(TierWrapper):
+    """A scratch tier whose calls go through the wrapper of its tier."""
+
+    def __init__(self, inner: Tier, outer: TierWrapper) -> None:
+        super().__init__(inner)
+        self._outer = outer
+
+    def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
+        return self._outer.intercept(call, step)
