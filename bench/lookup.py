@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import psutil
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.client import Client
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace, chain_root, hash_blocks
 from kvtier.core.layout import KVLayout
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     figures = {}
     with work_directory() as directory:
         served = RunningNode(directory, settings)
-        with served.daemon() as daemon, open_operator(served.socket) as stub:
+        with served.daemon() as daemon, local_operator(served.socket) as stub:
             daemon.await_log("arena reserved")
             client = Client(served.socket, space, "bench")
             client.start()

@@ -30,8 +30,8 @@ from kvtier.client import Client, ClientDeadlines
 from kvtier.core.identity import NO_TENANT, BlockHash, KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.errors import DaemonUnavailable
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
 

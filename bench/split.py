@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.client import Client, ClientDeadlines
 from kvtier.client.wire import tier_to_wire
 from kvtier.config import Config, load_config
@@ -171,7 +171,7 @@ class Node:
         """Leave everything to the slow tier."""
         self.runner.call(lambda engine: engine.drop_cache())
         request = pb.DropRequest(tiers=[tier_to_wire(TierName.CPU)], deadline_ms=60_000)
-        with open_operator(self.config.daemon.socket, TIMEOUT_S) as stub:
+        with local_operator(self.config.daemon.socket, TIMEOUT_S) as stub:
             removed = stub.Drop(request, timeout=TIMEOUT_S).removed
         assert not any(each.kept_blocks or each.error for each in removed), removed
 

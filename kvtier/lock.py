@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.errors import LockHeld, StartError
 
-__all__ = ["PathLock", "hold_lock", "let_go"]
+__all__ = ["PathLock", "acquire_lock", "release_lock"]
 
 _NOTE_BYTES_MAX = 256
 
@@ -21,8 +21,8 @@ _LOOK_S = 0.05
 _PAUSE_S = 0.005
 
 
-def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
-    """Hold the lock file ``path``, made where needed; returns what ``let_go`` takes.
+def acquire_lock(path: Path, field: str, subject: str, note: str = "") -> int:
+    """Hold the lock file ``path``, made where needed; returns what ``release_lock`` takes.
 
     The file tells who holds it, and ``note``, where that can be written.
 
@@ -56,18 +56,18 @@ def hold_lock(path: Path, field: str, subject: str, note: str = "") -> int:
     return fd
 
 
-def let_go(lock: int) -> None:
+def release_lock(lock: int) -> None:
     """Let another process in."""
     _write_note(lock, b"")
     os.close(lock)
 
 
 class PathLock:
-    """A lock like that of ``hold_lock``, which can be renewed if its file is removed."""
+    """A lock like that of ``acquire_lock``, which can be renewed if its file is removed."""
 
     def __init__(self, path: Path, field: str, subject: str, note: str = "") -> None:
         self.path = path
-        self._hold = partial(hold_lock, path, field, subject, note)
+        self._hold = partial(acquire_lock, path, field, subject, note)
         self._fd = self._hold()
 
     def is_in_place(self) -> bool:
@@ -83,12 +83,12 @@ class PathLock:
         Raises StartError if another process holds it. Call it only if the lock is not in place.
         """
         renewed = self._hold()
-        let_go(self._fd)
+        release_lock(self._fd)
         self._fd = renewed
 
     def release(self) -> None:
         """Release the lock."""
-        let_go(self._fd)
+        release_lock(self._fd)
 
 
 def _open(path: Path) -> int:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.cli.commands import COMMANDS, EXIT_CODES, CommandHelp, make_parser, verbs_of
-from kvtier.config import document
-from kvtier.config.document import default_of
+from kvtier.config import reference as settings_reference
 from kvtier.config.model import section_models
 from kvtier.config.section import extra_of, key_of
+from kvtier.config.toml_text import default_of
 from kvtier.observe import reference
 
 COMMON_MIN = 6
@@ -144,11 +144,11 @@ def _escaped(text: str) -> str:
 ROOT = Path(__file__).resolve().parent.parent
 
 RENDERED = {
-    "docs/operations/configuration.md": document.render_reference,
+    "docs/operations/configuration.md": settings_reference.render_reference,
     "docs/operations/metrics.md": reference.render_reference,
     "docs/man/kvtier.1": render_command_manual,
     "docs/man/kvtier.toml.5": render_settings_manual,
-    "deploy/kvtier.toml.example": document.render_example,
+    "deploy/kvtier.toml.example": settings_reference.render_example,
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 from hypothesis import settings
 
-from kvtier.observe.outlet import Outlet
+from kvtier.observe.log_output import LogWriter
 from kvtier.testing.child import free_port
 from tests.programs import guard_programs, missing, redis_program
 
@@ -87,7 +87,7 @@ def log_of_its_own() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("kvtier")
     levels = root.level, ours.level
     yield
-    for handler in [each for each in root.handlers if isinstance(each, Outlet)]:
+    for handler in [each for each in root.handlers if isinstance(each, LogWriter)]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(levels[0])

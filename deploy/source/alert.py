@@ -19,17 +19,8 @@ from dataclasses import dataclass
 from deploy.source import vllm
 from deploy.source.query import RULE
 from deploy.source.recording import FIRST_TOKEN_OF_ALL, FOUND_SHARE
-from kvtier.observe.engine_table import (
-    ATTACHED,
-    REQUESTS_LOADING,
-    REQUESTS_RUNNING,
-    REQUESTS_WAITING,
-    RESTORE_STALL_SECONDS,
-)
-from kvtier.observe.metric import Counter, Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     BACKGROUND_FAULTS,
-    BUILD,
     CERTIFICATE_NOT_AFTER,
     CERTIFICATE_NOT_BEFORE,
     DECISIONS,
@@ -44,7 +35,6 @@ from kvtier.observe.table import (
     PINS,
     QUARANTINED_BLOCKS,
     READY,
-    REFUSED_SAMPLES,
     REGRET_SECONDS,
     SAVED_SECONDS,
     SECRET_REFUSED,
@@ -56,6 +46,14 @@ from kvtier.observe.table import (
     TRANSFER_QUEUE_SECONDS,
     UNLOADED_TOKENS,
 )
+from kvtier.observe.engine_metrics import (
+    ATTACHED,
+    REQUESTS_LOADING,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    RESTORE_STALL_SECONDS,
+)
+from kvtier.observe.metrics import BUILD, REFUSED_SAMPLES, Counter, Metric
 
 __all__ = ["ALERTS", "Alert"]
 

@@ -2,7 +2,7 @@
 
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     ANNOUNCED_REQUESTS,
     DECISIONS,

@@ -3,7 +3,10 @@
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
-from kvtier.observe.engine_table import (
+from kvtier.observe.daemon_metrics import (
+    READY,
+)
+from kvtier.observe.engine_metrics import (
     ATTACHED,
     COPY_SECONDS,
     DECODE_TOKENS,
@@ -22,10 +25,7 @@ from kvtier.observe.engine_table import (
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
 )
-from kvtier.observe.metric import Histogram
-from kvtier.observe.table import (
-    READY,
-)
+from kvtier.observe.metrics import Histogram
 
 __all__ = ["ENGINE"]
 

@@ -11,7 +11,7 @@ from grafana_foundation_sdk.models import dashboard as model
 
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Section
-from kvtier.observe.table import BUILD
+from kvtier.observe.metrics import BUILD
 
 __all__ = ["COLOURS", "render"]
 

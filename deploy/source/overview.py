@@ -3,12 +3,7 @@
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
-from kvtier.observe.engine_table import (
-    PROMPT_TOKENS,
-    RESTORE_STALL_SECONDS,
-    TIME_TO_FIRST_TOKEN_SECONDS,
-)
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ACTUAL_SECONDS,
     ASKED_TOKENS,
@@ -21,6 +16,11 @@ from kvtier.observe.table import (
     TIER_STATE,
     TIER_USED_BYTES,
     TRANSFER_BYTES,
+)
+from kvtier.observe.engine_metrics import (
+    PROMPT_TOKENS,
+    RESTORE_STALL_SECONDS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
 )
 
 __all__ = ["OVERVIEW"]

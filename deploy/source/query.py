@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from kvtier.connectors.vllm import stats
-from kvtier.observe.metric import Counter, Histogram, Metric
+from kvtier.observe.metrics import Counter, Histogram, Metric
 
 __all__ = ["BOARD", "RULE", "WITH_KVTIER", "Scope", "labelled", "ratio"]
 

@@ -18,14 +18,7 @@ from dataclasses import dataclass, field
 
 from deploy.source import vllm
 from deploy.source.query import RULE, labelled, ratio
-from kvtier.observe.engine_table import (
-    COPY_SECONDS,
-    PROMPT_TOKENS,
-    RESTORE_STALL_SECONDS,
-    TIME_TO_FIRST_TOKEN_SECONDS,
-)
-from kvtier.observe.metric import Histogram
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ASKED_TOKENS,
     EVICTED_BLOCKS,
     FOUND_TOKENS,
@@ -34,6 +27,13 @@ from kvtier.observe.table import (
     TIER_USED_BYTES,
     TRANSFER_SECONDS,
 )
+from kvtier.observe.engine_metrics import (
+    COPY_SECONDS,
+    PROMPT_TOKENS,
+    RESTORE_STALL_SECONDS,
+    TIME_TO_FIRST_TOKEN_SECONDS,
+)
+from kvtier.observe.metrics import Histogram
 
 __all__ = ["FIRST_TOKEN_OF_ALL", "FOUND_SHARE", "RECORDINGS", "Recording"]
 

@@ -2,10 +2,7 @@
 
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
-from kvtier.observe.engine_table import (
-    COPY_SECONDS,
-)
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ADMISSION_BLOCKS,
     BACKGROUND_FAULTS,
     BREAKER_STATE,
@@ -19,7 +16,6 @@ from kvtier.observe.table import (
     PREFETCHED_BLOCKS,
     QUARANTINED_BLOCKS,
     REFUSED_BLOCKS,
-    REFUSED_SAMPLES,
     RETAINED_BYTES,
     SCRUBBED_BYTES,
     SECRET_REFUSED,
@@ -38,6 +34,10 @@ from kvtier.observe.table import (
     TRANSFER_QUEUE_SECONDS,
     TRANSFER_SECONDS,
 )
+from kvtier.observe.engine_metrics import (
+    COPY_SECONDS,
+)
+from kvtier.observe.metrics import REFUSED_SAMPLES
 
 __all__ = ["TIERS"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from deploy.source.query import WITH_KVTIER, Scope, labelled
 from kvtier.connectors.vllm import stats
 from kvtier.connectors.vllm.stats import Row, StatKind
-from kvtier.observe.metric import Counter, Gauge, Histogram, Metric
+from kvtier.observe.metrics import Counter, Gauge, Histogram, Metric
 
 __all__ = [
     "ATTACHED",

@@ -9,9 +9,9 @@ from typing import TypeVar, cast
 
 import grpc
 
-from kvtier.api.rpc.operator import Remote, dial, open_operator
+from kvtier.api.rpc.operator_client import RemoteDaemon, local_operator, remote_operator
 from kvtier.cli.options import add_config_options, config_from
-from kvtier.config.machine import MACHINE_SOCKET, nearest_socket
+from kvtier.config.model import SYSTEM_SOCKET, find_socket
 from kvtier.errors import ConfigError, DaemonUnavailable, StartError, reason_of
 from kvtier.secret import read_tokens
 from kvtier.v1 import operator_pb2_grpc
@@ -20,7 +20,7 @@ __all__ = ["Target", "add_target_options", "call_daemon", "target_from"]
 
 T = TypeVar("T")
 
-Target = Path | Remote
+Target = Path | RemoteDaemon
 """A daemon on this node by its socket, or one elsewhere."""
 
 _HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):\d{1,5}")
@@ -38,7 +38,7 @@ def add_target_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
         dest="connect",
         metavar="SOCKET|HOST:PORT",
         help="Unix socket of the daemon (daemon.socket; where no daemon of this user is at the "
-        f"default, {MACHINE_SOCKET}), or where it listens (rpc.listen)",
+        f"default, {SYSTEM_SOCKET}), or where it listens (rpc.listen)",
     )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with HOST:PORT: the token to show"
@@ -51,7 +51,7 @@ def add_target_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
     )
 
 
-def target_from(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> Target:
+def target_from(options: argparse.Namespace, machine: Path = SYSTEM_SOCKET) -> Target:
     """Return the daemon that the options name: with none, the user's, or else the machine's.
 
     Raises StartError.
@@ -66,17 +66,17 @@ def target_from(options: argparse.Namespace, machine: Path = MACHINE_SOCKET) -> 
         raise ConfigError("daemon.socket", "is empty", "give a value, or leave the option out")
     if given is not None:
         setattr(options, "key:daemon.socket", given)
-    return nearest_socket(config_from(options).daemon.socket, machine)
+    return find_socket(config_from(options).daemon.socket, machine)
 
 
-def _remote(address: str, options: argparse.Namespace) -> Remote:
+def _remote(address: str, options: argparse.Namespace) -> RemoteDaemon:
     if options.token_file is None:
         raise StartError(
             "--token-file", "is not set", "a daemon asks for a token over TCP: give its file"
         )
     token, *_ = read_tokens(options.token_file, "--token-file")
     if options.ca is None:
-        return Remote(address, token)
+        return RemoteDaemon(address, token)
     try:
         with options.ca.open("rb") as file:
             content = file.read(_CA_BYTES_MAX)
@@ -86,7 +86,7 @@ def _remote(address: str, options: argparse.Namespace) -> Remote:
         ) from error
     if b"-----BEGIN CERTIFICATE-----" not in content:
         raise StartError("--ca", f"{options.ca} has no certificate", "give a PEM file of them")
-    return Remote(address, token, content)
+    return RemoteDaemon(address, token, content)
 
 
 def call_daemon(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub], T]) -> T:
@@ -103,14 +103,14 @@ def call_daemon(target: Target, call: Callable[[operator_pb2_grpc.OperatorStub],
 def _reach(
     target: Target,
 ) -> contextlib.AbstractContextManager[operator_pb2_grpc.OperatorStub]:
-    return dial(target) if isinstance(target, Remote) else open_operator(target)
+    return remote_operator(target) if isinstance(target, RemoteDaemon) else local_operator(target)
 
 
 def _refusal(target: Target, call: grpc.Call) -> StartError:
     """Say what became of a call, with what gRPC knows of it."""
     details = " ".join(str(call.details()).split())[:_DETAILS_MAX]
-    is_remote = isinstance(target, Remote)
-    where = target.address if isinstance(target, Remote) else str(target)
+    is_remote = isinstance(target, RemoteDaemon)
+    where = target.address if isinstance(target, RemoteDaemon) else str(target)
     field = "--connect" if is_remote else "daemon.socket"
     match call.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtier.api.http.operator import engine_socket
+from kvtier.api.http.operator_socket import engine_socket
 from kvtier.cli.options import config_from
 from kvtier.core.identity import HASH_BYTES
 from kvtier.errors import StartError, reason_of

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.call import add_target_options, call_daemon, target_from
 from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import find_problems
 from kvtier.config import Config
-from kvtier.config.effective import document, render_toml
-from kvtier.config.schema import schema
+from kvtier.config.reference import schema
+from kvtier.config.toml_text import document, render_toml
 from kvtier.errors import DaemonUnavailable, StartError
 from kvtier.v1 import operator_pb2 as pb
 
@@ -107,7 +107,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _is_served(socket: Path) -> bool:
     try:
-        with open_operator(socket):
+        with local_operator(socket):
             return True
     except DaemonUnavailable:
         return False

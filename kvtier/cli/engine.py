@@ -20,10 +20,10 @@ from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.lock import PathLock
-from kvtier.observe.log import Log, hear_faults, start_log
-from kvtier.observe.outlet import write_to_stderr
-from kvtier.observe.rotation import LOOK_EVERY_S, Rotation
-from kvtier.observe.table import SECRET_REFUSED
+from kvtier.observe.daemon_metrics import SECRET_REFUSED
+from kvtier.observe.log import Log, log_unhandled_exceptions, start_log
+from kvtier.observe.log_output import write_to_stderr
+from kvtier.observe.secret_rotation import LOOK_EVERY_S, SecretRotation
 from kvtier.observe.trace import start_traces
 from kvtier.secret import Secret
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvtier.engine.pool import BlockPool
     from kvtier.engine.runner import EngineRunner
     from kvtier.engine.settings import EngineSettings
-    from kvtier.observe.table import TransferRoute
+    from kvtier.observe.daemon_metrics import TransferRoute
 
 __all__ = ["add_options", "run"]
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT, or the terminal closes."""
     config = config_from(options)
     check_limits()
-    hear_faults()
+    log_unhandled_exceptions()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
         start_traces("kvtier-engine")
@@ -200,8 +200,8 @@ def _keep(lock: PathLock | None) -> None:
 
 def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer":
     """Serve the application on the engine's TCP port, and on a Unix socket beside the daemon's."""
-    from kvtier.api.http.guard import Allowed
-    from kvtier.api.http.operator import Operators
+    from kvtier.api.http.cross_origin import CrossOriginRules
+    from kvtier.api.http.operator_socket import Operators
     from kvtier.api.http.server import serve
 
     daemon = config.daemon
@@ -211,7 +211,7 @@ def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer"
         config.engine.listen.port,
         field="engine.listen",
         grace_seconds=_CUT_S,
-        allowed=Allowed(config.engine.allowed_hosts, config.engine.cors_origins),
+        allowed=CrossOriginRules(config.engine.allowed_hosts, config.engine.cors_origins),
         operators=None if is_alone else Operators(daemon.socket, daemon.allowed_uids),
     )
 
@@ -298,7 +298,7 @@ def _tenants(config: Config) -> "TenantRules":
 
 def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
     """Take other API keys as they come, on a thread of its own: a mount may hang."""
-    rotation = Rotation()
+    rotation = SecretRotation()
     while not stopping.wait(LOOK_EVERY_S):
         rotation.look([keys])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.config import Config, ListenAddress
-from kvtier.config.secret import with_url
+from kvtier.config.load import with_url
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
 from kvtier.daemon.supervisor import engine_is_running
@@ -24,7 +24,7 @@ from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
 from kvtier.daemon.tiers.ssd_space import check_owner, check_ssd, check_writable, directory_mode
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
-from kvtier.private import check_parents
+from kvtier.permissions import check_parents
 from kvtier.transfer.shm import arena_socket
 
 __all__ = [

@@ -12,8 +12,8 @@ from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import check_limits, check_start
 from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config
-from kvtier.config.effective import document
-from kvtier.config.secret import with_url
+from kvtier.config.load import with_url
+from kvtier.config.toml_text import document
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.serving.systemd import Systemd
@@ -21,7 +21,7 @@ from kvtier.daemon.stop import Reaction, Stop, signals_heard
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.daemon.tiers.opening import load_keys
 from kvtier.errors import ConfigError
-from kvtier.observe.log import hear_faults, start_log
+from kvtier.observe.log import log_unhandled_exceptions, start_log
 from kvtier.observe.trace import start_traces
 
 __all__ = ["add_options", "run", "stop_with_parent"]
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         stop_with_parent(options.ends_with)
     config = with_url(config_from(options))
     check_limits()  # before the log, which takes a thread
-    hear_faults()
+    log_unhandled_exceptions()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
         start_traces("kvtier")

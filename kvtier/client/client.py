@@ -47,13 +47,13 @@ from kvtier.client.outbox import Announcement, Outbox
 from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
 from kvtier.client.watch import Hear, Watching
 from kvtier.client.wire import traits_fault
-from kvtier.config.machine import nearest_socket
+from kvtier.config.model import find_socket
 from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
 from kvtier.core.plan import PlanOutcome
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaPin
 
@@ -106,7 +106,7 @@ class Client:
         watch: Hear | None = None,
         pin: ArenaPin | None = None,
     ) -> None:
-        """``socket_path`` is where the daemon is, as ``nearest_socket`` takes it.
+        """``socket_path`` is where the daemon is, as ``find_socket`` takes it.
 
         ``own_tier`` tells what is in the engine's own tier, and ``drop`` empties it, or says why
         that is not done and what would do it. ``drop`` may raise TimeoutError where the engine is
@@ -138,8 +138,8 @@ class Client:
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
         self._slow_until_s = 0.0
-        self._warnings = Repeated(_log)
-        self._absences = Repeated(_log, _ABSENT_PERIOD_NS)
+        self._warnings = RateLimitedLog(_log)
+        self._absences = RateLimitedLog(_log, _ABSENT_PERIOD_NS)
         self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._reporter = threading.Thread(target=self._report, name="kvtier-report", daemon=True)
         self._announcer = threading.Thread(target=self._announce, name="kvtier-said", daemon=True)
@@ -364,7 +364,7 @@ class Client:
         # The parent's threads may have held the locks of these.
         self._changed = threading.Condition()
         self._outbox = Outbox()
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
         link, self._link = self._link, None
         if link is not None:
             link.attachment.abandon()
@@ -397,7 +397,7 @@ class Client:
     def _attach(self) -> DaemonLink:
         """Attach to the nearest daemon, and from then on to whichever serves there."""
         if not self._was_attached:
-            self._socket_path = nearest_socket(self._named_path)
+            self._socket_path = find_socket(self._named_path)
         link = self._open_link(self._socket_path)
         self._was_attached = True
         return link

@@ -1,7 +1,7 @@
 """Between the words of the node and those of the wire.
 
 What a client sends is made here, and what the daemon answers is read here. What comes from outside
-into the daemon is read, and distrusted, by ``kvtier.api.rpc.incoming``.
+into the daemon is read, and distrusted, by ``kvtier.api.rpc.engine_messages``.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""The configuration as frozen models: one class a section, one field a key.
+"""The configuration as frozen models: one class per section, one field per key.
 
-The tiers' sections are in ``tiers``, the engine's in ``engine``, what all sections follow in
-``section``. Checks that need the machine are in ``cli.preflight``.
+The sections of the tiers are in ``tiers``, those of the engine in ``engine``, and rules for all
+sections in ``section``. Checks that need the machine are in ``cli.preflight``.
 """
 
 import os
@@ -28,6 +28,8 @@ from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
 from kvtier.errors import ConfigError
 
 __all__ = [
+    "SYSTEM_CONFIG",
+    "SYSTEM_SOCKET",
     "ClientConfig",
     "Config",
     "CostConfig",
@@ -37,8 +39,9 @@ __all__ = [
     "ListenAddress",
     "PolicyConfig",
     "RpcConfig",
-    "all_fields",
+    "all_settings",
     "default_socket",
+    "find_socket",
     "section_models",
 ]
 
@@ -311,8 +314,26 @@ def section_models() -> dict[str, type[Section]]:
     return models
 
 
-def all_fields() -> Iterator[tuple[str, str, str, FieldInfo]]:
+def all_settings() -> Iterator[tuple[str, str, str, FieldInfo]]:
     """Yield each key of the file with its section's name, its field's name and the field."""
     for section, model in section_models().items():
         for name, field in model.model_fields.items():
             yield f"{section}.{key_of(name)}", section, name, field
+
+
+SYSTEM_SOCKET = Path("/run/kvtier/kvtier.sock")
+"""Where it serves; the folder has to be root's, or the daemon's own."""
+
+SYSTEM_CONFIG = Path("/etc/kvtier/kvtier.toml")
+"""What it is started with."""
+
+
+def find_socket(socket: Path, machine: Path = SYSTEM_SOCKET) -> Path:
+    """Return where to look for a daemon now: at ``socket``, or else at the machine's.
+
+    That is only meant where nobody named a socket, so that it is the user's, and none is there.
+    """
+    is_named = socket != default_socket()
+    if is_named or os.access(socket, os.F_OK) or not os.access(machine, os.F_OK):
+        return socket
+    return machine

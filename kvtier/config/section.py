@@ -1,17 +1,22 @@
-"""What the sections of the configuration share.
+"""The base class of the configuration's sections, and the kinds of values that keys take.
 
 Rules
 -----
-* A field's name ends in its unit (``capacity_bytes``, ``lease_ns``); its key in the file does not
-  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps one to other.
-* Every field has a default. Its description says what it is for, ``why`` why that default.
-* ``live`` instead of ``why`` marks what a reload applies; all else needs a restart.
-* What two keys must have in common is said by ``conflicts``, one fault for each.
+* A field's name ends in its unit (``capacity_bytes``, ``lease_ns``). Its key in the file does not
+  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps the name
+  to the key.
+* Every field has a default. The description says what the field does, ``why`` the reason for the
+  default.
+* ``live`` instead of ``why`` marks fields that a reload applies. All others need a restart.
+* Rules between keys are in ``conflicts``, one error for each.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from enum import StrEnum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -29,9 +34,13 @@ __all__ = [
     "HostNames",
     "ListenAddress",
     "Section",
+    "ValueKind",
     "above",
+    "choices_of",
     "extra_of",
+    "is_optional",
     "key_of",
+    "kind_of",
     "live",
     "why",
 ]
@@ -122,3 +131,68 @@ def above(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> Ite
             f"{format_size(size_bytes)} is more than {limit_name}, {format_size(limit_bytes)}",
             f"lower {field} or raise {limit_name.removeprefix('half of ')}",
         )
+
+
+class ValueKind(StrEnum):
+    """Each is what the documents call it."""
+
+    SIZE = "size"
+    DURATION = "duration"
+    FLAG = "true or false"
+    WHOLE = "whole number"
+    NUMBER = "number"
+    NUMBERS = "list of numbers"
+    TEXTS = "list of texts"
+    CHOICE = "one of"
+    PATH = "path"
+    ADDRESS = "host:port"
+    TEXT = "text"
+
+
+_BY_TYPE = (
+    (bool, ValueKind.FLAG),
+    (int, ValueKind.WHOLE),
+    (float, ValueKind.NUMBER),
+    (tuple[int], ValueKind.NUMBERS),
+    (tuple[str], ValueKind.TEXTS),
+    (Path, ValueKind.PATH),
+    (ListenAddress, ValueKind.ADDRESS),
+    (str, ValueKind.TEXT),
+)
+
+
+def kind_of(name: str, field: FieldInfo) -> ValueKind:
+    """Return the kind of the field called ``name``."""
+    if name.endswith("_bytes"):
+        return ValueKind.SIZE
+    if name.endswith("_ns"):
+        return ValueKind.DURATION
+    types = set(map(_class, _members(field.annotation)))
+    return next((kind for each, kind in _BY_TYPE if each in types), ValueKind.CHOICE)
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """Return the words that a field takes, where it does not take any."""
+    literals = [each for each in _members(field.annotation) if get_origin(each) is Literal]
+    return tuple(str(word) for each in literals for word in get_args(each))
+
+
+def is_optional(field: FieldInfo) -> bool:
+    """Tell whether a field may have no value, which is written as an empty text."""
+    return type(None) in _members(field.annotation)
+
+
+def _members(annotation: object) -> tuple[object, ...]:
+    """Return the parts of a union, or else the annotation itself."""
+    is_union = get_origin(annotation) in {Union, UnionType}
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _class(annotation: object) -> object:
+    """Return an annotation's type without its metadata; for a tuple, also the type of its items."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return arguments[0]
+    if origin is tuple:
+        return tuple[_class(arguments[0])]  # type: ignore[misc]  # a value here, not an annotation
+    return origin or annotation

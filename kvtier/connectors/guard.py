@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["guarded", "note_fault"]
 
@@ -16,7 +16,7 @@ def guarded(log: Log, otherwise: Callable[[], object]) -> Callable[[_Hook], _Hoo
     """Have a hook return ``otherwise()`` where it would raise into the engine."""
 
     def decorate(hook: _Hook) -> _Hook:
-        faults = Repeated(log)  # a hook is called at every step
+        faults = RateLimitedLog(log)  # a hook is called at every step
 
         @wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def guarded(log: Log, otherwise: Callable[[], object]) -> Callable[[_Hook], _Hoo
     return decorate
 
 
-def note_fault(faults: Repeated, done: Future[Any]) -> None:
+def note_fault(faults: RateLimitedLog, done: Future[Any]) -> None:
     """Log what a thread's work ended with, which nobody else would ever see."""
     if done.cancelled():
         return

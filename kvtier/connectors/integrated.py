@@ -36,8 +36,8 @@ from kvtier.engine.port import (
     StoreOffer,
 )
 from kvtier.errors import DaemonSlow, DaemonUnavailable
-from kvtier.observe.log import Log, Repeated
-from kvtier.observe.table import TransferRoute
+from kvtier.observe.daemon_metrics import TransferRoute
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.observe.trace import TRACES
 
 __all__ = ["DaemonPort", "PoolBytes"]
@@ -117,7 +117,7 @@ class DaemonPort:
         self._flights: dict[str, _Flight] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")

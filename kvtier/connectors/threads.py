@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["Threads"]
 
@@ -27,7 +27,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._faults = Repeated(log)
+        self._faults = RateLimitedLog(log)
 
     def submit(self, call: Callable[..., object], *of: object) -> bool:
         """Have a thread call ``call(*of)``; what that raises is logged.

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvtier.errors import KvtierError
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.daemon_metrics import BACKGROUND_FAULTS
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import BACKGROUND_FAULTS
 
 __all__ = ["Background", "Step"]
 
@@ -27,7 +27,7 @@ class Background:
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
 
     def every(self, period_s: float, task: str, step: Step) -> None:
         """Do ``step`` now and again a period after it has ended, until ``stop``.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtier.api.rpc.reports import OperatorReports
+from kvtier.api.rpc.operator_service import OperatorReports
 from kvtier.config import Config
 from kvtier.core.residency import TierName
 from kvtier.daemon.persistence.key_spaces import SavedKeySpaces
@@ -25,7 +25,7 @@ from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import TierScrubber
 from kvtier.node.workers import in_thread
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
 
@@ -62,7 +62,7 @@ class DaemonComponents:
         self.gauges = Gauges(driver, self.health, policies)
         self.spaces = SavedKeySpaces(driver, directory)
         self._config = config
-        self._log = Repeated(Log("kvtier.daemon"))
+        self._log = RateLimitedLog(Log("kvtier.daemon"))
         driver.on_register = self._registered
         self.benchmarks = BenchmarkRunner(driver, policies.planner, devices_of(now, driver.tiers))
         self.status = Status(

@@ -40,10 +40,10 @@ from kvtier.node.node import Node, NodeSettings
 from kvtier.node.scrub import TierScrubber
 from kvtier.node.verify import Verifier
 from kvtier.node.workers import in_thread
+from kvtier.observe.daemon_metrics import DAEMON_METRICS, READY
 from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.rotation import LOOK_EVERY_S
-from kvtier.observe.table import DAEMON_METRICS, READY
+from kvtier.observe.secret_rotation import LOOK_EVERY_S
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import Config
-from kvtier.config.effective import changes, document, shown
+from kvtier.config.toml_text import changes, document, shown
 from kvtier.core.residency import SLOW_TIERS
 from kvtier.daemon.tiers.opening import is_login_alone
 from kvtier.errors import ConfigError

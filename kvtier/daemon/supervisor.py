@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvtier.daemon.stop import Stop
 from kvtier.errors import StartError
-from kvtier.lock import hold_lock, let_go
+from kvtier.lock import acquire_lock, release_lock
 from kvtier.observe.log import Log
 
 __all__ = ["Supervisor", "engine_is_running", "engine_lock"]
@@ -65,7 +65,7 @@ def engine_is_running(socket_path: Path) -> bool:
     if not lock.exists():
         return False
     try:
-        let_go(hold_lock(lock, "daemon.socket", "the engine"))
+        release_lock(acquire_lock(lock, "daemon.socket", "the engine"))
     except StartError:
         return True
     return False
@@ -225,7 +225,9 @@ class Supervisor:
     def _running(self) -> tuple[int, bool]:
         """Return the process that holds the engine's lock, or 0, and whether it is as ours."""
         try:
-            let_go(hold_lock(engine_lock(self._socket_path), "daemon.socket", "the engine"))
+            release_lock(
+                acquire_lock(engine_lock(self._socket_path), "daemon.socket", "the engine")
+            )
         except StartError as held:
             match = re.search(r"held by pid (\d+)", held.problem)
             return int(match.group(1)) if match else 0, held.problem.endswith(self._note)

@@ -34,7 +34,7 @@ from kvtier.engine.scheduler import ScheduledChunk, Scheduler
 from kvtier.engine.sequence import BlockChain, Phase, Sequence
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["Engine", "EngineSnapshot", "block_layout", "create_pool"]
 
@@ -129,7 +129,7 @@ class Engine:
         self._computed = self._num_generated = self._num_steps = 0
         self._num_prefill = self._num_decode = 0
         self._stalls = Stalls()
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
 
     # Requests

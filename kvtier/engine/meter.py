@@ -6,7 +6,11 @@ from kvtier.core.cost.sample import StepSample
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import EngineSnapshot
 from kvtier.engine.request import Usage
-from kvtier.observe.engine_table import (
+from kvtier.observe.daemon_metrics import (
+    READY,
+    TransferRoute,
+)
+from kvtier.observe.engine_metrics import (
     ATTACHED,
     COPY_SECONDS,
     DECODE_TOKENS,
@@ -28,10 +32,6 @@ from kvtier.observe.engine_table import (
     TIME_TO_FIRST_TOKEN_SECONDS,
 )
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
-    READY,
-    TransferRoute,
-)
 
 __all__ = ["EngineMeter"]
 

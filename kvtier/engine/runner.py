@@ -20,7 +20,7 @@ from kvtier.engine.request import (
     QueueFull,
     RequestRefused,
 )
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["EngineRunner"]
 
@@ -47,7 +47,7 @@ class EngineRunner:
     def __init__(self, engine: Engine, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.engine = engine
         self._clock_ns = clock_ns
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._orders: deque[Callable[[], None]] = deque()
         self._open: dict[object, tuple[str, Deliver]] = {}
         """Requests whose last output is still to come, by a unique key."""

@@ -25,8 +25,7 @@ from kvtier.core.residency import TierName
 from kvtier.node.action import LookupResult
 from kvtier.node.run import BlockRun
 from kvtier.node.session import LoadLease, Session
-from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
     FOUND_TOKENS,
@@ -36,6 +35,7 @@ from kvtier.observe.table import (
     ORDERED_TOKENS,
     UNLOADED_TOKENS,
 )
+from kvtier.observe.metrics import Metrics
 
 __all__ = ["count_load", "count_lookup"]
 

@@ -40,8 +40,8 @@ from kvtier.core.share import donors
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows, as_keys
 from kvtier.node.whereabouts import Whereabouts
+from kvtier.observe.daemon_metrics import EVICTED_BLOCKS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import EVICTED_BLOCKS
 
 __all__ = ["Cache"]
 

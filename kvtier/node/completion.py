@@ -16,7 +16,7 @@ from kvtier.node.measurement import Measurements
 from kvtier.node.probe import Probes
 from kvtier.node.transfer import TierTransfers, TransferLane
 from kvtier.node.writes import Writes
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     EVICTED_BLOCKS,
     MISS_BLOCKS,
     QUARANTINED_BLOCKS,

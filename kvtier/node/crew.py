@@ -21,9 +21,9 @@ from typing import TypeVar
 from kvtier.core.limits import PROBES_MAX
 from kvtier.errors import TierError, TierTimeout
 from kvtier.node.workers import LateCall, Workers
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.daemon_metrics import BACKGROUND_FAULTS
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import BACKGROUND_FAULTS
 from kvtier.tiers.base import Health, HealthState
 from kvtier.tiers.breaker import BreakerTier
 
@@ -52,7 +52,7 @@ class Crew:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._log = Log("kvtier.node")
-        self._warnings = Repeated(self._log)
+        self._warnings = RateLimitedLog(self._log)
         self.told = Health()
         """The tier's health at the last check, which is what the node acts upon."""
         self._generation: int | None = None

@@ -27,9 +27,7 @@ from kvtier.node.ledger import Ledger, LoggedDecision
 from kvtier.node.run import BlockRun
 from kvtier.node.session import Session
 from kvtier.node.transfer import TierTransfers
-from kvtier.observe.log import Log
-from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     DECISIONS,
     LOST_SECONDS,
@@ -38,6 +36,8 @@ from kvtier.observe.table import (
     SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
 )
+from kvtier.observe.log import Log
+from kvtier.observe.metrics import Metrics
 
 __all__ = ["Decisions"]
 

@@ -24,7 +24,7 @@ from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.transfer import Duty, TierTransfers, TransferLane, WriteMode
 from kvtier.node.writes import Writes
-from kvtier.observe.table import DEMOTED_BLOCKS, REFUSED_BLOCKS
+from kvtier.observe.daemon_metrics import DEMOTED_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Demotion"]
 

@@ -19,8 +19,8 @@ from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.node import Node
 from kvtier.node.transfer import Duty
-from kvtier.observe.log import Log, Repeated
-from kvtier.observe.table import POLICY_SECONDS
+from kvtier.observe.daemon_metrics import POLICY_SECONDS
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import (
     BlockRead,
@@ -68,7 +68,7 @@ class Driver:
         self._arena = arena
         self.on_register: Callable[[ev.Register], None] = lambda _event: None
         """Called for each engine that was let in."""
-        self._log = Repeated(Log("kvtier.node"))
+        self._log = RateLimitedLog(Log("kvtier.node"))
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[ac.Answer]] = {}

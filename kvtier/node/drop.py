@@ -24,7 +24,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.event import Drop, PurgeDone
 from kvtier.node.session import Session
 from kvtier.node.transfer import Duty, TierTransfers, TransferLane
-from kvtier.observe.table import DROPPED_BLOCKS
+from kvtier.observe.daemon_metrics import DROPPED_BLOCKS
 from kvtier.tiers.base import Removed
 
 __all__ = ["Drops"]

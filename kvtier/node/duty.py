@@ -23,7 +23,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.event import BlocksRecovered, Forget, MarkUnverified, TierDuty, TierSettings
 from kvtier.node.load import Loads
 from kvtier.node.transfer import Duty, TierTransfers, TransferLane
-from kvtier.observe.table import MISS_BLOCKS
+from kvtier.observe.daemon_metrics import MISS_BLOCKS
 
 __all__ = ["Duties"]
 

@@ -19,7 +19,7 @@ from kvtier.core.table import Rows
 from kvtier.node.cache import Cache
 from kvtier.node.node import Node
 from kvtier.node.transfer import Duty
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
     FOUND_TOKENS,

@@ -28,7 +28,7 @@ from kvtier.node.miss import Misses
 from kvtier.node.run import BlockRun
 from kvtier.node.session import LoadLease, Session
 from kvtier.node.transfer import TierTransfers
-from kvtier.observe.table import MISS_BLOCKS, TRANSFER_BYTES, TransferRoute
+from kvtier.observe.daemon_metrics import MISS_BLOCKS, TRANSFER_BYTES, TransferRoute
 
 __all__ = ["Loads"]
 

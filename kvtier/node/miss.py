@@ -12,7 +12,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.ledger import Ledger
 from kvtier.node.run import BlockRun, PromptChain
 from kvtier.node.transfer import Duty, TierTransfers
-from kvtier.observe.table import MISSED_BLOCKS
+from kvtier.observe.daemon_metrics import MISSED_BLOCKS
 
 __all__ = ["Misses"]
 

@@ -55,8 +55,8 @@ from kvtier.node.store import Stores
 from kvtier.node.transfer import Duty, SlowTier, TierTransfers
 from kvtier.node.use import Uses, use_of
 from kvtier.node.writes import Writes
+from kvtier.observe.daemon_metrics import ANNOUNCED_REQUESTS, MISS_BLOCKS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import ANNOUNCED_REQUESTS, MISS_BLOCKS
 
 __all__ = ["Node", "NodeSettings"]
 

@@ -26,7 +26,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.event import Lookup, ProbeDone
 from kvtier.node.run import PromptChain
 from kvtier.node.transfer import TransferLane
-from kvtier.observe.table import PROBED_LOOKUPS
+from kvtier.observe.daemon_metrics import PROBED_LOOKUPS
 
 __all__ = ["PendingLookup", "Probes"]
 

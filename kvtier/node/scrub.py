@@ -13,8 +13,8 @@ from kvtier.errors import TierError, TierTimeout
 from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
-from kvtier.observe.log import Log, Repeated
-from kvtier.observe.table import SCRUBBED_BYTES
+from kvtier.observe.daemon_metrics import SCRUBBED_BYTES
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.base import HealthState, Scrubbed
 
 __all__ = ["ScrubProgress", "TierScrubber"]
@@ -65,7 +65,7 @@ class TierScrubber:
     def __init__(self, driver: Driver, tier: TierName) -> None:
         self._driver = driver
         self._tier = tier
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
         self._lock = asyncio.Lock()
         self._is_between_passes = True
 

@@ -28,7 +28,12 @@ from kvtier.node.load import Loads
 from kvtier.node.run import PromptChain, find_own
 from kvtier.node.session import Session, StoreLease
 from kvtier.node.transfer import TierTransfers
-from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS, TRANSFER_BYTES, TransferRoute
+from kvtier.observe.daemon_metrics import (
+    ADMISSION_BLOCKS,
+    REFUSED_BLOCKS,
+    TRANSFER_BYTES,
+    TransferRoute,
+)
 
 __all__ = ["Stores"]
 

@@ -26,7 +26,7 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.node.action import Read, TransferBlock, Write
 from kvtier.node.cache import Cache
 from kvtier.node.reads import ReadQueue
-from kvtier.observe.table import TRANSFER_QUEUE_SECONDS
+from kvtier.observe.daemon_metrics import TRANSFER_QUEUE_SECONDS
 
 __all__ = ["Duty", "Flight", "SlowTier", "TierTransfers", "TransferLane", "WriteMode"]
 

@@ -15,7 +15,7 @@ from kvtier.node.cache import Cache
 from kvtier.node.reads import BACKGROUND
 from kvtier.node.run import BlockRun
 from kvtier.node.transfer import TierTransfers
-from kvtier.observe.table import PREFETCHED_BLOCKS
+from kvtier.observe.daemon_metrics import PREFETCHED_BLOCKS
 
 __all__ = ["Warming"]
 

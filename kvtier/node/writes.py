@@ -21,7 +21,7 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, Rows
 from kvtier.node.cache import Cache
 from kvtier.node.transfer import Duty, TierTransfers, TransferLane, WriteMode
-from kvtier.observe.table import ADMISSION_BLOCKS, REFUSED_BLOCKS
+from kvtier.observe.daemon_metrics import ADMISSION_BLOCKS, REFUSED_BLOCKS
 
 __all__ = ["Writes"]
 

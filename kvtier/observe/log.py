@@ -6,9 +6,9 @@ Rules
 -----
 * An event is a constant sentence; what varies goes into fields, so that lines can be counted.
 * A line about a request has its ``request``, and its ``decision`` where there is one.
-* What may repeat, goes through ``Repeated``: one line a period, with the number left out.
+* What may repeat, goes through ``RateLimitedLog``: one line a period, with the number left out.
 * Prompts, tokens, salts, URLs with passwords and block contents are never fields.
-* Logging waits for nobody: see ``outlet``.
+* Logging never blocks: see ``log_output``.
 """
 
 import logging
@@ -17,10 +17,23 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from kvtier.observe.line import FIELDS, FORMS
-from kvtier.observe.outlet import Outlet, hold_standard_descriptors, write_to_stderr
+from kvtier.observe.log_output import (
+    FIELDS,
+    FORMS,
+    LogWriter,
+    reserve_standard_descriptors,
+    write_to_stderr,
+)
 
-__all__ = ["Folded", "Log", "Repeated", "flush_log", "hear_faults", "set_level", "start_log"]
+__all__ = [
+    "Log",
+    "RateLimitFilter",
+    "RateLimitedLog",
+    "flush_log",
+    "log_unhandled_exceptions",
+    "set_level",
+    "start_log",
+]
 
 _REPEATED_MAX = 256  # events are constants of the source, some dozens: reached only by a bug
 
@@ -69,7 +82,7 @@ def _told(fields: dict[str, object]) -> dict[str, object]:
     }
 
 
-class Repeated:
+class RateLimitedLog:
     """What may come in thousands, mostly warnings: each event is written once a period.
 
     The first one is written at once. Of those that follow within a period the last is written at
@@ -137,10 +150,10 @@ class Repeated:
             tell(**({"left_out": num_held - 1} if num_held > 1 else {}))
 
 
-class Folded(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Folds what other libraries say: a stranger's bad requests must not fill the log."""
 
-    def __init__(self, repeated: Repeated) -> None:
+    def __init__(self, repeated: RateLimitedLog) -> None:
         super().__init__()
         self._repeated = repeated
 
@@ -174,8 +187,8 @@ def start_log(
         root.removeHandler(old)
         old.flush()
         old.close()
-    outlet = Outlet(FORMS[form], write)
-    outlet.addFilter(Folded(Repeated(Log("kvtier.log"))))
+    outlet = LogWriter(FORMS[form], write)
+    outlet.addFilter(RateLimitFilter(RateLimitedLog(Log("kvtier.log"))))
     root.addHandler(outlet)
     root.setLevel(logging.WARNING)
     set_level(level)
@@ -192,12 +205,12 @@ def flush_log() -> None:
         handler.flush()
 
 
-def hear_faults() -> None:
+def log_unhandled_exceptions() -> None:
     """Have the log say what else would be written past it: warnings, and what nobody caught.
 
     For a process of our own.
     """
-    hold_standard_descriptors()
+    reserve_standard_descriptors()
     logging.captureWarnings(True)
     log = logging.getLogger("kvtier")
 

@@ -1,12 +1,12 @@
 """docs/operations/metrics.md, written from the table."""
 
-from kvtier.observe.engine_table import (
-    ENGINE_METRICS,
-)
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     DAEMON_METRICS,
 )
+from kvtier.observe.engine_metrics import (
+    ENGINE_METRICS,
+)
+from kvtier.observe.metrics import Metric
 
 __all__ = ["render_reference"]
 

@@ -14,7 +14,7 @@ Rules
 -----
 * Off unless configured: then nothing is imported, and a step costs a look at ``is_on``.
 * Spans carry numbers, ids and words of ours: no prompt, no token, no salt.
-* What the collector does not take is lost and counted; nobody waits for it: see ``span_outlet``.
+* Spans that the collector does not accept are lost and counted. Nothing waits for it.
 """
 
 import atexit
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["TRACES", "Mark", "Metadata", "Traces", "start_traces", "traceparent_of"]
+__all__ = ["TRACES", "Metadata", "TraceStep", "Traces", "start_traces", "traceparent_of"]
 
 _REQUESTS_MAX = 4096
 """As many as are remembered for ``explain``: a store may come long after its request's answer."""
@@ -45,7 +45,7 @@ Metadata = tuple[tuple[str, str], ...]
 """What a call takes along beside its message."""
 
 
-class Mark:
+class TraceStep:
     """A step of a request that is under way, or none where nothing is traced."""
 
     def __init__(self, span: "Span | None" = None) -> None:
@@ -64,7 +64,7 @@ class Mark:
         return set_span_in_context(self.span)
 
 
-_NOTHING = Mark()
+_NOTHING = TraceStep()
 
 
 class _Passed(threading.local):
@@ -78,8 +78,8 @@ class Traces:
         self.is_on = False
         self._tracer: Tracer
         self._lock = threading.Lock()
-        self._requests: OrderedDict[str, Mark] = OrderedDict()
-        self._loads: dict[BlockHash, list[Mark]] = {}
+        self._requests: OrderedDict[str, TraceStep] = OrderedDict()
+        self._loads: dict[BlockHash, list[TraceStep]] = {}
         """By block, the loads that wait for it, the first one first."""
         self._passed = _Passed()
 
@@ -95,7 +95,7 @@ class Traces:
 
         parent = _extracted(((_TRACEPARENT, traceparent),))
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
-        mark = Mark(span)
+        mark = TraceStep(span)
         mark.tell(request=request_id)
         with self._lock:
             self._requests[request_id] = mark
@@ -117,7 +117,7 @@ class Traces:
             self._tracer.start_span(name, mark.context(), start_time=began_ns).end()
 
     @contextmanager
-    def step(self, name: str, request_id: str, **facts: str | int | float) -> Iterator[Mark]:
+    def step(self, name: str, request_id: str, **facts: str | int | float) -> Iterator[TraceStep]:
         """Trace a step of a request that this thread does; calls in it carry its context."""
         parent = self._of(request_id)
         if parent.span is None:
@@ -128,7 +128,7 @@ class Traces:
             yield mark
 
     @contextmanager
-    def passing_on(self, name: str, traceparent: str) -> Iterator[Mark]:
+    def passing_on(self, name: str, traceparent: str) -> Iterator[TraceStep]:
         """Trace a step of a request that others trace, and of which ``traceparent_of`` tells.
 
         Calls in it carry the step's context; where nothing is traced here, that of the request.
@@ -157,7 +157,7 @@ class Traces:
     @contextmanager
     def serve(
         self, name: str, metadata: "Iterable[tuple[str, str | bytes]] | None"
-    ) -> Iterator[Mark]:
+    ) -> Iterator[TraceStep]:
         """Trace what is done for a caller, if he traces it; on a loop as well."""
         parent = _extracted(metadata or ()) if self.is_on else None
         if not parent:
@@ -165,7 +165,7 @@ class Traces:
             return
         from opentelemetry.trace import SpanKind
 
-        mark = Mark(self._tracer.start_span(name, parent, SpanKind.SERVER))
+        mark = TraceStep(self._tracer.start_span(name, parent, SpanKind.SERVER))
         try:
             yield mark
         finally:
@@ -173,7 +173,7 @@ class Traces:
             mark.span.end()
 
     @contextmanager
-    def waiting(self, mark: Mark, hashes: Sequence[BlockHash]) -> Iterator[None]:
+    def waiting(self, mark: TraceStep, hashes: Sequence[BlockHash]) -> Iterator[None]:
         """Have reads of these blocks hang under ``mark`` within the context."""
         if mark.span is None:
             yield
@@ -197,7 +197,7 @@ class Traces:
         if mark is None:
             yield
             return
-        reading = Mark(self._tracer.start_span("tier read", mark.context()))
+        reading = TraceStep(self._tracer.start_span("tier read", mark.context()))
         reading.tell(tier=tier, blocks=num_blocks)
         try:
             yield
@@ -206,19 +206,19 @@ class Traces:
             reading.span.end()
 
     @contextmanager
-    def _doing(self, name: str, parent: "Context") -> Iterator[Mark]:
+    def _doing(self, name: str, parent: "Context") -> Iterator[TraceStep]:
         """Trace what this thread does within."""
         from opentelemetry.trace import use_span
 
-        mark = Mark(self._tracer.start_span(name, parent))
+        mark = TraceStep(self._tracer.start_span(name, parent))
         assert mark.span is not None
         with use_span(mark.span, end_on_exit=True, record_exception=False):
             yield mark
 
-    def _of(self, request_id: str) -> Mark:
+    def _of(self, request_id: str) -> TraceStep:
         return self._requests.get(request_id, _NOTHING) if self.is_on else _NOTHING
 
-    def _waits_for(self, hashes: Iterable[BlockHash]) -> Mark | None:
+    def _waits_for(self, hashes: Iterable[BlockHash]) -> TraceStep | None:
         with self._lock:
             found = (self._loads.get(each) for each in hashes)
             return next((marks[0] for marks in found if marks), None)
@@ -249,7 +249,7 @@ TRACES = Traces()
 def start_traces(service: str) -> None:
     """Trace what this process does, under that name. Raises StartError without the extra."""
     try:
-        from kvtier.observe.span_outlet import open_tracer
+        from kvtier.observe.span_export import open_tracer
     except ImportError as error:
         raise StartError(
             "daemon.traces", f"OpenTelemetry is not here: {error}", "pip install 'kvtier[otel]'"

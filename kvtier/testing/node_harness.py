@@ -20,8 +20,8 @@ from kvtier.node import event as ev
 from kvtier.node.invariants import check, check_books, check_memory
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import Duty, SlowTier, WriteMode
-from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS, REFUSED_SAMPLES
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
+from kvtier.observe.metrics import REFUSED_SAMPLES, Metrics
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, WriteOutcome
 
 __all__ = ["FakeClock", "HarnessSettings", "NodeHarness", "Work"]

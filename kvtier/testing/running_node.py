@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
@@ -241,7 +241,7 @@ class RunningNode:
 
     @contextlib.contextmanager
     def _stub(self) -> Iterator[operator_pb2_grpc.OperatorStub]:
-        with open_operator(self.socket, _CALL_TIMEOUT_S) as stub:
+        with local_operator(self.socket, _CALL_TIMEOUT_S) as stub:
             yield stub
 
 

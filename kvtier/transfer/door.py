@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import DaemonUnavailable
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.transfer.socket_file import SocketFile
 
 __all__ = ["Door", "Greeting", "Visitor", "knock", "peer_of", "pidfd_of", "socket_mode"]
@@ -147,7 +147,7 @@ class Door:
         self._file: SocketFile | None = None
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._warnings = Repeated(Log("kvtier.transfer"))
+        self._warnings = RateLimitedLog(Log("kvtier.transfer"))
 
     async def start(self, path: Path) -> None:
         """Listen at ``path``; a socket that an earlier daemon left there is replaced.

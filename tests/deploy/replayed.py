@@ -10,7 +10,7 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.observe.metric import Metric
+from kvtier.observe.metrics import Metric
 
 VLLM_PAGE = Path(__file__).with_name("vllm_metrics.txt")
 """Of a vLLM with kvtier's connector; ``record_vllm`` has written it."""

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import kvtier
-from kvtier.api.http.probe import probe_routes
+from kvtier.api.http.health import probe_routes
 from kvtier.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

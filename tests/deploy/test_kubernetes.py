@@ -15,7 +15,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 import kvtier
-from kvtier.api.http.probe import probe_routes
+from kvtier.api.http.health import probe_routes
 from kvtier.config.units import format_size
 from tests.deploy.built import (
     KUBERNETES,

@@ -18,11 +18,7 @@ from deploy.source.files import BOARDS, files
 from deploy.source.query import RULE
 from deploy.source.recording import FOUND_SHARE
 from kvtier.connectors.vllm import stats
-from kvtier.observe.engine_table import (
-    ENGINE_METRICS,
-    POOL_BLOCKS,
-)
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     CERTIFICATE_NOT_BEFORE,
     DAEMON_METRICS,
     EVICTED_BLOCKS,
@@ -30,6 +26,10 @@ from kvtier.observe.table import (
     MISSED_BLOCKS,
     QUARANTINED_BLOCKS,
     TIER_UP,
+)
+from kvtier.observe.engine_metrics import (
+    ENGINE_METRICS,
+    POOL_BLOCKS,
 )
 from tests.deploy.replayed import VLLM_PAGE, assert_tells
 from tests.programs import requires

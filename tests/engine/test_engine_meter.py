@@ -7,7 +7,8 @@ from kvtier.api.http.service import PromptOutcome
 from kvtier.engine.meter import EngineMeter
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import Sampling, TierTokens, Usage
-from kvtier.observe.engine_table import (
+from kvtier.observe.daemon_metrics import READY, TransferRoute
+from kvtier.observe.engine_metrics import (
     ATTACHED,
     COPY_SECONDS,
     DECODE_TOKENS,
@@ -27,13 +28,7 @@ from kvtier.observe.engine_table import (
     STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
 )
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
-    BUILD,
-    READY,
-    REFUSED_SAMPLES,
-    TransferRoute,
-)
+from kvtier.observe.metrics import BUILD, REFUSED_SAMPLES, Metric
 from kvtier.testing.memory_port import MemoryPort
 from tests.engine.drive import Drive, prompt
 

@@ -7,11 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.engine.meter import EngineMeter
 from kvtier.engine.model import LoadedModel
-from kvtier.observe.engine_table import (
-    PROMPT_TOKENS,
-)
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
     FOUND_TOKENS,
@@ -21,6 +17,10 @@ from kvtier.observe.table import (
     TRANSFER_BYTES,
     UNLOADED_TOKENS,
 )
+from kvtier.observe.engine_metrics import (
+    PROMPT_TOKENS,
+)
+from kvtier.observe.metrics import Metric
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.engine.attached import BLOCK_TOKENS, AttachedEngine, attached

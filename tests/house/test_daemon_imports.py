@@ -13,7 +13,7 @@ HEAVY = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "cupy", "
 
 # What `kvtier serve` imports without a model. Each is a module that exists: a wrong name fails.
 DAEMON_MODULES = (
-    "kvtier.api.http.daemon",
+    "kvtier.api.http.daemon_app",
     "kvtier.api.rpc.engine_service",
     "kvtier.api.rpc.operator_service",
     "kvtier.cli.preflight",

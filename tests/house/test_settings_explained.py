@@ -5,10 +5,10 @@ import re
 import pytest
 from source import ROOT
 
-from kvtier.config.model import all_fields
+from kvtier.config.model import all_settings
 from kvtier.config.section import extra_of
 
-FIELDS = list(all_fields())
+FIELDS = list(all_settings())
 
 ADOPTED = "\n".join(
     (ROOT / "kvtier" / "daemon" / name).read_text()

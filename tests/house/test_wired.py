@@ -15,8 +15,8 @@ from kvtier.core.admission import Rule
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import TierName
-from kvtier.observe import engine_table, table
-from kvtier.observe.metric import Metric
+from kvtier.observe import daemon_metrics, engine_metrics, metrics
+from kvtier.observe.metrics import Metric
 from kvtier.tiers.base import HealthState, MissReason
 from kvtier.tiers.breaker import BreakerState
 
@@ -25,9 +25,9 @@ SETTINGS = [
 ]
 METRICS: dict[str, Metric] = {
     name: getattr(module, name)
-    for module in (table, engine_table)
+    for module in (metrics, daemon_metrics, engine_metrics)
     for name in module.__all__
-    if name.isupper() and not name.endswith("_METRICS")
+    if isinstance(getattr(module, name), Metric)
 }
 
 
@@ -99,18 +99,20 @@ def test_labels_are_those_of_the_row_and_of_its_closed_sets(where):
 
 def test_closed_sets_are_those_of_the_code():
     for row, label, values in (
-        (table.MISS_BLOCKS, "reason", {*MissReason, "fault", "late"}),
-        (table.TIER_STATE, "state", {*HealthState, "off"}),
-        (table.BREAKER_STATE, "state", {*BreakerState}),
-        (table.MISSED_BLOCKS, "fate", {*Fate}),
-        (table.REFUSED_BLOCKS, "rule", {*Rule}),
-        (table.DECISIONS, "reason", {*PlanReason}),
-        (engine_table.REQUESTS, "outcome", {*PromptOutcome}),
-        (engine_table.PROMPT_TOKENS, "source", {*TierName, "computed"}),
+        (daemon_metrics.MISS_BLOCKS, "reason", {*MissReason, "fault", "late"}),
+        (daemon_metrics.TIER_STATE, "state", {*HealthState, "off"}),
+        (daemon_metrics.BREAKER_STATE, "state", {*BreakerState}),
+        (daemon_metrics.MISSED_BLOCKS, "fate", {*Fate}),
+        (daemon_metrics.REFUSED_BLOCKS, "rule", {*Rule}),
+        (daemon_metrics.DECISIONS, "reason", {*PlanReason}),
+        (engine_metrics.REQUESTS, "outcome", {*PromptOutcome}),
+        (engine_metrics.PROMPT_TOKENS, "source", {*TierName, "computed"}),
     ):
         assert set(dict(row.labels)[label]) == values, f"{row.name}: {label}"
 
 
 def test_every_metric_belongs_to_a_process():
-    exposed = {metric.name for metric in (*table.DAEMON_METRICS, *engine_table.ENGINE_METRICS)}
+    exposed = {
+        metric.name for metric in (*daemon_metrics.DAEMON_METRICS, *engine_metrics.ENGINE_METRICS)
+    }
     assert exposed == {metric.name for metric in METRICS.values()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.main import main
 from kvtier.core.cost.sample import EngineLoad
 from kvtier.testing.child import Child, await_true, work_directory
@@ -67,7 +67,7 @@ class Configured(RunningNode):
 
     def in_force(self) -> dict[str, Any]:
         """Return what the daemon says that it goes by."""
-        with open_operator(self.socket, 10) as stub:
+        with local_operator(self.socket, 10) as stub:
             told = json.loads(stub.Config(pb.ConfigRequest(), timeout=10).json)
         return {key: each["value"] for key, each in told.items()}
 
@@ -197,7 +197,7 @@ def test_a_command_reloads_and_answers(
 
 def test_many_at_once_end_with_the_last_word(node: Configured) -> None:
     with node.serve() as daemon:
-        with open_operator(node.socket, 10) as stub:
+        with local_operator(node.socket, 10) as stub:
 
             def ask(number: int) -> None:
                 node.write(START | {"daemon.lease": f"{number}s"}) if number == 40 else None

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity
-from kvtier.api.http.operator import Operators, engine_socket
+from kvtier.api.http.operator_socket import Operators, engine_socket
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.main import main
 from kvtier.client.link import open_link
 from kvtier.core.cost.sample import EngineLoad, StepSample
@@ -406,7 +406,7 @@ def test_a_request_that_nobody_knows(common: Scene) -> None:
 def test_a_question_that_makes_no_sense(
     common: Scene, request_fields: dict[str, Any], named: str
 ) -> None:
-    with open_operator(common.node.socket, 20) as stub:
+    with local_operator(common.node.socket, 20) as stub:
         calls: list[Callable[[], object]] = [
             lambda: stub.Explain(pb.ExplainRequest(**request_fields), timeout=20)
         ]
@@ -429,7 +429,7 @@ def test_a_chain_is_pinned_warmed_and_let_go(common: Scene) -> None:
     node.await_idle()
     space, hashes = engine.space.digest, b"".join(engine.chain(26, 6))
     chain = engine_pb2.Chain(tenant=NO_TENANT, hashes=hashes)
-    with open_operator(node.socket, 20) as stub:
+    with local_operator(node.socket, 20) as stub:
         kept = stub.Pin(pb.PinRequest(key_space=space, chain=chain, ttl_s=60), timeout=20)
         assert kept.blocks >= 4
         await_true(lambda: node.stat()["policy"]["retained_bytes"] >= 4 * 8192, "they are kept")
@@ -444,7 +444,7 @@ def test_a_chain_is_pinned_warmed_and_let_go(common: Scene) -> None:
 
 
 def test_a_tier_is_measured_on_demand(common: Scene) -> None:
-    with open_operator(common.node.socket, 20) as stub:
+    with local_operator(common.node.socket, 20) as stub:
         told = json.loads(stub.Probe(pb.ProbeRequest(), timeout=60).json)
         assert "ssd" in told["tiers"], told
         with pytest.raises(grpc.RpcError, match="none"):

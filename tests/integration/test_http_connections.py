@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvtier.api.http import connection
 from kvtier.api.http import server as server_module
 from kvtier.api.http.server import HttpServer, serve
 
@@ -43,7 +42,7 @@ def slow() -> Slow:
 
 @pytest.fixture
 def server(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
-    monkeypatch.setattr(connection, "_CONNECTIONS_MAX", MOST)
+    monkeypatch.setattr(server_module, "_CONNECTIONS_MAX", MOST)
     with serve(slow.app, "127.0.0.1", 0, grace_seconds=1) as server:
         yield server
 
@@ -92,7 +91,7 @@ def test_where_all_are_being_answered_one_more_is_refused(slow: Slow, server: Ht
 def test_the_head_of_a_request_has_a_deadline(
     slow: Slow, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
 ) -> None:
-    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "_HEAD_SECONDS", 0.2)
     with (
         serve(slow.app, "127.0.0.1", 0, grace_seconds=1) as server,
         socket.create_connection((server.host, server.port), timeout=20) as client,
@@ -109,7 +108,7 @@ def test_the_head_of_a_request_has_a_deadline(
 def test_a_request_that_is_being_answered_has_no_deadline(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "_HEAD_SECONDS", 0.05)
     with serve(slow.app, "127.0.0.1", 0, grace_seconds=1) as server, ThreadPoolExecutor(1) as other:
         late = other.submit(httpx.get, f"{server.url}/slow", timeout=60)
         assert slow.asked.acquire(timeout=20)

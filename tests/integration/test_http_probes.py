@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from starlette.applications import Starlette
 
 from kvtier.api.http.app import create_app
-from kvtier.api.http.daemon import create_daemon_app
+from kvtier.api.http.daemon_app import create_daemon_app
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.errors import StartError

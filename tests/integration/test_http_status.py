@@ -14,10 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import kvtier.api.http
-from kvtier.api.http import status
-from kvtier.api.http.daemon import create_daemon_app
+from kvtier.api.http import daemon_app
+from kvtier.api.http.daemon_app import StatusCache, create_daemon_app
 from kvtier.api.http.server import serve
-from kvtier.api.http.status import SharedDocument
 from kvtier.daemon.status.explain import PLAN_SENTENCES
 
 PAGE = Path(kvtier.api.http.__file__).parent / "status_page"
@@ -46,7 +45,7 @@ def page(make: Callable[[], Any] | None, loop: asyncio.AbstractEventLoop) -> Ite
         is_ready=lambda: True,
         report=dict,
         registry=CollectorRegistry(),
-        status=SharedDocument(make, loop) if make else None,
+        status=StatusCache(make, loop) if make else None,
     )
     with (
         serve(app, "127.0.0.1", 0, grace_seconds=1) as server,
@@ -128,7 +127,7 @@ def test_without_the_page_there_is_none():
 
 @pytest.mark.slow
 def test_a_crowd_costs_one_document(monkeypatch):
-    monkeypatch.setattr(status, "_SHARED_S", 60.0)  # however late the last of them comes
+    monkeypatch.setattr(daemon_app, "_SHARED_S", 60.0)  # however late the last of them comes
     made: list[int] = []
 
     def make() -> dict[str, Any]:

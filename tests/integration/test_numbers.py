@@ -12,10 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.client.client import Client, OwnTier
 from kvtier.config import load_config
 from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.observe.metric import Counter, Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     BREAKER_STATE,
-    BUILD,
     DAEMON_METRICS,
     GATE_SHARE,
     LEASES,
@@ -24,7 +22,6 @@ from kvtier.observe.table import (
     POLICY_SECONDS,
     PREFILL_TOKENS_PER_SECOND,
     READY,
-    REFUSED_SAMPLES,
     REMEMBERED_BLOCKS,
     RESTORE_BYTES_PER_SECOND,
     SESSIONS,
@@ -40,6 +37,7 @@ from kvtier.observe.table import (
     TIER_UP,
     TIER_USED_BYTES,
 )
+from kvtier.observe.metrics import BUILD, REFUSED_SAMPLES, Counter, Metric
 from kvtier.testing.child import await_true, free_port, work_directory
 from kvtier.testing.running_node import RunningNode, fetch
 from kvtier.tiers.breaker import BreakerTier

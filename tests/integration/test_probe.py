@@ -25,8 +25,8 @@ from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
 from kvtier.testing.throttle_tier import ThrottleTier

@@ -12,9 +12,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier.api.rpc.operator import Remote, dial
+from kvtier.api.rpc.operator_client import RemoteDaemon, remote_operator
 from kvtier.cli.main import main
-from kvtier.observe.table import CERTIFICATE_NOT_AFTER, CERTIFICATE_NOT_BEFORE, SECRET_REFUSED
+from kvtier.observe.daemon_metrics import (
+    CERTIFICATE_NOT_AFTER,
+    CERTIFICATE_NOT_BEFORE,
+    SECRET_REFUSED,
+)
 from kvtier.testing.child import Child, await_true, free_port, work_directory
 from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import operator_pb2 as pb
@@ -152,7 +156,7 @@ class Port:
 
     def answers(self, token: str, authority: bytes) -> grpc.StatusCode:
         """Make a new connection and a call over it; returns what becomes of that."""
-        with dial(Remote(self.address, token, authority)) as stub:
+        with remote_operator(RemoteDaemon(self.address, token, authority)) as stub:
             return code_of(lambda: stub.Ping(pb.PingRequest(), timeout=10))
 
     def is_refused(self, secret: str) -> bool:
@@ -177,7 +181,10 @@ def test_certificate_and_token_are_exchanged_without_a_restart(
     port: Port, openssl: Openssl
 ) -> None:
     new = openssl.authority("new")
-    with port.node.daemon() as daemon, dial(Remote(port.address, OLD, port.authority)) as kept:
+    with (
+        port.node.daemon() as daemon,
+        remote_operator(RemoteDaemon(port.address, OLD, port.authority)) as kept,
+    ):
         assert code_of(lambda: kept.Ping(pb.PingRequest(), timeout=10)) is grpc.StatusCode.OK
         pair = openssl.pair("new")
         port.volume.write(**pair, token=f"{NEW}\n{OLD}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier.api.rpc.operator import operator_door
+from kvtier.api.rpc.operator_client import operator_ticket_socket
 from kvtier.testing.child import kvtier_command, work_directory
 from kvtier.testing.running_node import RunningNode
 from kvtier.transfer.shm import arena_socket
@@ -89,7 +89,7 @@ def mode_of(path: Path) -> int:
 def test_only_the_daemons_user_unless_told_otherwise(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     with node.daemon() as daemon:
-        for path in (node.socket, arena_socket(node.socket), operator_door(node.socket)):
+        for path in (node.socket, arena_socket(node.socket), operator_ticket_socket(node.socket)):
             assert mode_of(path) & 0o077 == 0, path
         told = operate(FRIEND, node, "stat")
         assert (told.returncode, told.stdout) == (2, "")
@@ -105,7 +105,7 @@ def test_only_the_daemons_user_unless_told_otherwise(node: RunningNode) -> None:
 def test_named_users_attach_and_operate_and_others_do_not(node: RunningNode) -> None:
     node.directory.chmod(0o711)
     with node.daemon(daemon__allowed_uids=f"1000,{FRIEND}") as daemon:
-        for path in (node.socket, arena_socket(node.socket), operator_door(node.socket)):
+        for path in (node.socket, arena_socket(node.socket), operator_ticket_socket(node.socket)):
             assert mode_of(path) == 0o666, path
         attached = run_as(FRIEND, ATTACH.format(socket=str(node.socket)))
         assert (attached.returncode, attached.stdout) == (0, "stored\n"), attached.stderr
@@ -141,7 +141,7 @@ def test_a_stranger_who_finds_the_socket_gets_no_answer(node: RunningNode) -> No
     with node.daemon(daemon__allowed_uids=FRIEND) as daemon:
         told = run_as(STRANGER, code)
         assert told.stdout.startswith("PERMISSION_DENIED"), told.stdout + told.stderr
-        assert str(operator_door(node.socket)) in told.stdout
+        assert str(operator_ticket_socket(node.socket)) in told.stdout
         assert daemon.stop() == 0
 
 

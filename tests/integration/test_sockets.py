@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api.rpc.operator import operator_door
+from kvtier.api.rpc.operator_client import operator_ticket_socket
 from kvtier.core.limits import SESSIONS_MAX
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.running_node import RunningNode, readiness
@@ -28,7 +28,7 @@ def node() -> Iterator[RunningNode]:
 
 
 def files_of(node: RunningNode) -> list[Path]:
-    return [node.socket, arena_socket(node.socket), operator_door(node.socket)]
+    return [node.socket, arena_socket(node.socket), operator_ticket_socket(node.socket)]
 
 
 def is_ready(node: RunningNode) -> bool:
@@ -156,7 +156,7 @@ def test_a_daemon_does_not_start_on_the_sockets_of_a_living_one(node: RunningNod
 
 def test_idle_clients_keep_nobody_out(node: RunningNode) -> None:
     with node.daemon() as daemon, ExitStack() as crowd:
-        for path in (arena_socket(node.socket), operator_door(node.socket)):
+        for path in (arena_socket(node.socket), operator_ticket_socket(node.socket)):
             for _ in range(2 * SESSIONS_MAX):
                 idle = crowd.enter_context(socket.socket(socket.AF_UNIX))
                 idle.settimeout(20)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api.rpc.operator import open_operator
+from kvtier.api.rpc.operator_client import local_operator
 from kvtier.core.traits import Traits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -44,7 +44,7 @@ def pin(node: RunningNode, engine: PatternEngine, prompt: int, num_blocks: int, 
         tenant=engine.tenant, hashes=b"".join(engine.chain(prompt, num_blocks))
     )
     request = pb.PinRequest(key_space=engine.space.digest, chain=chain, ttl_s=ttl_s)
-    with open_operator(node.socket, 10) as stub:
+    with local_operator(node.socket, 10) as stub:
         return int(stub.Pin(request, timeout=10).blocks)
 
 

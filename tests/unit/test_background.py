@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.stop import Stop
+from kvtier.observe.daemon_metrics import BACKGROUND_FAULTS, DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import BACKGROUND_FAULTS, DAEMON_METRICS
 
 
 def background() -> Background:

@@ -11,8 +11,8 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import as_keys
 from kvtier.node.cache import Cache
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
 
 CPU = TierName.CPU

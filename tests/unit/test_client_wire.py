@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.api.rpc.incoming import load_of, outcomes_of, steps_of, traits_of
+from kvtier.api.rpc.engine_messages import load_of, outcomes_of, steps_of, traits_of
 from kvtier.client.wire import (
     load_to_wire,
     outcome_to_wire,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import load_config
-from kvtier.config.effective import changes, document, render_toml, shown
+from kvtier.config.toml_text import changes, document, render_toml, shown
 
 SECRET = "hunter2"
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import load_config
-from kvtier.config.document import render_example, render_reference
-from kvtier.config.effective import document
+from kvtier.config.toml_text import document, render_example, render_reference
 from kvtier.errors import ConfigError
 
 KEY = "daemon.allowed_uids"

@@ -14,7 +14,7 @@ from kvtier.daemon.supervisor import engine_lock
 from kvtier.daemon.tiers import ssd_space
 from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
 from kvtier.errors import StartError
-from kvtier.lock import hold_lock, let_go
+from kvtier.lock import acquire_lock, release_lock
 
 GIB = 1 << 30
 
@@ -111,9 +111,9 @@ def test_what_one_command_starts_has_to_fit_together(tmp_path, tiny):
     assert "at most 3832MiB" in error.remedy
     on_device = configured(tmp_path, **sizes, engine__model=tiny, engine__device="cuda")
     check_start(on_device, files)
-    lock = hold_lock(engine_lock(together.daemon.socket), "daemon.socket", "the engine")
+    lock = acquire_lock(engine_lock(together.daemon.socket), "daemon.socket", "the engine")
     check_start(together, files)  # an engine that outlived the last daemon has its pool already
-    let_go(lock)
+    release_lock(lock)
 
 
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/a/b\n"), (1, "4:cpu,memory:/a/b\n3:x:/\n")])

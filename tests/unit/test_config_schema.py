@@ -12,12 +12,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kvtier.config import Config, read_config
-from kvtier.config.document import example_of, render_example
-from kvtier.config.model import all_fields
-from kvtier.config.schema import schema
+from kvtier.config.model import all_settings
+from kvtier.config.reference import schema
+from kvtier.config.toml_text import example_of, render_example
 
 VALIDATOR = Draft202012Validator(schema())
-FIELDS = list(all_fields())
+FIELDS = list(all_settings())
 
 BAD: tuple[Any, ...] = (-1, 1.5, "", "x y", "5 parsecs", "12Gb", True, [], ["a"], {"a": 1}, 2**70)
 """Most of them are wrong for most keys; both sides must think the same of each."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, load_config, read_config
-from kvtier.config.effective import changes, document, render_toml
-from kvtier.config.secret import with_url
+from kvtier.config.load import with_url
+from kvtier.config.toml_text import changes, document, render_toml
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.device import devices_of
 from kvtier.daemon.tiers.opening import configured, is_login_alone

@@ -23,8 +23,8 @@ from kvtier.node import feed as feed_module
 from kvtier.node.driver import Driver
 from kvtier.node.feed import Feeds
 from kvtier.node.node import Node, NodeSettings
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.residency_model import ResidencyModel
 from kvtier.tiers.host import HostArena
 

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
-from kvtier.api.http.chain import ChainIdentity, Recent
-from kvtier.api.http.operator import Operators, engine_socket
+from kvtier.api.http.chain import ChainIdentity, RecentPrompts
+from kvtier.api.http.operator_socket import Operators, engine_socket
 from kvtier.api.http.server import serve
 from kvtier.api.http.tenant import TenantRules, api_keys, key_salt
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
@@ -210,7 +210,7 @@ def test_without_an_identity_there_is_no_such_call() -> None:
 
 @pytest.mark.slow
 def test_recent_prompts_are_bounded_and_whoever_has_most_gives_way() -> None:
-    recent = Recent(bytes_max=4 * 1000)
+    recent = RecentPrompts(bytes_max=4 * 1000)
     recent.note(b"small", range(100))
     for number in range(50):
         recent.note(b"large", [number, *range(1, 100)])

@@ -13,8 +13,8 @@ from kvtier.daemon.status.health import NodeHealth
 from kvtier.node.driver import Driver
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.tiers.base import Health
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import StartError
-from kvtier.lock import PathLock, hold_lock, let_go
+from kvtier.lock import PathLock, acquire_lock, release_lock
 
 
 @contextmanager
@@ -29,11 +29,11 @@ def test_the_lock_is_held_where_its_note_cannot_be_written(tmp_path: Path) -> No
     path = tmp_path / "lock"
     path.write_text("pid 1 on host of an earlier holder\n")
     with without_room():
-        lock = hold_lock(path, "daemon.socket", "it")
+        lock = acquire_lock(path, "daemon.socket", "it")
     with pytest.raises(StartError, match="it is held by another process"):
-        hold_lock(path, "daemon.socket", "it")
-    let_go(lock)
-    let_go(hold_lock(path, "daemon.socket", "it"))
+        acquire_lock(path, "daemon.socket", "it")
+    release_lock(lock)
+    release_lock(acquire_lock(path, "daemon.socket", "it"))
 
 
 def test_it_is_let_go_of_where_the_disk_has_become_read_only(
@@ -42,25 +42,25 @@ def test_it_is_let_go_of_where_the_disk_has_become_read_only(
     def refuse(_fd: int, _length: int) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    lock = hold_lock(tmp_path / "lock", "ssd.directory", "it")
+    lock = acquire_lock(tmp_path / "lock", "ssd.directory", "it")
     with monkeypatch.context() as read_only:
         read_only.setattr(os, "ftruncate", refuse)
-        let_go(lock)
-    let_go(hold_lock(tmp_path / "lock", "ssd.directory", "it"))
+        release_lock(lock)
+    release_lock(acquire_lock(tmp_path / "lock", "ssd.directory", "it"))
 
 
 def test_who_only_looks_whether_it_is_held_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A doctor looks, and must not keep an engine from its start."""
-    looking = [hold_lock(tmp_path / "lock", "daemon.socket", "it")]
+    looking = [acquire_lock(tmp_path / "lock", "daemon.socket", "it")]
 
     def pause(_seconds: float) -> None:
         while looking:
-            let_go(looking.pop())
+            release_lock(looking.pop())
 
     monkeypatch.setattr(time, "sleep", pause)
-    let_go(hold_lock(tmp_path / "lock", "daemon.socket", "it"))
+    release_lock(acquire_lock(tmp_path / "lock", "daemon.socket", "it"))
     assert not looking
 
 
@@ -73,18 +73,18 @@ def test_a_lock_whose_file_was_removed_is_held_again(tmp_path: Path) -> None:
     lock.renew()
     assert lock.is_in_place()
     with pytest.raises(StartError, match="it is held by pid"):
-        hold_lock(path, "daemon.socket", "it")
+        acquire_lock(path, "daemon.socket", "it")
     lock.release()
-    let_go(hold_lock(path, "daemon.socket", "it"))
+    release_lock(acquire_lock(path, "daemon.socket", "it"))
 
 
 def test_a_lock_that_another_process_holds_by_now_is_not_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = PathLock(path, "daemon.socket", "it")
     path.unlink()
-    other = hold_lock(path, "daemon.socket", "it")
+    other = acquire_lock(path, "daemon.socket", "it")
     with pytest.raises(StartError, match="it is held by pid"):
         lock.renew()
-    let_go(other)
+    release_lock(other)
     lock.renew()
     lock.release()

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtier.observe.line import FORMS
-from kvtier.observe.log import Folded, Log, Repeated, hear_faults, start_log
-from kvtier.observe.outlet import Outlet
+from kvtier.observe.log import (
+    Log,
+    RateLimitedLog,
+    RateLimitFilter,
+    log_unhandled_exceptions,
+    start_log,
+)
+from kvtier.observe.log_output import FORMS, LogWriter
 from kvtier.testing.child import await_true
 
 LOG = Log("kvtier.test")
@@ -157,7 +162,7 @@ class Periods:
 
 def test_of_a_storm_the_first_and_the_last_of_each_period_are_written(written: Written) -> None:
     periods = Periods()
-    log = Repeated(LOG, later=periods.later)
+    log = RateLimitedLog(LOG, later=periods.later)
     for number in range(5):
         log.warning("write failed", number=number)
     log.warning("another thing")
@@ -177,7 +182,7 @@ def test_of_a_storm_the_first_and_the_last_of_each_period_are_written(written: W
 
 
 def test_the_end_of_a_storm_is_told_by_itself(written: Written) -> None:
-    log = Repeated(LOG, period_ns=10**7)
+    log = RateLimitedLog(LOG, period_ns=10**7)
     for _ in range(3):
         log.warning("write failed")
     await_true(lambda: len(written.lines()) > 1, "the rest is told")
@@ -186,7 +191,7 @@ def test_the_end_of_a_storm_is_told_by_itself(written: Written) -> None:
 def test_a_storm_of_a_hundred_thousand_costs_little_and_adds_up(written: Written) -> None:
     written.start(form="json")
     periods = Periods()
-    log = Repeated(LOG, later=periods.later)
+    log = RateLimitedLog(LOG, later=periods.later)
 
     def storm() -> None:
         for _ in range(25_000):
@@ -207,7 +212,7 @@ def test_a_storm_of_a_hundred_thousand_costs_little_and_adds_up(written: Written
 
 def test_of_a_bug_that_repeats_one_trace_is_written(written: Written) -> None:
     periods = Periods()
-    log = Repeated(LOG, later=periods.later)
+    log = RateLimitedLog(LOG, later=periods.later)
     for number in range(3):
         try:
             raise ValueError(number)
@@ -224,7 +229,7 @@ def test_a_storm_of_another_librarys_is_folded(written: Written) -> None:
     periods = Periods()
     written.start()
     (outlet,) = logging.getLogger().handlers
-    outlet.filters[:] = [Folded(Repeated(LOG, later=periods.later))]
+    outlet.filters[:] = [RateLimitFilter(RateLimitedLog(LOG, later=periods.later))]
     for number in range(1000):
         logging.getLogger("uvicorn.error").warning("Invalid request %d", number)
     periods.end()
@@ -257,7 +262,7 @@ def test_nobody_waits_for_a_reader_that_stands_still(written: Written) -> None:
 
 def pending() -> bool:
     (outlet,) = logging.getLogger().handlers
-    assert isinstance(outlet, Outlet)
+    assert isinstance(outlet, LogWriter)
     return outlet.is_pending
 
 
@@ -288,7 +293,7 @@ def test_what_nobody_caught_is_a_line_of_the_log(written: Written) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            hear_faults()
+            log_unhandled_exceptions()
             thread = threading.Thread(target=lambda: 1 // 0, name="kvtier-odd")
             thread.start()
             thread.join(WAIT_S)
@@ -329,7 +334,7 @@ def test_without_a_thread_for_its_period_an_event_is_heard_again(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Timer, "start", start)
-    log = Repeated(LOG)
+    log = RateLimitedLog(LOG)
     for number in range(3):
         log.warning("write failed", number=number)
     assert len(written.lines()) == 3, "rather all than none ever again"

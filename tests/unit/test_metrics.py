@@ -5,20 +5,19 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtier.observe.engine_table import (
-    ENGINE_METRICS,
-    STEP_SECONDS,
-)
-from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     DAEMON_METRICS,
     LEASES,
     LOOKUP_BLOCKS,
     MISS_BLOCKS,
-    REFUSED_SAMPLES,
     TIER_STATE,
     TRANSFER_SECONDS,
 )
+from kvtier.observe.engine_metrics import (
+    ENGINE_METRICS,
+    STEP_SECONDS,
+)
+from kvtier.observe.metrics import REFUSED_SAMPLES, Metrics
 from kvtier.tiers.base import MissReason
 
 

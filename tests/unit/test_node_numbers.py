@@ -7,8 +7,7 @@ from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
 
 from kvtier.core.identity import HASH_BYTES
 from kvtier.node import event as ev
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ADMISSION_BLOCKS,
     ASKED_TOKENS,
@@ -23,6 +22,7 @@ from kvtier.observe.table import (
     TRANSFER_SECONDS,
     UNLOADED_TOKENS,
 )
+from kvtier.observe.metrics import Metric
 from kvtier.testing.node_harness import NodeHarness
 
 TOKENS = 64

@@ -15,7 +15,7 @@ from kvtier.core.traits import Traits
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.use import use_of
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     DECISIONS,
     FOUND_TOKENS,

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import StartError
-from kvtier.observe.rotation import Rotation
+from kvtier.observe.secret_rotation import SecretRotation
 from kvtier.secret import Secret, read_secret, read_tokens, secret_lines
 
 SECRET = "do-not-show-this"
@@ -205,7 +205,7 @@ def test_who_asks_is_answered_at_once(volume: Volume) -> None:
 
 
 def test_what_is_wrong_is_said_once(volume: Volume, caplog: pytest.LogCaptureFixture) -> None:
-    both, rotation = both_of(volume), Rotation()
+    both, rotation = both_of(volume), SecretRotation()
     caplog.set_level("INFO")
     volume.write(one="2", two="3")
     for _ in range(5):

@@ -8,7 +8,7 @@ import pytest
 from kvtier.cli.stat import stat_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.observe.table import TransferRoute
+from kvtier.observe.daemon_metrics import TransferRoute
 
 HUGE = 10**10
 

@@ -14,15 +14,15 @@ import pytest
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.supervisor import Supervisor, engine_lock
 from kvtier.errors import StartError
-from kvtier.lock import hold_lock
+from kvtier.lock import acquire_lock
 from kvtier.testing.child import await_true
 
 LEFT_BEHIND = """
 import os, signal, sys
 from pathlib import Path
-from kvtier.lock import hold_lock
+from kvtier.lock import acquire_lock
 
-lock = hold_lock(Path(sys.argv[1]), "daemon.socket", "the engine")
+lock = acquire_lock(Path(sys.argv[1]), "daemon.socket", "the engine")
 if os.fork():
     os._exit(0)
 if len(sys.argv) > 2:
@@ -49,7 +49,7 @@ def left_behind(lock: Path, *named: str) -> Iterator[None]:
 
 def is_held(lock: Path) -> bool:
     try:
-        hold_lock(lock, "daemon.socket", "it")
+        acquire_lock(lock, "daemon.socket", "it")
     except StartError:
         return True
     return False

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvtier.core.identity import BlockHash
-from kvtier.observe.span_outlet import SpanOutlet
+from kvtier.observe.span_export import SpanQueue
 from kvtier.observe.trace import Metadata, Traces, traceparent_of
 from kvtier.testing.child import await_true
 
@@ -213,7 +213,7 @@ class Collector(SpanExporter):
         return answer
 
 
-def end_spans(outlet: SpanOutlet, number: int) -> None:
+def end_spans(outlet: SpanQueue, number: int) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(outlet)
     tracer = provider.get_tracer("test")
@@ -223,7 +223,7 @@ def end_spans(outlet: SpanOutlet, number: int) -> None:
 
 def test_nobody_waits_for_a_collector_that_stands_still() -> None:
     collector = Collector()
-    outlet = SpanOutlet(collector)
+    outlet = SpanQueue(collector)
     end_spans(outlet, 1000)
     assert collector.is_asked.wait(WAIT_S)
     end_spans(outlet, 9000)
@@ -240,7 +240,7 @@ def test_nobody_waits_for_a_collector_that_stands_still() -> None:
 def test_what_a_collector_does_not_take_is_counted(answer: SpanExportResult | Exception) -> None:
     collector = Collector(answer)
     collector.goes_on.set()
-    outlet = SpanOutlet(collector)
+    outlet = SpanQueue(collector)
     end_spans(outlet, 10)
     assert outlet.force_flush(10_000)
     assert (outlet.num_sent, outlet.num_lost) == (0, 10)

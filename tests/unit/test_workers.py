@@ -15,8 +15,8 @@ from kvtier.core.limits import PROBES_MAX
 from kvtier.errors import TierError, TierTimeout
 from kvtier.node.crew import Crew
 from kvtier.node.workers import Workers, in_thread
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.testing.child import await_true
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
 from kvtier.tiers.base import Health, HealthState

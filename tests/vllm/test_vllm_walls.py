@@ -24,7 +24,7 @@ from kvtier.connectors.vllm.stats import ATTACHED
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 from tests.vllm.recording_client import RecordedDaemon, RecordingClient
 
 SPACE = bytes(16)
@@ -149,7 +149,7 @@ def test_a_promise_that_is_long_due_is_said_once(caplog: pytest.LogCaptureFixtur
 
 
 def test_faults_of_threads_are_folded(caplog: pytest.LogCaptureFixture) -> None:
-    note = partial(note_fault, Repeated(Log("kvtier.test")))
+    note = partial(note_fault, RateLimitedLog(Log("kvtier.test")))
     with caplog.at_level(logging.ERROR, "kvtier.test"), ThreadPoolExecutor(1) as threads:
         for _ in range(100):
             threads.submit(divmod, 1, 0).add_done_callback(note)

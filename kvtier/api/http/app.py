@@ -9,16 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvtier.api.http.body import ChatBody, CompletionBody
-from kvtier.api.http.call import read_chat, read_completion
-from kvtier.api.http.chain import ChainEndpoint, ChainIdentity, Recent, RememberingService
-from kvtier.api.http.error import error_responses
-from kvtier.api.http.exchange import HttpExchange
-from kvtier.api.http.gate import Gate
+from kvtier.api.http.chain import ChainEndpoint, ChainIdentity, PromptRecorder, RecentPrompts
+from kvtier.api.http.completions import CompletionEndpoint
+from kvtier.api.http.engine_call import read_chat, read_completion
+from kvtier.api.http.errors import error_responses
 from kvtier.api.http.generation import Backend
-from kvtier.api.http.limits import ServerLimits
-from kvtier.api.http.probe import probe_routes
-from kvtier.api.http.reply import CHAT, COMPLETION
+from kvtier.api.http.health import probe_routes
+from kvtier.api.http.limits import PromptLimiter, ServerLimits
+from kvtier.api.http.openai_response import CHAT, COMPLETION
+from kvtier.api.http.request_body import ChatBody, CompletionBody
 from kvtier.api.http.service import ChatModel, EngineService, NoObserver, Observer
 from kvtier.api.http.tenant import TenantRules
 
@@ -41,17 +40,17 @@ def create_app(
     """
     limits = limits or ServerLimits()
     tenants = tenants or TenantRules()
-    recent = Recent()
+    recent = RecentPrompts()
     if identity is not None:
-        service = RememberingService(service, recent)
+        service = PromptRecorder(service, recent)
     backend = Backend(
         service, model, observer or NoObserver(), time.monotonic, limits.silence_seconds
     )
-    gate = Gate(limits.open_prompts, limits.prompts_per_call)
-    complete = HttpExchange(
+    gate = PromptLimiter(limits.open_prompts, limits.prompts_per_call)
+    complete = CompletionEndpoint(
         CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants
     )
-    chat = HttpExchange(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
+    chat = CompletionEndpoint(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
     chains = ChainEndpoint(identity, recent, model, gate, limits, tenants) if identity else None
     probes = probe_routes(
         is_alive=lambda: not service.is_stuck,

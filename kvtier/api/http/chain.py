@@ -27,18 +27,23 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, parse_object, read_body
-from kvtier.api.http.call import read_chat, read_completion
 from kvtier.api.http.detokenizer import continuation
-from kvtier.api.http.error import ApiError
-from kvtier.api.http.gate import Gate
-from kvtier.api.http.limits import ServerLimits
+from kvtier.api.http.engine_call import read_chat, read_completion
+from kvtier.api.http.errors import ApiError
+from kvtier.api.http.limits import PromptLimiter, ServerLimits
+from kvtier.api.http.request_body import (
+    ChatBody,
+    CompletionBody,
+    parse_body,
+    parse_object,
+    read_body,
+)
 from kvtier.api.http.service import ChatModel, EngineService
 from kvtier.api.http.tenant import TenantRules
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks, tenant_digest
 from kvtier.engine.request import Deliver, EngineRequest
 
-__all__ = ["ChainEndpoint", "ChainIdentity", "Nearest", "Recent", "RememberingService"]
+__all__ = ["ChainEndpoint", "ChainIdentity", "NearestPrompt", "PromptRecorder", "RecentPrompts"]
 
 _RECENT_BYTES_MAX = 32 << 20
 """Of token ids of recent prompts: eight million tokens, a thousand prompts of eight thousand."""
@@ -62,7 +67,7 @@ class ChainIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Nearest:
+class NearestPrompt:
     """How a prompt relates to the recent ones of its tenant."""
 
     is_seen: bool
@@ -81,7 +86,7 @@ class _Own:
     num_bytes: int = 0
 
 
-class Recent:
+class RecentPrompts:
     """Token ids of recent prompts, by tenant; from any thread."""
 
     def __init__(self, bytes_max: int = _RECENT_BYTES_MAX) -> None:
@@ -107,7 +112,7 @@ class Recent:
                 _, gone = self._by_tenant.popitem(last=False)
                 self._num_bytes -= gone.num_bytes
 
-    def nearest(self, tenant: bytes, prompt: Sequence[int]) -> Nearest:
+    def nearest(self, tenant: bytes, prompt: Sequence[int]) -> NearestPrompt:
         """Compare a prompt with the recent ones of its tenant."""
         with self._lock:
             others = list(self._by_tenant.get(tenant, _Own()).prompts)
@@ -119,7 +124,7 @@ class Recent:
                 is_seen = True
             elif num_common >= longest:  # of equals the latest
                 longest, other = num_common, each
-        return Nearest(is_seen, longest, other)
+        return NearestPrompt(is_seen, longest, other)
 
     def _forget_oldest(self) -> None:
         tenant, most = max(self._by_tenant.items(), key=lambda item: item[1].num_bytes)
@@ -130,10 +135,10 @@ class Recent:
             del self._by_tenant[tenant]
 
 
-class RememberingService:
+class PromptRecorder:
     """An engine of which each prompt is noted in ``recent`` as it is submitted."""
 
-    def __init__(self, inner: EngineService, recent: Recent) -> None:
+    def __init__(self, inner: EngineService, recent: RecentPrompts) -> None:
         self._inner = inner
         self._recent = recent
 
@@ -162,9 +167,9 @@ class ChainEndpoint:
     """The endpoint."""
 
     identity: ChainIdentity
-    recent: Recent
+    recent: RecentPrompts
     model: ChatModel
-    gate: Gate
+    gate: PromptLimiter
     limits: ServerLimits
     tenants: TenantRules
 
@@ -234,7 +239,7 @@ class ChainEndpoint:
         root = chain_root(self.identity.key_space, tenant)
         return [each.hex() for each in hash_blocks(root, prompt, self.identity.block_tokens)]
 
-    def _texts(self, prompt: Sequence[int], nearest: Nearest) -> dict[str, str]:
+    def _texts(self, prompt: Sequence[int], nearest: NearestPrompt) -> dict[str, str]:
         """Return both prompts around the place where they part."""
         at = nearest.num_tokens
         start, end = max(0, at - _TEXT_BEFORE), at + _TEXT_AFTER

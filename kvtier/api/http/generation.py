@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from kvtier.api.http.call import EngineCall
-from kvtier.api.http.detokenizer import Detokenizer
-from kvtier.api.http.error import ApiError, engine_failed, engine_silent, not_ready, overloaded
+from kvtier.api.http.detokenizer import Detokenizer, StopFinder
+from kvtier.api.http.engine_call import EngineCall
+from kvtier.api.http.errors import ApiError, engine_failed, engine_silent, not_ready, overloaded
 from kvtier.api.http.service import ChatModel, EngineService, Observer, PromptOutcome
-from kvtier.api.http.stop import StopFinder
 from kvtier.engine.request import (
     Deliver,
     EngineRequest,

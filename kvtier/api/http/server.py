@@ -1,4 +1,12 @@
-"""An application on a TCP port, in a thread of its own."""
+"""Serves an ASGI application on a TCP port, in a thread of its own, with limits on connections.
+
+Theory
+------
+An idle connection costs a file descriptor, and the tiers and engines of the process need
+descriptors too. At the limit a new connection is still accepted, because it may be a health probe,
+and the oldest connection without a request in progress is closed. The head of a request must be
+complete within some seconds, however slowly it is sent.
+"""
 
 import asyncio
 import contextlib
@@ -10,14 +18,88 @@ from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.api.http.connection import Connection, UnixConnection
-from kvtier.api.http.guard import Allowed, BrowserGuard
-from kvtier.api.http.operator import Operators, OperatorSocket
+from kvtier.api.http.cross_origin import CrossOriginGuard, CrossOriginRules
+from kvtier.api.http.operator_socket import Operators, OperatorSocket
 from kvtier.errors import StartError
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
-__all__ = ["HttpServer", "serve"]
+__all__ = [
+    "Connection",
+    "HttpServer",
+    "UnixConnection",
+    "serve",
+]
+
+_CONNECTIONS_MAX = 512
+"""Half of the usual limit of 1024 descriptors, and twice the number of prompts served at once."""
+
+_HEAD_SECONDS = 30.0
+"""Time from the connection, or from a later request's first byte, to the end of the head."""
+
+
+class Connection(H11Protocol):
+    """One connection, of at most ``_CONNECTIONS_MAX``."""
+
+    _made_s = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
+    """Closes the connection at the deadline; set while the head of a request is incomplete."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Accept the connection; beyond the limit, close another one for it."""
+        super().connection_made(transport)
+        self._made_s = self.loop.time()
+        if len(self.connections) > _CONNECTIONS_MAX:
+            one = min(filter(_is_idle, self.connections), key=_patience)
+            self.connections.discard(one)  # it would be chosen again before the loop has ended it
+            one.transport.abort()
+        self._update_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle received bytes; uvicorn's own timeout ends at the first byte of a request."""
+        super().data_received(data)
+        self._update_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the deadline."""
+        super().connection_lost(exc)
+        self._cancel_head_timer()
+
+    def _update_head_timer(self) -> None:
+        if not _is_idle(self):
+            self._cancel_head_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class UnixConnection(Connection):
+    """A connection over the engine's Unix socket, which records whether an operator calls."""
+
+    def __init__(self, operators: Operators, **more: Any) -> None:
+        super().__init__(**more)
+        self._operators = operators
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Set ``is_operator`` in the state of the connection's requests."""
+        super().connection_made(transport)
+        is_operator = self._operators.include(transport.get_extra_info("socket"))
+        self.app_state = {**self.app_state, "is_operator": is_operator}
+
+
+def _is_idle(connection: Any) -> bool:
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def _patience(connection: Any) -> tuple[bool, float]:
+    """Sort connections that never sent a request first, and then by age, the oldest first."""
+    return connection.cycle is not None, connection._made_s
+
 
 _log = Log("kvtier.http")
 
@@ -119,15 +201,15 @@ def serve(
     *,
     field: str = "listen",
     grace_seconds: float = 10.0,
-    allowed: Allowed = Allowed(),  # noqa: B008 - frozen
+    allowed: CrossOriginRules = CrossOriginRules(),  # noqa: B008 - frozen
     operators: Operators | None = None,
 ) -> HttpServer:
     """Bind, start and return a server; port 0 takes any free one.
 
-    A ``BrowserGuard`` refuses web pages of other origins. Raises ``StartError`` about ``field``,
-    the configuration key that the address came from.
+    A ``CrossOriginGuard`` refuses web pages of other origins. Raises ``StartError`` with ``field``,
+    the configuration key of the address.
     """
-    guarded = BrowserGuard(app, allowed)
+    guarded = CrossOriginGuard(app, allowed)
     listener = _bind(host, port, field)
     server = HttpServer(guarded, listener, grace_seconds=grace_seconds, operators=operators)
     server.start()
@@ -141,7 +223,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._unix_socket = unix_socket
         self.has_begun = threading.Event()
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

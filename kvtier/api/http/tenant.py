@@ -13,7 +13,7 @@ from pathlib import Path
 
 from starlette.requests import HTTPConnection
 
-from kvtier.api.http.error import ApiError, no_key
+from kvtier.api.http.errors import ApiError, no_key
 from kvtier.errors import StartError
 from kvtier.secret import Secret, read_secret, secret_lines
 

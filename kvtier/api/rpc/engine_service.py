@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvtier.api.rpc.incoming import (
+from kvtier.api.rpc.engine_messages import (
     announced_of,
     flops_of,
     layout_of,
@@ -30,8 +30,8 @@ from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
-from kvtier.observe.table import LOOKUP_SECONDS
-from kvtier.observe.trace import TRACES, Mark
+from kvtier.observe.daemon_metrics import LOOKUP_SECONDS
+from kvtier.observe.trace import TRACES, TraceStep
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaServer
 from kvtier.v1 import engine_pb2 as pb
@@ -323,7 +323,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return answer
 
 
-def _tell(mark: Mark, answer: ac.LookupResult) -> None:
+def _tell(mark: TraceStep, answer: ac.LookupResult) -> None:
     """Note in a trace what was found, and what was decided about it."""
     mark.tell(
         found=" ".join(f"{tier}:{length}" for tier, length in answer.runs),

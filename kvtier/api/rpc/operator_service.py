@@ -1,31 +1,125 @@
-"""What an operator's tools call."""
+"""The gRPC service that operators' tools call."""
 
 import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grpc
 
 from kvtier import __version__
-from kvtier.api.rpc.incoming import tenant_of
-from kvtier.api.rpc.reports import ExplainQuestion, OperatorReports
-from kvtier.api.rpc.tier_admin import TierAdminCalls, change_tier
+from kvtier.api.rpc.engine_messages import tenant_of
 from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
 from kvtier.core.residency import TierName
-from kvtier.errors import TierError
+from kvtier.errors import StartError, TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.driver import Driver
 from kvtier.node.scrub import ScrubProgress, TierScrubber
+from kvtier.tiers.base import Health
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 
-__all__ = ["OperatorServicer"]
+__all__ = [
+    "ExplainQuestion",
+    "OperatorReports",
+    "OperatorServicer",
+    "TierAdminCalls",
+    "change_tier",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainQuestion:
+    """What is to be explained: a request, a chain, or a request together with its chain."""
+
+    request_id: str
+    key_space: bytes
+    tenant: bytes
+    hashes: bytes
+    num_tokens: int = 0
+    """Of the whole prompt; 0: unknown."""
+    unsalted: bytes = b""
+    """The same tokens' block hashes without the salt, or under another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorReports:
+    """Each makes one of the stable documents that a command prints with ``--json``."""
+
+    stat: Callable[[], dict[str, Any]]
+    explain: Callable[[ExplainQuestion], dict[str, Any] | None]
+    """None: the request is not known."""
+    probe: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
+    """Measures these tiers; none given: all there are."""
+    hold_probe: Callable[[], AbstractAsyncContextManager[None]]
+    """While it is open nothing is measured."""
+    reload: Callable[[], Awaitable[dict[str, Any]]]
+    """Reads the configuration again, and applies it."""
+    config: Callable[[], dict[str, Any]]
+
+
+_WAIT_MS_MAX = 86_400_000
+
+
+class TierAdminCalls(Protocol):
+    """Each verb waits at most so long, and tells whether all is done. Raises StartError."""
+
+    async def drain(self, name: TierName, wait_s: float) -> bool:
+        """Write nothing new to a tier."""
+
+    async def resume(self, name: TierName) -> bool:
+        """Use a drained tier as before."""
+
+    async def detach(self, name: TierName, wait_s: float, *, is_now: bool = False) -> bool:
+        """Take a tier off."""
+
+    async def attach(self, name: TierName, wait_s: float) -> bool:
+        """Use a tier as it is configured now."""
+
+    def health(self, name: TierName) -> Health | None:
+        """Return how a tier does, or what was made of it; None: it is off."""
+
+
+async def change_tier(
+    tier_admin: TierAdminCalls, request: pb.ChangeTierRequest
+) -> pb.ChangeTierReply:
+    """Do as a request says; a refusal is part of the reply. Raises KeyError for no tier."""
+    name, wait_s = tier_from_wire(request.tier), min(request.wait_ms, _WAIT_MS_MAX) / 1000
+    try:
+        is_done = await _changed(tier_admin, name, request, wait_s)
+    except StartError as refusal:
+        return pb.ChangeTierReply(
+            refusal=pb.ChangeTierReply.Refusal(
+                field=refusal.field, problem=refusal.problem, remedy=refusal.remedy
+            )
+        )
+    health = tier_admin.health(name)
+    if health is None:
+        return pb.ChangeTierReply(done=is_done, state="off")
+    return pb.ChangeTierReply(done=is_done, state=health.state.value, reason=health.reason)
+
+
+async def _changed(
+    tier_admin: TierAdminCalls, name: TierName, request: pb.ChangeTierRequest, wait_s: float
+) -> bool:
+    match request.verb:
+        case pb.TIER_VERB_DRAIN:
+            return await tier_admin.drain(name, wait_s)
+        case pb.TIER_VERB_RESUME:
+            return await tier_admin.resume(name)
+        case pb.TIER_VERB_DETACH:
+            return await tier_admin.detach(name, wait_s, is_now=request.now)
+        case pb.TIER_VERB_ATTACH:
+            return await tier_admin.attach(name, wait_s)
+    raise StartError(name, f"verb {request.verb} is none", "use this version's kvtier")
+
 
 _DEADLINE_MS = 10_000
 _DEADLINE_MS_MAX = 600_000

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 
 from kvtier.api.rpc.credentials import Credentials
-from kvtier.api.rpc.guard import MessageCheck, OperatorGuard
-from kvtier.api.rpc.operator import operator_door
+from kvtier.api.rpc.interceptors import MalformedRequestInterceptor, OperatorAuthInterceptor
+from kvtier.api.rpc.operator_client import operator_ticket_socket
 from kvtier.config import ListenAddress
 from kvtier.errors import StartError
 from kvtier.transfer.door import Door, socket_mode
@@ -63,11 +63,11 @@ class UnixServer:
         self,
         path: Path,
         mode: int,
-        guard: OperatorGuard,
+        guard: OperatorAuthInterceptor,
         add_services: Callable[[grpc.aio.Server], None],
     ) -> None:
         self._file = SocketFile(path, mode)
-        self._interceptors = (guard, MessageCheck())
+        self._interceptors = (guard, MalformedRequestInterceptor())
         self._add_services = add_services
         self._servers: list[grpc.aio.Server] = []
 
@@ -116,9 +116,10 @@ async def open_unix(
         engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
         operator_pb2_grpc.add_OperatorServicer_to_server(operator, server)
 
-    guard = OperatorGuard(
+    guard = OperatorAuthInterceptor(
         lambda ticket: door.keep(ticket, _TICKET_IDLE_S),
-        f"this call needs a ticket from {operator_door(path)}; use the daemon's version of kvtier",
+        f"this call needs a ticket from {operator_ticket_socket(path)}; use the kvtier of the "
+        "daemon's version",
     )
     server = UnixServer(path, socket_mode(allowed_uids), guard, add_services)
     await server.reopen()
@@ -129,12 +130,12 @@ async def open_tcp(
     listen: ListenAddress, credentials: Credentials, operator: operator_pb2_grpc.OperatorServicer
 ) -> tuple[grpc.aio.Server, int]:
     """Serve operators that have the token, over TLS; returns the server and its port."""
-    guard = OperatorGuard(
+    guard = OperatorAuthInterceptor(
         credentials.admits,
         "calls over TCP need the token in rpc.token_file; use kvtier with --token-file",
     )
     server = grpc.aio.server(
-        interceptors=[guard, MessageCheck()],
+        interceptors=[guard, MalformedRequestInterceptor()],
         options=_TCP_OPTIONS,
         maximum_concurrent_rpcs=_TCP_CALLS_MAX,
     )

@@ -25,9 +25,8 @@ from kvtier.cli.doctor.check import (
 )
 from kvtier.cli.options import add_config_options, config_from
 from kvtier.config import Config
-from kvtier.config.machine import MACHINE_CONFIG
-from kvtier.config.model import default_socket
-from kvtier.config.secret import with_url
+from kvtier.config.load import with_url
+from kvtier.config.model import SYSTEM_CONFIG, default_socket
 from kvtier.errors import ConfigError
 from kvtier.observe.log import start_log
 
@@ -96,17 +95,17 @@ def _found(options: argparse.Namespace) -> tuple[Config, Finding]:
         why_none = "daemon.socket is named"
     elif os.access(socket, os.F_OK):
         why_none = f"{user} has a daemon at {socket}"
-    elif not os.access(MACHINE_CONFIG, os.F_OK):
-        why_none = f"there is no {MACHINE_CONFIG}"
+    elif not os.access(SYSTEM_CONFIG, os.F_OK):
+        why_none = f"there is no {SYSTEM_CONFIG}"
     if why_none:
         return config, ok(f"no file; defaults and environment, since {why_none}")
-    if not os.access(MACHINE_CONFIG, os.R_OK):
+    if not os.access(SYSTEM_CONFIG, os.R_OK):
         return config, warn(
-            f"{MACHINE_CONFIG} is closed to {user}; what follows is about the defaults",
+            f"{SYSTEM_CONFIG} is closed to {user}; what follows is about the defaults",
             "run this as the daemon's user or as root, or name a file with --config",
         )
-    options.config = MACHINE_CONFIG
-    return config_from(options), ok(f"{MACHINE_CONFIG}, the machine's, since no other is named")
+    options.config = SYSTEM_CONFIG
+    return config_from(options), ok(f"{SYSTEM_CONFIG}, the machine's, since no other is named")
 
 
 def _checks(context: CheckContext) -> list[Check]:

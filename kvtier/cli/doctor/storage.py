@@ -14,7 +14,7 @@ from kvtier.cli.formatting import format_bytes
 from kvtier.config.units import format_size
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.daemon.tiers.ssd_space import check_space, floor_beside_system
-from kvtier.private import check_parents
+from kvtier.permissions import check_parents
 
 __all__ = [
     "inspect_direct_io",

@@ -8,7 +8,7 @@ and from vLLM's level on. Whoever has set up the logger ``kvtier`` himself is le
 import logging
 from copy import copy
 
-from kvtier.observe.line import line_of
+from kvtier.observe.log_output import line_of
 
 __all__ = ["join_log"]
 

@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.backlog import Backlog
 from kvtier.connectors.vllm.search import Search
 from kvtier.connectors.vllm.stats import LOOKUP_SECONDS, LOOKUPS, StatTally
 from kvtier.connectors.vllm.tracked import Tracked
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["OpenSearches"]
 
@@ -59,7 +59,7 @@ class OpenSearches:
         """The daemon is known to have nothing, and need not be asked."""
         self._stored_s = 0.0
         """When workers last were done with stores."""
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-lookup")
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from kvtier.connectors.vllm_tier.question import LookupQuestion
 from kvtier.connectors.vllm_tier.transfers import ChunkJob
 from kvtier.core.identity import NO_TENANT, chain_root
 from kvtier.core.traits import Traits
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["ChunkAnswer", "Names", "Requests"]
 
@@ -91,7 +91,7 @@ class Requests:
         self._asking: set[str] = set()
         self._unknown: set[str] = set()
         self._questions: list[LookupQuestion] = []
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
     def add(self, request_id: str, traits: Traits, names: Names) -> None:

@@ -23,7 +23,7 @@ from kvtier.connectors.vllm_tier.chain import ChunkRun
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonSlow, DaemonUnavailable
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["ChunkJob", "ChunkTransfers", "Ended"]
 
@@ -112,7 +112,7 @@ class ChunkTransfers:
         self._open: set[_Job] = set()
         self._ended: deque[Ended] = deque()
         self._changed = threading.Condition()
-        self._faults = Repeated(_log)
+        self._faults = RateLimitedLog(_log)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kvtier-load")
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 

@@ -26,7 +26,7 @@ from kvtier.core.residency import TierName
 from kvtier.daemon.persistence.whole_file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.node.driver import Driver
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["ASIDE", "FILE_BYTES_MAX", "SavedDocument", "replace_saved"]
 
@@ -64,7 +64,7 @@ class SavedDocument:
         self._version = version
         self._what = what
         self._kept: tuple[Path, bytes] | None = None
-        self._warnings = Repeated(_log, _WARNINGS_NS)
+        self._warnings = RateLimitedLog(_log, _WARNINGS_NS)
 
     def move_to(self, directory: Path) -> None:
         """Keep it there from now on, whatever is there."""

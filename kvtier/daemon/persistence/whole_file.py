@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvtier.private import is_of_others
+from kvtier.permissions import is_foreign
 
 __all__ = ["read_file", "replace_file"]
 
@@ -54,6 +54,6 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        if is_of_others(found):
+        if is_foreign(found):
             raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
         return file.read(most_bytes)

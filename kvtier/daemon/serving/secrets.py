@@ -15,16 +15,20 @@ from typing import Any
 
 from kvtier.api.rpc.credentials import Identity
 from kvtier.certificate import Certificates
-from kvtier.config.secret import url_in
+from kvtier.config.load import url_in
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.tiers.opening import authorities_of
 from kvtier.node.driver import Driver
 from kvtier.node.workers import in_thread
+from kvtier.observe.daemon_metrics import (
+    CERTIFICATE_NOT_AFTER,
+    CERTIFICATE_NOT_BEFORE,
+    SECRET_REFUSED,
+)
 from kvtier.observe.log import Log
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.rotation import Rotation
-from kvtier.observe.table import CERTIFICATE_NOT_AFTER, CERTIFICATE_NOT_BEFORE, SECRET_REFUSED
+from kvtier.observe.secret_rotation import SecretRotation
 from kvtier.secret import Secret
 
 __all__ = ["DaemonSecrets"]
@@ -39,7 +43,7 @@ class DaemonSecrets:
         self._driver = driver
         self._reload = reload
         self._held = list(held)
-        self._rotation = Rotation()
+        self._rotation = SecretRotation()
         self._url = Secret("remote_url", self._url_files, self._read_url)
         self._url_tried = reload.config.remote.url
         """The one that was last to hold: its file may have changed since the start read it."""

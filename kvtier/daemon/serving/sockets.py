@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvtier.api.http.daemon import create_daemon_app
-from kvtier.api.http.guard import Allowed
+from kvtier.api.http.cross_origin import CrossOriginRules
+from kvtier.api.http.daemon_app import StatusCache, create_daemon_app
 from kvtier.api.http.server import serve
-from kvtier.api.http.status import SharedDocument
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.api.rpc.engine_service import EngineServicer
-from kvtier.api.rpc.operator import operator_door
-from kvtier.api.rpc.operator_service import OperatorServicer
-from kvtier.api.rpc.reports import OperatorReports
+from kvtier.api.rpc.operator_client import operator_ticket_socket
+from kvtier.api.rpc.operator_service import OperatorReports, OperatorServicer
 from kvtier.api.rpc.server import OPERATORS_MAX, open_tcp, open_unix
 from kvtier.config import Config
 from kvtier.daemon.closing import ClosingStack
@@ -89,7 +87,7 @@ class Sockets:
         if http.listen is None:
             return
         loop = asyncio.get_running_loop()
-        page = SharedDocument(lambda: status() | {"ready": is_ready()}, loop)
+        page = StatusCache(lambda: status() | {"ready": is_ready()}, loop)
         app = create_daemon_app(
             complaint=self._health.complaint,
             is_ready=is_ready,
@@ -103,7 +101,7 @@ class Sockets:
             http.listen.port,
             field="http.listen",
             grace_seconds=_HTTP_GRACE_S,
-            allowed=Allowed(http.allowed_hosts),
+            allowed=CrossOriginRules(http.allowed_hosts),
         )
         self.http_url = server.url
         stopping = partial(in_thread, server.stop, "kvtier-http-stop")
@@ -134,7 +132,7 @@ class Sockets:
         daemon, listen = self._config.daemon, self._config.rpc.listen
         operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, tier_admin)
         door = Door(daemon.allowed_uids, OPERATORS_MAX)
-        door_path = operator_door(daemon.socket)
+        door_path = operator_ticket_socket(daemon.socket)
         await door.start(door_path)
         self._listeners[door_path] = door
         self._closing.add("closing the operators' door", door.stop, most_s=_CALLS_END_S)

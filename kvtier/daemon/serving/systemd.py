@@ -21,7 +21,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Self
 
 from kvtier.daemon.status.health import NodeHealth
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["Systemd"]
 
@@ -48,7 +48,7 @@ class Systemd:
     """
 
     def __init__(self, address: str = "", watchdog_s: float = 0.0) -> None:
-        self._warnings = Repeated(Log("kvtier.daemon"))
+        self._warnings = RateLimitedLog(Log("kvtier.daemon"))
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
         self._is_serving = self._is_known = False

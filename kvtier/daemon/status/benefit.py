@@ -7,8 +7,7 @@ from kvtier.core.residency import LOWER_TIERS
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.samples import Samples
 from kvtier.node.node import Node
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     DECISIONS,
     LOST_SECONDS,
@@ -20,6 +19,7 @@ from kvtier.observe.table import (
     SAVED_SECONDS,
     TransferRoute,
 )
+from kvtier.observe.metrics import Metric
 
 __all__ = ["ROUTES", "BenefitAccount"]
 

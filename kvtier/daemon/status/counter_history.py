@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.daemon.status.samples import Samples
 from kvtier.node.session import Session
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     ASKED_TOKENS,
     DECISIONS,

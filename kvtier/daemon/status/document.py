@@ -17,8 +17,7 @@ from kvtier.daemon.status.recent_requests import recent_requests
 from kvtier.daemon.status.samples import Samples
 from kvtier.node.driver import Driver
 from kvtier.node.session import Session
-from kvtier.observe.metric import Metric
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
     BACKGROUND_FAULTS,
@@ -34,6 +33,7 @@ from kvtier.observe.table import (
     UNLOADED_TOKENS,
     TransferRoute,
 )
+from kvtier.observe.metrics import Metric
 from kvtier.tiers.base import Health
 
 __all__ = ["Status"]

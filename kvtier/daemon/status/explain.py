@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.api.rpc.reports import ExplainQuestion
+from kvtier.api.rpc.operator_service import ExplainQuestion
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.index import Scope

@@ -11,7 +11,7 @@ from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import ROUTES
 from kvtier.daemon.status.health import NodeHealth
 from kvtier.node.driver import Driver
-from kvtier.observe.table import (
+from kvtier.observe.daemon_metrics import (
     GATE_SHARE,
     GUARDED,
     LEASES,

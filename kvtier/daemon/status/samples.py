@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
-from kvtier.observe.metric import Metric
+from kvtier.observe.metrics import Metric
 
 __all__ = ["Samples"]
 

@@ -43,7 +43,7 @@ from kvtier.node import event as ev
 from kvtier.node.crew import Crew
 from kvtier.node.driver import Driver
 from kvtier.node.transfer import Duty, TransferLane
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["TierAdmin"]
@@ -87,7 +87,7 @@ class TierAdmin:
         """How many blocks of a tier that is being attached the node knows so far."""
         self._detaches: list[TierDetach] = []
         """Tiers that were detached and are perhaps not closed yet."""
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
         self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
         """Called before a tier is attached."""
 

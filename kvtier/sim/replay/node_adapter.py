@@ -22,8 +22,8 @@ from kvtier.node import event as ev
 from kvtier.node.action import TransferBlock
 from kvtier.node.node import Node, NodeSettings
 from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
-from kvtier.observe.table import DAEMON_METRICS
 from kvtier.sim.replay.setup import ReplaySetup, config_of
 from kvtier.tiers.base import MissReason, WriteOutcome
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.core.residency import TierName
-from kvtier.observe.table import EVICTED_BLOCKS
+from kvtier.observe.daemon_metrics import EVICTED_BLOCKS
 from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.setup import ReplaySetup
 

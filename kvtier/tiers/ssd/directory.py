@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from kvtier.errors import StartError, TierError
-from kvtier.lock import hold_lock, let_go
-from kvtier.private import keep_private
+from kvtier.lock import acquire_lock, release_lock
+from kvtier.permissions import ensure_private
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.purge import remove_unknown_files
 from kvtier.tiers.ssd.segment import Segment, is_in_place
@@ -48,12 +48,12 @@ class DirectoryLock:
                 f"{self._directory} is not on the volume it was on at the start"
             )
         renewed = self._hold()
-        let_go(self._lock)
+        release_lock(self._lock)
         self._lock = renewed
 
     def release(self) -> None:
         """Let another process in."""
-        let_go(self._lock)
+        release_lock(self._lock)
 
     def _hold(self) -> int:
         directory = self._directory
@@ -71,7 +71,7 @@ class DirectoryLock:
                 f"cannot make {directory}: {error.strerror}",
                 "make its parent writable for this user or name another one",
             ) from None
-        return hold_lock(self._path, _FIELD, str(directory))
+        return acquire_lock(self._path, _FIELD, str(directory))
 
 
 def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:
@@ -82,7 +82,7 @@ def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:
     """
     with contextlib.suppress(FileNotFoundError):  # it is created again
         try:
-            keep_private(pool.disk.directory, "ssd.directory")
+            ensure_private(pool.disk.directory, "ssd.directory")
         except StartError as error:
             raise TierError(f"ssd: {error}") from error
     num_lost = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.private import is_of_others
+from kvtier.permissions import is_foreign
 from kvtier.tiers.ssd.pool import SegmentPool
 from kvtier.tiers.ssd.segment import (
     TOMBSTONE_S,
@@ -119,7 +119,7 @@ def _segment_paths(directory: Path) -> list[tuple[int, Path]]:
 def _is_ours(path: Path) -> bool:
     """Tell whether a file is this user's or root's; if so, make it inaccessible to others."""
     found = path.lstat()
-    if is_of_others(found):
+    if is_foreign(found):
         return False
     if stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
         with contextlib.suppress(OSError):

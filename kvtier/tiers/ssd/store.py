@@ -32,7 +32,7 @@ from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError, TierFull, TierTimeout
 from kvtier.observe.log import Log
-from kvtier.private import keep_private
+from kvtier.permissions import ensure_private
 from kvtier.tiers.base import (
     BlockRead,
     BlockWrite,
@@ -400,7 +400,7 @@ class SsdTier:
 def _keep_private(directory: Path) -> None:
     """Check who may write to the directory before it is used; raises StartError."""
     try:
-        is_narrowed = keep_private(directory, "ssd.directory")
+        is_narrowed = ensure_private(directory, "ssd.directory")
     except FileNotFoundError:
         return  # it is created with the right mode
     except OSError as error:

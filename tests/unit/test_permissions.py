@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.daemon.persistence.whole_file import read_file
 from kvtier.errors import StartError, TierError
-from kvtier.private import check_parents, keep_private
+from kvtier.permissions import check_parents, ensure_private
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.ssd import SsdTier
@@ -45,15 +45,15 @@ def refusal(directory: Path) -> StartError:
 @pytest.mark.parametrize("mode", [0o777, 0o2775, 0o770, 0o722])
 def test_a_directory_that_others_may_write_to_is_narrowed(directory: Path, mode: int) -> None:
     directory.chmod(mode)
-    assert keep_private(directory, FIELD)
+    assert ensure_private(directory, FIELD)
     assert mode_of(directory) & 0o777 == 0o700
-    assert not keep_private(directory, FIELD)
+    assert not ensure_private(directory, FIELD)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_one_that_others_may_only_read_stays_as_it_is(directory: Path, mode: int) -> None:
     directory.chmod(mode)
-    assert not keep_private(directory, FIELD)
+    assert not ensure_private(directory, FIELD)
     assert mode_of(directory) == mode
 
 

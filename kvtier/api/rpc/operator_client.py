@@ -11,26 +11,26 @@ from kvtier.transfer.channel import quiet_channel
 from kvtier.transfer.door import knock
 from kvtier.v1 import operator_pb2_grpc
 
-__all__ = ["Remote", "dial", "open_operator", "operator_door"]
+__all__ = ["RemoteDaemon", "local_operator", "operator_ticket_socket", "remote_operator"]
 
 _KNOCK_TIMEOUT_S = 1.0
 """The door is opened by the kernel's queue and one turn of the daemon's loop."""
 
 
-def operator_door(socket_path: Path) -> Path:
+def operator_ticket_socket(socket_path: Path) -> Path:
     """Return where a daemon gives tickets to operators, given where it serves its calls."""
     return socket_path.with_name(socket_path.name + ".tools")
 
 
 @contextlib.contextmanager
-def open_operator(
+def local_operator(
     socket_path: Path, timeout_s: float = _KNOCK_TIMEOUT_S
 ) -> Iterator[operator_pb2_grpc.OperatorStub]:
     """Yield the operator's calls of the daemon at ``socket_path``.
 
     Raises DaemonUnavailable where nobody lets us in.
     """
-    lifeline, message, _ = knock(operator_door(socket_path), timeout_s)
+    lifeline, message, _ = knock(operator_ticket_socket(socket_path), timeout_s)
     with lifeline:
         transport = grpc.local_channel_credentials(grpc.LocalConnectionType.UDS)
         ticket = grpc.access_token_call_credentials(str(message["ticket"]))
@@ -40,7 +40,7 @@ def open_operator(
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteDaemon:
     """A daemon elsewhere, and what it takes to be let in; ``ca`` None: the system's."""
 
     address: str
@@ -49,7 +49,7 @@ class Remote:
 
 
 @contextlib.contextmanager
-def dial(remote: Remote) -> Iterator[operator_pb2_grpc.OperatorStub]:
+def remote_operator(remote: RemoteDaemon) -> Iterator[operator_pb2_grpc.OperatorStub]:
     """Yield the operator's calls of a daemon that listens on TCP; connects with the first one."""
     transport = grpc.ssl_channel_credentials(remote.ca)
     token = grpc.access_token_call_credentials(remote.token)

@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-
-from kvtier.observe.exposition import Exposition
 
 __all__ = ["probe_routes"]
 
@@ -27,7 +25,6 @@ def probe_routes(
     ``complaint`` is said where the process is not alive, and ``report`` is what readiness tells
     beside the verdict, as JSON; without one the verdict is told in a word.
     """
-    exposition = Exposition(registry)
 
     async def healthz(_request: Request) -> Response:
         return _verdict(is_alive(), good="alive", bad=complaint() or "stuck")
@@ -41,7 +38,8 @@ def probe_routes(
 
     async def metrics(_request: Request) -> Response:
         # Prometheus takes this form as well as OpenMetrics, which would say no more.
-        return Response(exposition.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+        return Response(generate_latest(registry), headers=headers)
 
     return [
         Route("/healthz", healthz),

@@ -1,18 +1,105 @@
-"""The way out of the log: lines wait in a bounded queue for a thread that writes them.
+"""Formats log records as text or JSON lines, and writes them from a thread of its own.
 
-Whoever logs never waits for whoever reads: a full pipe, a full disk and a closed descriptor cost
-lines, which are counted. The number is told as soon as a line gets through again.
+Text from outside (engine names, server replies, paths) cannot start a new line, control a terminal
+or fill the disk: unprintable characters are escaped, and the middle of a long text is cut out.
+
+Logging never blocks on the reader: lines wait in a bounded queue. A full pipe, a full disk or a
+closed descriptor loses lines. Lost lines are counted, and their number is logged with the next line
+that can be written.
 """
 
+import json
 import logging
+import math
 import os
+import re
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from kvtier.observe.line import FIELDS
+__all__ = [
+    "FIELDS",
+    "FORMS",
+    "LogWriter",
+    "json_line",
+    "line_of",
+    "reserve_standard_descriptors",
+    "text_line",
+    "write_to_stderr",
+]
 
-__all__ = ["Outlet", "hold_standard_descriptors", "write_to_stderr"]
+FIELDS = "kvtier_fields"
+"""The attribute of a record that holds the fields of its event."""
+
+_PLAIN = re.compile(r"[\w.:/@+\-]+")
+_END_CHARACTERS = 2000
+"""Of each end of a long text: room for the last calls of a trace."""
+
+
+def text_line(record: logging.LogRecord) -> str:
+    """Return a record as ``key=value`` pairs."""
+    return _pairs(_fields_of(record))
+
+
+def json_line(record: logging.LogRecord) -> str:
+    """Return a record as a JSON object; numbers stay numbers."""
+    return _escaped({name: _plain(value) for name, value in _fields_of(record).items()})
+
+
+FORMS: Mapping[str, Callable[[logging.LogRecord], str]] = {"text": text_line, "json": json_line}
+"""How a line may be written, as ``daemon.log_format`` names it."""
+
+
+def line_of(record: logging.LogRecord) -> str:
+    """Return an event with its fields, for the log of a process that is not ours."""
+    return " ".join(filter(None, (record.getMessage(), _pairs(getattr(record, FIELDS, {})))))
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    fields: dict[str, object] = {
+        "time": f"{at}.{int(record.msecs):03d}Z",
+        "level": record.levelname.lower(),
+        "log": record.name,
+        "event": record.getMessage(),
+    }
+    fields |= getattr(record, FIELDS, {})
+    if record.exc_info:
+        fields["trace"] = logging.Formatter().formatException(record.exc_info)
+    return fields
+
+
+def _pairs(fields: dict[str, object]) -> str:
+    return " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+
+
+def _quoted(value: object) -> str:
+    text = _shortened(str(value))
+    return text if _PLAIN.fullmatch(text) else _escaped(text)
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has of a value."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return _shortened(str(value))
+
+
+def _shortened(text: str) -> str:
+    num_left_out = len(text) - 2 * _END_CHARACTERS
+    if num_left_out <= 0:
+        return text
+    return f"{text[:_END_CHARACTERS]} ({num_left_out} left out) {text[-_END_CHARACTERS:]}"
+
+
+def _escaped(value: object) -> str:
+    """Return JSON that anyone can read, or where that would not be safe, in ASCII."""
+    readable = json.dumps(value, ensure_ascii=False)
+    return readable if readable.isprintable() else json.dumps(value)
+
 
 _LINES_MAX = 4096
 """A minute of the log at debug level under load, and a few MB of memory."""
@@ -33,7 +120,7 @@ def write_to_stderr(line: str) -> None:
         rest = rest[os.write(_STDERR, rest) :]
 
 
-def hold_standard_descriptors() -> None:
+def reserve_standard_descriptors() -> None:
     """Have something behind descriptors 0 to 2, so that no file of ours is opened as one of them.
 
     A process that was started without standard error would write its log into the first such file.
@@ -43,7 +130,7 @@ def hold_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-class Outlet(logging.Handler):
+class LogWriter(logging.Handler):
     """Writes records by ``write``, in the form that ``form`` gives them, on a thread of its own."""
 
     def __init__(

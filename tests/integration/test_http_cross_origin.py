@@ -15,8 +15,8 @@ from starlette.responses import PlainTextResponse
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.chain import ChainIdentity
-from kvtier.api.http.daemon import create_daemon_app
-from kvtier.api.http.guard import Allowed, BrowserGuard
+from kvtier.api.http.cross_origin import CrossOriginGuard, CrossOriginRules
+from kvtier.api.http.daemon_app import create_daemon_app
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.api.http.tenant import TenantRules, api_keys
 from kvtier.testing.engine_service import ByteChatModel, FakeEngineService
@@ -69,7 +69,7 @@ def guarded_url(engine: FakeEngineService, tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def allowing(engine: FakeEngineService) -> Iterator[HttpServer]:
-    allowed = Allowed(hosts=["Chat.example"], origins=[CHAT_APP])
+    allowed = CrossOriginRules(hosts=["Chat.example"], origins=[CHAT_APP])
     with serve(app_of(engine), "127.0.0.1", 0, allowed=allowed) as server:
         yield server
 
@@ -158,7 +158,9 @@ def test_over_loopback_a_host_must_name_this_machine(open_url, daemon_url, host,
 def test_a_host_can_be_allowed(allowing):
     for host, status in (("chat.example", 200), ("CHAT.example:8000", 200), ("evil.example", 421)):
         assert httpx.get(f"{allowing.url}/readyz", headers={"host": host}).status_code == status
-    with serve(PlainTextResponse("ok"), "127.0.0.1", 0, allowed=Allowed(hosts=["*"])) as server:
+    with serve(
+        PlainTextResponse("ok"), "127.0.0.1", 0, allowed=CrossOriginRules(hosts=["*"])
+    ) as server:
         assert httpx.get(server.url, headers={"host": "evil.example"}).text == "ok"
 
 
@@ -188,7 +190,9 @@ def status_at(address: str, **headers: str) -> int:
     """Return a server's response to a request that arrived at ``address``."""
 
     async def ask() -> int:
-        transport = httpx.ASGITransport(BrowserGuard(PlainTextResponse("ok"), Allowed()))
+        transport = httpx.ASGITransport(
+            CrossOriginGuard(PlainTextResponse("ok"), CrossOriginRules())
+        )
         url = f"http://[{address}]" if ":" in address else f"http://{address}"
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             return (await client.get("/metrics", headers=headers)).status_code
@@ -294,7 +298,7 @@ def test_an_allowed_origin_can_read_every_answer(allowing, path, fields, status)
 
 
 def test_any_origin_can_be_allowed(engine):
-    with serve(app_of(engine), "127.0.0.1", 0, allowed=Allowed(origins=["*"])) as server:
+    with serve(app_of(engine), "127.0.0.1", 0, allowed=CrossOriginRules(origins=["*"])) as server:
         for origin in ("http://evil.example", "null"):
             reply = httpx.get(f"{server.url}/v1/models", headers={"origin": origin})
             assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "*")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from kvtier.errors import StartError
 
-__all__ = ["check_parents", "is_of_others", "is_open_to_others", "keep_private"]
+__all__ = ["check_parents", "ensure_private", "is_foreign", "is_writable_by_others"]
 
 _MODE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def keep_private(directory: Path, field: str) -> bool:
+def ensure_private(directory: Path, field: str) -> bool:
     """Ensure that only this user and root can change what is in a directory, or raise StartError.
 
     If others may write to it and it belongs to this user, its mode becomes 0700. Returns whether
@@ -29,7 +29,7 @@ def keep_private(directory: Path, field: str) -> bool:
     """
     check_parents(directory, field, os.geteuid())
     for found in (directory.lstat(), directory.stat()):
-        if is_of_others(found):
+        if is_foreign(found):
             raise StartError(
                 field,
                 f"{directory} belongs to user {found.st_uid}, who could change its contents",
@@ -59,18 +59,18 @@ def check_parents(path: Path, field: str, uid: int) -> None:
         if found.st_uid not in {0, uid}:
             problem = f"{parent} belongs to user {found.st_uid}, who could replace {path}"
             raise StartError(field, problem, f"chown {parent}, or set another path")
-        if is_open_to_others(found):
+        if is_writable_by_others(found):
             mode = stat.S_IMODE(found.st_mode)
             problem = f"other users may write to {parent} (mode {mode:04o}) and replace {path}"
             raise StartError(field, problem, f"chmod go-w {parent}, or set another path")
 
 
-def is_of_others(found: os.stat_result) -> bool:
+def is_foreign(found: os.stat_result) -> bool:
     """Tell whether a file belongs to neither this user nor root."""
     return found.st_uid not in {0, os.geteuid()}
 
 
-def is_open_to_others(found: os.stat_result) -> bool:
+def is_writable_by_others(found: os.stat_result) -> bool:
     """Tell whether other users may replace what is in a directory.
 
     This process's own group does not count as other users: many systems give each user a group.

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Tracer
 
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
-__all__ = ["SpanOutlet", "open_tracer"]
+__all__ = ["SpanQueue", "open_tracer"]
 
 _SPANS_MAX = 2048
 """As in the SDK's own queue; some hundred requests, and a few MB."""
@@ -27,7 +27,7 @@ _PERIOD_S = 1.0
 """A trace is looked at by people, who can wait for a second."""
 
 
-def open_tracer(service: str) -> tuple[Tracer, "SpanOutlet"]:
+def open_tracer(service: str) -> tuple[Tracer, "SpanQueue"]:
     """Return a tracer, and its way to the collector that the ``OTEL_*`` variables name.
 
     Sampling, resource attributes and headers are theirs, too.
@@ -36,7 +36,7 @@ def open_tracer(service: str) -> tuple[Tracer, "SpanOutlet"]:
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service)})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    outlet = SpanOutlet(_exporter())
+    outlet = SpanQueue(_exporter())
     provider.add_span_processor(outlet)
     return provider.get_tracer("kvtier"), outlet
 
@@ -54,7 +54,7 @@ def _exporter() -> SpanExporter:
     return OTLPSpanExporter()
 
 
-class SpanOutlet(SpanProcessor):
+class SpanQueue(SpanProcessor):
     """Sends ended spans by ``exporter``, on a thread of its own."""
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -63,7 +63,7 @@ class SpanOutlet(SpanProcessor):
         self._changed = threading.Condition()
         self._is_sending = self._is_hurried = False
         self.num_sent = self.num_lost = 0
-        self._warnings = Repeated(Log("kvtier.trace"))
+        self._warnings = RateLimitedLog(Log("kvtier.trace"))
         threading.Thread(target=self._run, name="kvtier-spans", daemon=True).start()
 
     def on_end(self, span: ReadableSpan) -> None:

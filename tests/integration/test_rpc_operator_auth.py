@@ -12,7 +12,12 @@ import grpc
 import pytest
 
 from kvtier.api.rpc.credentials import Credentials
-from kvtier.api.rpc.operator import Remote, dial, open_operator, operator_door
+from kvtier.api.rpc.operator_client import (
+    RemoteDaemon,
+    local_operator,
+    operator_ticket_socket,
+    remote_operator,
+)
 from kvtier.api.rpc.server import open_tcp, open_unix
 from kvtier.config import ListenAddress, RpcConfig
 from kvtier.errors import DaemonUnavailable, StartError
@@ -59,7 +64,7 @@ def unix_server(**door_options: Any) -> Iterator[Path]:
 
         async def start() -> Callable[[], Awaitable[object]]:
             door = Door((), 2, **door_options)
-            await door.start(operator_door(path))
+            await door.start(operator_ticket_socket(path))
             server = await open_unix(path, door, (), engine_pb2_grpc.EngineServicer(), Operator())
 
             async def stop() -> None:
@@ -84,7 +89,7 @@ def ping(stub: operator_pb2_grpc.OperatorStub, **more: Any) -> str:
 
 
 def test_a_ticket_opens_every_call_of_an_operator() -> None:
-    with unix_server() as path, open_operator(path, 5) as stub:
+    with unix_server() as path, local_operator(path, 5) as stub:
         assert ping(stub) == "here"
         # Let through, to a service that does not have it.
         code, _ = code_of(lambda: stub.Stat(pb.StatRequest(), timeout=10))
@@ -114,12 +119,12 @@ def test_without_a_ticket_no_call_comes_through() -> None:
         for name, call in calls.items():
             code, said = code_of(call)
             assert code is grpc.StatusCode.PERMISSION_DENIED, name
-            assert str(operator_door(path)) in said
+            assert str(operator_ticket_socket(path)) in said
 
 
 def test_a_ticket_ends_with_its_holder() -> None:
     with unix_server() as path:
-        lifeline, message, _ = knock(operator_door(path), 5)
+        lifeline, message, _ = knock(operator_ticket_socket(path), 5)
         shown = (("authorization", f"Bearer {message['ticket']}"),)
         with grpc.insecure_channel(f"unix:{path}") as channel:
             stub = operator_pb2_grpc.OperatorStub(channel)
@@ -130,7 +135,7 @@ def test_a_ticket_ends_with_its_holder() -> None:
 
 def test_a_stranger_gets_no_ticket() -> None:
     turned_away = pytest.raises(DaemonUnavailable, match="user 65533")
-    with unix_server(peer=lambda _: STRANGER) as path, turned_away, open_operator(path, 5):
+    with unix_server(peer=lambda _: STRANGER) as path, turned_away, local_operator(path, 5):
         pass
 
 
@@ -165,7 +170,7 @@ def call_raw(
 
 def test_every_method_refuses_what_it_cannot_parse(caplog: pytest.LogCaptureFixture) -> None:
     with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
-        lifeline, message, _ = knock(operator_door(path), 5)
+        lifeline, message, _ = knock(operator_ticket_socket(path), 5)
         shown = (("authorization", f"Bearer {message['ticket']}"),)
         for method, streaming in METHODS:
             code, said = call_raw(channel, method, streaming=streaming, metadata=shown)
@@ -242,13 +247,13 @@ def address(config: RpcConfig) -> Iterator[str]:
 def test_with_the_token_over_tls(address: str, authority: Authority) -> None:
     ca = authority.path.read_bytes()
     for where in (address, address.replace("127.0.0.1", "localhost")):
-        with dial(Remote(where, TOKEN, ca)) as stub:
+        with remote_operator(RemoteDaemon(where, TOKEN, ca)) as stub:
             assert ping(stub) == "here"
 
 
 @pytest.mark.parametrize("token", ["x" * 16, TOKEN[:-1], TOKEN + "0", TOKEN.upper()])
 def test_with_another_token(address: str, authority: Authority, token: str) -> None:
-    with dial(Remote(address, token, authority.path.read_bytes())) as stub:
+    with remote_operator(RemoteDaemon(address, token, authority.path.read_bytes())) as stub:
         code, said = code_of(lambda: ping(stub))
     assert code is grpc.StatusCode.PERMISSION_DENIED
     assert "--token-file" in said
@@ -288,7 +293,7 @@ def test_a_caller_without_the_token_is_refused_before_its_message_is_read(
         for method, streaming in METHODS:
             code, _ = call_raw(channel, method, streaming=streaming)
             assert code is not grpc.StatusCode.INVALID_ARGUMENT, method
-        with dial(Remote(address, TOKEN, ca)) as stub:
+        with remote_operator(RemoteDaemon(address, TOKEN, ca)) as stub:
             assert ping(stub) == "here"
         may_send.set()
     assert not caplog.records
@@ -335,7 +340,7 @@ def test_without_tls_nothing_is_said(address: str) -> None:
 
 def test_a_client_trusts_only_its_own_authority(address: str, directory: Path) -> None:
     other = Authority(directory, "other")
-    with dial(Remote(address, TOKEN, other.path.read_bytes())) as stub:
+    with remote_operator(RemoteDaemon(address, TOKEN, other.path.read_bytes())) as stub:
         assert code_of(lambda: ping(stub))[0] is grpc.StatusCode.UNAVAILABLE
 
 
@@ -396,6 +401,6 @@ def test_a_token_that_is_none(directory: Path, text: str) -> None:
 
 
 def test_secrets_show_nowhere(config: RpcConfig) -> None:
-    shown = repr(Credentials(config)) + repr(Remote("here:1", TOKEN))
+    shown = repr(Credentials(config)) + repr(RemoteDaemon("here:1", TOKEN))
     assert TOKEN not in shown
     assert "PRIVATE" not in shown

@@ -1,7 +1,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.api.http.stop import StopFinder
+from kvtier.api.http.detokenizer import StopFinder
 
 LETTERS = st.text(alphabet="ab€", max_size=12)
 

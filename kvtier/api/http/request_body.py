@@ -1,8 +1,13 @@
-"""What clients send: the bodies of the two calls, checked field by field."""
+"""Request bodies of the two OpenAI calls, checked field by field.
+
+Parameters of OpenAI's API that this server does not implement are ignored if they cannot change the
+answer. The others are refused unless they have the value that changes nothing. Unknown parameters
+are refused, because they may be misspelled.
+"""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,9 +21,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
-from kvtier.api.http.error import ApiError
+from kvtier.api.http.errors import ApiError
 from kvtier.api.http.limits import ServerLimits
-from kvtier.api.http.parameter import refuse_unsupported
 from kvtier.core.limits import GAP_MAX_S, KIND_CHARACTERS_MAX, PRIORITY_MAX
 from kvtier.engine.request import Hints
 
@@ -32,6 +36,7 @@ __all__ = [
     "parse_body",
     "parse_object",
     "read_body",
+    "refuse_unsupported",
 ]
 
 Prompt = str | list[int]
@@ -283,3 +288,61 @@ def _field_error(error: ValidationError) -> ApiError:
     else:
         message = first["msg"]
     return ApiError(f"{param}: {message}", param=param)
+
+
+_IGNORED: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""By name the values that ask for what happens anyway; null is always one of them."""
+
+
+def refuse_unsupported(body: Mapping[str, object], carried_out: Collection[str]) -> None:
+    """Raise ``ApiError`` for the first parameter that would not get what it asks for."""
+    for name, value in body.items():
+        if name in carried_out or name in _IGNORED:
+            continue
+        if name not in _NEUTRAL:
+            raise ApiError(f"{name} is not a parameter of this call", param=name)
+        if value is None or any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
+            continue
+        raise ApiError(f"{name} is not supported with this value; leave it out", param=name)
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Compare as JSON does: ``0`` equals ``0.0``, but neither is ``false``."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,4 +1,4 @@
-"""What holds, key by key, for people and scripts: values as a file writes them, without secrets."""
+"""Configuration values as TOML text, and the effective configuration with secrets masked."""
 
 import json
 import re
@@ -7,11 +7,55 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from kvtier.config.document import as_toml, toml_of
-from kvtier.config.model import Config, all_fields
-from kvtier.config.section import extra_of
+from kvtier.config.model import Config, all_settings
+from kvtier.config.section import ValueKind, extra_of, kind_of
+from kvtier.config.units import format_duration, format_size
 
-__all__ = ["changes", "document", "render_toml", "shown"]
+__all__ = [
+    "as_toml",
+    "changes",
+    "default_of",
+    "document",
+    "example_of",
+    "render_toml",
+    "shown",
+    "toml_of",
+]
+
+
+def as_toml(name: str, value: object) -> str:
+    """Return a field's value as it stands in the file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        if name.endswith("_bytes"):
+            return f'"{format_size(value)}"'
+        return f'"{format_duration(value)}"' if name.endswith("_ns") else str(value)
+    if isinstance(value, float):
+        return str(value)
+    if isinstance(value, tuple):
+        return toml_of(list(value))
+    return toml_of("" if value is None else str(value))
+
+
+def toml_of(value: object) -> str:
+    """Return a text, a number, a truth or a list of them in TOML."""
+    # As in JSON, but for this letter.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def default_of(name: str, field: FieldInfo) -> str:
+    """Return the default of a field for people: in TOML, or in words where it has no fixed one."""
+    return extra_of(field)["shown_default"] or as_toml(name, field.default)
+
+
+def example_of(name: str, field: FieldInfo) -> str:
+    """Return a value that the field would take, in TOML."""
+    if example := extra_of(field).get("example"):
+        is_list = kind_of(name, field) in {ValueKind.NUMBERS, ValueKind.TEXTS}
+        return str(example) if is_list else f'"{example}"'
+    return as_toml(name, field.default)
+
 
 _PLACE = r"(?:[\w.-]+|\[[0-9a-fA-F:]+\])(?::\d+)?"
 _PLACES = re.compile(rf"{_PLACE}(?:,{_PLACE})*(?:/[\w.-]*)*|(?:/[\w.-]+)+(?:\?db=\d+)?")
@@ -26,7 +70,7 @@ def document(config: Config) -> dict[str, dict[str, Any]]:
             "source": config.source_of(key),
             "reload": "live" if extra_of(field).get("live") else "restart",
         }
-        for key, section, name, field in all_fields()
+        for key, section, name, field in all_settings()
     }
 
 
@@ -34,14 +78,14 @@ def shown(key: str, config: Config) -> str:
     """Return a key's value in TOML; of a secret only what is none."""
     return next(
         _text(config, section, name, field)
-        for each, section, name, field in all_fields()
+        for each, section, name, field in all_settings()
         if each == key
     )
 
 
 def changes(before: Config, after: Config) -> Iterator[tuple[str, bool]]:
     """Yield each key that differs, and whether a running daemon takes a new value of it."""
-    for key, section, name, field in all_fields():
+    for key, section, name, field in all_settings():
         values = [getattr(getattr(config, section), name) for config in (before, after)]
         if values[0] != values[1]:
             yield key, bool(extra_of(field).get("live"))
@@ -52,7 +96,7 @@ def render_toml(found: Mapping[str, Mapping[str, Any]]) -> str:
 
     A secret is commented out, since what stands for it must not be taken for it.
     """
-    secrets = {key for key, _, _, field in all_fields() if extra_of(field).get("secret")}
+    secrets = {key for key, _, _, field in all_settings() if extra_of(field).get("secret")}
     sections: dict[str, list[tuple[str, str]]] = {}
     for name, each in found.items():
         section, _, key = name.partition(".")

@@ -30,13 +30,13 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtier.api.http.error import ApiError
+from kvtier.api.http.errors import ApiError
 
-__all__ = ["Allowed", "BrowserGuard"]
+__all__ = ["CrossOriginGuard", "CrossOriginRules"]
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class CrossOriginRules:
     """What a server allows beyond the default; ``*`` allows any."""
 
     hosts: Collection[str] = ()
@@ -45,10 +45,10 @@ class Allowed:
     """Origins whose pages may send requests and read the answers."""
 
 
-class BrowserGuard:
+class CrossOriginGuard:
     """ASGI middleware that refuses requests from pages of other origins, unless allowed."""
 
-    def __init__(self, app: ASGIApp, allowed: Allowed) -> None:
+    def __init__(self, app: ASGIApp, allowed: CrossOriginRules) -> None:
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, allowed.hosts)}
         self._origins = allowed.origins
         self._app = app

@@ -1,4 +1,4 @@
-"""Rotation: secrets are read again as their files change, and what came of it is said once."""
+"""Reloads secrets when their files change, and logs what was reloaded or rejected."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ from kvtier.errors import StartError
 from kvtier.observe.log import Log
 from kvtier.secret import Secret
 
-__all__ = ["LOOK_EVERY_S", "Rotation"]
+__all__ = ["LOOK_EVERY_S", "SecretRotation"]
 
 _log = Log("kvtier.secrets")
 
@@ -16,7 +16,7 @@ LOOK_EVERY_S = 1.0
 """Two looks see a file whole. A Secret of Kubernetes takes up to a minute to come here anyway."""
 
 
-class Rotation:
+class SecretRotation:
     """Has secrets read again. From any thread, one at a time."""
 
     def __init__(self) -> None:

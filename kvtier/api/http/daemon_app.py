@@ -1,8 +1,8 @@
-"""The status page: the daemon's status for browsers, read-only.
+"""The daemon's HTTP application: health, metrics and the read-only status page.
 
 Theory
 ------
-The HTTP server has its own thread, and the document is created on the node's loop. Only one
+The HTTP server has its own thread, and the status document is created on the node's loop. Only one
 request at a time asks the loop for it; requests that arrive meanwhile, or within half a second, get
 the same document. So a hundred open pages cost the loop as much as one, and a loop that hangs is
 asked once.
@@ -10,9 +10,8 @@ asked once.
 Rules
 -----
 * The page loads nothing from elsewhere, and no other page can frame it: see ``_HEADERS``.
-  ``BrowserGuard`` decides which requests of other pages are answered.
-* The port tells the network less than ``kvtier stat`` tells operators: only ``_SECTIONS``, with
-  request ids cut short.
+  ``CrossOriginGuard`` decides which requests of other pages are answered.
+* The page shows less than ``kvtier stat`` does: only ``_SECTIONS``, with request ids cut short.
 """
 
 import asyncio
@@ -23,14 +22,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvtier.api.http.error import ApiError
-from kvtier.observe.log import Log, Repeated
+from kvtier.api.http.errors import ApiError, error_responses
+from kvtier.api.http.health import probe_routes
+from kvtier.observe.log import Log, RateLimitedLog
 
-__all__ = ["SharedDocument", "status_routes"]
+__all__ = [
+    "StatusCache",
+    "create_daemon_app",
+    "status_routes",
+]
 
 _log = Log("kvtier.http")
 
@@ -93,7 +99,7 @@ _Document = Mapping[str, Any]
 """The status document, or part of it."""
 
 
-class SharedDocument:
+class StatusCache:
     """The document of ``make``, which runs on ``loop``, for any number of askers on another one."""
 
     def __init__(self, make: Callable[[], _Document], loop: asyncio.AbstractEventLoop) -> None:
@@ -101,7 +107,7 @@ class SharedDocument:
         self._loop = loop
         self._asked: asyncio.Future[bytes] | None = None
         self._asked_s = 0.0
-        self._warnings = Repeated(_log)
+        self._warnings = RateLimitedLog(_log)
         self._made = b""
         self._made_s = float("-inf")
 
@@ -146,7 +152,7 @@ class SharedDocument:
             self._made, self._made_s = asked.result(), time.monotonic()
 
 
-def status_routes(document: SharedDocument) -> list[Route]:
+def status_routes(document: StatusCache) -> list[Route]:
     """Return the routes of the page, of what it is made of, and of ``/status.json``."""
 
     async def status(_request: Request) -> Response:
@@ -181,3 +187,28 @@ def _shortened(request: _Document) -> _Document:
 
 def _unavailable(message: str) -> ApiError:
     return ApiError(message, status=503, kind="server_error", code="status_unavailable")
+
+
+def create_daemon_app(
+    *,
+    complaint: Callable[[], str],
+    is_ready: Callable[[], bool],
+    report: Callable[[], Mapping[str, Any]],
+    registry: CollectorRegistry,
+    status: StatusCache | None = None,
+) -> Starlette:
+    """Return the application; the callables must return at once.
+
+    ``complaint`` returns why the process is not alive, or an empty text; ``report`` returns the
+    further fields of ``/readyz``. Without ``status`` there is no page.
+    """
+    routes = probe_routes(
+        is_alive=lambda: not complaint(),
+        is_ready=is_ready,
+        registry=registry,
+        complaint=complaint,
+        report=report,
+    )
+    if status is not None:
+        routes += status_routes(status)
+    return Starlette(routes=routes, exception_handlers=error_responses())

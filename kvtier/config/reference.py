@@ -1,24 +1,85 @@
-"""The configuration file as a JSON Schema, written from the models: for editors and for CI.
+"""Documents about the configuration, rendered from its models: reference page, example, schema.
 
-It knows keys, kinds, units and the limits of numbers. It cannot know the limits of sizes and
-durations that are written with a unit, nor what two keys must have in common: ``config check``
-does.
+The JSON Schema covers keys, kinds, units and the limits of numbers. It cannot express the limits of
+sizes and durations that are written with a unit, or rules between keys: ``config check`` does.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from kvtier.config.document import as_toml
-from kvtier.config.kind import ValueKind, choices_of, is_optional, kind_of
 from kvtier.config.model import section_models
-from kvtier.config.section import extra_of, key_of
+from kvtier.config.section import ValueKind, choices_of, extra_of, is_optional, key_of, kind_of
+from kvtier.config.toml_text import as_toml, default_of, example_of
 from kvtier.config.units import DURATION_UNITS, SIZE_UNITS
 
-__all__ = ["schema"]
+__all__ = ["render_example", "render_reference", "schema"]
+
+_REFERENCE_HEAD = """\
+# Configuration
+
+<!-- Written by `make docs` from kvtier/config; change it there. -->
+
+One TOML file, given with `--config FILE`. Without one the defaults hold. Later ones win, key by
+key: defaults, the file, environment variables `KVTIER_SECTION_KEY` (`KVTIER_CPU_CAPACITY=8GiB`),
+options `--set section.key=value`. An unknown key is an error.
+
+Sizes are whole bytes or carry a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB
+(powers of 1024). Durations always carry one: ns, us, ms, s, min, h, d. A list is `[1000, 65532]`
+in the file, and `1000,65532` in a variable or an option.
+
+A key that is `live` is taken anew by a running daemon on SIGHUP or `kvtier config reload`; the
+others need a restart. How to check, show and reload a configuration: [reload.md](reload.md).
+"""
+
+_EXAMPLE_HEAD = """\
+# Every key of kvtier with its default, or with an example where the default depends on the machine
+# or is "none". Copy what you change; docs/operations/configuration.md tells more. Written by
+# `make docs` from kvtier/config.
+"""
+
+
+def _kind(name: str, field: FieldInfo) -> str:
+    kind, choices = kind_of(name, field), choices_of(field)
+    words = [] if kind is ValueKind.CHOICE else [kind.value]
+    return " or ".join([*words, *(f"`{choice}`" for choice in choices)])
+
+
+def render_reference() -> str:
+    """Return docs/operations/configuration.md."""
+    parts = [_REFERENCE_HEAD]
+    for section, model in section_models().items():
+        parts.append(f"\n## [{section}]\n\n{model.__doc__}\n")
+        parts.append("\n| key | kind | default | reload | meaning, *and why this default* |\n")
+        parts.append("|---|---|---|---|---|\n")
+        for name, field in model.model_fields.items():
+            default = default_of(name, field).strip('"') or "empty"
+            extra = extra_of(field)
+            columns = (
+                f"`{key_of(name)}`",
+                _kind(name, field),
+                f"`{default}`",
+                "live" if extra.get("live") else "restart",
+                f"{field.description} *{extra['reason']}*",
+            )
+            parts.append(f"| {' | '.join(columns)} |\n")
+    return "".join(parts)
+
+
+def render_example() -> str:
+    """Return deploy/kvtier.toml.example: every key, commented out, with its default."""
+    parts = [_EXAMPLE_HEAD]
+    for section, model in section_models().items():
+        parts.append(f"\n[{section}]\n")
+        for name, field in model.model_fields.items():
+            brief = re.split(r"(?<=[.;])\s", field.description or "")[0].rstrip(".;")
+            parts.append(f"# {brief}.\n# {key_of(name)} = {example_of(name, field)}\n")
+    return "".join(parts)
+
 
 _Schema = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from uuid import uuid4
 
-from kvtier.api.http.body import ChatBody, CompletionBody, Prompt
-from kvtier.api.http.error import ApiError
+from kvtier.api.http.errors import ApiError
+from kvtier.api.http.request_body import ChatBody, CompletionBody, Prompt
 from kvtier.api.http.service import ChatModel
 from kvtier.engine.chat_template import MessageRefused
 from kvtier.engine.request import NO_HINTS, EngineRequest, Sampling

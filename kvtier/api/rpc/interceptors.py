@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvtier.observe.log import Log, Repeated
+from kvtier.observe.log import Log, RateLimitedLog
 
-__all__ = ["MessageCheck", "OperatorGuard"]
+__all__ = ["MalformedRequestInterceptor", "OperatorAuthInterceptor"]
 
 _ENGINE_CALLS = "/kvtier.v1.Engine/"
 _SCHEME = "bearer "
@@ -25,7 +25,7 @@ _WARNING_PERIOD_NS = 60 * 10**9
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class OperatorGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
+class OperatorAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Refuses, with ``remedy``, a call that carries no secret which ``admits`` is true for."""
 
     def __init__(self, admits: Callable[[str], bool], remedy: str) -> None:
@@ -59,14 +59,14 @@ class _Unreadable:
     error: str
 
 
-class MessageCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
+class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Answers requests that cannot be parsed with INVALID_ARGUMENT.
 
     gRPC itself would answer UNKNOWN and log an error with a traceback for each of them.
     """
 
     def __init__(self) -> None:
-        self._warnings = Repeated(Log("kvtier.rpc"), _WARNING_PERIOD_NS)
+        self._warnings = RateLimitedLog(Log("kvtier.rpc"), _WARNING_PERIOD_NS)
         self._checked: dict[str, Any] = {}
         """Handlers with the check, by method; only existing methods are added."""
 

@@ -11,18 +11,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvtier.api.http.body import ChatBody, CompletionBody, parse_body, read_body
-from kvtier.api.http.call import EngineCall
-from kvtier.api.http.error import ApiError, not_ready
-from kvtier.api.http.gate import Gate
+from kvtier.api.http.engine_call import EngineCall
+from kvtier.api.http.errors import ApiError, not_ready
 from kvtier.api.http.generation import Backend, Generation, Piece
-from kvtier.api.http.limits import ServerLimits
-from kvtier.api.http.reply import ApiReply, Json, Shape
+from kvtier.api.http.limits import PromptLimiter, ServerLimits
+from kvtier.api.http.openai_response import ApiResponse, Json, Shape, events
+from kvtier.api.http.request_body import ChatBody, CompletionBody, parse_body, read_body
 from kvtier.api.http.service import ChatModel, PromptOutcome
-from kvtier.api.http.stream import events
 from kvtier.api.http.tenant import TenantRules
 
-__all__ = ["HttpExchange"]
+__all__ = ["CompletionEndpoint"]
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
 T = TypeVar("T")
@@ -35,7 +33,7 @@ _STREAM_HEADERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class HttpExchange(Generic[BodyT]):
+class CompletionEndpoint(Generic[BodyT]):
     """The endpoint of one kind of call, as an ASGI application.
 
     It sends by itself: a response object that the framework sends later could not be given up
@@ -46,7 +44,7 @@ class HttpExchange(Generic[BodyT]):
     read_call: Callable[[BodyT, ChatModel], EngineCall]
     reply_shape: Shape
     backend: Backend
-    gate: Gate
+    gate: PromptLimiter
     limits: ServerLimits
     tenants: TenantRules
 
@@ -89,7 +87,7 @@ class HttpExchange(Generic[BodyT]):
     async def _answer(self, generation: Generation, send: Send) -> None:
         call = generation.call
         created_seconds = int(time.time())
-        reply = ApiReply(
+        reply = ApiResponse(
             self.reply_shape, call.call_id, self.backend.model.model_id, created_seconds
         )
         if call.is_stream:
@@ -102,7 +100,7 @@ class HttpExchange(Generic[BodyT]):
             )
             await self._send(send, {"type": "http.response.body", "body": response.body})
 
-    async def _send_stream(self, generation: Generation, reply: ApiReply, send: Send) -> None:
+    async def _send_stream(self, generation: Generation, reply: ApiResponse, send: Send) -> None:
         await self._send(
             send, {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
         )
@@ -121,7 +119,7 @@ class HttpExchange(Generic[BodyT]):
             raise ClientDisconnect from None
 
 
-async def _whole(generation: Generation, reply: ApiReply) -> Json:
+async def _whole(generation: Generation, reply: ApiResponse) -> Json:
     num_choices = len(generation.call.requests)
     texts: list[list[str]] = [[] for _ in range(num_choices)]
     last: dict[int, Piece] = {}

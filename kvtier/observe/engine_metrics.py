@@ -1,8 +1,16 @@
-"""Every metric of an engine, as a table, by the rules of ``table``."""
+"""Definitions of an engine's metrics, by the rules in ``daemon_metrics``."""
 
 from kvtier.core.residency import TierName
-from kvtier.observe.metric import TRANSFER_BUCKETS, Counter, Gauge, Histogram, Metric
-from kvtier.observe.table import BUILD, READY, REFUSED_SAMPLES, SECRET_REFUSED, TransferRoute
+from kvtier.observe.daemon_metrics import READY, SECRET_REFUSED, TransferRoute
+from kvtier.observe.metrics import (
+    BUILD,
+    REFUSED_SAMPLES,
+    TRANSFER_BUCKETS,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+)
 
 __all__ = [
     "ATTACHED",

@@ -1,13 +1,24 @@
-"""Answers in the shape that OpenAI clients parse."""
+"""Responses in OpenAI's format, whole and as server-sent events."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from kvtier.api.http.generation import Piece
+from kvtier.api.http.errors import ApiError, engine_failed
+from kvtier.api.http.generation import Generation, Piece
 from kvtier.engine.request import FinishReason, TierTokens, Usage
+from kvtier.observe.log import Log
 
-__all__ = ["CHAT", "COMPLETION", "DONE_EVENT", "ApiReply", "Json", "Shape", "event"]
+__all__ = [
+    "CHAT",
+    "COMPLETION",
+    "DONE_EVENT",
+    "ApiResponse",
+    "Json",
+    "Shape",
+    "event",
+    "events",
+]
 
 Json = dict[str, object]
 
@@ -55,7 +66,7 @@ CHAT = Shape("chat.completion", "chat.completion.chunk", _chat_choice, _chat_chu
 
 
 @dataclass(frozen=True, slots=True)
-class ApiReply:
+class ApiResponse:
     """One answer, whole or in chunks."""
 
     shape: Shape
@@ -142,3 +153,42 @@ def _sum(usages: Sequence[Usage]) -> Usage:
         computed_tokens=sum(usage.computed_tokens for usage in usages),
         decision=",".join(dict.fromkeys(usage.decision for usage in usages)),
     )
+
+
+_log = Log("kvtier.http")
+
+
+async def events(generation: Generation, reply: ApiResponse) -> AsyncGenerator[bytes]:
+    """Yield a stream's events to its end; what goes wrong becomes an event, too.
+
+    The first chunk of a choice comes with its first text and not before, so that what a client
+    measures as time to first token is that.
+    """
+    try:
+        async for chunk in _chunks(generation, reply):
+            yield event(chunk)
+    except ApiError as error:
+        yield error.event()
+    except Exception:
+        _log.exception("a stream failed", request=generation.call.requests[0].request_id)
+        yield engine_failed().event()
+    yield DONE_EVENT
+
+
+async def _chunks(generation: Generation, reply: ApiResponse) -> AsyncGenerator[Json]:
+    # As OpenAI does: with a usage chunk to come, every other chunk says that it is not the one.
+    no_usage: Json = {"usage": None} if generation.call.has_usage_chunk else {}
+    started: set[int] = set()
+    last: list[Piece] = []
+    async for piece in generation.pieces():
+        if piece.text:
+            is_first = piece.index not in started
+            started.add(piece.index)
+            yield reply.chunk(piece.index, piece.text, is_first=is_first) | no_usage
+        if piece.finish is not None:
+            last.append(piece)
+            is_first = piece.index not in started
+            yield reply.chunk(piece.index, "", piece.finish, is_first=is_first) | no_usage
+    if generation.call.has_usage_chunk:
+        last.sort(key=lambda piece: piece.index)
+        yield reply.usage_chunk(last)

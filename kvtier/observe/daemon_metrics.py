@@ -1,4 +1,4 @@
-"""Every metric of the daemon, as a table; ``engine_table`` has those of an engine.
+"""Definitions of the daemon's metrics. Those of engines are in ``engine_metrics``.
 
 Rules
 -----
@@ -10,11 +10,18 @@ Rules
 
 from enum import StrEnum
 
-from kvtier import __version__
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
-from kvtier.observe.metric import TRANSFER_BUCKETS, Counter, Gauge, Histogram, Metric
+from kvtier.observe.metrics import (
+    BUILD,
+    REFUSED_SAMPLES,
+    TRANSFER_BUCKETS,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+)
 
 __all__ = [
     "ABSENT_TOKENS",
@@ -24,7 +31,6 @@ __all__ = [
     "ASKED_TOKENS",
     "BACKGROUND_FAULTS",
     "BREAKER_STATE",
-    "BUILD",
     "CERTIFICATE_NOT_AFTER",
     "CERTIFICATE_NOT_BEFORE",
     "DAEMON_METRICS",
@@ -54,7 +60,6 @@ __all__ = [
     "QUARANTINED_BLOCKS",
     "READY",
     "REFUSED_BLOCKS",
-    "REFUSED_SAMPLES",
     "REGRET_SECONDS",
     "REMEMBERED_BLOCKS",
     "RESTORE_BYTES_PER_SECOND",
@@ -384,7 +389,6 @@ SESSIONS = Gauge(
     "Clients attached, by transport.",
     (("transport", ("shm",)),),
 )
-BUILD = Gauge("kvtier_build_info", "1; the label says what runs.", (("version", (__version__,)),))
 LOOP_SILENT_SECONDS = Gauge(
     "kvtier_loop_silent_seconds",
     "Time since the daemon's event loop last ran: up to a second if it is healthy. It keeps "
@@ -411,11 +415,6 @@ SECRET_REFUSED = Gauge(
     "1 while what lies in a secret's file cannot be used, and what was there before is in force.",
     (("secret", (*_CERTIFICATE[1], "rpc_token", "remote_url", "seal_keys", "api_keys")),),
 )
-REFUSED_SAMPLES = Counter(
-    "kvtier_refused_samples_total",
-    "Samples that fit no row of this table and were left out; anything but 0 is a bug.",
-)
-
 DAEMON_METRICS: tuple[Metric, ...] = (
     ASKED_TOKENS,
     FOUND_TOKENS,
