@@ -28,9 +28,8 @@ from mix import model_of
 from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.engine.engine import Engine, block_layout, create_pool
-from kvtier.engine.fingerprint import key_space
 from kvtier.engine.flops import model_flops
-from kvtier.engine.model import LoadedModel
+from kvtier.engine.model import LoadedModel, key_space
 from kvtier.engine.port import NoPort
 from kvtier.engine.request import EngineRequest, Output
 from kvtier.engine.runner import EngineRunner

@@ -133,14 +133,14 @@ def _serve(
 
     from kvtier.api.http.app import create_app
     from kvtier.engine.engine import Engine, create_pool
-    from kvtier.engine.meter import EngineMeter
+    from kvtier.engine.metrics import EngineMetrics
     from kvtier.engine.runner import EngineRunner
 
     settings = _settings(config)
     pool = create_pool(loaded, settings)
-    meter = EngineMeter(CollectorRegistry())
-    ProcessCollector(registry=meter.metrics.registry)
-    attached = None if is_alone else _Attached(config, loaded, settings, pool, meter.copied)
+    metrics = EngineMetrics(CollectorRegistry())
+    ProcessCollector(registry=metrics.metrics.registry)
+    attached = None if is_alone else _Attached(config, loaded, settings, pool, metrics.copied)
     engine = Engine(loaded, settings, attached.port if attached else _no_port(settings), pool=pool)
     runner = EngineRunner(engine)
     runner.start()
@@ -156,8 +156,8 @@ def _serve(
     app = create_app(
         runner,
         served,
-        registry=meter.metrics.registry,
-        observer=meter,
+        registry=metrics.metrics.registry,
+        observer=metrics,
         tenants=tenants,
         identity=_identity(loaded, settings),
     )
@@ -167,14 +167,14 @@ def _serve(
         ).start()
 
     def update() -> None:
-        meter.update(
+        metrics.update(
             engine.snapshot(),
             engine.take_reports(),
             is_ready=runner.is_ready,
             is_attached=attached is not None and attached.client.is_attached,
         )
         if keys := tenants.keys:
-            meter.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
+            metrics.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
 
     server = _listen(config, app, is_alone=is_alone)
     # Signals are handled only from here on: while the model loads there is nothing to shut down.
@@ -306,7 +306,7 @@ def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
 def _identity(loaded: "LoadedModel", settings: "EngineSettings") -> "ChainIdentity":
     from kvtier.api.http.chain import ChainIdentity
     from kvtier.engine.engine import block_layout
-    from kvtier.engine.fingerprint import key_space
+    from kvtier.engine.model import key_space
 
     space = key_space(loaded, block_layout(loaded, settings))
     return ChainIdentity(space.digest, settings.block_tokens)
@@ -332,8 +332,8 @@ class _Attached:
         from kvtier.client import Client, ClientDeadlines
         from kvtier.connectors.integrated import DaemonPort
         from kvtier.engine.engine import block_layout
-        from kvtier.engine.fingerprint import key_space
         from kvtier.engine.flops import model_flops
+        from kvtier.engine.model import key_space
 
         self._block_tokens = settings.engine_block_tokens
         self._runner: EngineRunner | None = None

@@ -48,10 +48,9 @@ from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
 from kvtier.client.watch import Hear, Watching
 from kvtier.client.wire import traits_fault
 from kvtier.config.model import find_socket
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import BlockHash, KeySpace
-from kvtier.core.plan import PlanOutcome
-from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.base import Removed
@@ -191,7 +190,7 @@ class Client:
         tenant: bytes,
         hashes: Sequence[BlockHash],
         first: int,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         load: EngineLoad | None = None,
     ) -> FoundBlocks:
         """Ask which blocks from ``first`` on can be loaded, and how many of them should be.
@@ -265,7 +264,7 @@ class Client:
         first: int,
         fill: Fill,
         *,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         num_prompt_blocks: int = -1,
     ) -> int:
         """Offer the blocks from ``first`` on; returns how many it has. See ``DaemonLink.store``.
@@ -369,7 +368,7 @@ class Client:
         if link is not None:
             link.attachment.abandon()
 
-    def _complain(self, traits: Traits) -> str:
+    def _complain(self, traits: RequestTraits) -> str:
         """Return what is wrong with traits, if anything is, and log it."""
         fault = traits_fault(traits)
         if fault:

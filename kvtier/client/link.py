@@ -32,8 +32,6 @@ from kvtier.client.wire import (
     tiers_from_wire,
     traits_to_wire,
 )
-from kvtier.core.change import Change
-from kvtier.core.cost.sample import EngineLoad, ModelFlops
 from kvtier.core.identity import (
     BlockHash,
     BlockHeader,
@@ -42,9 +40,10 @@ from kvtier.core.identity import (
     payload_checksum,
 )
 from kvtier.core.limits import CHAIN_BLOCKS_MAX
-from kvtier.core.purpose import LoadPurpose
+from kvtier.core.plan import EngineLoad, ModelFlops
+from kvtier.core.request import LoadPurpose, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
+from kvtier.core.residency_change import ResidencyChange
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import Removed
@@ -124,7 +123,7 @@ class DaemonLink:
         first: int,
         timeout_s: float,
         *,
-        traits: Traits,
+        traits: RequestTraits,
         load: EngineLoad,
     ) -> FoundBlocks:
         """Tell which blocks from ``first`` on can be loaded, how many should be, why no more."""
@@ -224,7 +223,7 @@ class DaemonLink:
         fill: Fill,
         timeout_s: float,
         *,
-        traits: Traits,
+        traits: RequestTraits,
         num_prompt_blocks: int,
     ) -> int:
         """Offer the blocks from ``first`` on; ``fill`` gets a slot for each that the daemon takes.
@@ -314,7 +313,7 @@ class DaemonLink:
                     yield order.order
         raise DaemonUnavailable("the daemon ended the session")
 
-    def changes(self) -> Iterator[list[Change]]:
+    def changes(self) -> Iterator[list[ResidencyChange]]:
         """Yield what the tiers have of the key space, and what comes and leaves, like orders."""
         with _faults():
             for told in self._stub.Watch(pb.WatchRequest(session=self.session)):

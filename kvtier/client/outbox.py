@@ -12,17 +12,16 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import HASH_BYTES, BlockHash
 from kvtier.core.limits import (
     ANNOUNCED_BYTES_MAX,
     ANNOUNCED_MAX,
+    ENDED_REQUESTS_MAX,
     OUTCOMES_MAX,
-    OVER_MAX,
     STEPS_MAX,
 )
-from kvtier.core.plan import PlanOutcome
-from kvtier.core.traits import Traits
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 
 __all__ = ["Announcement", "Measured", "Outbox", "Said"]
 
@@ -34,7 +33,7 @@ _CALLS_MAX = 64
 class Announcement:
     """A request that has come: ``first`` of its leading blocks the engine has itself."""
 
-    traits: Traits
+    traits: RequestTraits
     tenant: bytes
     hashes: Sequence[BlockHash]
     first: int
@@ -68,7 +67,7 @@ class Outbox:
         self._requests: OrderedDict[int, Announcement] = OrderedDict()
         self._by_id: dict[str, int] = {}
         self._num_announced = 0
-        self._over: deque[str] = deque(maxlen=_CALLS_MAX * OVER_MAX)
+        self._over: deque[str] = deque(maxlen=_CALLS_MAX * ENDED_REQUESTS_MAX)
         self._steps: deque[StepSample] = deque(maxlen=STEPS_MAX)
         self._outcomes: deque[PlanOutcome] = deque(maxlen=OUTCOMES_MAX)
         self._load: EngineLoad | None = None
@@ -110,7 +109,7 @@ class Outbox:
                     break
                 said.requests.append(self._take_first())
             # What is over was announced before: it must not be told of first.
-            while not self._requests and self._over and len(said.over) < OVER_MAX:
+            while not self._requests and self._over and len(said.over) < ENDED_REQUESTS_MAX:
                 said.over.append(self._over.popleft())
         return said
 

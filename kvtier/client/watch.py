@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtier.core.change import START_AGAIN, Change
+from kvtier.core.residency_change import RESYNC, ResidencyChange
 
 __all__ = ["Hear", "Watching"]
 
-Hear = Callable[[Sequence[Change]], None]
-"""Takes changes in their order; each link begins, and ends, with ``START_AGAIN``."""
+Hear = Callable[[Sequence[ResidencyChange]], None]
+"""Takes changes in their order; each link begins, and ends, with ``RESYNC``."""
 
 
 class Watching:
@@ -24,7 +24,7 @@ class Watching:
         with self._lock:
             self._source = source
 
-    def follow(self, source: object, batches: Iterable[Sequence[Change]]) -> None:
+    def follow(self, source: object, batches: Iterable[Sequence[ResidencyChange]]) -> None:
         """Pass on what a source says until it ends, or is no longer the one listened to."""
         for changes in batches:
             with self._lock:
@@ -37,4 +37,4 @@ class Watching:
         with self._lock:
             if self._source is source:
                 self._source = None
-                self._hear([START_AGAIN])
+                self._hear([RESYNC])

@@ -7,8 +7,6 @@ into the daemon is read, and distrusted, by ``kvtier.api.rpc.engine_messages``.
 import re
 from collections.abc import Iterable, Mapping
 
-from kvtier.core.change import Change
-from kvtier.core.cost.sample import EngineLoad, Estimate, ModelFlops, StepSample
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import (
     GAP_MAX_S,
@@ -16,11 +14,19 @@ from kvtier.core.limits import (
     PRIORITY_MAX,
     REQUEST_ID_CHARACTERS_MAX,
 )
-from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
-from kvtier.core.purpose import LoadPurpose
+from kvtier.core.plan import (
+    EngineLoad,
+    Estimate,
+    ModelFlops,
+    PlanOutcome,
+    PlanReason,
+    RestorePlan,
+    StepSample,
+)
+from kvtier.core.request import LoadPurpose, RequestTraits
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import ResidencyChange
 from kvtier.core.table import as_keys
-from kvtier.core.traits import Traits
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = [
@@ -122,7 +128,7 @@ def tiers_from_wire(
     return tuple(each)
 
 
-def traits_to_wire(traits: Traits) -> pb.Traits:
+def traits_to_wire(traits: RequestTraits) -> pb.Traits:
     """Return what is said of a request; what is not known is left out."""
     return pb.Traits(
         request_id=traits.request_id,
@@ -137,7 +143,7 @@ def traits_to_wire(traits: Traits) -> pb.Traits:
     )
 
 
-def traits_fault(traits: Traits) -> str:
+def traits_fault(traits: RequestTraits) -> str:
     """Return which of the traits makes no sense, and what would, or nothing.
 
     Both sides ask: the client before it sends, so that one request costs others nothing, and the
@@ -248,13 +254,13 @@ def plan_from_wire(plan: pb.Plan) -> RestorePlan:
     )
 
 
-def change_to_wire(change: Change) -> pb.Change:
+def change_to_wire(change: ResidencyChange) -> pb.Change:
     """Return what came to a tier, or left it."""
     tier = pb.TIER_UNSPECIFIED if change.tier is None else tier_to_wire(change.tier)
     return pb.Change(tier=tier, there=change.is_there, hashes=change.keys.tobytes())
 
 
-def change_from_wire(change: pb.Change) -> Change:
+def change_from_wire(change: pb.Change) -> ResidencyChange:
     """Return what came to a tier, or left it."""
     tier = tier_from_wire(change.tier) if change.tier else None
-    return Change(tier, change.there, as_keys(change.hashes))
+    return ResidencyChange(tier, change.there, as_keys(change.hashes))

@@ -21,10 +21,9 @@ from typing import Protocol
 
 from kvtier.client import Announcement, Client, LoadedBlock
 from kvtier.connectors.guard import note_fault
-from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.engine.port import (
     LoadEnded,
     LoadOrder,
@@ -126,7 +125,7 @@ class DaemonPort:
         """Have ``wake`` called whenever there is an event."""
         self._wake = wake
 
-    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
         """Have it sent with others."""
         self._announced.add(traits.request_id)
         self._client.announce([Announcement(traits, chain.tenant, chain.hashes, first)])
@@ -143,7 +142,7 @@ class DaemonPort:
         """Have them sent with the next report."""
         self._client.note_steps(steps, load)
 
-    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
         """Queue a lookup."""
         if not self._client.is_attached:
             self._emit(PortLookup(traits.request_id, (), "daemon_away"))
@@ -160,7 +159,7 @@ class DaemonPort:
             self._flights[order.request_id] = flight
         self._begin(self._readers, self._load, flight)
 
-    def meet(self, request_id: str, num_computed: int) -> int:
+    def claim(self, request_id: str, num_computed: int) -> int:
         """Leave to the engine what is not being copied yet."""
         with self._lock:
             flight = self._flights.get(request_id)
@@ -210,7 +209,9 @@ class DaemonPort:
         self._events.append(event)
         self._wake()
 
-    def _lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def _lookup(
+        self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad
+    ) -> None:
         answer = PortLookup(traits.request_id, (), "daemon_away")
         try:
             with TRACES.step("lookup", traits.request_id, asked_blocks=len(chain.hashes) - first):

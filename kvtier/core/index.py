@@ -17,8 +17,8 @@ import numpy as np
 import numpy.ma  # what np.unique imports when first used, perhaps with no file left to open
 import numpy.typing as npt
 
-from kvtier.core.census import BlockTotals, Census
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
+from kvtier.core.key_space_usage import BlockTotals, KeySpaceUsage
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
@@ -107,7 +107,7 @@ class BlockIndex:
         """Told each change of residency but those of ``restore``."""
         self.num_restored = 0
         """How many blocks were added by ``restore``, be they there still or not."""
-        self.census = Census()
+        self.key_space_usage = KeySpaceUsage()
         self._table = HashTable(INDEX_ROWS_MAX)
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
@@ -171,7 +171,7 @@ class BlockIndex:
             number = len(self._scopes)
             self._scopes.append(scope)
         self._scope_ids[scope] = number
-        self.census.meet(number, scope.key_space)
+        self.key_space_usage.add_scope(number, scope.key_space)
         return number
 
     def known_scope(self, scope: Scope) -> int:
@@ -195,7 +195,7 @@ class BlockIndex:
             self.scope[fresh] = blocks.scope
             self.payload_bytes[fresh] = blocks.payload_bytes
             self.slot[fresh] = NO_SLOT
-            self.census.note_size(blocks.scope, blocks.payload_bytes)
+            self.key_space_usage.note_size(blocks.scope, blocks.payload_bytes)
         return rows
 
     def restore(self, headers: Headers, tier: TierName) -> Rows:
@@ -216,7 +216,7 @@ class BlockIndex:
             scope = Scope(space[:2].tobytes(), space[2:].tobytes())
             own = rows[numbers.reshape(-1) == number]
             self.scope[own] = self.scope_id(scope)
-            self.census.note_size(int(self.scope[own[0]]), int(self.payload_bytes[own[0]]))
+            self.key_space_usage.note_size(int(self.scope[own[0]]), int(self.payload_bytes[own[0]]))
         self._set(rows, tier, Residency.READY)
         self.num_restored += len(rows)
         return rows
@@ -282,7 +282,7 @@ class BlockIndex:
         is_ready, was_ready = state == Residency.READY, before == Residency.READY
         if (is_ready and len(before)) or np.count_nonzero(was_ready):
             scopes = np.atleast_1d(self.scope[rows])
-            self.census.moved(scopes, column, was_ready, is_ready=is_ready)
+            self.key_space_usage.note_change(scopes, column, was_ready, is_ready=is_ready)
         self.state[rows, column] = state
         return before
 
@@ -293,7 +293,7 @@ class BlockIndex:
 
     def held_in(self, tier: TierName) -> dict[bytes, BlockTotals]:
         """Return what a tier would serve, by key space."""
-        return dict(self.census.held(_COLUMN[tier]))
+        return dict(self.key_space_usage.totals(_COLUMN[tier]))
 
     def in_state(self, tier: TierName, state: Residency) -> Rows:
         """Return the rows in a state in a tier."""
@@ -352,7 +352,7 @@ class BlockIndex:
         self._free_scopes = np.flatnonzero(~in_use).tolist()
         for number in self._free_scopes:
             del self._scope_ids[self._scopes[number]]
-        self.census.keep_only({scope.key_space for scope in self._scope_ids})
+        self.key_space_usage.keep_only({scope.key_space for scope in self._scope_ids})
 
     def _fit(self) -> None:
         """Grow the columns to the table's rows."""

@@ -7,14 +7,12 @@ __all__ = [
     "ANNOUNCED_BYTES_MAX",
     "ANNOUNCED_KEPT_NS",
     "ANNOUNCED_MAX",
-    "ARRIVALS_MAX",
     "BANDWIDTH_MIN_BYTES_PER_S",
     "BLOCK_BYTES_MAX",
     "CHAIN_BLOCKS_MAX",
     "CLAIMS_MAX",
     "CLOSING_BLOCKS_MAX",
     "COLD_TIMES_MAX",
-    "COMING_BLOCKS_MAX",
     "DECISIONS_BYTES_MAX",
     "DECISIONS_MAX",
     "DEMOTION_BLOCKS_MAX",
@@ -26,33 +24,36 @@ __all__ = [
     "DRAINS_MAX",
     "DROP_GRACE_NS",
     "EMPTY_MS",
+    "ENDED_REQUESTS_MAX",
     "ENGINE_SHARE",
+    "EXISTENCE_CHECKS_LATE_MAX",
+    "EXISTENCE_CHECKS_MAX",
+    "EXISTENCE_CHECK_BLOCKS_MAX",
+    "EXISTENCE_CHECK_GRACE_NS",
+    "EXISTENCE_CHECK_PAUSE_MAX_NS",
+    "EXISTENCE_CHECK_PAUSE_NS",
     "EXPLAINED_RUNS_MAX",
     "FEED_BLOCKS_MAX",
     "FEED_ROWS_AT_ONCE",
     "GAP_MAX_S",
     "GHOST_BLOCKS_MAX",
     "GHOST_NS",
+    "HISTORY_BATCH_BLOCKS",
     "INDEX_ROWS_MAX",
     "KEPT_BLOCKS_MAX",
     "KEY_SPACES_MAX",
     "KIND_CHARACTERS_MAX",
     "LEASES_PER_SESSION_MAX",
     "LINGERING_STORES_MAX",
+    "NEXT_VICTIMS_MAX",
     "OPEN_FILES_LEAST",
     "OUTCOMES_MAX",
     "OUTCOME_LATE_NS",
     "OUTCOME_RUNS_MAX",
-    "OVER_MAX",
     "PAGE_BYTES",
+    "PREFETCH_ARENA_SHARE",
     "PRIORITY_KEPT_NS",
     "PRIORITY_MAX",
-    "PROBES_LATE_MAX",
-    "PROBES_MAX",
-    "PROBE_BLOCKS_MAX",
-    "PROBE_GRACE_NS",
-    "PROBE_PAUSE_MAX_NS",
-    "PROBE_PAUSE_NS",
     "REQUEST_ID_CHARACTERS_MAX",
     "ROWS_TOLD_AT_ONCE",
     "SAMPLE_MAX_S",
@@ -72,7 +73,6 @@ __all__ = [
     "VICTIMS_SCANNED_AT_ONCE",
     "VICTIMS_TAKEN_AT_ONCE",
     "WANTED_BLOCKS_MAX",
-    "WARM_ARENA_SHARE",
     "WRITE_ARENA_SHARE",
 ]
 
@@ -173,19 +173,19 @@ for us as long as we for it (bench/ssd.py at 256 KiB)."""
 TRANSFER_BLOCKS_MAX = 64
 """Yet no more than these: a block costs some 50 us of our own, however small."""
 
-PROBES_MAX = 256
+EXISTENCE_CHECKS_MAX = 256
 """Lookups that wait for a shared tier at once; beyond it they are answered from what is known."""
 
-PROBE_BLOCKS_MAX = 1024
+EXISTENCE_CHECK_BLOCKS_MAX = 1024
 """Blocks asked of a shared tier in one lookup: 65,536 tokens in blocks of 64."""
 
-PROBES_LATE_MAX = 2
+EXISTENCE_CHECKS_LATE_MAX = 2
 """After so many probes in a row that came late, lookups pause asking."""
 
-PROBE_PAUSE_NS = 250_000_000
+EXISTENCE_CHECK_PAUSE_NS = 250_000_000
 """The first such pause; each further late probe doubles it."""
 
-PROBE_PAUSE_MAX_NS = 8_000_000_000
+EXISTENCE_CHECK_PAUSE_MAX_NS = 8_000_000_000
 """The longest pause: a server that recovers is used again within seconds."""
 
 ABSENT_NS = 5_000_000_000
@@ -195,7 +195,7 @@ they computed within seconds, and a prompt is rarely new on two nodes at once.""
 ABSENT_HASHES_MAX = 65_536
 """Hashes remembered as absent: 10 MB."""
 
-PROBE_GRACE_NS = 20_000_000
+EXISTENCE_CHECK_GRACE_NS = 20_000_000
 """Kept back from a lookup's deadline to answer with what is known when a probe is late."""
 
 DROP_GRACE_NS = 250_000_000
@@ -220,7 +220,7 @@ it is taken in nobody else is answered."""
 ANNOUNCED_MAX = 16
 """Requests of one announcing call: 30 ms, at a hundred blocks each."""
 
-OVER_MAX = 1024
+ENDED_REQUESTS_MAX = 1024
 """Ended requests named in one announcing call."""
 
 OUTCOMES_MAX = 1024
@@ -298,14 +298,14 @@ ANNOUNCED_KEPT_NS = 60_000_000_000
 """How long the blocks of an announced request are kept for its turn; an engine that does not get to
 it within a minute computes sooner than it waits."""
 
-WARM_ARENA_SHARE = 0.125
+PREFETCH_ARENA_SHARE = 0.125
 """Share of the arena that may be filled at once for nobody who waits."""
 
-COMING_BLOCKS_MAX = 512
+NEXT_VICTIMS_MAX = 512
 """How far a policy that ranks chains looks ahead for demotion: a millisecond, and more than is
 evicted until the next look."""
 
-ARRIVALS_MAX = 64
+HISTORY_BATCH_BLOCKS = 64
 """Blocks that came to a tier before the history is told: telling of one costs as much as of many
 together."""
 

@@ -22,18 +22,33 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from kvtier.core.cost.engines import EngineCosts
+from kvtier.core.cost.engine import EngineCost, EngineCosts
+from kvtier.core.cost.evaluation import (
+    evaluate,
+    planned_blocks,
+    restored_blocks,
+    seconds_of,
+    took_s,
+)
 from kvtier.core.cost.fit import number, table
 from kvtier.core.cost.guard import TierGuard
-from kvtier.core.cost.judge import judge, planned_blocks, restored_blocks, seconds_of, took_s
-from kvtier.core.cost.recompute import EngineCost
-from kvtier.core.cost.restore import Restores, transfer_blocks
-from kvtier.core.cost.roads import Road, Roads
-from kvtier.core.cost.sample import Estimate, ModelFlops, StepSample, TransferSample
-from kvtier.core.plan import Ask, Judgement, PlanOutcome, PlanReason, RestorePlan, Source
+from kvtier.core.cost.restore_path import RestorePath, RestorePaths
+from kvtier.core.cost.route import RouteCosts, transfer_blocks
+from kvtier.core.plan import (
+    Estimate,
+    ModelFlops,
+    PlanEvaluation,
+    PlanOutcome,
+    PlanReason,
+    PlanRequest,
+    RestorePlan,
+    Source,
+    StepSample,
+    TransferSample,
+)
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Ask", "Judgement", "Planner", "PlannerSettings", "Source"]
+__all__ = ["PlanEvaluation", "PlanRequest", "Planner", "PlannerSettings", "Source"]
 
 _MARGIN = 0.03
 """Gain for which the road is changed: predictions scatter by as much."""
@@ -75,7 +90,7 @@ class Planner:
 
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
-        self._restores = Restores()
+        self._restores = RouteCosts()
         self._engines = EngineCosts()
         self._guard = TierGuard()
         self._is_restoring: dict[tuple[TierName, int], bool] = {}
@@ -90,82 +105,82 @@ class Planner:
 
     # Deciding
 
-    def plan(self, ask: Ask, decision: int, now_ns: int) -> RestorePlan:
+    def plan(self, request: PlanRequest, decision: int, now_ns: int) -> RestorePlan:
         """Decide about one request."""
         self._now_ns = now_ns
-        found = ask.num_found
+        found = request.num_found
         if found <= 0:
             return RestorePlan(decision, 0, PlanReason.NOTHING)
-        limit = found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
+        limit = found if request.limit_blocks is None else max(request.limit_blocks, 0)
         most = min(found, limit)
-        roads = self._roads(ask)
+        paths = self._paths(request)
         if self._settings.mode == "never":
-            return self._nothing(roads, roads.restore_road(found), decision, PlanReason.NEVER)
+            return self._nothing(paths, paths.restore_path(found), decision, PlanReason.NEVER)
         if not most:
-            return self._nothing(roads, roads.restore_road(found), decision, PlanReason.LIMIT)
+            return self._nothing(paths, paths.restore_path(found), decision, PlanReason.LIMIT)
         if self._settings.mode == "always":
             reason = PlanReason.ALWAYS if most == found else PlanReason.LIMIT
-            road = roads.restore_road(most)
-            return self._plan(roads, road, decision, reason, self._settings.wait_max_ns)
-        open_blocks = self._open_blocks(ask, now_ns)
+            path = paths.restore_path(most)
+            return self._plan(paths, path, decision, reason, self._settings.wait_max_ns)
+        open_blocks = self._open_blocks(request, now_ns)
         if not open_blocks:
-            return self._nothing(roads, roads.restore_road(most), decision, PlanReason.GUARD)
+            return self._nothing(paths, paths.restore_path(most), decision, PlanReason.GUARD)
         full = PlanReason.ALL
         if min(open_blocks, most) < found:
             full = PlanReason.GUARD if open_blocks < most else PlanReason.LIMIT
-        return self._cheapest(ask, roads, min(open_blocks, most), decision, full)
+        return self._cheapest(request, paths, min(open_blocks, most), decision, full)
 
     def _cheapest(
-        self, ask: Ask, roads: Roads, most: int, decision: int, full: PlanReason
+        self, request: PlanRequest, paths: RestorePaths, most: int, decision: int, full: PlanReason
     ) -> RestorePlan:
         """Take the shortest road with at most so many blocks; ``full`` is why not more."""
-        options = self._options(ask, roads, most)
+        options = self._options(request, paths, most)
         best = _shortest(options)
-        key = (best.slowest, (most * ask.block_tokens).bit_length())
-        chosen, refusal = self._chosen(options, roads, self._is_restoring.get(key))
+        key = (best.slowest, (most * request.block_tokens).bit_length())
+        chosen, refusal = self._chosen(options, paths, self._is_restoring.get(key))
         self._is_restoring[key] = chosen is not None
-        trial = self._trial(ask, roads, chosen, most)
+        trial = self._trial(request, paths, chosen, most)
         if trial is not None:
-            road, wait_s = trial
-            return self._plan(roads, road, decision, PlanReason.PART, round(wait_s * 1e9))
+            path, wait_s = trial
+            return self._plan(paths, path, decision, PlanReason.PART, round(wait_s * 1e9))
         if chosen is None:
-            return self._nothing(roads, best, decision, refusal)
-        for tier in _tiers_of(ask, chosen.num_blocks):
+            return self._nothing(paths, best, decision, refusal)
+        for tier in _tiers_of(request, chosen.num_blocks):
             self._guard.begin(tier, self._now_ns)
             self._trials.pop(tier, None)
         reason = full if chosen.num_blocks == most else PlanReason.PART
         if chosen.is_split:
             reason = PlanReason.SPLIT
         # Once computing them would have been done, waiting no longer pays.
-        wait_s = max(roads.recompute_of(chosen.num_blocks).mean_s, chosen.restore.mean_s)
-        return self._plan(roads, chosen, decision, reason, round(wait_s * 1e9))
+        wait_s = max(paths.recompute_of(chosen.num_blocks).mean_s, chosen.restore.mean_s)
+        return self._plan(paths, chosen, decision, reason, round(wait_s * 1e9))
 
-    def _options(self, ask: Ask, roads: Roads, most: int) -> list[Road]:
+    def _options(self, request: PlanRequest, paths: RestorePaths, most: int) -> list[RestorePath]:
         wait_max_s = self._settings.wait_max_ns / 1e9
-        options = roads.plain(max(roads.within(wait_max_s, most), 1))
-        if ask.can_split and self._settings.is_split_allowed:
+        options = paths.plain(max(paths.within(wait_max_s, most), 1))
+        if request.can_split and self._settings.is_split_allowed:
             numbers = {most, _shortest(options).num_blocks}
-            splits = [roads.split_road(number, wait_max_s) for number in numbers]
-            options += [road for road in splits if road.is_split]
+            splits = [paths.split_path(number, wait_max_s) for number in numbers]
+            options += [path for path in splits if path.is_split]
         return options
 
     def _chosen(
-        self, options: Sequence[Road], roads: Roads, was_restoring: bool | None
-    ) -> tuple[Road | None, PlanReason]:
+        self, options: Sequence[RestorePath], paths: RestorePaths, was_restoring: bool | None
+    ) -> tuple[RestorePath | None, PlanReason]:
         """Return the road to take, or None and why nothing is restored."""
         # The wait for the engine is the same on every road, however long it is.
         margin = {None: 0.0, True: _MARGIN, False: -_MARGIN}[was_restoring]
-        most_s = roads.recompute.mean_s + margin * (roads.recompute.mean_s - roads.wait_s)
-        paying = [road for road in options if _weighed_s(road) <= most_s]
+        most_s = paths.recompute.mean_s + margin * (paths.recompute.mean_s - paths.wait_s)
+        paying = [path for path in options if _weighed_s(path) <= most_s]
         if not paying:
             return None, PlanReason.COST
-        longest_s = roads.recompute.p95_s * _RISK
-        safe = [road for road in paying if road.total.p95_s <= longest_s]
+        longest_s = paths.recompute.p95_s * _RISK
+        safe = [path for path in paying if path.total.p95_s <= longest_s]
         return (_shortest(safe), PlanReason.ALL) if safe else (None, PlanReason.RISK)
 
     def _trial(
-        self, ask: Ask, roads: Roads, chosen: Road | None, most: int
-    ) -> tuple[Road, float] | None:
+        self, request: PlanRequest, paths: RestorePaths, chosen: RestorePath | None, most: int
+    ) -> tuple[RestorePath, float] | None:
         """Return a road with a few blocks more, of a tier of which too little is known.
 
         With it comes how long to wait for them.
@@ -173,9 +188,9 @@ class Planner:
         taken = chosen.num_blocks if chosen is not None else 0
         if taken >= most or (chosen is not None and chosen.is_split):
             return None
-        tier = _tier_at(ask, taken)
+        tier = _tier_at(request, taken)
         route = self._restores.route(tier)
-        before = chosen or Road(0, False, Estimate(0.0, 0.0), roads.recompute, tier)
+        before = chosen or RestorePath(0, False, Estimate(0.0, 0.0), paths.recompute, tier)
         tried_ns, pause_ns = self._trials.get(tier, (None, _TRIAL_NS))
         rest_ns = max(pause_ns, round(_TRIAL_REST * before.total.mean_s * 1e9))
         is_tried = tried_ns is not None and abs(self._now_ns - tried_ns) < rest_ns
@@ -183,49 +198,56 @@ class Planner:
         if is_fresh and not route.looks_faster:
             return None
         self._trials[tier] = (self._now_ns, min(2 * pause_ns, _TRIAL_MAX_NS))
-        road = roads.restore_road(min(taken + transfer_blocks(ask.block_bytes), most))
+        path = paths.restore_path(min(taken + transfer_blocks(request.block_bytes), most))
         loss_s = _TRIAL_LOSS * before.total.mean_s
-        total = replace(road.total, mean_s=min(road.total.mean_s, before.total.mean_s + loss_s))
+        total = replace(path.total, mean_s=min(path.total.mean_s, before.total.mean_s + loss_s))
         # Those that pay have their time, and then these a moment.
-        ready_s = min(before.restore.p95_s, roads.recompute_of(taken).mean_s)
-        return replace(road, total=total), max(roads.wait_s, ready_s + loss_s)
+        ready_s = min(before.restore.p95_s, paths.recompute_of(taken).mean_s)
+        return replace(path, total=total), max(paths.wait_s, ready_s + loss_s)
 
-    def _open_blocks(self, ask: Ask, now_ns: int) -> int:
+    def _open_blocks(self, request: PlanRequest, now_ns: int) -> int:
         """Return how many leading blocks come from tiers that are not left alone."""
         closed = self.guarded(now_ns)
-        usable = takewhile(lambda source: source.tier not in closed, ask.sources)
+        usable = takewhile(lambda source: source.tier not in closed, request.sources)
         return sum(source.num_blocks for source in usable)
 
-    def _roads(self, ask: Ask) -> Roads:
-        engine = self._engines.find(ask.key_space, ask.session)
-        return Roads(ask, self._restores, engine or EngineCost())
+    def _paths(self, request: PlanRequest) -> RestorePaths:
+        engine = self._engines.find(request.key_space, request.session)
+        return RestorePaths(request, self._restores, engine or EngineCost())
 
     def _plan(
-        self, roads: Roads, road: Road, decision: int, reason: PlanReason, wait_ns: int
+        self,
+        paths: RestorePaths,
+        path: RestorePath,
+        decision: int,
+        reason: PlanReason,
+        wait_ns: int,
     ) -> RestorePlan:
         return RestorePlan(
             decision=decision,
-            num_blocks=road.num_blocks,
+            num_blocks=path.num_blocks,
             reason=reason,
-            is_split=road.is_split,
-            part_blocks=road.part_blocks,
+            is_split=path.is_split,
+            part_blocks=path.part_blocks,
             wait_ns=min(max(wait_ns, 1), self._settings.wait_max_ns),
-            restore=road.restore,
-            recompute=roads.recompute_of(road.num_blocks),
-            total_s=road.total.mean_s,
-            recompute_total_s=roads.recompute.mean_s,
+            restore=path.restore,
+            recompute=paths.recompute_of(path.num_blocks),
+            total_s=path.total.mean_s,
+            recompute_total_s=paths.recompute.mean_s,
         )
 
-    def _nothing(self, roads: Roads, road: Road, decision: int, reason: PlanReason) -> RestorePlan:
-        """Restore nothing; ``road`` is the best there was."""
+    def _nothing(
+        self, paths: RestorePaths, path: RestorePath, decision: int, reason: PlanReason
+    ) -> RestorePlan:
+        """Restore nothing; ``path`` is the best there was."""
         return RestorePlan(
             decision=decision,
             num_blocks=0,
             reason=reason,
-            restore=road.restore,
-            recompute=roads.recompute_of(road.num_blocks),
-            total_s=roads.recompute.mean_s,
-            recompute_total_s=roads.recompute.mean_s,
+            restore=path.restore,
+            recompute=paths.recompute_of(path.num_blocks),
+            total_s=paths.recompute.mean_s,
+            recompute_total_s=paths.recompute.mean_s,
         )
 
     # Learning
@@ -263,89 +285,93 @@ class Planner:
 
     def note_outcome(
         self,
-        ask: Ask,
+        request: PlanRequest,
         plan: RestorePlan,
         outcome: PlanOutcome,
         now_ns: int,
         *,
         cold_s: float | None = None,
-    ) -> Judgement:
+    ) -> PlanEvaluation:
         """Learn from a plan's outcome, and return what the plan saved or cost.
 
         ``cold_s`` is the measured time of computing the same prompt, if there is one.
         """
         self._now_ns = now_ns
-        roads = self._roads(ask)
-        verdict = judge(ask, plan, outcome, roads, cold_s)
+        paths = self._paths(request)
+        evaluation = evaluate(request, plan, outcome, paths, cold_s)
         if plan.total_s <= plan.recompute_total_s:  # else it was not expected to pay
-            for tier, gain in verdict.gains.items():
+            for tier, gain in evaluation.gains.items():
                 self._guard.note(tier, gain, now_ns)
         if not plan.num_blocks:
-            self._note_computed(ask, outcome, roads)
+            self._note_computed(request, outcome, paths)
         elif plan.is_split:
-            self._note_split(ask, plan, outcome, roads)
+            self._note_split(request, plan, outcome, paths)
         else:
-            self._note_restored(ask, plan, outcome, roads)
-        return verdict.judgement
+            self._note_restored(request, plan, outcome, paths)
+        return evaluation.evaluation
 
     def _note_restored(
-        self, ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads
+        self, request: PlanRequest, plan: RestorePlan, outcome: PlanOutcome, paths: RestorePaths
     ) -> None:
         restored, seconds = restored_blocks(outcome, plan), seconds_of(outcome.restore_s)
         is_whole = sum(restored.values()) == plan.num_blocks
-        counts = restored if is_whole else planned_blocks(ask, plan)
-        predicted_s, slowest = roads.predicted(counts)
+        counts = restored if is_whole else planned_blocks(request, plan)
+        predicted_s, slowest = paths.predicted(counts)
         # What was cut short took at least so long; of what came by then nothing follows, because
         # it is always the fast part.
         if not seconds or not (is_whole or seconds > predicted_s):
             return
         route = self._restores.route(slowest)
         if slowest is not TierName.CPU:
-            route.note_whole(predicted_s / roads.lag_of(slowest), seconds, self._now_ns)
+            route.note_whole(predicted_s / paths.lag_of(slowest), seconds, self._now_ns)
         elif is_whole or set(counts) == {TierName.CPU}:
             # It waited for the way into the engine, wherever the blocks came from.
-            self._note_copied(ask, sum(counts.values()), seconds)
+            self._note_copied(request, sum(counts.values()), seconds)
 
-    def _note_split(self, ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads) -> None:
+    def _note_split(
+        self, request: PlanRequest, plan: RestorePlan, outcome: PlanOutcome, paths: RestorePaths
+    ) -> None:
         """Learn that the way into the engine is no slower than a load from the back was.
 
         How far the load got shows only after each chunk that is computed, so it may be faster.
         """
         restored, seconds = restored_blocks(outcome, plan), seconds_of(outcome.restore_s)
-        predicted_s, slowest = roads.predicted(restored)
+        predicted_s, slowest = paths.predicted(restored)
         if slowest is TierName.CPU and 0 < seconds < predicted_s:
-            self._note_copied(ask, sum(restored.values()), seconds)
+            self._note_copied(request, sum(restored.values()), seconds)
 
-    def _note_copied(self, ask: Ask, num_blocks: int, seconds: float) -> None:
-        sample = TransferSample(num_blocks, num_blocks * ask.block_bytes, 1, seconds)
+    def _note_copied(self, request: PlanRequest, num_blocks: int, seconds: float) -> None:
+        sample = TransferSample(num_blocks, num_blocks * request.block_bytes, 1, seconds)
         self._restores.route(TierName.CPU).note(sample, self._now_ns)
 
-    def _note_computed(self, ask: Ask, outcome: PlanOutcome, roads: Roads) -> None:
-        engine = self._engines.find(ask.key_space, ask.session)
+    def _note_computed(
+        self, request: PlanRequest, outcome: PlanOutcome, paths: RestorePaths
+    ) -> None:
+        engine = self._engines.find(request.key_space, request.session)
         # A request that had to wait for others says little about its own compute time.
-        is_alone = ask.load.waiting_tokens <= 0 and ask.num_tokens > ask.first_token
+        is_alone = request.load.waiting_tokens <= 0 and request.num_tokens > request.first_token
         if engine is not None and engine.is_measured and is_alone:
-            predicted_s = roads.recompute.mean_s / roads.engine_lag
+            predicted_s = paths.recompute.mean_s / paths.engine_lag
             engine.note_whole(predicted_s, took_s(outcome), self._now_ns)
 
     # What others ask
 
-    def num_paying(self, ask: Ask, now_ns: int) -> int:
+    def num_paying(self, request: PlanRequest, now_ns: int) -> int:
         """Return how many leading blocks are worth bringing closer for a request that waits.
 
         Those of the shortest road as it looks now; nothing is decided, and nothing tried.
         """
         if self._settings.mode == "never":
             return 0
-        limit = ask.num_found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
-        most = min(ask.num_found, limit)
+        limit = request.num_found if request.limit_blocks is None else max(request.limit_blocks, 0)
+        most = min(request.num_found, limit)
         if self._settings.mode == "auto":
-            most = min(most, self._open_blocks(ask, now_ns))
+            most = min(most, self._open_blocks(request, now_ns))
         if self._settings.mode == "always" or not most:
             return most
-        roads = self._roads(ask)
-        road = _shortest(roads.plain(most))
-        return road.num_blocks if road.total.mean_s <= roads.recompute.mean_s else 0
+        paths = self._paths(request)
+        path = _shortest(paths.plain(most))
+        return path.num_blocks if path.total.mean_s <= paths.recompute.mean_s else 0
 
     def saved_s(self, end_tokens: int, num_tokens: int, key_space: bytes | None = None) -> float:
         """Return the seconds that not computing ``num_tokens`` up to ``end_tokens`` saves.
@@ -381,7 +407,7 @@ class Planner:
 
     def recall(self, document: Mapping[str, Any]) -> str:
         """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
-        restores, engines = Restores(), EngineCosts()
+        restores, engines = RouteCosts(), EngineCosts()
         try:
             number(document.get("version"), _VERSION, _VERSION)
             restores.recall(table(document, "restore"))
@@ -392,20 +418,20 @@ class Planner:
         return ""
 
 
-def _shortest(roads: Sequence[Road]) -> Road:
+def _shortest(paths: Sequence[RestorePath]) -> RestorePath:
     """Return the road that ends first; splitting has to be worth it, and of equals the longer."""
-    return min(roads, key=lambda road: (_weighed_s(road), -road.num_blocks))
+    return min(paths, key=lambda path: (_weighed_s(path), -path.num_blocks))
 
 
-def _weighed_s(road: Road) -> float:
+def _weighed_s(path: RestorePath) -> float:
     """Return how long a road takes, for comparing: a split counts as longer than it is."""
-    return road.total.mean_s / (1.0 - _SPLIT_GAIN if road.is_split else 1.0)
+    return path.total.mean_s / (1.0 - _SPLIT_GAIN if path.is_split else 1.0)
 
 
-def _tiers_of(ask: Ask, num_blocks: int) -> set[TierName]:
+def _tiers_of(request: PlanRequest, num_blocks: int) -> set[TierName]:
     """Return the tiers that would serve the first blocks."""
     tiers = set()
-    for source in ask.sources:
+    for source in request.sources:
         if num_blocks <= 0:
             break
         tiers.add(source.tier)
@@ -413,9 +439,9 @@ def _tiers_of(ask: Ask, num_blocks: int) -> set[TierName]:
     return tiers
 
 
-def _tier_at(ask: Ask, place: int) -> TierName:
+def _tier_at(request: PlanRequest, place: int) -> TierName:
     """Return the tier that would serve one block."""
-    for source in ask.sources:
+    for source in request.sources:
         if place < source.num_blocks:
             return source.tier
         place -= source.num_blocks

@@ -7,7 +7,7 @@ owner: a number that its user chose. It may be *held*: its owner cannot leave it
 """
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.core.table import Rows
 
-__all__ = ["SlabAllocator", "slot_bytes"]
+__all__ = ["SlabAllocator", "donors", "slot_bytes"]
 
 _NOBODY = -1
 
@@ -253,3 +253,26 @@ class SlabAllocator:
             self._open(number, slab.next_bytes)
         else:
             self._blank.append(number)
+
+
+def donors(size: int, slabs_of: Mapping[int, int], in_use: Set[int], num_slabs: int) -> list[int]:
+    """Return the block sizes that are to make room for ``size``, first who should first.
+
+    ``slabs_of`` tells how many of the ``num_slabs`` slabs each size has. Changes nothing.
+
+    >>> donors(1, {1: 3, 37: 5}, {1, 37}, 8)
+    [37, 1]
+    >>> donors(1, {1: 5, 37: 3}, {1, 37}, 8)
+    [1, 37]
+    >>> donors(1, {1: 5, 37: 3}, {1}, 8)
+    [37, 1]
+    """
+    fair = num_slabs // len(in_use | {size})
+    others = sorted(slabs_of.keys() - {size}, key=lambda other: (-slabs_of[other], other))
+    idle = [other for other in others if other not in in_use]
+    rich = [other for other in others if other in in_use and slabs_of[other] > fair]
+    poor = [other for other in others if other in in_use and slabs_of[other] <= fair]
+    own = [size] if size in slabs_of else []
+    if slabs_of.get(size, 0) < fair:
+        return [*idle, *rich, *own, *poor]
+    return [*idle, *own, *rich, *poor]

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import KeySpace, chain_root, tenant_digest
 from kvtier.core.layout import KVLayout, paged_layout
+from kvtier.core.plan import StepSample
 from kvtier.core.residency import TierName
-from kvtier.engine.account import Stalls, Timing, TokenAccount
 from kvtier.engine.attention import AttentionBatch, Span
-from kvtier.engine.fingerprint import key_space
-from kvtier.engine.model import LoadedModel
+from kvtier.engine.model import LoadedModel, key_space
 from kvtier.engine.pool import BlockPool, PoolCounts, PoolDropped, PoolShape
 from kvtier.engine.port import KVPort, PortChain
 from kvtier.engine.request import (
@@ -31,7 +29,14 @@ from kvtier.engine.request import (
 )
 from kvtier.engine.sampler import make_generator, sample
 from kvtier.engine.scheduler import ScheduledChunk, Scheduler
-from kvtier.engine.sequence import BlockChain, Phase, Sequence
+from kvtier.engine.sequence import (
+    BlockChain,
+    Phase,
+    RequestTiming,
+    Sequence,
+    StallTimes,
+    TokenSources,
+)
 from kvtier.engine.settings import EngineSettings
 from kvtier.errors import StartError
 from kvtier.observe.log import Log, RateLimitedLog
@@ -58,7 +63,7 @@ class EngineSnapshot:
     num_preemptions: int
     num_stores_skipped: int
     stall_seconds: dict[str, float]
-    """In which nothing could be computed, by what was waited for: see ``Stalls``."""
+    """In which nothing could be computed, by what was waited for: see ``StallTimes``."""
     num_waiting: int
     num_loading: int
     num_running: int
@@ -128,7 +133,7 @@ class Engine:
         self._by_tier = dict.fromkeys(TierName, 0)
         self._computed = self._num_generated = self._num_steps = 0
         self._num_prefill = self._num_decode = 0
-        self._stalls = Stalls()
+        self._stalls = StallTimes()
         self._faults = RateLimitedLog(_log)
         self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
 
@@ -179,8 +184,8 @@ class Engine:
             generator=make_generator(request.sampling),
             tokens=tokens,
             traits=request.traits(),
-            account=TokenAccount(len(tokens)),
-            timing=Timing(now_ns, waiting_since_ns=now_ns),
+            sources=TokenSources(len(tokens)),
+            timing=RequestTiming(now_ns, waiting_since_ns=now_ns),
         )
         sequence.chain.extend(tokens)
         sequence.port_chain.extend(tokens)
@@ -310,13 +315,13 @@ class Engine:
         outcome = None
         if sequence.plan is not None and first_token_ns is not None:
             outcome = sequence.timing.outcome(
-                sequence.plan.decision, sequence.account.computed, first_token_ns
+                sequence.plan.decision, sequence.sources.computed, first_token_ns
             )
         _log.debug(
             "a prompt is done",
             request=sequence.request_id,
             decision=sequence.plan.decision if sequence.plan else "none",
-            computed_tokens=sequence.account.computed,
+            computed_tokens=sequence.sources.computed,
             ttft_s=outcome.ttft_s if outcome else "unknown",
         )
         self.port.finish(sequence.request_id, outcome)
@@ -325,9 +330,9 @@ class Engine:
         self._scheduler.remove(sequence)
         if not sequence.is_finished:
             self._finish(sequence)
-        for tier, count in sequence.account.by_tier.items():
+        for tier, count in sequence.sources.by_tier.items():
             self._by_tier[tier] += count
-        self._computed += sequence.account.computed
+        self._computed += sequence.sources.computed
         usage = sequence.usage()
         output = Output(sequence.request_id, tokens, finish, usage, error)
         self._deliver(sequence, output)

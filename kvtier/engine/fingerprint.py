@@ -8,19 +8,12 @@ whole configuration counts except for what is known to leave the numbers alone.
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.core.identity import KeySpace
-from kvtier.core.layout import KVLayout
-
-if TYPE_CHECKING:
-    from kvtier.engine.model import LoadedModel
-
-__all__ = ["canonical_config", "key_space", "weights_fingerprint"]
+__all__ = ["canonical_config", "weights_fingerprint"]
 
 _CHUNK_BYTES = 32 << 20
 """32 MiB: enough chunks to keep every core busy, few enough that their number costs nothing."""
@@ -75,15 +68,3 @@ def canonical_config(fields: dict[str, object]) -> str:
     """Return a configuration as JSON that is the same for the same model, anywhere."""
     kept = {name: value for name, value in fields.items() if name not in _IGNORED_CONFIG}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def key_space(loaded: "LoadedModel", layout: KVLayout) -> KeySpace:
-    """Return the key space of blocks that ``loaded`` computes, kept in ``layout``."""
-    return KeySpace(
-        weights=loaded.weights,
-        model_config=canonical_config(loaded.config.to_dict()),
-        layout=layout,
-        compute_dtype=loaded.dtype_name,
-        # The same bytes in, not quite the same bytes out, on another kind of device.
-        engine=f"integrated/1/{loaded.device_type}",
-    )

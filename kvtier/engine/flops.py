@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from kvtier.core.cost.sample import ModelFlops
+from kvtier.core.plan import ModelFlops
 from kvtier.engine.model import LoadedModel
 
 __all__ = ["model_flops"]

@@ -7,20 +7,19 @@ Rules
 * Each of its blocks has one reference of the load until ``LoadEnded``, whatever becomes of the
   request meanwhile.
 * What the port reports is published at once; all else in the blocks is garbage, except what the
-  engine has claimed (see ``meeting``) and computes itself.
+  engine has claimed (see ``split``) and computes itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.plan import PlanReason
+from kvtier.core.plan import EngineLoad, PlanReason
 from kvtier.core.residency import TierName
-from kvtier.engine.meeting import Meeting
 from kvtier.engine.pool import BlockPool
 from kvtier.engine.port import KVPort, LoadEnded, LoadOrder, LoadProgress, PortChain, PortLookup
 from kvtier.engine.request import DecisionReason, RestoreDecision
-from kvtier.engine.sequence import Back, Phase, Sequence
+from kvtier.engine.sequence import LoadedTail, Phase, Sequence
+from kvtier.engine.split import SplitProgress
 
 __all__ = ["Loader"]
 
@@ -47,7 +46,7 @@ class _Load:
     into: list[list[int]]
     whole_reason: str
     """Why no more than this was asked for; empty: every full block that was missing is."""
-    meeting: Meeting | None
+    split: SplitProgress | None
     """Of a load from the back."""
     tiers: tuple[TierName, ...] = field(default=())
     """Of the blocks in place so far, in the load's order."""
@@ -56,7 +55,7 @@ class _Load:
 
     def place(self, number: int) -> int:
         """Return which of its blocks is the one to come after ``number`` others."""
-        return number if self.meeting is None else len(self.into) - 1 - number
+        return number if self.split is None else len(self.into) - 1 - number
 
 
 class Loader:
@@ -162,13 +161,13 @@ class Loader:
             reason = DecisionReason.MAX_LOAD_TOKENS
         plan = found.plan
         is_split = plan is not None and plan.is_split
-        meeting = Meeting(num_blocks) if is_split else None
-        self._loads[sequence.request_id] = _Load(sequence, first, into, reason, meeting)
+        split = SplitProgress(num_blocks) if is_split else None
+        self._loads[sequence.request_id] = _Load(sequence, first, into, reason, split)
         sequence.found = None
         sequence.phase = Phase.RUNNING if is_split else Phase.LOADING
         if is_split:
             end_token = (first + num_blocks) * self._port.block_tokens
-            sequence.back = Back(end_token, end_token)
+            sequence.loaded_tail = LoadedTail(end_token, end_token)
         order = LoadOrder(
             sequence.request_id,
             self._chain(sequence, first + num_blocks),
@@ -181,17 +180,17 @@ class Loader:
 
     def num_computable(self, sequence: Sequence) -> int:
         """Return how many tokens may be computed next: those that no load may still write to."""
-        back = sequence.back
-        if back is None:
+        loaded_tail = sequence.loaded_tail
+        if loaded_tail is None:
             return sequence.num_missing
         load = self._loads.get(sequence.request_id)
-        if load is None or load.meeting is None:
-            return back.start - sequence.num_computed
-        meeting = load.meeting
+        if load is None or load.split is None:
+            return loaded_tail.start - sequence.num_computed
+        split = load.split
         if self._claimed_end(load) <= sequence.num_computed:
-            granted = self._port.meet(sequence.request_id, meeting.next_claim())
-            meeting.num_claimed = max(meeting.num_claimed, granted)
-            assert meeting.gap >= 0, "what is in place is not granted"
+            granted = self._port.claim(sequence.request_id, split.next_claim())
+            split.num_claimed = max(split.num_claimed, granted)
+            assert split.gap >= 0, "what is in place is not granted"
         return max(0, self._claimed_end(load) - sequence.num_computed)
 
     def join(self, sequence: Sequence) -> None:
@@ -216,10 +215,13 @@ class Loader:
         if not load.is_wanted:
             return None
         _decide(load, event.reason)
-        if load.meeting is None:
+        if load.split is None:
             return sequence
-        if sequence.back is not None and sequence.back.start == sequence.back.end:
-            sequence.back = None
+        if (
+            sequence.loaded_tail is not None
+            and sequence.loaded_tail.start == sequence.loaded_tail.end
+        ):
+            sequence.loaded_tail = None
         return None
 
     def cancel(self, sequence: Sequence) -> None:
@@ -233,20 +235,20 @@ class Loader:
     def check(self) -> None:
         """Verify that loads and the sequences that wait for them agree; raises AssertionError."""
         for load in self._loads.values():
-            meeting, back = load.meeting, load.sequence.back
+            split, loaded_tail = load.split, load.sequence.loaded_tail
             if not load.is_wanted:
                 continue
-            if meeting is None:
+            if split is None:
                 assert load.sequence.phase is Phase.LOADING, "who loads from the front waits"
                 continue
             assert load.sequence.phase is Phase.RUNNING, "who loads from the back computes"
-            assert meeting.num_loaded == len(load.tiers), "what is in place is counted"
-            assert meeting.gap >= 0, "no block is both claimed and loaded"
+            assert split.num_loaded == len(load.tiers), "what is in place is counted"
+            assert split.gap >= 0, "no block is both claimed and loaded"
             claimed_end = self._claimed_end(load)
-            is_claimed = meeting.num_claimed == 0 or load.sequence.num_computed <= claimed_end
-            assert back is None or is_claimed, "only what was claimed is computed"
-            if back is not None:
-                num_back = (back.end - back.start) // self._port.block_tokens
+            is_claimed = split.num_claimed == 0 or load.sequence.num_computed <= claimed_end
+            assert loaded_tail is None or is_claimed, "only what was claimed is computed"
+            if loaded_tail is not None:
+                num_back = (loaded_tail.end - loaded_tail.start) // self._port.block_tokens
                 assert num_back == len(load.tiers), "the back is what was loaded"
 
     def _take_in(self, load: _Load, tiers: tuple[TierName, ...], now_ns: int) -> None:
@@ -254,16 +256,16 @@ class Loader:
         num_known = len(load.tiers)
         assert num_known <= len(tiers) <= len(load.into), "a load only grows, to what was asked"
         load.tiers = tiers
-        if load.meeting is not None:
-            load.meeting.num_loaded = len(tiers)
-            assert load.meeting.gap >= 0, "the port does not write to what was claimed"
+        if load.split is not None:
+            load.split.num_loaded = len(tiers)
+            assert load.split.gap >= 0, "the port does not write to what was claimed"
         sequence, size = load.sequence, self._port.block_tokens
         for number in range(num_known, len(tiers)):
             place = load.place(number)
             self._publish(load, place)
             if load.is_wanted:
                 start = (load.first + place) * size
-                sequence.account.count(tiers[number], start, start + size)
+                sequence.sources.count(tiers[number], start, start + size)
         if load.is_wanted and len(tiers) > num_known:
             sequence.num_loaded += len(tiers) - num_known
             sequence.timing.note_restored(tiers[num_known:], now_ns)
@@ -279,20 +281,20 @@ class Loader:
     def _extend(self, load: _Load) -> None:
         """Have the sequence know how far its load is."""
         sequence = load.sequence
-        if load.meeting is None:
+        if load.split is None:
             end = (load.first + len(load.tiers)) * self._ratio
             computed = end * self._pool.shape.block_tokens
             sequence.num_computed = max(sequence.num_computed, computed)
             sequence.num_published = max(sequence.num_published, end)
-        elif sequence.back is not None:
+        elif sequence.loaded_tail is not None:
             num_left = len(load.into) - len(load.tiers)
-            sequence.back.start = (load.first + num_left) * self._port.block_tokens
+            sequence.loaded_tail.start = (load.first + num_left) * self._port.block_tokens
             self.join(sequence)
 
     def _claimed_end(self, load: _Load) -> int:
         """Return the token before which a load from the back will write to nothing."""
-        assert load.meeting is not None
-        return (load.first + load.meeting.num_claimed) * self._port.block_tokens
+        assert load.split is not None
+        return (load.first + load.split.num_claimed) * self._port.block_tokens
 
     def _end(self, sequence: Sequence) -> int:
         """Return the full blocks worth loading: the last token is always computed."""

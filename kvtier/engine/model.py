@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
 from kvtier.engine.attention import ATTENTION_NAME, register_attention
-from kvtier.engine.chat_template import ChatTemplate
-from kvtier.engine.end_tokens import end_tokens
-from kvtier.engine.fingerprint import weights_fingerprint
+from kvtier.engine.chat_template import ChatTemplate, end_tokens
+from kvtier.engine.fingerprint import canonical_config, weights_fingerprint
 from kvtier.engine.support import ARCHITECTURES, check_fields, check_model, refuse
 from kvtier.errors import StartError
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "key_space", "load_model"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -134,6 +135,18 @@ class LoadedModel:
         """
         with self._tokenizer_lock:
             return self.chat_template.encode(messages)
+
+
+def key_space(loaded: LoadedModel, layout: KVLayout) -> KeySpace:
+    """Return the key space of blocks that ``loaded`` computes, kept in ``layout``."""
+    return KeySpace(
+        weights=loaded.weights,
+        model_config=canonical_config(loaded.config.to_dict()),
+        layout=layout,
+        compute_dtype=loaded.dtype_name,
+        # The same bytes in, not quite the same bytes out, on another kind of device.
+        engine=f"integrated/1/{loaded.device_type}",
+    )
 
 
 def load_model(

@@ -8,7 +8,7 @@ Contract
 * A chain is a prompt in blocks of ``block_tokens`` tokens. Each block is made of
   ``block_tokens / engine_block_tokens`` engine blocks, given as block ids of the engine's pool.
 * A load fills blocks in order: from its first one on, or, ``from_back``, from its last one down,
-  while the engine computes the first ones. The engine claims those with ``meet`` before it
+  while the engine computes the first ones. The engine claims those with ``claim`` before it
   computes them, and the port writes only to blocks that are not claimed.
 * While a load or a store is open, the port reads or writes the engine blocks named in it. The
   engine keeps them allocated until the ending event, also when the request is cancelled.
@@ -19,11 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import NO_TRAITS, Traits
 
 __all__ = [
     "KVPort",
@@ -66,7 +65,7 @@ class LoadOrder:
 class StoreOffer:
     """What is said of blocks that are offered."""
 
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
     """Blocks of the chain from this one on hold generated tokens; -1: none does."""
 
@@ -126,14 +125,14 @@ class KVPort(Protocol):
     def bind(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, whenever ``poll`` has something to return."""
 
-    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
         """Say once of a request that it has come; ``first`` leading blocks need not be fetched.
 
         They are the engine's own, or it is about to ask for them. ``chain`` is the whole prompt;
         one that fills no block is not announced.
         """
 
-    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
         """Ask which blocks of ``chain`` from index ``first`` on could and should be loaded.
 
         ``traits.request_id`` names the request.
@@ -142,7 +141,7 @@ class KVPort(Protocol):
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
         """Fill engine blocks ``into[i]`` with block ``order.first + i`` of ``order.chain``."""
 
-    def meet(self, request_id: str, num_computed: int) -> int:
+    def claim(self, request_id: str, num_computed: int) -> int:
         """Claim the first ``num_computed`` blocks of a load from the back, to compute them.
 
         Returns how many are granted, with earlier claims: fewer where the load has got there first,
@@ -185,10 +184,10 @@ class NoPort:
     def bind(self, wake: Callable[[], None]) -> None:
         """Need no wake: events are there as soon as they are asked for."""
 
-    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
         """Have nobody to tell."""
 
-    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
         """Answer at once that nothing is there."""
         self._events.append(PortLookup(traits.request_id, (), "off"))
 
@@ -196,7 +195,7 @@ class NoPort:
         """End at once with nothing."""
         self._events.append(LoadEnded(order.request_id, (), "off"))
 
-    def meet(self, request_id: str, num_computed: int) -> int:
+    def claim(self, request_id: str, num_computed: int) -> int:
         """Have no load to shorten."""
         return 0
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.errors import KvtierError
 
 __all__ = [
@@ -52,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client knows of a request's future; nothing is said by default. See ``Traits``."""
+    """A client's hints about a request's future; all optional. See ``RequestTraits``."""
 
     kind: str = ""
     continues: float | None = None
@@ -82,9 +82,9 @@ class EngineRequest:
     """Load at most N tokens from the tiers below, rounded down to blocks; 0: none."""
     hints: Hints = NO_HINTS
 
-    def traits(self) -> Traits:
+    def traits(self) -> RequestTraits:
         """Return what the tiers below are told of this request."""
-        return Traits(
+        return RequestTraits(
             request_id=self.request_id,
             num_tokens=len(self.prompt),
             kind=self.hints.kind,

@@ -22,8 +22,8 @@ is never taken from, so it ends, and so does each after it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import BlockHash
+from kvtier.core.plan import EngineLoad
 from kvtier.core.residency import TierName
 from kvtier.engine.loader import Loader
 from kvtier.engine.offload import Offload
@@ -169,7 +169,7 @@ class Scheduler:
         sequence = chunk.sequence
         start = sequence.num_computed
         sequence.num_computed += chunk.num_tokens
-        sequence.account.count(None, start, sequence.num_computed)
+        sequence.sources.count(None, start, sequence.num_computed)
         num_full = sequence.num_computed // self._pool.shape.block_tokens
         for index in range(sequence.num_published, num_full):
             chain = sequence.chain
@@ -299,7 +299,7 @@ class Scheduler:
         sequence.blocks = hit + self._allocate(num_new)
         sequence.num_published = len(hit)
         sequence.num_computed = len(hit) * self._pool.shape.block_tokens
-        sequence.account.count(TierName.GPU, 0, sequence.num_computed)
+        sequence.sources.count(TierName.GPU, 0, sequence.num_computed)
         self._announce(sequence, len(hit))
 
     # Single flight
@@ -337,7 +337,7 @@ class Scheduler:
         self.loader.cancel(sequence)
         self._running.remove(sequence)
         self._let_go(sequence)
-        sequence.timing.is_spoilt = True
+        sequence.timing.was_preempted = True
         self._queue(sequence, now_ns)
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -345,7 +345,7 @@ class Scheduler:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0
-        sequence.back = sequence.found = None
+        sequence.loaded_tail = sequence.found = None
 
     # Verifying
 
@@ -362,9 +362,9 @@ class Scheduler:
                 capacity = len(sequence.blocks) * self._pool.shape.block_tokens
                 assert sequence.num_computed <= capacity, "what is computed is somewhere"
             if sequence.phase is Phase.RUNNING:
-                counts = sequence.account.is_counted(sequence.num_computed)
+                counts = sequence.sources.is_counted(sequence.num_computed)
                 assert counts, "each token is accounted for"
-            _check_back(sequence)
+            _check_loaded_tail(sequence)
         for owner in self._announced.values():
             assert owner.request_id in self.sequences, "who left announces nothing"
         if self.is_idle:
@@ -376,13 +376,17 @@ def _check_queue(queue: Iterable[Sequence], phase: Phase) -> None:
         assert sequence.phase is phase, f"{sequence.request_id} is {sequence.phase}, not {phase}"
 
 
-def _check_back(sequence: Sequence) -> None:
-    back = sequence.back
-    if back is None:
+def _check_loaded_tail(sequence: Sequence) -> None:
+    loaded_tail = sequence.loaded_tail
+    if loaded_tail is None:
         return
     assert sequence.phase is Phase.RUNNING, "only who computes has a back"
-    assert back.start <= back.end < len(sequence.tokens), "the last token is always computed"
-    assert sequence.num_computed < back.start, "who gets to its back joins it"
+    assert loaded_tail.start <= loaded_tail.end < len(sequence.tokens), (
+        "the last token is always computed"
+    )
+    assert sequence.num_computed < loaded_tail.start, "who gets to its back joins it"
     size = sequence.chain.block_tokens
-    assert back.start % size == back.end % size == 0, "a back is whole blocks"
-    assert sequence.num_published * size < back.end, "what is in place later is published later"
+    assert loaded_tail.start % size == loaded_tail.end % size == 0, "a back is whole blocks"
+    assert sequence.num_published * size < loaded_tail.end, (
+        "what is in place later is published later"
+    )

@@ -6,20 +6,142 @@ from enum import StrEnum
 import torch
 
 from kvtier.core.identity import BlockHash, hash_blocks
-from kvtier.core.plan import RestorePlan
-from kvtier.core.traits import Traits
-from kvtier.engine.account import Timing, TokenAccount
+from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.request import RequestTraits
+from kvtier.core.residency import TierName
 from kvtier.engine.port import PortLookup
 from kvtier.engine.request import (
     DecisionReason,
     Deliver,
     EngineRequest,
     RestoreDecision,
+    TierTokens,
     Usage,
     format_decision,
 )
 
-__all__ = ["Back", "BlockChain", "Phase", "Sequence"]
+__all__ = [
+    "BlockChain",
+    "LoadedTail",
+    "Phase",
+    "RequestTiming",
+    "Sequence",
+    "StallTimes",
+    "TokenSources",
+]
+
+_NOT_YET, _COUNTED = b"\0", b"\1"
+
+
+class TokenSources:
+    """Who supplied each prompt token first: a tier, or the engine by computing it.
+
+    Supply comes from both ends where a load from the back meets the computing, and comes again
+    after a preemption; so each token has a mark of its own, and counts once.
+    """
+
+    def __init__(self, num_prompt: int) -> None:
+        self.computed = 0
+        self.by_tier: dict[TierName, int] = {}
+        self._marks = bytearray(num_prompt)
+
+    @property
+    def num_counted(self) -> int:
+        """Return the prompt tokens that somebody supplied so far."""
+        return self.computed + sum(self.by_tier.values())
+
+    def count(self, source: TierName | None, start: int, end: int) -> None:
+        """Count the prompt tokens from ``start`` to ``end`` that nobody supplied yet.
+
+        The source None has computed them.
+        """
+        end = min(end, len(self._marks))
+        num_new = self._marks.count(_NOT_YET, start, end)
+        if not num_new:
+            return
+        self._marks[start:end] = _COUNTED * (end - start)
+        if source is None:
+            self.computed += num_new
+        else:
+            self.by_tier[source] = self.by_tier.get(source, 0) + num_new
+
+    def is_counted(self, end: int) -> bool:
+        """Tell whether every prompt token before ``end`` was supplied."""
+        return not self._marks.count(_NOT_YET, 0, min(end, len(self._marks)))
+
+    def tier_tokens(self) -> TierTokens:
+        """Return the tokens that were not computed, by tier."""
+        return TierTokens(**{tier.value: count for tier, count in self.by_tier.items()})
+
+
+class StallTimes:
+    """Time in which there were requests and nothing could be computed, by what they waited for."""
+
+    def __init__(self) -> None:
+        self._waited_ns: dict[str, int] = {}
+        self._waits_for = ""
+        self._since_ns = 0
+
+    def note(self, waits_for: str, now_ns: int) -> None:
+        """Note what is waited for from now on; nothing while something is computed."""
+        if self._waits_for:
+            waited_ns = self._waited_ns.get(self._waits_for, 0) + now_ns - self._since_ns
+            self._waited_ns[self._waits_for] = waited_ns
+        self._waits_for, self._since_ns = waits_for, now_ns
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time so far, up to the last note; from any thread."""
+        return {waited: ns / 1e9 for waited, ns in self._waited_ns.copy().items()}
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """Where the time until a request's first token went."""
+
+    arrival_ns: int
+    waiting_since_ns: int
+    wait_ns: int = 0
+    restore_began_ns: int = 0
+    restore_ns: int = 0
+    compute_s: float = 0.0
+    restored: dict[TierName, int] = field(default_factory=dict)
+    """Blocks by the tier they came from."""
+    was_preempted: bool = False
+    """It lost its blocks once, and what it took in all says nothing of its plan."""
+
+    def begin_waiting(self, now_ns: int) -> None:
+        """Note that the request stands in the queue again."""
+        self.waiting_since_ns = now_ns
+
+    def end_waiting(self, now_ns: int) -> None:
+        """Note that the request left the queue."""
+        self.wait_ns += now_ns - self.waiting_since_ns
+
+    def begin_restoring(self, now_ns: int) -> None:
+        """Note that its blocks are asked for."""
+        self.restore_began_ns = now_ns
+
+    def note_restored(self, tiers: tuple[TierName, ...], now_ns: int) -> None:
+        """Note that more blocks are in place."""
+        self.restore_ns = now_ns - self.restore_began_ns
+        for tier in tiers:
+            self.restored[tier] = self.restored.get(tier, 0) + 1
+
+    def outcome(
+        self, decision: int, computed_tokens: int, first_token_ns: int
+    ) -> PlanOutcome | None:
+        """Return what came of a plan, or None where that cannot be told."""
+        if not decision or self.was_preempted:
+            return None
+        return PlanOutcome(
+            decision=decision,
+            tiers=tuple(self.restored.items()),
+            restore_s=self.restore_ns / 1e9,
+            computed_tokens=computed_tokens,
+            compute_s=self.compute_s,
+            wait_s=self.wait_ns / 1e9,
+            ttft_s=(first_token_ns - self.arrival_ns) / 1e9,
+        )
 
 
 class Phase(StrEnum):
@@ -31,7 +153,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     """It has its blocks, and the tiers below write to some of them."""
     RUNNING = "running"
-    """It computes; the tiers below may write to its ``back`` meanwhile."""
+    """It computes; the tiers below may write to its ``loaded_tail`` meanwhile."""
     ENDED = "ended"
 
 
@@ -56,7 +178,7 @@ class BlockChain:
 
 
 @dataclass(slots=True)
-class Back:
+class LoadedTail:
     """Tokens behind a gap that are in place already, from ``start`` to ``end``: whole blocks."""
 
     start: int
@@ -72,9 +194,9 @@ class Sequence:
         tokens  |<------ num_computed: K and V in blocks ------>|<-- to compute -->|
         blocks  [0][1][2] …   (published up to num_published, offered up to num_offered)
 
-    With a ``back``, that much of what is to compute is, or is going to be, in place already::
+    With a ``loaded_tail``, that part of the tokens to compute is loaded instead::
 
-        tokens  |<-- num_computed -->|<-- to compute -->|<-- back -->|<-- to compute -->|
+        tokens  |<-- num_computed -->|<-- to compute -->|<-- tail -->|<-- to compute -->|
     """
 
     request: EngineRequest
@@ -89,13 +211,13 @@ class Sequence:
     """Of the blocks below; from the same root."""
     generator: torch.Generator | None
     tokens: list[int]
-    traits: Traits
-    account: TokenAccount
-    timing: Timing
+    traits: RequestTraits
+    sources: TokenSources
+    timing: RequestTiming
     phase: Phase = Phase.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    back: Back | None = None
+    loaded_tail: LoadedTail | None = None
     num_published: int = 0
     """Leading blocks that were given to the prefix cache."""
     num_offered: int = 0
@@ -142,7 +264,9 @@ class Sequence:
     @property
     def num_uncovered(self) -> int:
         """Return the tokens that have yet to be computed, as far as is known now."""
-        return self.num_missing - (self.back.end - self.back.start if self.back else 0)
+        return self.num_missing - (
+            self.loaded_tail.end - self.loaded_tail.start if self.loaded_tail else 0
+        )
 
     @property
     def num_blocks_needed(self) -> int:
@@ -157,11 +281,13 @@ class Sequence:
 
     def join(self) -> bool:
         """Go on behind the back where everything before it is computed; False: not so far yet."""
-        if self.back is None or self.num_computed < self.back.start:
+        if self.loaded_tail is None or self.num_computed < self.loaded_tail.start:
             return False
-        self.num_computed = max(self.num_computed, self.back.end)
-        self.num_published = max(self.num_published, self.back.end // self.chain.block_tokens)
-        self.back = None
+        self.num_computed = max(self.num_computed, self.loaded_tail.end)
+        self.num_published = max(
+            self.num_published, self.loaded_tail.end // self.chain.block_tokens
+        )
+        self.loaded_tail = None
         return True
 
     def decide(self, decision: RestoreDecision, reason: str = DecisionReason.COMPLETE) -> None:
@@ -171,10 +297,10 @@ class Sequence:
     def usage(self) -> Usage:
         """Return the account so far."""
         return Usage(
-            prompt_tokens=self.account.num_counted,
+            prompt_tokens=self.sources.num_counted,
             completion_tokens=self.num_generated,
-            tier_tokens=self.account.tier_tokens(),
-            computed_tokens=self.account.computed,
+            tier_tokens=self.sources.tier_tokens(),
+            computed_tokens=self.sources.computed,
             decision=self.decision
             or format_decision(RestoreDecision.COMPUTED, DecisionReason.CANCELLED),
         )

@@ -36,8 +36,7 @@ from kvtier.core.limits import (
 )
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
-from kvtier.core.share import donors
-from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.core.slots import SlabAllocator, donors, slot_bytes
 from kvtier.core.table import Rows, as_keys
 from kvtier.node.whereabouts import Whereabouts
 from kvtier.observe.daemon_metrics import EVICTED_BLOCKS

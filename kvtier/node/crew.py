@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvtier.core.limits import PROBES_MAX
+from kvtier.core.limits import EXISTENCE_CHECKS_MAX
 from kvtier.errors import TierError, TierTimeout
 from kvtier.node.workers import LateCall, Workers
 from kvtier.observe.daemon_metrics import BACKGROUND_FAULTS
@@ -59,7 +59,9 @@ class Crew:
         self.is_probing = False
         """Whether a probe is under way, or waits for its thread."""
         name, num_workers = tier.properties.name, tier.properties.num_workers
-        self._workers = Workers(f"kvtier-{name}", num_workers + 1, num_workers + PROBES_MAX + 1)
+        self._workers = Workers(
+            f"kvtier-{name}", num_workers + 1, num_workers + EXISTENCE_CHECKS_MAX + 1
+        )
         self._spare = Workers(f"kvtier-{name}-spare", 1, _SPARE_QUEUE_MAX)
 
     def submit(self, run: Callable[[], None], what: str, deadline_ns: int) -> bool:

@@ -12,15 +12,14 @@ from itertools import groupby
 
 import numpy as np
 
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import OUTCOME_LATE_NS, SAMPLE_MAX_S
-from kvtier.core.plan import Judgement, PlanOutcome, PlanReason, RestorePlan
-from kvtier.core.planner import Ask, Planner, Source
+from kvtier.core.plan import EngineLoad, PlanEvaluation, PlanOutcome, PlanReason, RestorePlan
+from kvtier.core.planner import Planner, PlanRequest, Source
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
-from kvtier.core.traits import Traits
 from kvtier.node.action import LookupResult
 from kvtier.node.event import Load, Lookup
 from kvtier.node.ledger import Ledger, LoggedDecision
@@ -122,11 +121,11 @@ class Decisions:
         decision = self.ledger.open(outcome.decision, session.token, now_ns)
         if self._planner is None or decision is None or not _is_sane(outcome, decision):
             return
-        judgement = self._planner.note_outcome(
+        evaluation = self._planner.note_outcome(
             decision.ask, decision.plan, outcome, now_ns, cold_s=self.ledger.cold_s(decision)
         )
-        self.ledger.close(outcome.decision, outcome, judgement)
-        session.tally.told(decision.ask, outcome, judgement)
+        self.ledger.close(outcome.decision, outcome, evaluation)
+        session.tally.told(decision.ask, outcome, evaluation)
         _log.debug(
             "a request got its first token",
             request=decision.request_id,
@@ -135,16 +134,16 @@ class Decisions:
             ttft_s=outcome.ttft_s,
         )
         if session.is_of_first_rank:
-            self._count(decision.plan, outcome, judgement)
+            self._count(decision.plan, outcome, evaluation)
 
-    def _count(self, plan: RestorePlan, outcome: PlanOutcome, judgement: Judgement) -> None:
-        for tier, seconds in judgement.saved_s.items():
+    def _count(self, plan: RestorePlan, outcome: PlanOutcome, evaluation: PlanEvaluation) -> None:
+        for tier, seconds in evaluation.saved_s.items():
             self._metrics.add(SAVED_SECONDS, seconds, tier=tier)
-            if judgement.cold_s is not None:
+            if evaluation.cold_s is not None:
                 self._metrics.add(SAVED_MEASURED_SECONDS, seconds, tier=tier)
-        for tier, seconds in judgement.lost_s.items():
+        for tier, seconds in evaluation.lost_s.items():
             self._metrics.add(LOST_SECONDS, seconds, tier=tier)
-        self._metrics.add(REGRET_SECONDS, judgement.regret_s, taken=judgement.taken)
+        self._metrics.add(REGRET_SECONDS, evaluation.regret_s, taken=evaluation.taken)
         if not plan.total_s:  # nothing was predicted
             return
         predicted_s = min(plan.total_s, SAMPLE_MAX_S)
@@ -165,10 +164,10 @@ class Decisions:
         return self._planner.num_paying(replace(ask, load=session.load), now_ns)
 
     def _ask(
-        self, session: Session, run: BlockRun, first: int, num_tokens: int, traits: Traits
-    ) -> Ask:
+        self, session: Session, run: BlockRun, first: int, num_tokens: int, traits: RequestTraits
+    ) -> PlanRequest:
         block_tokens, limit = session.layout.block_tokens, traits.max_load_tokens
-        return Ask(
+        return PlanRequest(
             key_space=session.key_space,
             sources=self._sources(run),
             first_token=first * block_tokens,

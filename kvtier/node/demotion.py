@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.admission import Occasion, Rule
+from kvtier.core.admission import OfferReason, RefusalRule
 from kvtier.core.index import WAS_DEMOTED, WAS_FLUSHED, WAS_REFUSED, WAS_USED
 from kvtier.core.limits import (
     DEMOTION_BLOCKS_MAX,
@@ -108,7 +108,7 @@ class Demotion:
                 is_missed = index.past[rows] & WAS_DEMOTED == 0
                 is_missed &= index.lacks(rows, lane.tier.name)
                 self._cache.metrics.add(
-                    REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=Rule.FULL
+                    REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=RefusalRule.FULL
                 )
 
     def _lanes(self, now_ns: int, *modes: WriteMode) -> list[TransferLane]:
@@ -144,7 +144,7 @@ class Demotion:
         proved useful.
         """
         cache, index = self._cache, self._cache.index
-        rows = cache.eviction.coming(index, cache.slots, size, self._window(size))
+        rows = cache.eviction.next_victims(index, cache.slots, size, self._window(size))
         rows = rows[index.past[rows] & WAS_DEMOTED == 0]
         if self._is_last_chance():
             order = np.lexsort((index.stamp[rows], index.past[rows] & WAS_USED == 0))
@@ -178,7 +178,7 @@ class Demotion:
             return 0  # a last chance is for what would be lost
         if self._transfers.room_bytes(lane) < self._cache.size_of(row):
             return None
-        taken = self._writes.offer(lane, [row], Occasion.LEAVING, now_ns)
+        taken = self._writes.offer(lane, [row], OfferReason.LEAVING, now_ns)
         self._cache.metrics.add(DEMOTED_BLOCKS, taken, tier=name)
         return taken
 

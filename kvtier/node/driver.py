@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from itertools import count
 
-from kvtier.core.change import Change
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.residency_change import ResidencyChange
 from kvtier.errors import TierError
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -130,7 +130,7 @@ class Driver:
         """Tell whether a session has a feed."""
         return session in self._readers
 
-    async def watch(self, session: str) -> AsyncGenerator[list[Change], None]:
+    async def watch(self, session: str) -> AsyncGenerator[list[ResidencyChange], None]:
         """Yield what the tiers have of a session's key space, then what comes and leaves.
 
         Ends with the session, or when the driver stops. One at a time for each session.

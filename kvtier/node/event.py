@@ -6,13 +6,11 @@ Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or on
 
 from dataclasses import dataclass, field
 
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import EVERYTHING, Headers, Selection
 from kvtier.core.layout import KVLayout
-from kvtier.core.plan import PlanOutcome
-from kvtier.core.purpose import LoadPurpose
+from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
+from kvtier.core.request import NO_TRAITS, LoadPurpose, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.node.transfer import Duty, SlowTier
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
@@ -73,7 +71,7 @@ class Register:
 class Announced:
     """A request that waits for its turn, or that the engine's own tier answers."""
 
-    traits: Traits
+    traits: RequestTraits
     tenant: bytes
     hashes: bytes
     first: int
@@ -108,7 +106,7 @@ class Lookup:
     hashes: bytes
     first: int
     deadline_ns: int
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     load: EngineLoad = field(default_factory=EngineLoad)
 
 
@@ -154,7 +152,7 @@ class PrepareStore:
     tenant: bytes
     hashes: bytes
     first: int
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
     """Blocks from this one on hold generated tokens; -1: none does."""
 

@@ -19,11 +19,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import Selection
 from kvtier.core.index import BlockIndex, Watch
 from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.residency_change import RESYNC, ResidencyChange
 from kvtier.core.table import Rows
 
 __all__ = ["Feed", "Feeds"]
@@ -43,7 +43,7 @@ class Feed:
         self._index = index
         self._is_up = is_up
         self._on_news = on_news
-        self._waiting: deque[Change] = deque()
+        self._waiting: deque[ResidencyChange] = deque()
         self._num_waiting = 0
         self._next_row: int | None = None
         """Of those that are told as they are; None: all were told."""
@@ -52,7 +52,7 @@ class Feed:
     def begin(self) -> None:
         """Void what was told, and tell all that is there."""
         self._waiting.clear()
-        self._waiting.append(START_AGAIN)
+        self._waiting.append(RESYNC)
         self._num_waiting = 0
         self._next_row = 0
         self._on_news()
@@ -66,7 +66,7 @@ class Feed:
         if self._num_waiting + len(rows) > FEED_BLOCKS_MAX:
             self.begin()
             return
-        self._waiting.append(Change(tier, is_there, self._index.keys_of(rows)))
+        self._waiting.append(ResidencyChange(tier, is_there, self._index.keys_of(rows)))
         self._num_waiting += len(rows)
         self._on_news()
 
@@ -75,28 +75,28 @@ class Feed:
         """Tell whether there is more to take."""
         return bool(self._waiting) or self._next_row is not None
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[ResidencyChange]:
         """Take what is to be told next, in order; it may be nothing, and more come after it."""
         if not self._waiting and self._next_row is not None:
             return self._look(self._next_row)
-        taken, num_blocks = list[Change](), 0
+        taken, num_blocks = list[ResidencyChange](), 0
         while self._waiting and num_blocks < FEED_ROWS_AT_ONCE:
             taken.append(self._waiting.popleft())
             num_blocks += len(taken[-1].keys)
         self._num_waiting -= num_blocks
         return taken
 
-    def _look(self, first: int) -> list[Change]:
+    def _look(self, first: int) -> list[ResidencyChange]:
         """Return what the next rows are in each tier."""
         index, end = self._index, min(first + FEED_ROWS_AT_ONCE, self._index.extent)
         self._next_row = end if end < index.extent else None
         rows: Rows = np.arange(first, end)
-        found = list[Change]()
+        found = list[ResidencyChange]()
         for tier in filter(self._is_up, LOWER_TIERS):
             ready = rows[index.residency(rows, tier) == Residency.READY]
             ready = index.selected(ready, Selection(self.key_space))
             if len(ready):
-                found.append(Change(tier, is_there=True, keys=index.keys_of(ready)))
+                found.append(ResidencyChange(tier, is_there=True, keys=index.keys_of(ready)))
         return found
 
 

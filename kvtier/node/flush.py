@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from kvtier.core.admission import Occasion
+from kvtier.core.admission import OfferReason
 from kvtier.core.index import WAS_FLUSHED
 from kvtier.core.limits import CLOSING_BLOCKS_MAX, DEMOTION_BLOCKS_MAX, LINGERING_STORES_MAX
 from kvtier.core.residency import Residency, TierName
@@ -104,7 +104,7 @@ class Flush:
             num_left -= len(keys)
             rows = self._cache.index.find(keys)
             for row in rows[rows >= 0][::-1].tolist():
-                if self._writes.offer(lane, [row], Occasion.LINGERING, now_ns):
+                if self._writes.offer(lane, [row], OfferReason.LINGERING, now_ns):
                     self._cache.index.past[row] |= WAS_FLUSHED
         self._resume_ns = now_ns + _PAUSE_NS
 

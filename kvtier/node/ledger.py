@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from kvtier.core.cost.judge import took_s
+from kvtier.core.cost.evaluation import took_s
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.limits import (
@@ -19,7 +19,7 @@ from kvtier.core.limits import (
     OUTCOME_LATE_NS,
 )
 from kvtier.core.plan import PlanOutcome, RestorePlan
-from kvtier.core.planner import Ask, Judgement
+from kvtier.core.planner import PlanEvaluation, PlanRequest
 from kvtier.core.residency import TierName
 
 __all__ = ["Ledger", "LoggedDecision"]
@@ -35,7 +35,7 @@ class LoggedDecision:
     engine: str
     at_ns: int
     """By the node's clock, which means nothing outside."""
-    ask: Ask
+    ask: PlanRequest
     plan: RestorePlan
     found: tuple[tuple[TierName, int], ...] = ()
     """The runs that were found, as the engine was told them."""
@@ -44,7 +44,7 @@ class LoggedDecision:
     missed: Mapping[Fate, int] = field(default_factory=dict)
     """Blocks that are not restored, by what became of them."""
     outcome: PlanOutcome | None = None
-    judgement: Judgement | None = None
+    evaluation: PlanEvaluation | None = None
     tenant: bytes = NO_TENANT
     hashes: bytes = b""
     """Of the request's chain, from the root on."""
@@ -128,9 +128,9 @@ class Ledger:
             return None
         return decision if now_ns - decision.at_ns <= OUTCOME_LATE_NS else None
 
-    def close(self, number: int, outcome: PlanOutcome, judgement: Judgement) -> None:
+    def close(self, number: int, outcome: PlanOutcome, evaluation: PlanEvaluation) -> None:
         """Record the outcome of an open decision."""
-        decision = replace(self._by_number[number], outcome=outcome, judgement=judgement)
+        decision = replace(self._by_number[number], outcome=outcome, evaluation=evaluation)
         self._by_number[number] = decision
         last = decision.hashes[-HASH_BYTES:]
         if last and decision.is_cold:

@@ -7,7 +7,7 @@ refuses at once is not fast.
 
 from collections.abc import Sequence
 
-from kvtier.core.cost.sample import TransferSample
+from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.node.cache import Cache
 from kvtier.node.event import ReadDone, WriteDone

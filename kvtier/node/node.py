@@ -401,7 +401,7 @@ class Node:
         """Tell whether no tier has a block of a key space, nor might have one unknown to us."""
         remote = self.transfers.lanes.get(TierName.REMOTE)
         is_known = remote is None or remote.duty in {Duty.LAST, Duty.NONE}
-        return is_known and not self.cache.index.census.has(key_space)
+        return is_known and not self.cache.index.key_space_usage.has_blocks(key_space)
 
     # Stores
 

@@ -13,12 +13,12 @@ from kvtier.core.index import NewBlocks
 from kvtier.core.limits import (
     ABSENT_HASHES_MAX,
     ABSENT_NS,
-    PROBE_BLOCKS_MAX,
-    PROBE_GRACE_NS,
-    PROBE_PAUSE_MAX_NS,
-    PROBE_PAUSE_NS,
-    PROBES_LATE_MAX,
-    PROBES_MAX,
+    EXISTENCE_CHECK_BLOCKS_MAX,
+    EXISTENCE_CHECK_GRACE_NS,
+    EXISTENCE_CHECK_PAUSE_MAX_NS,
+    EXISTENCE_CHECK_PAUSE_NS,
+    EXISTENCE_CHECKS_LATE_MAX,
+    EXISTENCE_CHECKS_MAX,
 )
 from kvtier.core.residency import Residency, TierName
 from kvtier.node.action import Probe
@@ -67,8 +67,8 @@ class Probes:
         now_ns: int,
     ) -> Probe | None:
         """Ask ``lane`` for the blocks from ``first`` on, if that can pay."""
-        deadline_ns = event.deadline_ns - PROBE_GRACE_NS
-        asked = split_hashes(chain.keys[first : first + PROBE_BLOCKS_MAX].tobytes())
+        deadline_ns = event.deadline_ns - EXISTENCE_CHECK_GRACE_NS
+        asked = split_hashes(chain.keys[first : first + EXISTENCE_CHECK_BLOCKS_MAX].tobytes())
         num_tokens = (len(chain.keys) - first) * block_tokens
         if num_tokens < lane.tier.min_tokens:
             refusal = "too_few"
@@ -78,7 +78,7 @@ class Probes:
             refusal = "late"
         elif self._absent.has(asked[0], now_ns):
             refusal = "known_absent"
-        elif len(self._pending) >= PROBES_MAX or now_ns < self._paused_until_ns:
+        elif len(self._pending) >= EXISTENCE_CHECKS_MAX or now_ns < self._paused_until_ns:
             refusal = "busy"
         else:
             self._num_probes += 1
@@ -112,9 +112,9 @@ class Probes:
         late = [replace(lookup, is_late=True) for lookup in late]
         self._count("late", len(late))
         self._num_late += len(late)
-        if late and self._num_late >= PROBES_LATE_MAX:
-            doublings = min(self._num_late - PROBES_LATE_MAX, 10)
-            pause_ns = min(PROBE_PAUSE_NS << doublings, PROBE_PAUSE_MAX_NS)
+        if late and self._num_late >= EXISTENCE_CHECKS_LATE_MAX:
+            doublings = min(self._num_late - EXISTENCE_CHECKS_LATE_MAX, 10)
+            pause_ns = min(EXISTENCE_CHECK_PAUSE_NS << doublings, EXISTENCE_CHECK_PAUSE_MAX_NS)
             self._paused_until_ns = now_ns + pause_ns
         return late
 

@@ -31,10 +31,10 @@ from kvtier.core.limits import (
     PRIORITY_KEPT_NS,
     PRIORITY_MAX,
 )
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows, as_keys
-from kvtier.core.traits import Traits
 from kvtier.node.action import Retained
 from kvtier.node.cache import Cache
 
@@ -93,7 +93,9 @@ class Retention:
         claim = _Claim(_PIN_PRIORITY, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
         return self._make(name, claim)
 
-    def wish(self, keys: Sequence[bytes], payload_bytes: int, traits: Traits, now_ns: int) -> None:
+    def wish(
+        self, keys: Sequence[bytes], payload_bytes: int, traits: RequestTraits, now_ns: int
+    ) -> None:
         """Keep the blocks of a request that has a priority, or a time to live."""
         if not keys or (traits.priority <= 0 and not traits.ttl_s):
             return
@@ -105,7 +107,12 @@ class Retention:
         self._make(("request", keys[-1]), claim)
 
     def announce(
-        self, session: str, keys: Sequence[bytes], payload_bytes: int, traits: Traits, now_ns: int
+        self,
+        session: str,
+        keys: Sequence[bytes],
+        payload_bytes: int,
+        traits: RequestTraits,
+        now_ns: int,
     ) -> int:
         """Keep what a request will ask for until its turn; returns how many leading blocks."""
         if not keys or not traits.request_id:

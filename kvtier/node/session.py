@@ -10,9 +10,9 @@ its unfinished stores stay reserved, since it might still be writing to them.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.layout import KVLayout
-from kvtier.core.purpose import LoadPurpose
+from kvtier.core.plan import EngineLoad
+from kvtier.core.request import LoadPurpose
 from kvtier.core.residency import TierName
 from kvtier.node.tally import RequestTally
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.admission import Admission, Admit, Offer, Reject, Rule
+from kvtier.core.admission import Admission, Admit, Offer, RefusalRule, Reject
 from kvtier.core.fate import Fate
 from kvtier.core.identity import split_hashes
 from kvtier.core.index import NewBlocks, Scope
@@ -37,10 +37,10 @@ from kvtier.observe.daemon_metrics import (
 
 __all__ = ["Stores"]
 
-_FATES: Mapping[Rule, Fate] = {
-    Rule.WORTH: Fate.REFUSED_WORTH,
-    Rule.DEPTH: Fate.REFUSED_DEPTH,
-    Rule.FULL: Fate.REFUSED_FULL,
+_FATES: Mapping[RefusalRule, Fate] = {
+    RefusalRule.WORTH: Fate.REFUSED_WORTH,
+    RefusalRule.DEPTH: Fate.REFUSED_DEPTH,
+    RefusalRule.FULL: Fate.REFUSED_FULL,
 }
 
 
@@ -49,7 +49,7 @@ class _Answer:
     """How many leading blocks of what is lacking may come in, and what refuses the next one."""
 
     num_blocks: int
-    rule: Rule = Rule.FULL
+    rule: RefusalRule = RefusalRule.FULL
     reason: str = ""
     """In the words of the answer to the client, where it is not the rule's."""
 
@@ -208,11 +208,11 @@ class Stores:
             return _Answer(0, reason="index_full")
         num_near = bisect_left(lacking, self._limit_blocks(use) - first)
         if not num_near:
-            return _Answer(0, Rule.DEPTH)
+            return _Answer(0, RefusalRule.DEPTH)
         held_bytes = session.store_bytes
         share_bytes = int(self._cache.slots.reserved_bytes * STORE_ARENA_SHARE)
         left_bytes = share_bytes - (self._held_bytes - held_bytes)
-        verdict = self._admission.judge(
+        verdict = self._admission.decide(
             Offer(
                 tier=TierName.CPU,
                 num_blocks=num_near,
@@ -228,8 +228,8 @@ class Stores:
         )
         if isinstance(verdict, Admit):
             if verdict.num_blocks == num_near:
-                return _Answer(num_near, Rule.DEPTH)
-            reason = "throttled" if verdict.rule is Rule.FULL else ""
+                return _Answer(num_near, RefusalRule.DEPTH)
+            reason = "throttled" if verdict.rule is RefusalRule.FULL else ""
             return _Answer(verdict.num_blocks, verdict.rule, reason)
         if isinstance(verdict, Reject):
             return _Answer(0, verdict.rule)
@@ -245,10 +245,10 @@ class Stores:
             most_tokens = use.traits.max_offload_tokens
         return CHAIN_BLOCKS_MAX if most_tokens is None else most_tokens // use.block_tokens
 
-    def _note_refused(self, rows: Rows, places: Sequence[int], rule: Rule) -> None:
+    def _note_refused(self, rows: Rows, places: Sequence[int], rule: RefusalRule) -> None:
         """Count what did not come in, and remember why."""
         self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
-        self._count("throttled" if rule is Rule.FULL else "rejected", len(places))
+        self._count("throttled" if rule is RefusalRule.FULL else "rejected", len(places))
         if self._history is not None and places:
             keys = self._cache.index.keys_of(rows[list(places)])
             self._history.note_fate(split_hashes(keys.tobytes()), _FATES[rule])

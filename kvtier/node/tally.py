@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.plan import Ask, Judgement, PlanOutcome
+from kvtier.core.plan import PlanEvaluation, PlanOutcome, PlanRequest
 
 __all__ = ["RequestTally"]
 
@@ -26,17 +26,17 @@ class RequestTally:
     saved_s: float = 0.0
     lost_s: float = 0.0
 
-    def asked(self, ask: Ask) -> None:
+    def asked(self, ask: PlanRequest) -> None:
         """Count a lookup."""
         self.requests += 1
         self.prompt_tokens += ask.num_tokens
         self.gpu_tokens += ask.first_token
         self.found_tokens += ask.num_found * ask.block_tokens
 
-    def told(self, ask: Ask, outcome: PlanOutcome, judgement: Judgement) -> None:
+    def told(self, ask: PlanRequest, outcome: PlanOutcome, evaluation: PlanEvaluation) -> None:
         """Count what came of one."""
         self.first_tokens += 1
         self.first_token_s += outcome.ttft_s
         self.restored_tokens += sum(length for _, length in outcome.tiers) * ask.block_tokens
-        self.saved_s += sum(judgement.saved_s.values())
-        self.lost_s += sum(judgement.lost_s.values())
+        self.saved_s += sum(evaluation.saved_s.values())
+        self.lost_s += sum(evaluation.lost_s.values())

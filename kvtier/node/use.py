@@ -6,9 +6,9 @@ are offered in pieces. Counting each of these would teach the history that every
 
 from kvtier.core.identity import split_hashes
 from kvtier.core.limits import USE_KEPT_NS, USES_MAX
+from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use
-from kvtier.core.traits import Traits
 from kvtier.node.session import Session
 from kvtier.node.whereabouts import Whereabouts
 
@@ -16,7 +16,11 @@ __all__ = ["Uses", "use_of"]
 
 
 def use_of(
-    session: Session, tenant: bytes, hashes: bytes, traits: Traits, num_prompt_blocks: int = -1
+    session: Session,
+    tenant: bytes,
+    hashes: bytes,
+    traits: RequestTraits,
+    num_prompt_blocks: int = -1,
 ) -> Use:
     """Return what a call of a session says of its request."""
     return Use(

@@ -7,7 +7,7 @@ announced, which are about to ask; those are bounded by what may be kept for the
 
 import numpy as np
 
-from kvtier.core.limits import WARM_ARENA_SHARE
+from kvtier.core.limits import PREFETCH_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.node.action import Warmed
@@ -71,7 +71,7 @@ class Warming:
     def _beats_next(self, row: int, size: int) -> bool:
         """Tell whether a block is worth more than what would be evicted for it."""
         cache = self._cache
-        victims = cache.eviction.coming(cache.index, cache.slots, size, 1)
+        victims = cache.eviction.next_victims(cache.index, cache.slots, size, 1)
         if self._history is None or not len(victims):
             return False
         keys = [cache.index.hash_of(each) for each in (row, int(victims[0]))]
@@ -84,4 +84,4 @@ class Warming:
         is_coming = self._cache.index.residency(rows, TierName.CPU) == Residency.WRITING
         self._rows = set(rows[is_coming].tolist())
         held_bytes = sum(self._cache.size_of(row) for row in self._rows)
-        return int(self._cache.slots.reserved_bytes * WARM_ARENA_SHARE) - held_bytes
+        return int(self._cache.slots.reserved_bytes * PREFETCH_ARENA_SHARE) - held_bytes

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.core.fate import Fate
 from kvtier.core.identity import split_hashes
 from kvtier.core.index import BlockIndex
-from kvtier.core.limits import ARRIVALS_MAX
+from kvtier.core.limits import HISTORY_BATCH_BLOCKS
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.table import Keys, Rows, as_keys
@@ -121,7 +121,7 @@ class Whereabouts:
         if state == Residency.READY:
             self._arrivals.append((tier, changed))
             self._num_arrived += len(changed)
-            if self._num_arrived >= ARRIVALS_MAX:
+            if self._num_arrived >= HISTORY_BATCH_BLOCKS:
                 self.tell()
             return
         self.tell()

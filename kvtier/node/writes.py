@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.core.admission import Admission, Admit, Occasion, Offer, Rule, Throttle
+from kvtier.core.admission import Admission, Admit, Offer, OfferReason, RefusalRule, Throttle
 from kvtier.core.index import NEEDED_BY, WAS_DEMOTED, WAS_FLUSHED, WAS_REFUSED, Scope
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
@@ -63,11 +63,11 @@ class Writes:
             if lane.duty is not Duty.FULL:
                 continue
             if lane.tier.write is WriteMode.STORE:
-                self.offer(lane, rows, Occasion.STORED, now_ns)
+                self.offer(lane, rows, OfferReason.STORED, now_ns)
             elif lane.tier.write is WriteMode.SECOND_USE:
                 again = [row for row in rows if self._cache.index.hash_of(row) in self._wanted]
-                self.offer(lane, again, Occasion.USED, now_ns)
-                self._count_refused(lane, Rule.SECOND_USE, len(rows) - len(again))
+                self.offer(lane, again, OfferReason.USED, now_ns)
+                self._count_refused(lane, RefusalRule.SECOND_USE, len(rows) - len(again))
         for row in rows if self._wanted else ():
             self._wanted.pop(self._cache.index.hash_of(row), None)
 
@@ -82,14 +82,14 @@ class Writes:
             self._cache.index.residency(rows[is_here], TierName.CPU) == Residency.READY
         )
         for lane in lanes:
-            self.offer(lane, rows[is_here].tolist(), Occasion.USED, now_ns)
+            self.offer(lane, rows[is_here].tolist(), OfferReason.USED, now_ns)
         for key in keys[rows < 0]:
             self._wanted[key.tobytes()] = None
         while len(self._wanted) > WANTED_BLOCKS_MAX:
             del self._wanted[next(iter(self._wanted))]
 
     def offer(
-        self, lane: TransferLane, rows: Sequence[int], occasion: Occasion, now_ns: int
+        self, lane: TransferLane, rows: Sequence[int], reason: OfferReason, now_ns: int
     ) -> int:
         """Offer rows, consecutive in one chain, to one tier; returns how many will be written."""
         name = lane.tier.name
@@ -104,13 +104,13 @@ class Writes:
         if lane.duty is not Duty.FULL:
             return 0
         if not lane.is_working(now_ns):
-            self._count_refused(lane, Rule.FULL, len(lacking))
+            self._count_refused(lane, RefusalRule.FULL, len(lacking))
             return 0
-        verdict = self._admission.judge(self._offer(lane, lacking, occasion, now_ns))
+        verdict = self._admission.decide(self._offer(lane, lacking, reason, now_ns))
         taken = verdict.num_blocks if isinstance(verdict, Admit) else 0
         self._metrics.add(ADMISSION_BLOCKS, taken, tier=name, outcome="admitted")
-        if occasion is not Occasion.LINGERING:  # it is offered again before it goes
-            rule = Rule.FULL if isinstance(verdict, Throttle) else verdict.rule
+        if reason is not OfferReason.LINGERING:  # it is offered again before it goes
+            rule = RefusalRule.FULL if isinstance(verdict, Throttle) else verdict.rule
             self._count_refused(lane, rule, len(lacking) - taken)
         self._transfers.write(lane, lacking[:taken], now_ns)
         self.note_needed(lane, lacking[:taken])
@@ -123,17 +123,17 @@ class Writes:
         index.past[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)
         if lane.tier.write is not WriteMode.DEMOTE:
             for row in rows.tolist():
-                self.offer(lane, [row], Occasion.STORED, now_ns)
+                self.offer(lane, [row], OfferReason.STORED, now_ns)
 
     def would_take(self, lane: TransferLane, row: int, now_ns: int) -> bool:
         """Tell whether a row would be written before the daemon stops, were there room for it."""
-        offer = self._offer(lane, [row], Occasion.CLOSING, now_ns, has_room=True)
-        return isinstance(self._admission.judge(offer), Admit)
+        offer = self._offer(lane, [row], OfferReason.CLOSING, now_ns, has_room=True)
+        return isinstance(self._admission.decide(offer), Admit)
 
     def note_written(self, lane: TransferLane, row: int, now_ns: int) -> None:
         """Have a row that is about to go, and was written long ago, counted as written."""
-        offer = self._offer(lane, [row], Occasion.LEAVING, now_ns, has_room=True, is_needed=True)
-        self._admission.judge(offer)
+        offer = self._offer(lane, [row], OfferReason.LEAVING, now_ns, has_room=True, is_needed=True)
+        self._admission.decide(offer)
 
     def note_needed(self, lane: TransferLane, rows: Sequence[int]) -> None:
         """Note that the parents of rows that a tier was given are needed there."""
@@ -154,7 +154,7 @@ class Writes:
         self,
         lane: TransferLane,
         rows: Sequence[int],
-        occasion: Occasion,
+        reason: OfferReason,
         now_ns: int,
         *,
         has_room: bool = False,
@@ -172,7 +172,7 @@ class Writes:
             payload_bytes=size,
             queued_bytes=lane.queued_bytes,
             queued_bytes_max=lane.queued_bytes + room_bytes,
-            occasion=occasion,
+            reason=reason,
             keys=[index.hash_of(row) for row in rows],
             block_tokens=layout.block_tokens if layout else _UNKNOWN_TOKENS,
             key_space=scope.key_space,
@@ -180,8 +180,8 @@ class Writes:
             now_ns=now_ns,
         )
 
-    def _count_refused(self, lane: TransferLane, rule: Rule, num_blocks: int) -> None:
+    def _count_refused(self, lane: TransferLane, rule: RefusalRule, num_blocks: int) -> None:
         name = lane.tier.name
-        outcome = "throttled" if rule is Rule.FULL else "rejected"
+        outcome = "throttled" if rule is RefusalRule.FULL else "rejected"
         self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=name, outcome=outcome)
         self._metrics.add(REFUSED_BLOCKS, num_blocks, tier=name, rule=rule)

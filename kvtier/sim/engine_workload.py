@@ -13,10 +13,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.sim.world import MS, TENANTS, World
@@ -167,7 +166,7 @@ class EngineWorkload:
         if not self._happens(self._weather.forget):
             load.release()
 
-    def _store(self, blocks: Blocks, first: int, traits: Traits) -> Job:
+    def _store(self, blocks: Blocks, first: int, traits: RequestTraits) -> Job:
         num_prompt_blocks = self._draw.choice((-1, self._draw.randint(0, len(blocks))))
         granted = self.engine.prepare(
             blocks, first, traits=traits, num_prompt_blocks=num_prompt_blocks
@@ -187,14 +186,14 @@ class EngineWorkload:
 
     # What it says
 
-    def _traits(self, blocks: Blocks) -> Traits:
+    def _traits(self, blocks: Blocks) -> RequestTraits:
         """Return what this request says of itself: nothing, or a little of everything."""
         draw = self._draw
         if self._happens(0.3):
             return NO_TRAITS
         self._num_requests += 1
         limits = (*[None] * 20, 0, draw.randint(1, 64 * len(blocks)))
-        return Traits(
+        return RequestTraits(
             request_id=f"{self.engine.name}.{self._num_requests}",
             num_tokens=64 * len(blocks) + draw.randrange(64),
             kind=draw.choice(("", "chat", "agent")),

@@ -43,9 +43,9 @@ class CheckedEviction:
         finally:
             inner.close()
 
-    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Leave it to the other: it may be out of date by the time they go."""
-        return self._inner.coming(index, slots, size, count)
+        return self._inner.next_victims(index, slots, size, count)
 
 
 def _free_children(index: BlockIndex, row: int, size: int, before: int | None) -> list[int]:

@@ -8,12 +8,11 @@ still holds once they were copied. What it accepts must then be what the oracle 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import NO_TENANT, BlockHeader, payload_checksum
 from kvtier.core.layout import KVLayout
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -86,7 +85,11 @@ class FakeEngine:
     # Lookups
 
     def announce(
-        self, blocks: Blocks, traits: Traits = NO_TRAITS, first: int = 0, over: Sequence[str] = ()
+        self,
+        blocks: Blocks,
+        traits: RequestTraits = NO_TRAITS,
+        first: int = 0,
+        over: Sequence[str] = (),
     ) -> None:
         """Say that a request has come, and which others are over."""
         answer = self.answer(
@@ -108,7 +111,7 @@ class FakeEngine:
         first: int = 0,
         *,
         within_ns: int = _DEADLINE_NS,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         load: EngineLoad | None = None,
     ) -> int:
         """Ask what could be loaded; the answer to this call may come later."""
@@ -150,7 +153,7 @@ class FakeEngine:
         blocks: Blocks,
         first: int = 0,
         *,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         num_prompt_blocks: int = -1,
     ) -> ac.Granted:
         """Ask for slots."""
@@ -189,7 +192,9 @@ class FakeEngine:
         assert isinstance(answer, ac.StoreResult), answer
         return answer.num_blocks
 
-    def store(self, blocks: Blocks, first: int = 0, *, traits: Traits = NO_TRAITS) -> ac.Granted:
+    def store(
+        self, blocks: Blocks, first: int = 0, *, traits: RequestTraits = NO_TRAITS
+    ) -> ac.Granted:
         """Prepare, copy, complete."""
         granted = self.prepare(blocks, first, traits=traits)
         if granted.lease:

@@ -16,11 +16,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.engine.port import (
     LoadEnded,
     LoadOrder,
@@ -109,7 +108,7 @@ class MemoryPort:
     num_lookups: int = 0
     stored_hashes: list[BlockHash] = field(default_factory=list)
     """Every hash offered, in order, with repetitions."""
-    announced: dict[str, tuple[PortChain, int, Traits]] = field(default_factory=dict)
+    announced: dict[str, tuple[PortChain, int, RequestTraits]] = field(default_factory=dict)
     finished: dict[str, PlanOutcome | None] = field(default_factory=dict)
     offers: list[StoreOffer] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
@@ -129,13 +128,13 @@ class MemoryPort:
         """Keep ``wake`` for when a manual operation ends."""
         self._wake = wake
 
-    def announce(self, chain: PortChain, first: int, traits: Traits) -> None:
+    def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
         """Note it."""
         assert traits.request_id not in self.announced, "a request is announced once"
         assert chain.hashes, "an announced request has blocks"
         self.announced[traits.request_id] = (chain, first, traits)
 
-    def meet(self, request_id: str, num_computed: int) -> int:
+    def claim(self, request_id: str, num_computed: int) -> int:
         """Leave to the engine what is not in place yet."""
         load = self.open_loads.get(request_id)
         if load is None:
@@ -157,7 +156,7 @@ class MemoryPort:
         """Note them."""
         self.steps += steps
 
-    def lookup(self, chain: PortChain, first: int, traits: Traits, load: EngineLoad) -> None:
+    def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
         """Answer with the leading blocks that are kept."""
         request_id = traits.request_id
         assert request_id not in self.open_lookups, "one lookup at a time for a request"

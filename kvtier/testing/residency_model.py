@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Sequence
 
-from kvtier.core.change import Change
 from kvtier.core.identity import split_hashes
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import ResidencyChange
 
 __all__ = ["ResidencyModel"]
 
@@ -19,7 +19,7 @@ class ResidencyModel:
         self._lock = threading.Lock()
         self._blocks: dict[TierName, set[bytes]] = {}
 
-    def __call__(self, changes: Sequence[Change]) -> None:
+    def __call__(self, changes: Sequence[ResidencyChange]) -> None:
         """Take changes in, in their order."""
         with self._lock:
             for change in changes:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvtier.engine.engine import block_layout
-from kvtier.engine.fingerprint import canonical_config, key_space, weights_fingerprint
-from kvtier.engine.model import LoadedModel, load_model
+from kvtier.engine.fingerprint import canonical_config, weights_fingerprint
+from kvtier.engine.model import LoadedModel, key_space, load_model
 from kvtier.engine.settings import EngineSettings
 from tests.engine.models import load_tiny, save_tiny
 
@@ -107,7 +107,7 @@ def test_another_process_with_another_hash_seed(tmp_path: Path) -> None:
     program = (
         "import sys; from kvtier.engine.model import load_model\n"
         "from kvtier.engine.engine import block_layout\n"
-        "from kvtier.engine.fingerprint import key_space\n"
+        "from kvtier.engine.model import key_space\n"
         "from kvtier.engine.settings import EngineSettings\n"
         "loaded = load_model(sys.argv[1])\n"
         "print(key_space(loaded, block_layout(loaded, EngineSettings())).digest.hex())\n"

@@ -11,7 +11,7 @@ import gguf
 import pytest
 from transformers import AutoTokenizer
 
-from kvtier.engine.end_tokens import end_tokens
+from kvtier.engine.chat_template import end_tokens
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.errors import StartError
 from tests.engine.models import save_tiny

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.plan import PlanReason, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanReason, RestorePlan
 from kvtier.core.residency import TierName
-from kvtier.engine.account import Timing, TokenAccount
 from kvtier.engine.engine import Engine
 from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import Hints
+from kvtier.engine.sequence import RequestTiming, TokenSources
 from kvtier.testing.memory_port import MemoryPort
 from tests.engine.drive import Drive, prompt
 from tests.engine.models import Reference
@@ -232,24 +231,24 @@ def test_fifty_requests_share_a_prefix_and_nobody_waits_for_anothers_tail(
 
 
 def test_each_token_counts_once() -> None:
-    account = TokenAccount(100)
-    account.count(TierName.GPU, 0, 16)
-    account.count(TierName.SSD, 64, 96)
-    account.count(None, 0, 70)
-    account.count(None, 60, 500)
-    account.count(TierName.CPU, 0, 100)
-    assert account.by_tier == {TierName.GPU: 16, TierName.SSD: 32}
-    assert account.computed == 52
-    assert account.num_counted == 100
-    assert account.is_counted(1000)
-    assert not TokenAccount(1).is_counted(1)
+    sources = TokenSources(100)
+    sources.count(TierName.GPU, 0, 16)
+    sources.count(TierName.SSD, 64, 96)
+    sources.count(None, 0, 70)
+    sources.count(None, 60, 500)
+    sources.count(TierName.CPU, 0, 100)
+    assert sources.by_tier == {TierName.GPU: 16, TierName.SSD: 32}
+    assert sources.computed == 52
+    assert sources.num_counted == 100
+    assert sources.is_counted(1000)
+    assert not TokenSources(1).is_counted(1)
 
 
 def test_a_spoilt_request_has_no_outcome() -> None:
-    timing = Timing(0, 0)
+    timing = RequestTiming(0, 0)
     assert timing.outcome(3, 10, SECOND) is not None
     assert timing.outcome(0, 10, SECOND) is None
-    timing.is_spoilt = True
+    timing.was_preempted = True
     assert timing.outcome(3, 10, SECOND) is None
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from kvtier.core.plan import PlanReason, RestorePlan
 from kvtier.core.residency import TierName
-from kvtier.engine.meeting import Meeting
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.port import PortLookup
 from kvtier.engine.request import FinishReason
+from kvtier.engine.split import SplitProgress
 from kvtier.testing.memory_port import LoadScript, MemoryPort
 from tests.engine.drive import Answer, Drive, prompt
 from tests.engine.models import Reference
@@ -315,14 +315,14 @@ def test_a_split_shares_its_steps_with_others(tiny: LoadedModel, reference: Refe
 @pytest.mark.parametrize("num_blocks", [1, 2, 10, 100, 1000])
 def test_no_end_waits_long_for_the_other(num_blocks: int, rate: float) -> None:
     """Loading ``rate`` blocks in the time of computing one, how far are we from the best?"""
-    meeting, time = Meeting(num_blocks), 0.0
-    while meeting.gap:
-        claim = meeting.next_claim() - meeting.num_claimed
-        assert 1 <= claim <= meeting.gap
-        meeting.num_claimed += claim
+    split, time = SplitProgress(num_blocks), 0.0
+    while split.gap:
+        claim = split.next_claim() - split.num_claimed
+        assert 1 <= claim <= split.gap
+        split.num_claimed += claim
         time += claim
-        most = num_blocks - meeting.num_claimed
-        meeting.num_loaded = min(most, int(time * rate))
-    assert meeting.next_claim() == meeting.num_claimed, "there is nothing left to claim"
+        most = num_blocks - split.num_claimed
+        split.num_loaded = min(most, int(time * rate))
+    assert split.next_claim() == split.num_claimed, "there is nothing left to claim"
     best = num_blocks / (1 + rate)
     assert time <= 1.1 * best + 2, f"{time} blocks of computing, and {best} would have done"

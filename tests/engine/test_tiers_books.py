@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtier.engine.meter import EngineMeter
+from kvtier.engine.metrics import EngineMetrics
 from kvtier.engine.model import LoadedModel
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
@@ -41,11 +41,11 @@ def by(node: RunningNode, metric: Metric, **fixed: str) -> dict[str, int]:
 
 def used_by(engine: AttachedEngine) -> dict[str, int]:
     """Return what the engine would tell Prometheus of its prompts, by source."""
-    meter = EngineMeter(CollectorRegistry())
+    metrics = EngineMetrics(CollectorRegistry())
     snapshot = engine.runner.call(lambda each: each.snapshot())
-    meter.update(snapshot, [], is_ready=True, is_attached=True)
+    metrics.update(snapshot, [], is_ready=True, is_attached=True)
     values = dict(PROMPT_TOKENS.labels)["source"]
-    registry = meter.metrics.registry
+    registry = metrics.metrics.registry
     counts = {s: registry.get_sample_value(PROMPT_TOKENS.name, {"source": s}) for s in values}
     return {source: int(count) for source, count in counts.items() if count}
 

@@ -128,10 +128,10 @@ def striking(strike: Callable[[], None]) -> type[DaemonPort]:
             if isinstance(event, LoadProgress) and strikes:
                 strikes.pop()()
 
-        def meet(self, request_id: str, num_computed: int) -> int:
+        def claim(self, request_id: str, num_computed: int) -> int:
             """Let nothing be computed before that."""
             await_true(lambda: not strikes, "a block has come from the back")
-            return super().meet(request_id, num_computed)
+            return super().claim(request_id, num_computed)
 
     return Striking
 

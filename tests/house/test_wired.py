@@ -11,7 +11,7 @@ from source import SOURCE, TESTS
 from kvtier.api.http.service import PromptOutcome
 from kvtier.config.model import section_models
 from kvtier.config.section import key_of
-from kvtier.core.admission import Rule
+from kvtier.core.admission import RefusalRule
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import TierName
@@ -103,7 +103,7 @@ def test_closed_sets_are_those_of_the_code():
         (daemon_metrics.TIER_STATE, "state", {*HealthState, "off"}),
         (daemon_metrics.BREAKER_STATE, "state", {*BreakerState}),
         (daemon_metrics.MISSED_BLOCKS, "fate", {*Fate}),
-        (daemon_metrics.REFUSED_BLOCKS, "rule", {*Rule}),
+        (daemon_metrics.REFUSED_BLOCKS, "rule", {*RefusalRule}),
         (daemon_metrics.DECISIONS, "reason", {*PlanReason}),
         (engine_metrics.REQUESTS, "outcome", {*PromptOutcome}),
         (engine_metrics.PROMPT_TOKENS, "source", {*TierName, "computed"}),

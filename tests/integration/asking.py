@@ -7,11 +7,10 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.client import ClientDeadlines, LoadedBlock
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import NO_TENANT
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
 from tests.integration.pattern import PatternEngine
 
@@ -37,7 +36,7 @@ class Users:
     def ask(self, prompt: int, num_blocks: int) -> None:
         """Make one request: look up, load what is planned, tell what came of it, store the rest."""
         self.num_asked += 1
-        traits = Traits(request_id=f"cmpl-{self.num_asked:08x}-0")
+        traits = RequestTraits(request_id=f"cmpl-{self.num_asked:08x}-0")
         client, chain = self._engine.client, self._engine.chain(prompt, num_blocks)
         plan = self._engine.ask(prompt, num_blocks, traits, EngineLoad(0, 1)).plan
         assert plan is not None

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.client import Announcement, Client, ClientDeadlines, FoundBlocks, LoadedBlock
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import (
     NO_TENANT,
     BlockHash,
@@ -18,7 +17,8 @@ from kvtier.core.identity import (
     hash_blocks,
 )
 from kvtier.core.layout import KVLayout
-from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.core.plan import EngineLoad
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.testing.block import payload_of
 from kvtier.tiers.base import Removed
 
@@ -106,14 +106,16 @@ class PatternEngine:
             for index, (own, parent) in enumerate(zip(hashes, parents, strict=False))
         ]
 
-    def announce(self, prompt: Prompt, num_blocks: int = 4, traits: Traits = NO_TRAITS) -> None:
+    def announce(
+        self, prompt: Prompt, num_blocks: int = 4, traits: RequestTraits = NO_TRAITS
+    ) -> None:
         self.client.announce([Announcement(traits, self.tenant, self.chain(prompt, num_blocks), 0)])
 
     def ask(
         self,
         prompt: Prompt,
         num_blocks: int = 4,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         load: EngineLoad | None = None,
     ) -> FoundBlocks:
         """Look a prompt up, and return the whole answer."""
@@ -125,7 +127,7 @@ class PatternEngine:
         num_blocks: int = 4,
         first: int = 0,
         *,
-        traits: Traits = NO_TRAITS,
+        traits: RequestTraits = NO_TRAITS,
         num_prompt_blocks: int = -1,
     ) -> int:
         payloads = self.payloads(prompt, num_blocks)

@@ -10,21 +10,20 @@ import pytest
 
 from kvtier.client import Announcement, LoadedBlock
 from kvtier.client.link import open_link
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.limits import (
     ANNOUNCED_MAX,
     CHAIN_BLOCKS_MAX,
+    ENDED_REQUESTS_MAX,
     GAP_MAX_S,
     OUTCOMES_MAX,
-    OVER_MAX,
     PRIORITY_MAX,
     SAMPLE_MAX_S,
     STEPS_MAX,
 )
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.errors import CallRefused, RegistrationRefused
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -56,7 +55,9 @@ def raw(node: RunningNode) -> Iterator[engine_pb2_grpc.EngineStub]:
 
 
 def test_an_engine_announces_follows_its_plan_and_tells_what_came_of_it(node: RunningNode) -> None:
-    traits = Traits(request_id="life-1", num_tokens=30, kind="chat", continues=0.9, gap_s=60.0)
+    traits = RequestTraits(
+        request_id="life-1", num_tokens=30, kind="chat", continues=0.9, gap_s=60.0
+    )
     with PatternEngine(node.socket) as engine:
         engine.store(100, 6, traits=replace(traits, request_id="life-0"), num_prompt_blocks=4)
         before = node.metric("kvtier_announced_requests_total")
@@ -181,7 +182,7 @@ def test_traits_that_make_no_sense(
                 call()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
             assert named in caught.value.details()
-        said = Traits(**fields)  # type: ignore[arg-type]  # fields of any type
+        said = RequestTraits(**fields)  # type: ignore[arg-type]  # fields of any type
         with pytest.raises(CallRefused, match=named):
             engine.ask(104, traits=said)
         with pytest.raises(CallRefused, match=named):
@@ -249,7 +250,7 @@ def test_lists_that_are_too_long(node: RunningNode) -> None:
         session = engine.client.session
         for request in (
             pb.AnnounceRequest(session=session, requests=[pb.Announced()] * (ANNOUNCED_MAX + 1)),
-            pb.AnnounceRequest(session=session, over=["x"] * (OVER_MAX + 1)),
+            pb.AnnounceRequest(session=session, over=["x"] * (ENDED_REQUESTS_MAX + 1)),
             pb.AnnounceRequest(session=session, over=["x" * 129]),
             pb.AnnounceRequest(session=session, requests=[pb.Announced(chain=pb.Chain())]),
             pb.AnnounceRequest(session=session, requests=[pb.Announced(chain=CHAIN, first=3)]),
@@ -295,7 +296,7 @@ def test_a_client_that_says_nothing_new_is_served_as_before(node: RunningNode) -
 def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: RunningNode) -> None:
     with PatternEngine(node.socket) as one, PatternEngine(node.socket) as other:
         one.store(106)
-        plan = one.ask(106, traits=Traits(request_id="foreign")).plan
+        plan = one.ask(106, traits=RequestTraits(request_id="foreign")).plan
         assert plan is not None
         lie = PlanOutcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 9.0, 9.0)
         other.client.note_outcome(lie)
@@ -311,13 +312,13 @@ def test_an_outcome_of_a_decision_that_was_not_made_for_this_engine(node: Runnin
 @pytest.mark.parametrize(
     ("traits", "load"),
     [
-        (Traits(num_tokens=2**31 - 1), EngineLoad()),
-        (Traits(num_tokens=16), EngineLoad(waiting_tokens=2**40, num_running=2**32 - 1)),
+        (RequestTraits(num_tokens=2**31 - 1), EngineLoad()),
+        (RequestTraits(num_tokens=16), EngineLoad(waiting_tokens=2**40, num_running=2**32 - 1)),
     ],
     ids=["a prompt without end", "an engine without rest"],
 )
 def test_no_lie_saves_more_than_computing_what_was_restored(
-    node: RunningNode, traits: Traits, load: EngineLoad
+    node: RunningNode, traits: RequestTraits, load: EngineLoad
 ) -> None:
     with PatternEngine(node.socket) as engine:
         engine.store(107)
@@ -335,7 +336,7 @@ def test_nothing_is_lost_for_longer_than_an_outcome_is_waited_for(node: RunningN
     with PatternEngine(node.socket) as engine:
         engine.store(108)
         before = node.stat()["worth"]
-        plan = engine.ask(108, traits=Traits(request_id="moan")).plan
+        plan = engine.ask(108, traits=RequestTraits(request_id="moan")).plan
         assert plan is not None
         lie = PlanOutcome(plan.decision, ((TierName.CPU, 4),), 9.0, 0, 9.0, 0.0, 86_400.0)
         engine.client.note_outcome(lie)
@@ -356,7 +357,7 @@ def test_saying_things_to_a_daemon_that_stands_still_costs_nothing() -> None:
                 start_s = time.monotonic()
                 chain = engine.chain(1, 64)
                 for number in range(10_000):
-                    traits = Traits(request_id=str(number))
+                    traits = RequestTraits(request_id=str(number))
                     engine.client.announce(
                         [Announcement(traits, NO_TENANT, chain, 0)], [str(number)]
                     )
@@ -367,7 +368,7 @@ def test_saying_things_to_a_daemon_that_stands_still_costs_nothing() -> None:
                 assert took_s < 30, "not even a millisecond a call is waited"
             assert engine.store(2) == 4 or engine.client.wait_attached(30)
             before = node.metric("kvtier_announced_requests_total")
-            engine.announce(3, traits=Traits(request_id="after"))
+            engine.announce(3, traits=RequestTraits(request_id="after"))
             await_true(
                 lambda: node.metric("kvtier_announced_requests_total") > before,
                 "it is heard again",
@@ -379,7 +380,9 @@ def test_a_thousand_announcements_cost_few_calls(node: RunningNode) -> None:
         before = node.metric("kvtier_announced_requests_total")
         calls = node.metric("kvtier_policy_seconds_count")
         many = [
-            Announcement(Traits(request_id=f"many-{number}"), NO_TENANT, engine.chain(number, 1), 0)
+            Announcement(
+                RequestTraits(request_id=f"many-{number}"), NO_TENANT, engine.chain(number, 1), 0
+            )
             for number in range(900)
         ]
         for each in many:

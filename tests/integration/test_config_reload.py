@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.main import main
-from kvtier.core.cost.sample import EngineLoad
+from kvtier.core.plan import EngineLoad
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import operator_pb2 as pb

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.core.identity import tenant_digest
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode, fetch
 from tests.integration.pattern import PatternEngine
@@ -36,7 +36,7 @@ def test_tenants_and_kinds_are_no_labels(node: RunningNode) -> None:
         before = series(node)
         for number in range(NUM_TENANTS):
             engine.tenant = tenant_digest(f"tenant {number}")
-            traits = Traits(request_id=f"request-{number}", kind=f"kind-{number}")
+            traits = RequestTraits(request_id=f"request-{number}", kind=f"kind-{number}")
             assert engine.ask(number, traits=traits).tiers == ()
             assert engine.store(number, traits=traits) == 4
         for number in range(0, NUM_TENANTS, 10):

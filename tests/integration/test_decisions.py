@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from kvtier.config import load_config
-from kvtier.core.cost.sample import EngineLoad, StepSample
-from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -209,7 +208,7 @@ class Teller:
         """Return a new decision about the same prompt, as the client and as explain has it."""
         self._num_asked += 1
         name = f"request-{self._num_asked}"
-        plan = self._engine.ask(1, 32, Traits(request_id=name), load).plan
+        plan = self._engine.ask(1, 32, RequestTraits(request_id=name), load).plan
         assert plan is not None
         told = self._node.decision(name)
         assert told["reason"] == plan.reason

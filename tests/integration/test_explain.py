@@ -13,12 +13,11 @@ import pytest
 from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.main import main
 from kvtier.client.link import open_link
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.fate import Fate
 from kvtier.core.identity import NO_TENANT, tenant_digest
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.daemon.status.explain import FATE_SENTENCES
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
@@ -95,7 +94,7 @@ def refused_worth(scene: Scene) -> tuple[Any, int]:
 
 
 def refused_depth(scene: Scene) -> tuple[Any, int]:
-    scene.engine.store(3, 8, traits=Traits(max_offload_tokens=3 * BLOCK_TOKENS + 1))
+    scene.engine.store(3, 8, traits=RequestTraits(max_offload_tokens=3 * BLOCK_TOKENS + 1))
     return scene.missing(3, 8), 3
 
 
@@ -275,7 +274,7 @@ def test_what_was_there_and_computed_sooner_is_told_with_its_numbers() -> None:
 
         def decided() -> Any:
             engine.client.note_steps(steps, EngineLoad())
-            engine.ask(20, 8, Traits(request_id="cheap"), EngineLoad())
+            engine.ask(20, 8, RequestTraits(request_id="cheap"), EngineLoad())
             decision = scene.node.explain("cheap")["decision"]
             learned = [*scene.node.stat()["cost"]["engines"].values()]
             is_learned = learned and 40_000 < learned[0]["tokens_per_s"] < 160_000
@@ -308,7 +307,7 @@ def test_what_did_not_come_in_time_is_told() -> None:
         node.await_idle()
         node.drop("cpu")
         with scene.shim.suffering({Call.READ: delay(2500)}):
-            plan = engine.ask(21, 4, Traits(request_id="late")).plan
+            plan = engine.ask(21, 4, RequestTraits(request_id="late")).plan
             assert plan is not None
             items = list(
                 engine.client.load(
@@ -334,7 +333,7 @@ def test_what_came_of_a_decision_is_told_with_its_worth() -> None:
 
         def restored() -> Any:
             engine.client.note_steps(slow, EngineLoad())
-            plan = engine.ask(22, 32, Traits(request_id="slow"), EngineLoad()).plan
+            plan = engine.ask(22, 32, RequestTraits(request_id="slow"), EngineLoad()).plan
             return plan if plan is not None and plan.num_blocks == 32 else None
 
         plan = await_true(restored, "an engine so slow restores everything", 20)

@@ -82,14 +82,14 @@ def test_keys_are_the_same_in_any_process(seed: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_models_key_space_is_the_same_in_any_process(tiny_folder: Path, tmp_path: Path) -> None:
     from kvtier.engine.engine import block_layout
-    from kvtier.engine.fingerprint import key_space as space_of
+    from kvtier.engine.model import key_space as space_of
     from kvtier.engine.model import load_model
     from kvtier.engine.settings import EngineSettings
 
     source = f"""
 import json
 from kvtier.engine.engine import block_layout
-from kvtier.engine.fingerprint import key_space
+from kvtier.engine.model import key_space
 from kvtier.engine.model import load_model
 from kvtier.engine.settings import EngineSettings
 loaded = load_model({str(tiny_folder)!r})

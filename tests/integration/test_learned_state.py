@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli.main import main
-from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.plan import EngineLoad, StepSample
 from kvtier.daemon.persistence.learned_state import FILE_NAME
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode

@@ -8,7 +8,7 @@ import redis
 
 from kvtier.client import ClientDeadlines
 from kvtier.core.identity import BlockHash, chain_root, hash_blocks
-from kvtier.core.limits import PROBE_BLOCKS_MAX
+from kvtier.core.limits import EXISTENCE_CHECK_BLOCKS_MAX
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import BLOCK_TOKENS, PatternEngine
@@ -21,7 +21,7 @@ PREFIX = "memory:"
 BLOCK_LIMIT_BYTES = 320
 """120 bytes a block in the index, and up to 200 for the memory of its uses."""
 DEADLINES = ClientDeadlines(lookup_s=30)
-assert CHAIN_BLOCKS <= PROBE_BLOCKS_MAX, "one lookup learns of one whole chain"
+assert CHAIN_BLOCKS <= EXISTENCE_CHECK_BLOCKS_MAX, "one lookup learns of one whole chain"
 
 
 def chains(engine: PatternEngine) -> Iterator[list[BlockHash]]:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.client.client import Client, OwnTier
 from kvtier.config import load_config
-from kvtier.core.cost.sample import EngineLoad, StepSample
+from kvtier.core.plan import EngineLoad, StepSample
 from kvtier.observe.daemon_metrics import (
     BREAKER_STATE,
     DAEMON_METRICS,

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.core.admission import AdmitEverything
-from kvtier.core.cost.sample import TransferSample
 from kvtier.core.eviction import LeafLru
+from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES

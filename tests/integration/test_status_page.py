@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, Request, expect
 from tests.unit.test_shown import SHOWN
 
 from kvtier.cli.formatting import format_bytes, format_count
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.integration.asking import Users
@@ -89,7 +89,7 @@ def test_it_shows_what_stat_says(browser: Browser, node: RunningNode) -> None:
         expect(page.locator("#worth strong")).not_to_have_text(before)
     with opened(browser, node) as watched, PatternEngine(node.socket, name=HOSTILE) as engine:
         page = watched.page
-        engine.ask(1, 4, Traits(request_id="cmpl-0123456789abcdef-0"))
+        engine.ask(1, 4, RequestTraits(request_id="cmpl-0123456789abcdef-0"))
         expect(page.locator("#requests")).to_contain_text("cmpl-0123456789a…")
         told = node.await_idle()
         expect(page.locator("#ends")).to_contain_text("pins 0")
@@ -176,7 +176,7 @@ def test_it_fits_whatever_it_is_shown_on(browser: Browser, node: RunningNode, sc
         PatternEngine(node.socket, name=HOSTILE.replace(" ", "")[:120]) as engine,
         opened(browser, node, color_scheme=scheme) as watched,
     ):
-        engine.ask(2, 4, Traits(request_id="x" * 120))
+        engine.ask(2, 4, RequestTraits(request_id="x" * 120))
         page = watched.page
         expect(page.locator("#requests")).to_contain_text("x" * 16 + "…")
         for width in (1280, 1040, 1000, 720, 360):

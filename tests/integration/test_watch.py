@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.client.wire import change_from_wire
-from kvtier.core.change import Change
 from kvtier.core.identity import KeySpace, tenant_digest
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import ResidencyChange
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.residency_model import ResidencyModel
@@ -131,7 +131,7 @@ def test_one_whose_ears_break_is_told_that_nothing_is_known_and_is_served(
     node: RunningNode,
 ) -> None:
     class Deaf(ResidencyModel):
-        def __call__(self, changes: Sequence[Change]) -> None:
+        def __call__(self, changes: Sequence[ResidencyChange]) -> None:
             if any(change.tier is SSD for change in changes):
                 raise RuntimeError("a bug")
             super().__call__(changes)

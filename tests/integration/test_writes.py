@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.api.rpc.operator_client import local_operator
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2
@@ -141,7 +141,7 @@ def test_a_configured_depth_is_exact_and_a_request_overrides_it(node: RunningNod
         assert engine.lookup(1, 8) == (["cpu"] * 2, "absent")
         assert node.metric("kvtier_refused_blocks_total", tier="cpu", rule="depth") == 6
         for wished, stored in ((0, 0), (3, 0), (23, 5), (1000, 8)):
-            traits = Traits(max_offload_tokens=wished)
+            traits = RequestTraits(max_offload_tokens=wished)
             prompt = 100 + wished
             assert engine.ask(prompt, 8, traits).max_offload_tokens == wished // 4 * 4
             assert engine.store(prompt, 8, traits=traits) == stored
@@ -164,11 +164,11 @@ def test_second_use_writes_what_is_asked_for_again() -> None:
         node = RunningNode(directory, DEMOTED | {"ssd.write": "second_use"})
         with node.daemon(), PatternEngine(node.socket) as engine:
             for prompt in (1, 2):
-                engine.ask(prompt, 8, Traits(request_id=f"first-{prompt}"))
+                engine.ask(prompt, 8, RequestTraits(request_id=f"first-{prompt}"))
                 assert engine.store(prompt, 8) == 8
             node.await_idle()
             assert ssd_blocks(node) == 0
-            engine.ask(1, 8, Traits(request_id="again"))
+            engine.ask(1, 8, RequestTraits(request_id="again"))
             node.await_blocks("ssd", 8)
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.cost.engine import EngineCost
 from kvtier.core.cost.fit import SECONDS_MAX, Fit, Rate
-from kvtier.core.cost.recompute import EngineCost
-from kvtier.core.cost.restore import Restores
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
+from kvtier.core.cost.route import RouteCosts
+from kvtier.core.plan import EngineLoad, ModelFlops, StepSample, TransferSample
 from kvtier.core.residency import TierName
 
 SECOND = 1_000_000_000
@@ -37,7 +37,7 @@ def is_time(seconds: float) -> bool:
 @given(st.lists(st.tuples(TRANSFERS, CLOCK), max_size=60), st.integers(1, 10**10))
 @settings(max_examples=80, deadline=None)
 def test_a_restore_has_a_finite_time(noted, block_bytes):
-    route = Restores().route(TierName.SSD)
+    route = RouteCosts().route(TierName.SSD)
     for sample, now_ns in noted:
         route.note(sample, now_ns)
     speed = route.speed(block_bytes)
@@ -55,12 +55,12 @@ def test_computing_has_a_finite_time(noted, load):
     engine = EngineCost()
     for step, now_ns in noted:
         engine.note(step, now_ns)
-    pace = engine.pace(load)
-    assert is_time(engine.wait_s(load, pace))
-    times = [pace.compute_s(0, end) for end in (1, 64, 512, 4096, 10**6)]
+    speed = engine.speed(load)
+    assert is_time(engine.wait_s(load, speed))
+    times = [speed.compute_s(0, end) for end in (1, 64, 512, 4096, 10**6)]
     assert all(math.isfinite(seconds) and seconds > 0 for seconds in times), times
     assert times == sorted(times), "more tokens take no less"
-    assert all(math.isfinite(pace.tail_of(seconds)) for seconds in times)
+    assert all(math.isfinite(speed.tail_of(seconds)) for seconds in times)
     assert 0 < engine.saved_s(4096, 64) <= SECONDS_MAX
     assert engine.saved_s(8192, 64) >= engine.saved_s(4096, 64), "deeper blocks save no less"
 
@@ -101,7 +101,7 @@ def test_whatever_was_before_a_fit_finds_the_truth(before, sizes):
 )
 @settings(max_examples=60, deadline=None)
 def test_a_few_outliers_hardly_move_a_prediction(outliers, apart, clock_step_ns):
-    route = Restores().route(TierName.SSD)
+    route = RouteCosts().route(TierName.SSD)
     now_ns = 0
 
     def note(times: float, count: int) -> None:
@@ -123,7 +123,7 @@ def test_a_few_outliers_hardly_move_a_prediction(outliers, apart, clock_step_ns)
 @given(st.floats(2.5, 50.0), st.sampled_from(list(TierName)[1:]), st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
 def test_a_throttled_and_released_tier_shows_within_a_few_transfers(times, tier, seed):
-    route = Restores().route(tier)
+    route = RouteCosts().route(tier)
     now_ns = seed
 
     def settle(seconds: float, count: int) -> float:

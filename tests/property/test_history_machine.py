@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.core.fate import Fate
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.core.reuse import History, Use
+from kvtier.core.reuse.eviction_queue import Credit
 from kvtier.core.reuse.invariants import check_history, residents
-from kvtier.core.reuse.order import Credit
-from kvtier.core.traits import Traits
 
 S = 1_000_000_000
 # Four documents whose continuations fork now and then.
 PATHS = st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0, 0, 0, 1]), max_size=12))
 TIERS = st.sampled_from(LOWER_TIERS)
 SIZES = st.sampled_from([3000, 3000, 3000, 9000])
-HINTS = st.sampled_from([Traits(), Traits(continues=0.0), Traits(continues=1.0, gap_s=30)])
+HINTS = st.sampled_from(
+    [RequestTraits(), RequestTraits(continues=0.0), RequestTraits(continues=1.0, gap_s=30)]
+)
 PAUSES = st.sampled_from([0, 1, 3, 100, 1000, 5000, 60_000])
 
 

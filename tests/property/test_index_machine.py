@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.core.census import BlockTotals
 from kvtier.core.eviction import leaf_lru
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.index import BlockIndex, NewBlocks, Scope
+from kvtier.core.key_space_usage import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import as_keys

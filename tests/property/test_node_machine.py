@@ -12,12 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import EVERYTHING, Selection
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import PlanOutcome, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
-from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.daemon.policies import Policies, policies
 from kvtier.errors import DaemonUnavailable
 from kvtier.node import action as ac
@@ -37,7 +36,7 @@ PATHS = st.tuples(st.integers(0, 1), st.integers(1, 9), st.integers(0, 2)).map(
 TIERS = st.sampled_from([TierName.SSD, TierName.REMOTE])
 LOWER = st.sampled_from([TierName.CPU, TierName.SSD, TierName.REMOTE])
 TRAITS = st.builds(
-    Traits,
+    RequestTraits,
     kind=st.sampled_from(["", "chat"]),
     num_tokens=st.integers(0, 1000),
     continues=st.sampled_from([None, 0.0, 1.0]),

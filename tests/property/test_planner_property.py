@@ -11,9 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.core.cost.restore import transfer_blocks
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
-from kvtier.core.plan import Ask, Judgement, PlanOutcome, RestorePlan, Source
+from kvtier.core.cost.route import transfer_blocks
+from kvtier.core.plan import (
+    EngineLoad,
+    ModelFlops,
+    PlanEvaluation,
+    PlanOutcome,
+    PlanRequest,
+    RestorePlan,
+    Source,
+    StepSample,
+    TransferSample,
+)
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import LOWER_TIERS, TierName
 
@@ -84,8 +93,8 @@ class World:
             self.planner.note_transfer(self.tier, True, sample, self.now_ns)
         return self.noisy(self.restore_s(num_blocks))
 
-    def ask(self, num_blocks: int, num_rest: int) -> Ask:
-        return Ask(
+    def ask(self, num_blocks: int, num_rest: int) -> PlanRequest:
+        return PlanRequest(
             key_space=KEY_SPACE,
             sources=(Source(self.tier, num_blocks, 0),),
             first_token=0,
@@ -97,7 +106,7 @@ class World:
             can_split=False,
         )
 
-    def serve(self, num_blocks: int, num_rest: int) -> tuple[RestorePlan, Judgement]:
+    def serve(self, num_blocks: int, num_rest: int) -> tuple[RestorePlan, PlanEvaluation]:
         """Plan one request, carry the plan out, and tell what came of it."""
         ask = self.ask(num_blocks, num_rest)
         plan = self.planner.plan(ask, 1, self.now_ns)
@@ -134,7 +143,7 @@ LOADS = st.one_of(
     st.builds(EngineLoad, st.integers(0, 10**5), st.integers(0, 64)),
 )
 ASKS = st.builds(
-    Ask,
+    PlanRequest,
     key_space=st.sampled_from([KEY_SPACE, b"other"]),
     sources=st.lists(
         st.builds(Source, TIERS, st.integers(0, 300), st.integers(0, 10**10)), max_size=20
@@ -182,7 +191,7 @@ def report(planner: Planner, kind: str, reported: object, now_ns: int) -> None:
             raise AssertionError(kind)
 
 
-def is_bounded(plan: RestorePlan, ask: Ask, wait_max_ns: int) -> None:
+def is_bounded(plan: RestorePlan, ask: PlanRequest, wait_max_ns: int) -> None:
     limit = ask.num_found if ask.limit_blocks is None else max(ask.limit_blocks, 0)
     assert 0 <= plan.num_blocks <= min(ask.num_found, limit)
     assert 0 <= plan.wait_ns <= wait_max_ns
@@ -196,11 +205,11 @@ def is_bounded(plan: RestorePlan, ask: Ask, wait_max_ns: int) -> None:
     assert math.isfinite(plan.recompute_total_s)
 
 
-def is_judged(judgement: Judgement) -> None:
-    figures = [*judgement.saved_s.values(), *judgement.lost_s.values(), judgement.regret_s]
-    assert all(math.isfinite(seconds) and 0 <= seconds <= 1e12 for seconds in figures), judgement
-    assert judgement.taken in {"restore", "recompute"}
-    assert set(judgement.saved_s) | set(judgement.lost_s) <= set(LOWER_TIERS)
+def is_judged(evaluation: PlanEvaluation) -> None:
+    figures = [*evaluation.saved_s.values(), *evaluation.lost_s.values(), evaluation.regret_s]
+    assert all(math.isfinite(seconds) and 0 <= seconds <= 1e12 for seconds in figures), evaluation
+    assert evaluation.taken in {"restore", "recompute"}
+    assert set(evaluation.saved_s) | set(evaluation.lost_s) <= set(LOWER_TIERS)
 
 
 @pytest.mark.slow

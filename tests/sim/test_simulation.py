@@ -9,8 +9,8 @@ import pytest
 
 from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.eviction_queue import EvictionOrder
 from kvtier.core.reuse.history import History
-from kvtier.core.reuse.order import TierOrder
 from kvtier.core.slots import SlabAllocator
 from kvtier.node.cache import Cache
 from kvtier.node.drop import Drops
@@ -279,24 +279,24 @@ def forget_that_a_child_has_gone(patch):
 
 
 def keep_runs_where_they_were_as_they_age(patch):
-    put = TierOrder.put
+    put = EvictionOrder.put
 
     def put_once(self, run):
         if self._runs.bucket[self._tier][run] < 0:
             put(self, run)
 
-    patch.setattr(TierOrder, "put", put_once)
+    patch.setattr(EvictionOrder, "put", put_once)
 
 
 def evict_parents_before_their_children(patch):
-    tails = TierOrder._tails
+    tails = EvictionOrder._tails
 
     class AllGone(dict):
         def get(self, _row, _default):
             return 1 << 30
 
     patch.setattr(
-        TierOrder,
+        EvictionOrder,
         "_tails",
         lambda self, entry, _gone, *others: tails(self, entry, AllGone(), *others),
     )

@@ -8,41 +8,41 @@ from kvtier.core.admission import (
     Admit,
     AdmitByWorth,
     AdmitEverything,
-    Occasion,
     Offer,
+    OfferReason,
     QuantileGate,
+    RefusalRule,
     Reject,
-    Rule,
     Throttle,
 )
-from kvtier.core.cost.sample import TransferSample
+from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import History, Use
-from kvtier.core.traits import Traits
 
 SECOND = 1_000_000_000
 BLOCK_BYTES = 1 << 20
 TOKENS = 64
 
 
-def judge(num_blocks: int, queued_bytes: int):
-    return AdmitEverything().judge(
+def decide(num_blocks: int, queued_bytes: int):
+    return AdmitEverything().decide(
         Offer(TierName.SSD, num_blocks, 0, 100, queued_bytes, queued_bytes_max=1000)
     )
 
 
 def test_all_is_admitted_where_there_is_room():
-    assert judge(10, 0) == Admit(10)
+    assert decide(10, 0) == Admit(10)
 
 
 def test_as_many_as_there_is_room_for():
-    assert judge(10, 750) == Admit(2)
+    assert decide(10, 750) == Admit(2)
 
 
 def test_a_full_queue_throttles():
-    assert judge(1, 950) == Throttle("queue_full")
-    assert judge(1, 1000) == Throttle("queue_full")
+    assert decide(1, 950) == Throttle("queue_full")
+    assert decide(1, 1000) == Throttle("queue_full")
 
 
 def keys(first, num_blocks):
@@ -51,7 +51,7 @@ def keys(first, num_blocks):
 
 
 def use(first, num_blocks, name=""):
-    return Use(keys(first, num_blocks), BLOCK_BYTES, TOKENS, traits=Traits(request_id=name))
+    return Use(keys(first, num_blocks), BLOCK_BYTES, TOKENS, traits=RequestTraits(request_id=name))
 
 
 class World:
@@ -83,8 +83,8 @@ class World:
                 self.now_ns + number * SECOND,
             )
 
-    def judge(self, first, num_blocks=8, **more):
-        return self.admission.judge(
+    def decide(self, first, num_blocks=8, **more):
+        return self.admission.decide(
             Offer(
                 tier=TierName.SSD,
                 num_blocks=num_blocks,
@@ -92,7 +92,7 @@ class World:
                 payload_bytes=BLOCK_BYTES,
                 queued_bytes=0,
                 queued_bytes_max=1 << 40,
-                occasion=more.pop("occasion", Occasion.LEAVING),
+                reason=more.pop("reason", OfferReason.LEAVING),
                 keys=keys(first, num_blocks),
                 block_tokens=TOKENS,
                 key_space=b"space",
@@ -101,7 +101,7 @@ class World:
         )
 
     def store(self, chain, num_spare=0, queued_bytes_max=1 << 40, is_way_down=False):
-        return self.admission.judge(
+        return self.admission.decide(
             Offer(
                 tier=TierName.CPU,
                 num_blocks=len(chain.keys),
@@ -120,12 +120,12 @@ class World:
 def test_what_comes_back_is_written_and_what_never_does_is_not():
     world = World()
     world.live()
-    assert world.judge(0) == Admit(8)
-    assert world.judge(1000 + 100 * 398) == Reject(Rule.WORTH)
+    assert world.decide(0) == Admit(8)
+    assert world.decide(1000 + 100 * 398) == Reject(RefusalRule.WORTH)
 
 
 def test_what_is_not_remembered_is_not_written():
-    assert World().judge(0) == Reject(Rule.WORTH)
+    assert World().decide(0) == Reject(RefusalRule.WORTH)
 
 
 @pytest.mark.slow
@@ -133,12 +133,12 @@ def test_a_tier_far_slower_than_computing_gets_nothing():
     world = World()
     world.live()
     world.read(1000.0)
-    assert world.judge(0) == Reject(Rule.WORTH)
+    assert world.decide(0) == Reject(RefusalRule.WORTH)
 
 
 def test_a_needed_parent_is_written_whatever_it_is_worth():
     world = World(QuantileGate(0.0))
-    assert world.judge(0, 1, is_needed=True) == Admit(1)
+    assert world.decide(0, 1, is_needed=True) == Admit(1)
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_a_parent_of_what_the_tier_has_is_needed():
     world = World(QuantileGate(0.0))
     world.live()
     world.history.enter(TierName.SSD, keys(5, 1))
-    assert world.judge(4, 1) == Admit(1)
-    assert world.judge(2, 1) == Reject(Rule.BUDGET)
+    assert world.decide(4, 1) == Admit(1)
+    assert world.decide(2, 1) == Reject(RefusalRule.BUDGET)
 
 
 @pytest.mark.slow
@@ -155,23 +155,23 @@ def test_a_shut_gate_refuses_by_its_budget():
     gate = QuantileGate(0.0)
     world = World(gate)
     world.live()
-    assert world.judge(0) == Reject(Rule.BUDGET)
+    assert world.decide(0) == Reject(RefusalRule.BUDGET)
     assert gate.num_offered == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("occasion", [Occasion.LINGERING, Occasion.CLOSING])
-def test_a_gate_is_moved_by_what_has_to_go_alone(occasion):
+@pytest.mark.parametrize("reason", [OfferReason.LINGERING, OfferReason.CLOSING])
+def test_a_gate_is_moved_by_what_has_to_go_alone(reason):
     gate = QuantileGate(0.5)
     world = World(gate)
     world.live()
-    assert world.judge(0, occasion=occasion) == Admit(8)
+    assert world.decide(0, reason=reason) == Admit(8)
     assert gate.num_offered == 0
 
 
-@pytest.mark.parametrize("occasion", [Occasion.STORED, Occasion.USED])
-def test_what_is_written_by_configuration_is_not_weighed(occasion):
-    assert World(QuantileGate(0.0)).judge(0, occasion=occasion) == Admit(8)
+@pytest.mark.parametrize("reason", [OfferReason.STORED, OfferReason.USED])
+def test_what_is_written_by_configuration_is_not_weighed(reason):
+    assert World(QuantileGate(0.0)).decide(0, reason=reason) == Admit(8)
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_an_allowance_for_a_tier_without_a_gate_changes_nothing():
     world = World()
     world.admission.note_allowance(TierName.SSD, 1.0)
     world.live()
-    assert world.judge(0) == Admit(8)
+    assert world.decide(0) == Admit(8)
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_new_chain_loses_at_once_to_what_is_worth_more():
     world.history.enter(TierName.CPU, good.keys)
     poor = use(10**6, 40)
     world.history.touch(poor, world.now_ns)
-    assert world.store(poor) == Reject(Rule.WORTH)
-    assert world.store(poor, num_spare=3) == Admit(3, Rule.WORTH)
+    assert world.store(poor) == Reject(RefusalRule.WORTH)
+    assert world.store(poor, num_spare=3) == Admit(3, RefusalRule.WORTH)
     assert World(is_ranked=False).store(poor) == Admit(40)
     assert world.store(poor, is_way_down=True) == Admit(40), "the gate below may see it otherwise"

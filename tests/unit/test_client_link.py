@@ -11,9 +11,9 @@ import pytest
 
 from kvtier.client.link import open_link
 from kvtier.client.watch import Watching
-from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
+from kvtier.core.residency_change import RESYNC, ResidencyChange
 from kvtier.errors import DaemonUnavailable
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.channel import quiet_channel
@@ -70,9 +70,9 @@ def test_no_process_that_an_engine_starts_has_the_arena(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
-    heard: list[Change] = []
+    heard: list[ResidencyChange] = []
 
-    def hear(changes: Sequence[Change]) -> None:
+    def hear(changes: Sequence[ResidencyChange]) -> None:
         heard.extend(changes)
 
     watching = Watching(hear)
@@ -80,7 +80,7 @@ def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
     watching.begin("new")
     watching.end("old")
     assert not heard
-    watching.follow("new", [[START_AGAIN]])
+    watching.follow("new", [[RESYNC]])
     assert len(heard) == 1, "the new one is heard still"
     watching.end("new")
     watching.end("new")

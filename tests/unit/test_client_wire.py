@@ -19,18 +19,17 @@ from kvtier.client.wire import (
     traits_fault,
     traits_to_wire,
 )
-from kvtier.core.cost.sample import EngineLoad, Estimate, StepSample
 from kvtier.core.limits import GAP_MAX_S, PRIORITY_MAX, SAMPLE_MAX_S
-from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
+from kvtier.core.plan import EngineLoad, Estimate, PlanOutcome, PlanReason, RestorePlan, StepSample
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.core.traits import NO_TRAITS, Traits
 from kvtier.v1 import engine_pb2 as pb
 
 SECONDS = st.floats(0, SAMPLE_MAX_S)
 TOKENS = st.integers(0, 2**31 - 1)
 WORDS = st.text("abcXYZ019._-", max_size=32)
 TRAITS = st.builds(
-    Traits,
+    RequestTraits,
     request_id=WORDS,
     num_tokens=TOKENS,
     kind=WORDS,
@@ -57,7 +56,7 @@ PLANS = st.builds(
 
 
 @given(TRAITS)
-def test_traits_arrive(traits: Traits) -> None:
+def test_traits_arrive(traits: RequestTraits) -> None:
     assert traits_fault(traits) == ""
     sent = pb.Traits.FromString(traits_to_wire(traits).SerializeToString())
     assert traits_of(sent) == traits
@@ -130,7 +129,7 @@ def test_loads_arrive(waiting: int, running: int) -> None:
     assert load_of(load_to_wire(EngineLoad(waiting, running))) == EngineLoad(waiting, running)
 
 
-@given(st.sampled_from([f.name for f in fields(Traits)]), st.floats(allow_nan=True))
+@given(st.sampled_from([f.name for f in fields(RequestTraits)]), st.floats(allow_nan=True))
 def test_no_number_slips_through(name: str, value: float) -> None:
     if name in {"request_id", "kind"}:
         return

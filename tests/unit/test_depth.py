@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import Use
-from kvtier.core.traits import Traits
 
 TOKENS = 64
 MINUTE = 60_000_000_000
@@ -15,7 +15,7 @@ HOUR = 60 * MINUTE
 
 def use(num_blocks=100, *, tenant=bytes(16), num_prompt_blocks=-1, **traits):
     keys = [bytes([place % 256, place // 256]) * 8 for place in range(num_blocks)]
-    return Use(keys, 4096, TOKENS, tenant, Traits(**traits), num_prompt_blocks)
+    return Use(keys, 4096, TOKENS, tenant, RequestTraits(**traits), num_prompt_blocks)
 
 
 def curves(most_tokens=None, saved_s=1.0, cost_s=0.1):

@@ -75,14 +75,14 @@ def test_sizes_have_orders_of_their_own(slots):
     index, lru = BlockIndex(), LeafLru()
     ready(index, slots, lru, 1, 2)
     assert list(lru.victims(index, slots, SIZE + 4096)) == []
-    assert list(lru.coming(index, slots, SIZE + 4096, 8)) == []
+    assert list(lru.next_victims(index, slots, SIZE + 4096, 8)) == []
 
 
 def test_what_comes_next_is_known_beforehand(slots):
     index, lru = BlockIndex(), LeafLru()
     old, new = ready(index, slots, lru, 1, 2, 3), ready(index, slots, lru, 7, 8)
     index.pins[new[1]] = 1
-    assert lru.coming(index, slots, SIZE, 9).tolist() == [*reversed(old), new[0]]
+    assert lru.next_victims(index, slots, SIZE, 9).tolist() == [*reversed(old), new[0]]
     lru.touch(index, np.array(old))
-    assert lru.coming(index, slots, SIZE, 9).tolist() == [new[0], *reversed(old)]
+    assert lru.next_victims(index, slots, SIZE, 9).tolist() == [new[0], *reversed(old)]
     assert all_victims(index, slots, lru) == [new[0], *reversed(old)]

@@ -8,10 +8,10 @@ import pytest
 
 from kvtier.core.fate import Fate
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_NS
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.reuse.history import History, Touched, Use
+from kvtier.core.reuse.history import History, TouchResult, Use
 from kvtier.core.reuse.invariants import check_history, residents
-from kvtier.core.traits import NO_TRAITS, Traits
 
 CPU, SSD = TierName.CPU, TierName.SSD
 S = 1_000_000_000
@@ -55,10 +55,10 @@ def evicted(history, count, tier=CPU, size=1000):
 
 def test_each_request_is_another_turn_of_its_chain():
     history = History()
-    assert touch(history, 1, 2) == Touched(0, 0, 0)
-    assert touch(history, 1, 2, 3, at=60) == Touched(2, 1, 1)
-    assert touch(history, 1, 2, 3, 4, at=99) == Touched(3, 2, 1)
-    assert touch(history, 1, 2, 9, at=120) == Touched(2, 3, 3)
+    assert touch(history, 1, 2) == TouchResult(0, 0, 0)
+    assert touch(history, 1, 2, 3, at=60) == TouchResult(2, 1, 1)
+    assert touch(history, 1, 2, 3, 4, at=99) == TouchResult(3, 2, 1)
+    assert touch(history, 1, 2, 9, at=120) == TouchResult(2, 3, 3)
     assert history.num_remembered == 5
 
 
@@ -73,7 +73,7 @@ def test_behind_what_many_share_a_chain_is_new():
 
 def test_the_empty_chain_is_nothing():
     history = History()
-    assert touch(history) == Touched(0, 0, 0)
+    assert touch(history) == TouchResult(0, 0, 0)
     history.extend(use(), 5)
     assert history.num_remembered == 0
 
@@ -103,7 +103,7 @@ def test_what_is_in_a_tier_is_not_forgotten_nor_what_it_hangs_on():
 
 @pytest.mark.parametrize("num_held", [0, 1])
 def test_ghosts_are_bounded_in_number(monkeypatch, num_held):
-    monkeypatch.setattr("kvtier.core.reuse.ghost.GHOST_BLOCKS_MAX", 100)
+    monkeypatch.setattr("kvtier.core.reuse.run.GHOST_BLOCKS_MAX", 100)
     history = History()
     for user in range(300):
         touch(history, user, 1, 2, 3, 4, at=user)
@@ -133,7 +133,7 @@ def test_generated_blocks_are_no_use_of_the_prompt():
     assert [history.times_seen(block) for block in chain(1, 2, 3, 4, 5)] == [1] * 5
     groups = {block: group_of(history, block).is_generated for block in chain(1, 2, 3, 4, 5)}
     assert list(groups.values()) == [False, False, False, True, True]
-    assert touch(history, 1, 2, 3, 4, 5, 6, at=20) == Touched(5, 1, 1)
+    assert touch(history, 1, 2, 3, 4, 5, 6, at=20) == TouchResult(5, 1, 1)
 
 
 def test_what_was_stored_before_a_restart_counts_as_seen():
@@ -157,7 +157,7 @@ def test_adopted_blocks_become_known_with_the_first_request_that_names_them():
     history = History()
     adopt(history, (1, 2), [1, 0], SSD)
     assert history.times_seen(key(1, 2)) == 1
-    assert touch(history, 1, 2, 3, at=5) == Touched(2, 1, 1)
+    assert touch(history, 1, 2, 3, at=5) == TouchResult(2, 1, 1)
     assert [history.times_seen(block) for block in chain(1, 2, 3)] == [2, 2, 1]
     assert residents(history, SSD) == set(chain(1, 2))
     assert evicted(history, 2, SSD) == [key(1, 2), key(1)]
@@ -295,10 +295,10 @@ def test_a_hint_is_worth_what_it_proved_to_be(lie):
     requests = []
     for user in range(400):
         comes_back = user % 2 == 0
-        traits = Traits(continues=float(comes_back ^ lie))
+        traits = RequestTraits(continues=float(comes_back ^ lie))
         requests += talk(user, user * 2, 2 if comes_back else 1, traits)
     in_turns(requests, history)
-    back, gone = Traits(continues=float(not lie)), Traits(continues=float(lie))
+    back, gone = RequestTraits(continues=float(not lie)), RequestTraits(continues=float(lie))
     history.touch(use("a", traits=back), 900 * S)
     history.touch(use("b", traits=gone), 900 * S)
     score_back, score_gone = history.orders.scores([key("a"), key("b")])

@@ -7,16 +7,16 @@ import pytest
 
 from kvtier.core.admission import AdmitByWorth, QuantileGate
 from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.hazard import NUM_BINS, Group, Hazards
 from kvtier.core.reuse.history import History, Use
-from kvtier.core.reuse.tenant import TenantHints
-from kvtier.core.traits import Traits
+from kvtier.core.reuse.use import TenantHints
 from kvtier.node.ledger import Ledger
 
 S = 1_000_000_000
-FINAL, GOES_ON = Traits(continues=0.0), Traits(continues=1.0)
+FINAL, GOES_ON = RequestTraits(continues=0.0), RequestTraits(continues=1.0)
 HONEST, LIAR = b"a tenant: honest", b"a tenant, a liar"
 
 
@@ -127,11 +127,11 @@ def test_a_tenant_is_judged_alone_once_it_has_said_enough():
         assert not tenants.alone(use(1, tenant=LIAR)), number
         tenants.note(use(1, tenant=LIAR))
         tenants.note(use(1))
-        tenants.note(use(1, tenant=HONEST, traits=Traits()))
+        tenants.note(use(1, tenant=HONEST, traits=RequestTraits()))
     for _ in range(50):
         tenants.note(use(1, tenant=LIAR))
     assert tenants.alone(use(1, tenant=LIAR)) == LIAR
-    assert tenants.alone(use(1, tenant=LIAR, traits=Traits())) == b""
+    assert tenants.alone(use(1, tenant=LIAR, traits=RequestTraits())) == b""
     assert tenants.alone(use(1)) == tenants.alone(use(1, tenant=HONEST)) == b""
     for number in range(20_000):
         tenants.note(use(1, tenant=number.to_bytes(16)))
@@ -193,14 +193,14 @@ def curves():
 def lived():
     depth = curves()
     for number in range(300):
-        long = use(number, *range(40), traits=Traits(kind="chat"))
+        long = use(number, *range(40), traits=RequestTraits(kind="chat"))
         depth.note(long, 2 if number else 0, number * 10 * S)
-    depth.note(use(1, traits=Traits(kind="chat")), 0, 9000 * S)
+    depth.note(use(1, traits=RequestTraits(kind="chat")), 0, 9000 * S)
     return depth
 
 
 def test_depths_are_known_after_a_restart():
-    before, after, asked = lived(), curves(), use(1, 2, traits=Traits(kind="chat"))
+    before, after, asked = lived(), curves(), use(1, 2, traits=RequestTraits(kind="chat"))
     limit = before.max_offload_tokens(asked)
     assert limit is not None
     assert after.recall(kept(before)) == ""

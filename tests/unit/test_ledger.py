@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
 from kvtier.core.limits import (
@@ -14,13 +13,13 @@ from kvtier.core.limits import (
     DECISIONS_MAX,
     OUTCOME_LATE_NS,
 )
-from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
-from kvtier.core.planner import Ask, Judgement
+from kvtier.core.plan import EngineLoad, PlanOutcome, PlanReason, RestorePlan
+from kvtier.core.planner import PlanEvaluation, PlanRequest
 from kvtier.core.residency import TierName
 from kvtier.node.ledger import Ledger, LoggedDecision
 
-ASK = Ask(bytes(16), (), 0, 640, 64, 3000, None, EngineLoad(), can_split=False)
-WORTH = Judgement({}, {}, 0.0, "recompute")
+ASK = PlanRequest(bytes(16), (), 0, 640, 64, 3000, None, EngineLoad(), can_split=False)
+WORTH = PlanEvaluation({}, {}, 0.0, "recompute")
 
 
 def note(ledger, request_id="", session="s", at_ns=0):
@@ -91,7 +90,7 @@ def test_an_outcome_is_taken_once_from_whom_it_concerns_and_in_time():
     assert ledger.open(number + 7, "s", 10) is None
     assert ledger.open(number, "s", 10) is ledger.find(number)
     ledger.close(number, outcome_of(number), WORTH)
-    assert ledger.find(number).judgement is WORTH
+    assert ledger.find(number).evaluation is WORTH
     assert ledger.open(number, "s", 10) is None
 
 

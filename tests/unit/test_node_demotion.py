@@ -3,7 +3,7 @@
 import pytest
 from dialogue import CPU, REMOTE, SSD, engine_on, metric, open_stage
 
-from kvtier.core.admission import Admit, Offer, Reject, Rule, Verdict
+from kvtier.core.admission import AdmissionDecision, Admit, Offer, RefusalRule, Reject
 from kvtier.core.limits import DEMOTION_BLOCKS_MAX
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -139,11 +139,11 @@ class RefuseBelow:
 
     num_refused = 0
 
-    def judge(self, offer: Offer) -> Verdict:
+    def decide(self, offer: Offer) -> AdmissionDecision:
         if offer.tier is CPU:
             return Admit(offer.num_blocks)
         self.num_refused += offer.num_blocks
-        return Reject(Rule.WORTH)
+        return Reject(RefusalRule.WORTH)
 
     def note_allowance(self, tier, bytes_per_s):
         """Need none."""

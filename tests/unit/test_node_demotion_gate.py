@@ -6,12 +6,12 @@ from itertools import count
 import pytest
 from dialogue import SSD, engine_on, metric
 
-from kvtier.core.admission import AdmitByWorth, AdmitEverything, QuantileGate, Reject, Rule
+from kvtier.core.admission import AdmitByWorth, AdmitEverything, QuantileGate, RefusalRule, Reject
 from kvtier.core.fate import Fate
 from kvtier.core.identity import EVERYTHING
 from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
-from kvtier.core.traits import Traits
 from kvtier.node import event as ev
 from kvtier.node.transfer import WriteMode
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
@@ -49,7 +49,7 @@ def refused(stage, rule):
 
 def ask(stage, engine, blocks, num_prompt_blocks, name):
     """One request as an engine has it: looked up, loaded as far as it is there, and stored."""
-    traits = Traits(request_id=name)
+    traits = RequestTraits(request_id=name)
     engine.answer(engine.lookup(blocks[:num_prompt_blocks], traits=traits))
     load = engine.load(blocks[:num_prompt_blocks])
     stage.settle()
@@ -146,12 +146,12 @@ def test_a_parent_follows_its_child_whatever_it_is_worth():
     taken = []
 
     class TailsOnly(AdmitEverything):
-        def judge(self, offer):
+        def decide(self, offer):
             if offer.tier is not SSD or offer.is_needed:
-                return super().judge(offer)
+                return super().decide(offer)
             is_tail = offer.first_position == 9
             taken.extend(offer.keys if is_tail else ())
-            return super().judge(offer) if is_tail else Reject(Rule.BUDGET)
+            return super().decide(offer) if is_tail else Reject(RefusalRule.BUDGET)
 
     stage = open_stage(slots=64, admission=TailsOnly())
     engine = engine_on(stage)
@@ -192,16 +192,16 @@ def test_a_second_use_writes_what_is_here_and_what_comes_again():
     engine = engine_on(stage)
     blocks, gone = engine.chain(range(10)), engine.chain(range(50, 60))
     for number, each in enumerate((blocks, gone)):
-        engine.answer(engine.lookup(each, traits=Traits(request_id=f"first {number}")))
+        engine.answer(engine.lookup(each, traits=RequestTraits(request_id=f"first {number}")))
         engine.store(each)
         stage.settle()
     assert on_ssd(stage, blocks) == 0
     assert refused(stage, "second_use") == 20
-    engine.answer(engine.lookup(blocks, traits=Traits(request_id="second")))
+    engine.answer(engine.lookup(blocks, traits=RequestTraits(request_id="second")))
     stage.settle()
     assert on_ssd(stage, blocks) == 10
     stage.node.cache.evict_all(EVERYTHING)
-    engine.answer(engine.lookup(gone, traits=Traits(request_id="again")))
+    engine.answer(engine.lookup(gone, traits=RequestTraits(request_id="again")))
     assert on_ssd(stage, gone) == 0
     engine.store(gone)
     stage.settle()
@@ -270,7 +270,7 @@ def test_a_stop_writes_what_is_worth_most_first_and_parents_before_their_childre
     rare, often = engine.chain(range(10)), engine.chain(range(50, 60))
     for blocks, times in ((rare, 1), (often, 12)):
         for turn in range(times):
-            request = Traits(request_id=f"{blocks[0].header.block_hash.hex()} {turn}")
+            request = RequestTraits(request_id=f"{blocks[0].header.block_hash.hex()} {turn}")
             engine.answer(engine.lookup(blocks, traits=request))
             engine.store(blocks)
             stage.advance(10 * SECOND)

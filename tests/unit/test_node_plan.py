@@ -5,13 +5,12 @@ import math
 import pytest
 from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 
-from kvtier.core.cost.sample import EngineLoad, StepSample, TransferSample
 from kvtier.core.fate import Fate
 from kvtier.core.limits import USE_KEPT_NS
-from kvtier.core.plan import PlanOutcome, PlanReason
+from kvtier.core.plan import EngineLoad, PlanOutcome, PlanReason, StepSample, TransferSample
 from kvtier.core.planner import Planner, PlannerSettings
+from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
-from kvtier.core.traits import Traits
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.use import use_of
@@ -70,7 +69,7 @@ def times_seen(stage, engine, blocks):
     """How often a chain was used, by what the history says at its next use."""
     session = stage.node.sessions[engine.session]
     hashes = b"".join(block.header.block_hash for block in blocks)
-    use = use_of(session, blocks[0].header.tenant, hashes, Traits())
+    use = use_of(session, blocks[0].header.tenant, hashes, RequestTraits())
     return stage.node.history.touch(use, stage.clock()).times_seen
 
 
@@ -80,7 +79,7 @@ def times_seen(stage, engine, blocks):
 def test_a_request_counts_once_however_often_it_is_heard_of():
     stage = open_stage()
     engine = engine_on(stage)
-    blocks, traits = engine.chain(range(6)), Traits(request_id="r1")
+    blocks, traits = engine.chain(range(6)), RequestTraits(request_id="r1")
     engine.announce(blocks[:5], traits)
     for _ in range(3):
         ask(engine, blocks[:5], traits=traits)
@@ -94,8 +93,8 @@ def test_other_requests_count_each():
     engine, other = engine_on(stage), engine_on(stage, "other")
     blocks = engine.chain(range(3))
     for name in ("r1", "r2"):
-        ask(engine, blocks, traits=Traits(request_id=name))
-    ask(other, blocks, traits=Traits(request_id="r1"))  # a name means nothing elsewhere
+        ask(engine, blocks, traits=RequestTraits(request_id=name))
+    ask(other, blocks, traits=RequestTraits(request_id="r1"))  # a name means nothing elsewhere
     assert times_seen(stage, engine, blocks) == 3
 
 
@@ -123,7 +122,7 @@ def test_a_request_that_is_only_stored_counts():
 def test_a_name_may_be_used_again_after_some_time():
     stage = open_stage()
     engine = engine_on(stage)
-    blocks, traits = engine.chain(range(2)), Traits(request_id="r1")
+    blocks, traits = engine.chain(range(2)), RequestTraits(request_id="r1")
     ask(engine, blocks, traits=traits)
     stage.advance(USE_KEPT_NS + 1)
     ask(engine, blocks, traits=traits)
@@ -135,11 +134,11 @@ def test_a_broken_chain_is_refused_before_any_is_counted():
     engine = engine_on(stage)
     blocks = engine.chain(range(2))
     hashes = b"".join(block.header.block_hash for block in blocks)
-    good = ev.Announced(Traits(), bytes(16), hashes, 0)
+    good = ev.Announced(RequestTraits(), bytes(16), hashes, 0)
     for bad in (
-        ev.Announced(Traits(), bytes(16), hashes[:-1], 0),
-        ev.Announced(Traits(), b"short", hashes, 0),
-        ev.Announced(Traits(), bytes(16), hashes, 3),
+        ev.Announced(RequestTraits(), bytes(16), hashes[:-1], 0),
+        ev.Announced(RequestTraits(), b"short", hashes, 0),
+        ev.Announced(RequestTraits(), bytes(16), hashes, 3),
     ):
         answer = stage.ask(lambda call, bad=bad: ev.Announce(call, engine.session, (good, bad), ()))
         assert isinstance(answer, ac.Refused)
@@ -162,7 +161,7 @@ def test_what_is_found_is_planned_for():
     engine = engine_on(stage)
     blocks = engine.chain(range(6))
     engine.store(blocks[:4])
-    found = ask(engine, blocks, traits=Traits(request_id="r1", num_tokens=6 * 64 + 10))
+    found = ask(engine, blocks, traits=RequestTraits(request_id="r1", num_tokens=6 * 64 + 10))
     assert found.plan.num_blocks == 4
     assert found.plan.reason is PlanReason.ALWAYS
     decision = stage.node.ledger.find_request("r1")
@@ -185,7 +184,7 @@ def test_a_plan_may_be_to_restore_nothing():
 def test_where_nothing_was_found_nothing_is_decided():
     stage = open_stage()
     engine = engine_on(stage)
-    found = ask(engine, engine.chain(range(4)), traits=Traits(request_id="r1"))
+    found = ask(engine, engine.chain(range(4)), traits=RequestTraits(request_id="r1"))
     assert (found.plan.num_blocks, found.plan.reason) == (0, PlanReason.NOTHING)
     assert not any(metric(stage, "kvtier_decisions_total", reason=reason) for reason in PlanReason)
     assert stage.node.ledger.find_request("r1").missed == {Fate.NEVER_STORED: 4}
@@ -197,7 +196,7 @@ def test_a_request_says_how_much_it_wants():
     blocks = engine.chain(range(4))
     engine.store(blocks)
     for tokens, num_blocks in ((0, 0), (63, 0), (64, 1), (200, 3), (10_000, 156)):
-        plan = ask(engine, blocks, traits=Traits(max_load_tokens=tokens)).plan
+        plan = ask(engine, blocks, traits=RequestTraits(max_load_tokens=tokens)).plan
         assert stage.node.ledger.find(plan.decision).ask.limit_blocks == num_blocks
 
 
@@ -287,7 +286,7 @@ def test_an_announced_request_has_brought_what_pays(waiting_tokens, num_brought)
     for count in (8, 1, 4, 1) * 8:  # far slower than computing
         sample = TransferSample(count, count * BLOCK_BYTES, 1, count / 10)
         stage.node.planner.note_transfer(SSD, True, sample, stage.clock())
-    engine.announce(blocks, Traits(request_id="a"))
+    engine.announce(blocks, RequestTraits(request_id="a"))
     stage.settle()
     assert metric(stage, "kvtier_prefetched_blocks_total", reason="announced") == num_brought
 
@@ -321,7 +320,7 @@ def test_blocks_that_were_never_here():
 def test_tokens_that_fill_no_block():
     stage = open_stage()
     engine = engine_on(stage)
-    ask(engine, (), traits=Traits(request_id="r1", num_tokens=40))
+    ask(engine, (), traits=RequestTraits(request_id="r1", num_tokens=40))
     assert stage.node.ledger.find_request("r1").missed == {Fate.TOO_SHORT: 1}
 
 
@@ -339,7 +338,7 @@ def test_blocks_of_a_tier_that_fails():
     stage = open_stage(SSD)
     engine = engine_on(stage)
     blocks = below(stage, engine, range(4))
-    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    plan = ask(engine, blocks, traits=RequestTraits(request_id="r1")).plan
     load = engine.load(blocks, decision=plan.decision)
     stage.fail(stage.waiting[0])
     assert (load.take(), load.end) == ([], "failed")
@@ -353,13 +352,13 @@ def test_blocks_whose_bytes_are_not_those_that_were_stored():
     rotten = blocks[2].header
     stage.tiers[SSD].remove([rotten.block_hash], 1 << 62)
     stage.tiers[SSD].write([BlockWrite(rotten, memoryview(bytes(rotten.payload_bytes)))], 1 << 62)
-    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    plan = ask(engine, blocks, traits=RequestTraits(request_id="r1")).plan
     load = engine.load(blocks, decision=plan.decision)
     stage.settle()
     assert load.take() == [SSD] * 2
     assert stage.node.ledger.find_request("r1").missed == {Fate.FAILED_CHECK: 2}
     load.release()
-    found = ask(engine, blocks, traits=Traits(request_id="r2"))
+    found = ask(engine, blocks, traits=RequestTraits(request_id="r2"))
     assert found.num_blocks == 2
     # The one behind it is there, yet cannot be reached for the same reason.
     assert stage.node.ledger.find_request("r2").missed == {Fate.FAILED_CHECK: 2}
@@ -397,7 +396,7 @@ def test_blocks_that_the_arena_has_no_room_for():
         engine.store(blocks[:length])
         stage.settle()
     empty_cpu(stage)
-    plan = ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    plan = ask(engine, blocks, traits=RequestTraits(request_id="r1")).plan
     engine.load(blocks, decision=plan.decision)
     assert stage.node.ledger.find_request("r1").missed[Fate.REFUSED_FULL] == 2
 
@@ -405,7 +404,7 @@ def test_blocks_that_the_arena_has_no_room_for():
 def test_blocks_of_a_shared_tier_that_did_not_answer_in_time():
     stage = open_stage(REMOTE)
     engine = engine_on(stage)
-    call = engine.lookup(engine.chain(range(4)), traits=Traits(request_id="r1"))
+    call = engine.lookup(engine.chain(range(4)), traits=RequestTraits(request_id="r1"))
     stage.advance(400 * MS)
     engine.answer(call)
     assert stage.node.ledger.find_request("r1").missed == {Fate.DEADLINE: 4}
@@ -424,7 +423,7 @@ def planned():
     engine = engine_on(stage)
     blocks = engine.chain(range(4))
     engine.store(blocks)
-    return stage, engine, ask(engine, blocks, traits=Traits(request_id="r1")).plan
+    return stage, engine, ask(engine, blocks, traits=RequestTraits(request_id="r1")).plan
 
 
 def test_an_outcome_is_judged():
@@ -433,7 +432,7 @@ def test_an_outcome_is_judged():
     engine.measured(outcomes=[outcome])
     decision = stage.node.ledger.find_request("r1")
     assert decision.outcome == outcome
-    assert decision.judgement.taken == "restore"
+    assert decision.evaluation.taken == "restore"
 
 
 def summed(stage, row, label):
@@ -449,18 +448,18 @@ def test_what_decisions_came_to_is_counted_as_it_was_judged():
     engine.measured(steps=[StepSample(64, 0, 2048.0, 0, 0.5)] * 20)
     judgements = []
     for number, ttft_s in enumerate((0.05, 0.07, 30.0)):
-        plan = ask(engine, blocks, traits=Traits(request_id=f"r{number}")).plan
+        plan = ask(engine, blocks, traits=RequestTraits(request_id=f"r{number}")).plan
         engine.measured(outcomes=[an_outcome(plan, ttft_s=ttft_s, restore_s=0.01 + ttft_s / 2)])
         judgements.append(stage.node.ledger.find_request(f"r{number}"))
     predicted_s = sum(each.plan.total_s for each in judgements)
-    saved_s = sum(each.judgement.saved_s.get(CPU, 0.0) for each in judgements)
-    lost_s = sum(each.judgement.lost_s.get(CPU, 0.0) for each in judgements)
+    saved_s = sum(each.evaluation.saved_s.get(CPU, 0.0) for each in judgements)
+    lost_s = sum(each.evaluation.lost_s.get(CPU, 0.0) for each in judgements)
     assert saved_s > 0 < lost_s
     assert summed(stage, DECISIONS, "reason") == {"always": 3}
     assert summed(stage, SAVED_SECONDS, "tier") == {"cpu": pytest.approx(saved_s)}
     assert summed(stage, LOST_SECONDS, "tier") == {"cpu": pytest.approx(lost_s)}
     assert summed(stage, REGRET_SECONDS, "taken") == {
-        "restore": pytest.approx(sum(each.judgement.regret_s for each in judgements))
+        "restore": pytest.approx(sum(each.evaluation.regret_s for each in judgements))
     }
     assert summed(stage, ACTUAL_SECONDS, "of") == {
         "first_token": pytest.approx(30.12),

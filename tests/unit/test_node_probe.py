@@ -3,7 +3,7 @@
 import pytest
 from dialogue import CPU, MS, REMOTE, drop, empty_cpu, engine_on, metric, open_stage
 
-from kvtier.core.limits import ABSENT_NS, PROBE_PAUSE_NS
+from kvtier.core.limits import ABSENT_NS, EXISTENCE_CHECK_PAUSE_NS
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.node.probe import _Absent
@@ -117,7 +117,7 @@ def test_late_probes_are_followed_by_a_pause(num_late):
     stage.advance(100 * MS)
     assert all(call in stage.answers for call in calls)
     stage.waiting.clear()
-    pause_ns = min(PROBE_PAUSE_NS << (num_late - 2), 8_000 * MS) - 20 * MS
+    pause_ns = min(EXISTENCE_CHECK_PAUSE_NS << (num_late - 2), 8_000 * MS) - 20 * MS
     stage.advance(pause_ns - 1)
     assert not look(stage, engine, engine.chain([1000]))
     stage.advance(1)

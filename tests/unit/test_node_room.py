@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, metric, open_stage
 
-from kvtier.core import share
+from kvtier.core import slots
 from kvtier.core.limits import SIZE_KEPT_NS
-from kvtier.core.share import donors
+from kvtier.core.slots import donors
 from kvtier.node import action as ac
 from kvtier.node.invariants import check
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
@@ -131,7 +131,7 @@ def num_here(stage, engine):
 
 
 def test_donors_are_explained():
-    assert doctest.testmod(share) == (0, 3)
+    assert doctest.testmod(slots) == (0, 3)
 
 
 def test_a_size_below_its_share_takes_and_one_above_gives():

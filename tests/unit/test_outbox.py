@@ -3,22 +3,21 @@
 import threading
 
 from kvtier.client.outbox import Announcement, Outbox
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import HASH_BYTES, NO_TENANT, BlockHash
 from kvtier.core.limits import (
     ANNOUNCED_BYTES_MAX,
     ANNOUNCED_MAX,
+    ENDED_REQUESTS_MAX,
     OUTCOMES_MAX,
-    OVER_MAX,
     STEPS_MAX,
 )
-from kvtier.core.plan import PlanOutcome
-from kvtier.core.traits import Traits
+from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 
 
 def request(name: str, num_blocks: int = 1) -> Announcement:
     hashes = [BlockHash(bytes(HASH_BYTES))] * num_blocks
-    return Announcement(Traits(request_id=name), NO_TENANT, hashes, 0)
+    return Announcement(RequestTraits(request_id=name), NO_TENANT, hashes, 0)
 
 
 def step(seconds: float) -> StepSample:
@@ -34,7 +33,7 @@ def names(box: Outbox) -> list[str]:
     taken: list[str] = []
     while (said := box.take_said()).requests or said.over:
         assert len(said.requests) <= ANNOUNCED_MAX
-        assert len(said.over) <= OVER_MAX
+        assert len(said.over) <= ENDED_REQUESTS_MAX
         taken += [each.traits.request_id for each in said.requests]
         taken += [f"over {name}" for name in said.over]
     return taken
@@ -74,8 +73,8 @@ def test_of_too_many_the_oldest_are_lost() -> None:
     assert 0 < len(kept) < 100 * ANNOUNCED_MAX
     assert kept[-1] == str(100 * ANNOUNCED_MAX - 1)
     assert kept == sorted(kept, key=int)
-    box.announce([], [str(number) for number in range(100 * OVER_MAX)])
-    assert 0 < len(names(box)) < 100 * OVER_MAX
+    box.announce([], [str(number) for number in range(100 * ENDED_REQUESTS_MAX)])
+    assert 0 < len(names(box)) < 100 * ENDED_REQUESTS_MAX
 
 
 def test_a_call_is_never_too_large_to_be_sent() -> None:

@@ -8,9 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample, TransferSample
 from kvtier.core.limits import SESSIONS_MAX
-from kvtier.core.plan import Ask, PlanOutcome, PlanReason, RestorePlan, Source
+from kvtier.core.plan import (
+    EngineLoad,
+    ModelFlops,
+    PlanOutcome,
+    PlanReason,
+    PlanRequest,
+    RestorePlan,
+    Source,
+    StepSample,
+    TransferSample,
+)
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 
@@ -47,9 +56,9 @@ def see(made: Planner, now_ns: int, **slow: float) -> None:
             made.note_transfer(TierName(name), True, sample, now_ns)
 
 
-def ask(*runs: tuple[TierName, int], rest: int = 40, **changes: object) -> Ask:
+def ask(*runs: tuple[TierName, int], rest: int = 40, **changes: object) -> PlanRequest:
     found = sum(count for _, count in runs)
-    asked = Ask(
+    asked = PlanRequest(
         key_space=KEY_SPACE,
         sources=tuple(Source(tier, count, 0) for tier, count in runs),
         first_token=0,

@@ -3,10 +3,10 @@
 import pytest
 
 from kvtier.config import load_config
-from kvtier.core.cost.sample import StepSample, TransferSample
+from kvtier.core.plan import StepSample, TransferSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
-from kvtier.core.traits import Traits
 from kvtier.daemon.policies import policies
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ KEY_SPACE = b"k" * 16
 
 def use(block_bytes: int) -> Use:
     keys = [bytes([place]) * 16 for place in range(64)]
-    return Use(keys, block_bytes, 64, bytes(16), Traits())
+    return Use(keys, block_bytes, 64, bytes(16), RequestTraits())
 
 
 def limit_of(made, block_bytes: int, num_reused: int = 2) -> int | None:

@@ -3,8 +3,15 @@
 import json
 from dataclasses import asdict, replace
 
-from kvtier.core.cost.sample import EngineLoad
-from kvtier.core.plan import Ask, Judgement, PlanOutcome, PlanReason, RestorePlan, Source
+from kvtier.core.plan import (
+    EngineLoad,
+    PlanEvaluation,
+    PlanOutcome,
+    PlanReason,
+    PlanRequest,
+    RestorePlan,
+    Source,
+)
 from kvtier.core.residency import TierName
 from kvtier.daemon.status.recent_requests import recent_requests
 from kvtier.node.ledger import Ledger, LoggedDecision
@@ -13,10 +20,10 @@ from kvtier.node.tally import RequestTally
 CPU, SSD = TierName.CPU, TierName.SSD
 FOUND = ((CPU, 2), (SSD, 3), (CPU, 1))
 SOURCES = tuple(Source(tier, length, 0) for tier, length in FOUND)
-ASK = Ask(bytes(16), SOURCES, 128, 640, 64, 3000, None, EngineLoad(), can_split=False)
+ASK = PlanRequest(bytes(16), SOURCES, 128, 640, 64, 3000, None, EngineLoad(), can_split=False)
 PLAN = RestorePlan(7, 6, PlanReason.ALL, total_s=0.25, recompute_total_s=1.25)
 OUTCOME = PlanOutcome(7, ((CPU, 2), (SSD, 2)), 0.1, 256, 0.1, 0.05, 0.5)
-WORTH = Judgement({CPU: 1.0}, {SSD: 0.25}, 0.125, "restore")
+WORTH = PlanEvaluation({CPU: 1.0}, {SSD: 0.25}, 0.125, "restore")
 DECISION = LoggedDecision(7, "cmpl-7", "token", "engine", 5_000_000_000, ASK, PLAN, FOUND)
 
 
@@ -49,7 +56,7 @@ def test_a_request_is_told_before_its_engine_has_said_what_came_of_it() -> None:
 
 
 def test_what_came_of_it_is_told_with_what_it_cost() -> None:
-    request = told(replace(DECISION, outcome=OUTCOME, judgement=WORTH))
+    request = told(replace(DECISION, outcome=OUTCOME, evaluation=WORTH))
     assert request["restored_tokens"] == {"cpu": 128, "ssd": 128, "remote": 0}
     worth = ("first_token_s", "saved_s", "regret_s")
     assert [request[name] for name in worth] == [0.5, 0.75, 0.125]

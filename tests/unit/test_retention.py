@@ -5,8 +5,8 @@ from dialogue import CPU, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import Residency
-from kvtier.core.traits import Traits
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
@@ -148,7 +148,8 @@ def test_a_chain_that_is_none_is_refused(hashes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "traits", [Traits(priority=1), Traits(ttl_s=30.0), Traits(priority=2, ttl_s=30.0)]
+    "traits",
+    [RequestTraits(priority=1), RequestTraits(ttl_s=30.0), RequestTraits(priority=2, ttl_s=30.0)],
 )
 def test_what_a_request_wishes_is_kept(traits):
     stage = open_stage()
@@ -168,8 +169,8 @@ def test_a_priority_outranks_a_lower_one_and_a_pin_outranks_both():
     low, high, pinned = (engine.chain(range(n, n + 4)) for n in (0, 20, 40))
     engine.store(pinned)
     pin(stage, engine, pinned)
-    engine.store(high, traits=Traits(priority=5))
-    engine.store(low, traits=Traits(priority=1))
+    engine.store(high, traits=RequestTraits(priority=5))
+    engine.store(low, traits=RequestTraits(priority=1))
     fill(stage, engine)
     assert [here(stage, each) for each in (low, high, pinned)] == [0, 4, 4]
 
@@ -178,7 +179,7 @@ def test_a_priority_outranks_a_lower_one_and_a_pin_outranks_both():
 def test_an_absurd_time_to_live_is_bounded(ttl_s):
     stage = open_stage()
     engine = engine_on(stage)
-    engine.store(engine.chain(range(4)), traits=Traits(ttl_s=ttl_s))
+    engine.store(engine.chain(range(4)), traits=RequestTraits(ttl_s=ttl_s))
     stage.advance(31 * 86_400 * SECOND)
     fill(stage, engine)
     assert retained_bytes(stage) == 0
@@ -191,7 +192,7 @@ def test_an_announced_request_finds_its_blocks_when_its_turn_comes():
     engine.store(blocks)
     stage.settle()
     empty_cpu(stage)
-    engine.announce(blocks, Traits(request_id="a"))
+    engine.announce(blocks, RequestTraits(request_id="a"))
     stage.settle()
     assert here(stage, blocks) == 4
     assert metric(stage, "kvtier_prefetched_blocks_total", reason="announced") == 4
@@ -207,13 +208,13 @@ def test_an_announced_request_is_waited_for_no_longer_than_that(how):
     engine = engine_on(stage)
     blocks = engine.chain(range(4))
     engine.store(blocks)
-    engine.announce(blocks, Traits(request_id="a"))
+    engine.announce(blocks, RequestTraits(request_id="a"))
     fill(stage, engine)
     assert here(stage, blocks) == 4
     if how == "looked up":
-        engine.answer(engine.lookup(blocks, traits=Traits(request_id="a")))
+        engine.answer(engine.lookup(blocks, traits=RequestTraits(request_id="a")))
     elif how == "over":
-        engine.announce(engine.chain([999]), Traits(request_id="b"), over=["a"])
+        engine.announce(engine.chain([999]), RequestTraits(request_id="b"), over=["a"])
     elif how == "gone":
         stage.post(ev.SessionEnded(engine.ticket))
         engine = engine_on(stage)
@@ -356,9 +357,9 @@ def test_any_store_finds_room_whatever_is_kept(steps):
         if how == 0:
             pin(stage, engine, blocks, float(number))
         elif how == 1:
-            engine.announce(blocks, Traits(request_id=f"{where}", priority=number % 3))
+            engine.announce(blocks, RequestTraits(request_id=f"{where}", priority=number % 3))
         else:
-            engine.store(blocks, traits=Traits(priority=number % 4, ttl_s=float(length)))
+            engine.store(blocks, traits=RequestTraits(priority=number % 4, ttl_s=float(length)))
         if how == 3:
             stage.advance(SECOND)
         stage.settle()

@@ -83,7 +83,7 @@ def test_what_was_not_taken_is_proposed_again(tier):
     tier.use(7, 8)
     order = tier.victims()
     assert tier.victims() == order
-    assert tier.policy.coming(tier.index, tier.slots, SIZE, 3).tolist() == order[:3]
+    assert tier.policy.next_victims(tier.index, tier.slots, SIZE, 3).tolist() == order[:3]
     assert tier.evict(2) == order[:2]
     assert tier.victims() == order[2:]
 
@@ -111,7 +111,7 @@ def test_what_is_pinned_or_kept_stays_and_what_it_hangs_on_goes_last(tier):
 def test_sizes_have_orders_of_their_own(tier):
     tier.use(1, 2)
     assert tier.victims(size=SIZE + 4096) == []
-    assert tier.policy.coming(tier.index, tier.slots, SIZE + 4096, 8).tolist() == []
+    assert tier.policy.next_victims(tier.index, tier.slots, SIZE + 4096, 8).tolist() == []
 
 
 def test_what_the_history_was_not_told_of_can_go_too(tier):

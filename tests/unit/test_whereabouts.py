@@ -8,7 +8,7 @@ from dialogue import CPU, REMOTE, SSD, empty_cpu, engine_on
 
 from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.daemon.policies import policies
 from kvtier.node import action as ac
 from kvtier.node import event as ev
@@ -159,8 +159,8 @@ def test_what_a_request_goes_on_with_may_have_been_stored_before_the_restart():
     stage = open_stage({SSD: holding(SSD, range(6))})
     engine = engine_on(stage)
     blocks = engine.chain(range(6))
-    engine.answer(engine.lookup(blocks[:2], traits=Traits(request_id="r")))
-    engine.prepare(blocks, 2, traits=Traits(request_id="r"))
+    engine.answer(engine.lookup(blocks[:2], traits=RequestTraits(request_id="r")))
+    engine.prepare(blocks, 2, traits=RequestTraits(request_id="r"))
     check_memory(stage.node)
 
 
@@ -177,7 +177,7 @@ def test_any_order_of_warming_and_asking_leaves_both_in_agreement(seed):
             case 0:
                 warm(stage, engine, blocks)
             case 1:
-                engine.announce(blocks, Traits())
+                engine.announce(blocks, RequestTraits())
             case 2:
                 engine.answer(engine.lookup(blocks))
             case 3:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtier.core.limits import PROBES_MAX
+from kvtier.core.limits import EXISTENCE_CHECKS_MAX
 from kvtier.errors import TierError, TierTimeout
 from kvtier.node.crew import Crew
 from kvtier.node.workers import Workers, in_thread
@@ -226,7 +226,7 @@ def test_more_than_may_wait_is_refused() -> None:
         tier = BreakerTier(MemoryTier(1 << 20))
         crew, _ = crew_of(tier)
         release = threading.Event()
-        most = 2 * (tier.properties.num_workers + PROBES_MAX)
+        most = 2 * (tier.properties.num_workers + EXISTENCE_CHECKS_MAX)
         taken = [
             crew.submit(lambda: release.wait(30) and None, "contains", 0) for _ in range(2 * most)
         ]

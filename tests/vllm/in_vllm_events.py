@@ -31,9 +31,9 @@ from vllm.v1.request import Request
 
 from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.routers.events import Events, open_events
-from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import RESYNC, ResidencyChange
 from kvtier.core.table import as_keys
 from kvtier.testing.child import await_true
 
@@ -77,8 +77,8 @@ def followed(events: Events, asked: Request) -> Any:
     return chains.first(3)[0]
 
 
-def change(tier: TierName, hashes: Any, *, is_there: bool = True) -> Change:
-    return Change(tier, is_there, as_keys(b"".join(hashes)))
+def change(tier: TierName, hashes: Any, *, is_there: bool = True) -> ResidencyChange:
+    return ResidencyChange(tier, is_there, as_keys(b"".join(hashes)))
 
 
 def of_blocks(told: list[Any]) -> dict[Any, tuple[Any, ...]]:
@@ -114,7 +114,7 @@ def check_same_words() -> None:
         events, vllms = Events(SPEC, BLOCK_TOKENS, RATIO), manager()
         asked = request(kind, 1000 * number, **more)
         hashes = followed(events, asked)
-        events.news.hear()([START_AGAIN, change(TierName.CPU, hashes)])
+        events.news.hear()([RESYNC, change(TierName.CPU, hashes)])
         vllms.allocate_slots(asked, NUM_TOKENS)
         theirs, ours = of_blocks(vllms.take_events()), events.take(vllms.block_pool)
         assert len(ours) == 1, kind

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.client import Announcement, ClientDeadlines, FoundBlocks, HeldBlocks
-from kvtier.core.cost.sample import EngineLoad, Estimate, StepSample
 from kvtier.core.identity import BlockHash
-from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
+from kvtier.core.plan import EngineLoad, Estimate, PlanOutcome, PlanReason, RestorePlan, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
 
 LEASE_S = 3600.0
@@ -58,7 +57,7 @@ class RecordingClient:
         tenant: bytes,
         hashes: Sequence[BlockHash],
         first: int,
-        traits: Traits,
+        traits: RequestTraits,
         load: EngineLoad,
     ) -> FoundBlocks:
         self._reach()

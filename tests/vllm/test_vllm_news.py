@@ -12,9 +12,9 @@ from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Facts, Told
 from kvtier.connectors.vllm.routers.news import News
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
-from kvtier.core.change import START_AGAIN, Change
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency_change import RESYNC, ResidencyChange
 from kvtier.core.table import as_keys
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -45,8 +45,8 @@ def asked(*tokens: int, spaces: list[bytes] = SPACES[:1], num_named: int = 1000)
     return SimpleNamespace(request=request, chains=chains, num_learned=0)
 
 
-def change(tier: TierName, keys: Any, *, is_there: bool = True) -> Change:
-    return Change(tier, is_there, as_keys(b"".join(keys)))
+def change(tier: TierName, keys: Any, *, is_there: bool = True) -> ResidencyChange:
+    return ResidencyChange(tier, is_there, as_keys(b"".join(keys)))
 
 
 class Router:
@@ -94,7 +94,7 @@ def open_news(num_ranks: int = 1, blocks_max: int = 1000) -> News:
 def test_what_waits_can_be_given_up_and_comes_again_with_the_next_request():
     news, tracked = open_news(2), asked(1, 2, 3, 4, spaces=SPACES)
     for rank, hashes in enumerate(tracked.chains.first(2)):
-        news.hear(rank)([START_AGAIN, change(TierName.CPU, hashes)])
+        news.hear(rank)([RESYNC, change(TierName.CPU, hashes)])
     news.follow(tracked)
     assert news.is_waiting
     news.begin_again()
@@ -107,7 +107,7 @@ def test_a_chain_is_one_run_in_each_medium():
     news, tracked = open_news(), asked(1, 2, 3, 4, 5, 6)
     news.follow(tracked)
     (hashes,) = tracked.chains.first(3)
-    news.hear()([START_AGAIN, change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
+    news.hear()([RESYNC, change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
     told = news.take(1000)
     assert [(medium, len(run)) for medium, run in told.announced] == [(CPU, 3), (STORAGE, 3)]
     assert not told.withdrawn
@@ -116,7 +116,7 @@ def test_a_chain_is_one_run_in_each_medium():
 def test_what_others_stored_is_told_once_a_request_has_met_it():
     news, tracked = open_news(), asked(1, 2, 3, 4)
     (hashes,) = tracked.chains.first(2)
-    news.hear()([START_AGAIN, change(TierName.SSD, hashes)])
+    news.hear()([RESYNC, change(TierName.SSD, hashes)])
     assert not news.take(1000).announced
     news.follow(tracked)
     assert published(news).names(STORAGE) == names_of(tracked)
@@ -172,10 +172,10 @@ def test_a_daemon_that_is_gone_has_nothing():
     news.follow(tracked)
     (hashes,) = tracked.chains.first(2)
     for _ in range(2):
-        news.hear()([START_AGAIN, change(TierName.SSD, hashes)])
+        news.hear()([RESYNC, change(TierName.SSD, hashes)])
         router.hear(news.take(1000))
         assert router.names(STORAGE) == names_of(tracked)
-        news.hear()([START_AGAIN])
+        news.hear()([RESYNC])
         router.hear(news.take(1000))
         assert not router.names(STORAGE)
 
@@ -307,7 +307,7 @@ def test_a_step_withdraws_no_more_than_it_is_to():
     news.follow(new)
     drain()
     assert router.names(CPU) == names_of(new)
-    news.hear()([START_AGAIN])
+    news.hear()([RESYNC])
     drain()
     assert not router.names(CPU)
 
@@ -346,7 +346,7 @@ def test_whatever_happens_a_router_ends_with_what_can_be_loaded(seed: int) -> No
             case 1:
                 router.hear(news.take(rng.choice([1, 5, 1000])))
             case 2 if rng.random() < 0.1:
-                news.hear(rank)([START_AGAIN])
+                news.hear(rank)([RESYNC])
                 truth[rank].clear()
             case 3 if rng.random() < 0.2:
                 news.announce_again()

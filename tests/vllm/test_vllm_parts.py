@@ -26,10 +26,10 @@ from kvtier.connectors.vllm.stats import LOOKUPS
 from kvtier.connectors.vllm.steps import StepChunk, StepClock
 from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm.worker import WorkerHalf
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks
+from kvtier.core.plan import EngineLoad
+from kvtier.core.request import NO_TRAITS
 from kvtier.core.residency import TierName
-from kvtier.core.traits import NO_TRAITS
 from kvtier.errors import DaemonUnavailable
 from kvtier.testing.child import await_true
 from tests.vllm.recording_client import RecordedDaemon, RecordingClient

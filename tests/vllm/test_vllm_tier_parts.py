@@ -26,7 +26,7 @@ from kvtier.connectors.vllm_tier.requests import ChunkAnswer, Requests
 from kvtier.connectors.vllm_tier.transfers import ChunkTransfers, Ended
 from kvtier.core.identity import BlockHash
 from kvtier.core.layout import KVLayout
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.observe.log import Log
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -80,7 +80,7 @@ class SmallTier:
     def begin(self, request_id: str, chunks: Sequence[bytes]) -> None:
         self.requests.add(
             request_id,
-            Traits(request_id if len(request_id) < 100 else ""),
+            RequestTraits(request_id if len(request_id) < 100 else ""),
             lambda first: chunks[first:],
         )
 

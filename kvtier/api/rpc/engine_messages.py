@@ -11,22 +11,21 @@ Rules
 from collections.abc import Sequence
 
 from kvtier.client.wire import tier_from_wire, traits_fault
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import (
     ANNOUNCED_MAX,
     CHAIN_BLOCKS_MAX,
+    ENDED_REQUESTS_MAX,
     OUTCOME_RUNS_MAX,
     OUTCOMES_MAX,
-    OVER_MAX,
     REQUEST_ID_CHARACTERS_MAX,
     SAMPLE_MAX_S,
     STEPS_MAX,
 )
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.node.event import Announced
 from kvtier.v1 import engine_pb2 as pb
 
@@ -52,9 +51,9 @@ _ATTENDED_MAX = 1e18
 """In tokens squared: a million prompts of a million tokens in one step."""
 
 
-def traits_of(traits: pb.Traits) -> Traits:
+def traits_of(traits: pb.Traits) -> RequestTraits:
     """Return what is said of a request."""
-    said = Traits(
+    said = RequestTraits(
         request_id=traits.request_id,
         num_tokens=traits.num_tokens,
         kind=traits.kind,
@@ -108,7 +107,7 @@ def announced_of(requests: Sequence[pb.Announced]) -> tuple[Announced, ...]:
 
 def over_of(ids: Sequence[str]) -> tuple[str, ...]:
     """Return the ids of requests that are over."""
-    _check_length("over", ids, OVER_MAX)
+    _check_length("over", ids, ENDED_REQUESTS_MAX)
     for place, each in enumerate(ids):
         _check_length(f"over[{place}]", each, REQUEST_ID_CHARACTERS_MAX)
     return tuple(ids)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from kvtier.connectors.vllm.tracked import Tracked
-from kvtier.core.cost.sample import EngineLoad
+from kvtier.core.plan import EngineLoad
 
 __all__ = ["Backlog"]
 

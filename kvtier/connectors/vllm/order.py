@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvtier.connectors.vllm.identity.facts import BlockFacts
 from kvtier.core.identity import BlockHash
-from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.core.request import NO_TRAITS, RequestTraits
 
 __all__ = [
     "RankFacts",
@@ -56,7 +56,7 @@ class WorkerStoreOrder:
     """By rank."""
     first: int
     blocks: tuple[tuple[int, ...], ...]
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
     traceparent: str = ""
 

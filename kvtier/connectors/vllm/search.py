@@ -13,10 +13,10 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.client import Client, FoundBlocks, HeldBlocks
-from kvtier.core.cost.sample import EngineLoad
 from kvtier.core.identity import BlockHash
+from kvtier.core.plan import EngineLoad
+from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.core.traits import Traits
 from kvtier.errors import DaemonUnavailable
 from kvtier.observe.trace import TRACES
 
@@ -39,7 +39,7 @@ class Search:
     chains: Sequence[Sequence[BlockHash]]
     """By rank."""
     first: int
-    traits: Traits
+    traits: RequestTraits
     load: EngineLoad
     traceparent: str = ""
     """Of the request, where it is traced."""

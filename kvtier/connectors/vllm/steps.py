@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.core.cost.sample import StepSample
+from kvtier.core.plan import StepSample
 
 __all__ = ["StepChunk", "StepClock", "VllmStep"]
 

@@ -9,7 +9,7 @@ from kvtier.connectors.vllm.account import RequestAccount
 from kvtier.connectors.vllm.chain import RankChains
 from kvtier.connectors.vllm.search import Search
 from kvtier.core.plan import PlanOutcome
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.observe.trace import traceparent_of
 
 __all__ = ["Tracked", "note_blocks", "traits_of"]
@@ -24,7 +24,7 @@ class Tracked:
 
     request: Any
     tenant: bytes
-    traits: Traits
+    traits: RequestTraits
     chains: RankChains
     account: RequestAccount
     blocks: list[int] = field(default_factory=list)
@@ -124,11 +124,11 @@ def note_blocks(tracked: Mapping[str, Tracked], output: Any) -> Mapping[str, int
     return computed
 
 
-def traits_of(request: Any) -> Traits:
+def traits_of(request: Any) -> RequestTraits:
     """Return what a client said of a request, as far as it makes sense."""
     params = request.kv_transfer_params or {}
-    named = Traits(request_id=request.request_id)
-    return Traits(
+    named = RequestTraits(request_id=request.request_id)
+    return RequestTraits(
         # It is for explanations only, and clients have a say in it: one that no message can carry
         # is left out.
         request_id="" if traits_fault(named) else request.request_id,

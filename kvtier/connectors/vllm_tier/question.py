@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtier.client import Client
 from kvtier.core.identity import NO_TENANT, BlockHash
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.errors import DaemonUnavailable
 
 __all__ = ["LookupQuestion"]
@@ -26,7 +26,7 @@ class LookupQuestion:
     client: Client
     hashes: Sequence[BlockHash]
     first: int
-    traits: Traits
+    traits: RequestTraits
     num_found: int = 0
     """Blocks from ``first`` on that the daemon has and advises to load."""
     decision: int = 0

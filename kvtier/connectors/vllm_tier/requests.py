@@ -18,7 +18,7 @@ from kvtier.connectors.vllm_tier.chain import ChunkChain
 from kvtier.connectors.vllm_tier.question import LookupQuestion
 from kvtier.connectors.vllm_tier.transfers import ChunkJob
 from kvtier.core.identity import NO_TENANT, chain_root
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.observe.log import Log, RateLimitedLog
 
 __all__ = ["ChunkAnswer", "Names", "Requests"]
@@ -47,7 +47,7 @@ class ChunkAnswer(Enum):
 
 @dataclass(slots=True)
 class _Tracked:
-    traits: Traits
+    traits: RequestTraits
     chain: ChunkChain
     names: Names
     wanted: set[bytes] = field(default_factory=set)
@@ -94,7 +94,7 @@ class Requests:
         self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
-    def add(self, request_id: str, traits: Traits, names: Names) -> None:
+    def add(self, request_id: str, traits: RequestTraits, names: Names) -> None:
         """Hear of a request. In ``traits`` its id may be missing, where no message can carry it."""
         self._tracked[request_id] = _Tracked(traits, ChunkChain(self._root), names)
         self._unknown.add(request_id)

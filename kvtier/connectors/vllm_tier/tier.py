@@ -33,7 +33,7 @@ from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
 from kvtier.connectors.vllm_tier.requests import ChunkAnswer, Requests
 from kvtier.connectors.vllm_tier.transfers import ChunkTransfers, Ended
 from kvtier.core.layout import KVLayout
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
 
@@ -283,7 +283,7 @@ def _row_bytes(chunks: memoryview) -> int:
     return chunks.strides[0]
 
 
-def _traits(context: Any) -> Traits:
+def _traits(context: Any) -> RequestTraits:
     """Return what is said of a request; how long its prompt is, a tier is not told."""
     return traits_of(
         SimpleNamespace(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvtier.client import Client, LoadedBlock
 from kvtier.connectors.vllm_tier.chain import ChunkRun
 from kvtier.core.identity import NO_TENANT, BlockHash
-from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.observe.log import Log, RateLimitedLog
 
@@ -43,7 +43,7 @@ class ChunkJob:
 
     job: int
     request_id: str
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     hashes: Sequence[BlockHash] = ()
     runs: Sequence[ChunkRun] = ()
     decision: int = 0

@@ -2,28 +2,28 @@
 
 from kvtier.core.admission.base import (
     Admission,
+    AdmissionDecision,
     Admit,
-    Occasion,
+    AdmitEverything,
     Offer,
+    OfferReason,
+    RefusalRule,
     Reject,
-    Rule,
     Throttle,
-    Verdict,
 )
-from kvtier.core.admission.everything import AdmitEverything
 from kvtier.core.admission.gate import QuantileGate
 from kvtier.core.admission.worth import AdmitByWorth
 
 __all__ = [
     "Admission",
+    "AdmissionDecision",
     "Admit",
     "AdmitByWorth",
     "AdmitEverything",
-    "Occasion",
     "Offer",
+    "OfferReason",
     "QuantileGate",
+    "RefusalRule",
     "Reject",
-    "Rule",
     "Throttle",
-    "Verdict",
 ]

@@ -8,10 +8,20 @@ from typing import Protocol
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
 
-__all__ = ["Admission", "Admit", "Occasion", "Offer", "Reject", "Rule", "Throttle", "Verdict"]
+__all__ = [
+    "Admission",
+    "AdmissionDecision",
+    "Admit",
+    "AdmitEverything",
+    "Offer",
+    "OfferReason",
+    "RefusalRule",
+    "Reject",
+    "Throttle",
+]
 
 
-class Occasion(StrEnum):
+class OfferReason(StrEnum):
     """Why blocks are offered to a tier just now."""
 
     STORED = "stored"
@@ -26,7 +36,7 @@ class Occasion(StrEnum):
     """The daemon is about to stop."""
 
 
-class Rule(StrEnum):
+class RefusalRule(StrEnum):
     """What refused a block; each is a label of ``kvtier_refused_blocks_total``."""
 
     WORTH = "worth"
@@ -53,7 +63,7 @@ class Offer:
     queued_bytes: int
     """What already waits to be written to that tier."""
     queued_bytes_max: int
-    occasion: Occasion = Occasion.STORED
+    reason: OfferReason = OfferReason.STORED
     use: Use | None = None
     """To the CPU tier: the request that offers them."""
     num_spare: int = 0
@@ -74,14 +84,14 @@ class Admit:
     """Take the first ``num_blocks`` of what was offered; the others are refused by ``rule``."""
 
     num_blocks: int
-    rule: Rule = Rule.FULL
+    rule: RefusalRule = RefusalRule.FULL
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
     """Take none, because they do not pay."""
 
-    rule: Rule
+    rule: RefusalRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +101,28 @@ class Throttle:
     reason: str
 
 
-Verdict = Admit | Reject | Throttle
+AdmissionDecision = Admit | Reject | Throttle
 
 
 class Admission(Protocol):
     """Answers for each offer. Holds statistics at most; moves nothing."""
 
-    def judge(self, offer: Offer) -> Verdict:
+    def decide(self, offer: Offer) -> AdmissionDecision:
         """Decide about an offer."""
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
         """Take what may be written to a tier for the time being; None: as much as there is."""
+
+
+class AdmitEverything:
+    """An ``Admission`` without an opinion; sheds what the queue to a slower tier cannot hold."""
+
+    def decide(self, offer: Offer) -> AdmissionDecision:
+        """Admit as many leading blocks as the queue has room for."""
+        room = (offer.queued_bytes_max - offer.queued_bytes) // offer.payload_bytes
+        if room <= 0:
+            return Throttle("queue_full")
+        return Admit(min(offer.num_blocks, room))
+
+    def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
+        """Leave budgets to the tiers, which keep them anyway."""

@@ -22,7 +22,15 @@ out, once there is no free room.
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.core.admission.base import Admit, Occasion, Offer, Reject, Rule, Throttle, Verdict
+from kvtier.core.admission.base import (
+    AdmissionDecision,
+    Admit,
+    Offer,
+    OfferReason,
+    RefusalRule,
+    Reject,
+    Throttle,
+)
 from kvtier.core.admission.gate import QuantileGate
 from kvtier.core.cost.fit import table
 from kvtier.core.limits import TRANSFER_BLOCKS
@@ -63,16 +71,16 @@ class AdmitByWorth:
         self._planner = planner
         self._is_ranked = is_ranked
 
-    def judge(self, offer: Offer) -> Verdict:
+    def decide(self, offer: Offer) -> AdmissionDecision:
         """Take as many leading blocks as pay, and as there is room for."""
         room = (offer.queued_bytes_max - offer.queued_bytes) // offer.payload_bytes
         if room <= 0:
             return Throttle("queue_full")
         if offer.tier is TierName.CPU:
-            return self._judge_store(offer, room)
-        if offer.occasion in {Occasion.STORED, Occasion.USED}:
+            return self._decide_store(offer, room)
+        if offer.reason in {OfferReason.STORED, OfferReason.USED}:
             return Admit(min(offer.num_blocks, room))  # as configured, whatever they are worth
-        return self._judge_demotion(offer, room)
+        return self._decide_demotion(offer, room)
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
         """Lower a gate to what may be written."""
@@ -94,7 +102,7 @@ class AdmitByWorth:
             return str(fault)
         return ""
 
-    def _judge_store(self, offer: Offer, room: int) -> Verdict:
+    def _decide_store(self, offer: Offer, room: int) -> AdmissionDecision:
         num_pushing = offer.num_blocks - offer.num_spare
         is_judged = self._is_ranked and offer.use is not None and not offer.is_way_down
         if not is_judged or num_pushing <= 0:
@@ -104,10 +112,12 @@ class AdmitByWorth:
             offer.use, num_pushing, offer.tier
         )
         if not num_worth:
-            return Reject(Rule.WORTH)
-        return Admit(min(num_worth, room), Rule.FULL if room < num_worth else Rule.WORTH)
+            return Reject(RefusalRule.WORTH)
+        return Admit(
+            min(num_worth, room), RefusalRule.FULL if room < num_worth else RefusalRule.WORTH
+        )
 
-    def _judge_demotion(self, offer: Offer, room: int) -> Verdict:
+    def _decide_demotion(self, offer: Offer, room: int) -> AdmissionDecision:
         """Take leading blocks up to the first that does not pay, or that the gate refuses."""
         chances = self._history.p_reuse(offer.keys)
         gate = self.gates.get(offer.tier)
@@ -129,20 +139,20 @@ class AdmitByWorth:
         chance: float,
         end_tokens: int,
         key: bytes,
-    ) -> Rule | None:
+    ) -> RefusalRule | None:
         """Return what refuses a block, if anything does."""
         worth_s = chance * self._worth_s(offer, end_tokens)
         does_pay = chance >= _CHANCE_MIN and worth_s > _FELT_SHARE * self._restore_s(offer)
         if gate is None:
-            return None if does_pay else Rule.WORTH
+            return None if does_pay else RefusalRule.WORTH
         score = chance if does_pay else _WORTHLESS
-        if offer.occasion is Occasion.LEAVING:
+        if offer.reason is OfferReason.LEAVING:
             is_taken = gate.take(score, key, num_bytes=offer.payload_bytes, now_ns=offer.now_ns)
         else:
             is_taken = gate.would_take(score, key)
         if not does_pay:
-            return Rule.WORTH
-        return None if is_taken else Rule.BUDGET
+            return RefusalRule.WORTH
+        return None if is_taken else RefusalRule.BUDGET
 
     def _worth_s(self, offer: Offer, end_tokens: int) -> float:
         """Return what it saves to have a block in the tier when it is asked for."""
@@ -157,5 +167,5 @@ class AdmitByWorth:
 
     @staticmethod
     def _count_needed(gate: QuantileGate | None, offer: Offer) -> None:
-        if gate is not None and offer.occasion is Occasion.LEAVING:
+        if gate is not None and offer.reason is OfferReason.LEAVING:
             gate.take_needed(num_bytes=offer.payload_bytes, now_ns=offer.now_ns)

@@ -1,13 +1,15 @@
 """The seam between the CPU tier and the policy that empties it."""
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterator
 from typing import Protocol
+
+import numpy as np
 
 from kvtier.core.index import BlockIndex
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import Rows
 
-__all__ = ["Eviction"]
+__all__ = ["Eviction", "remaining_by_age", "stamp_chain"]
 
 
 class Eviction(Protocol):
@@ -38,5 +40,25 @@ class Eviction(Protocol):
         generator is closed is proposed again.
         """
 
-    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return about ``count`` of the rows that will be proposed next, in about that order."""
+
+
+def stamp_chain(index: BlockIndex, rows: Rows, clock: int) -> int:
+    """Stamp a chain's leading blocks after ``clock``, the root newest; returns the clock then."""
+    after = clock + len(rows) + 1
+    index.stamp[rows] = np.arange(after - 1, clock, -1)
+    return after
+
+
+def remaining_by_age(
+    index: BlockIndex, slots: SlabAllocator, size: int, before: int, proposed: Collection[int]
+) -> Iterator[int]:
+    """Yield the evictable rows of a size that were used before a mark, least recently used first.
+
+    But for those proposed already.
+    """
+    rows = slots.owners_of(size)
+    rows = rows[index.evictable(rows) & (index.stamp[rows] < before)]
+    rows = rows[np.argsort(index.stamp[rows])]
+    return (row for row in rows.tolist() if row not in proposed)

@@ -101,7 +101,7 @@ class LeafLru:
                 if self._is_evictable(index, row, stamp):
                     heappush(queue.returned, (stamp, row))  # it was not taken
 
-    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return the oldest, of those that are still so."""
         queue = self._queues.setdefault(size, _Queue())
         if len(queue.oldest) < count:

@@ -10,12 +10,12 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.core.eviction.rest import rest_by_age, stamp_chain
+from kvtier.core.eviction.base import remaining_by_age, stamp_chain
 from kvtier.core.index import IS_KEPT, BlockIndex
-from kvtier.core.limits import COMING_BLOCKS_MAX
+from kvtier.core.limits import NEXT_VICTIMS_MAX
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.eviction_queue import Credit
 from kvtier.core.reuse.history import History
-from kvtier.core.reuse.order import Credit
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows
 
@@ -60,12 +60,12 @@ class RunDensity:
         for row in self._history.orders.next_out(TierName.CPU, size, is_spared):
             proposed.add(row)
             yield row
-        yield from rest_by_age(index, slots, size, limit, proposed)
+        yield from remaining_by_age(index, slots, size, limit, proposed)
 
-    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next; a bounded number, since each costs 3 us."""
         victims = self.victims(index, slots, size)
-        rows = np.array(list(islice(victims, min(count, COMING_BLOCKS_MAX))), np.int64)
+        rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
         victims.close()
         return rows
 

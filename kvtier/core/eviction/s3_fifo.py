@@ -19,9 +19,9 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.core.eviction.rest import rest_by_age, stamp_chain
+from kvtier.core.eviction.base import remaining_by_age, stamp_chain
 from kvtier.core.index import IS_KEPT, BlockIndex
-from kvtier.core.limits import COMING_BLOCKS_MAX
+from kvtier.core.limits import NEXT_VICTIMS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -98,15 +98,15 @@ class S3Fifo:
                 gone[parent] += 1
                 if parent in looked:  # it was passed over, and may be a leaf now
                     _put_first(parent, looked.pop(parent))
-            yield from rest_by_age(index, slots, size, limit, proposed)
+            yield from remaining_by_age(index, slots, size, limit, proposed)
         finally:
             for key, place in reversed(looked.items()):
                 _put_first(key, place)
 
-    def coming(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
+    def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next, a bounded number."""
         victims = self.victims(index, slots, size)
-        rows = np.array(list(islice(victims, min(count, COMING_BLOCKS_MAX))), np.int64)
+        rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
         victims.close()
         return rows
 
@@ -123,7 +123,7 @@ class S3Fifo:
             key, (row, seen) = queue.popitem(last=False)
             if not _is_there(index, row, key):
                 continue
-            seen_now, num_children = self._history.standing(TierName.CPU, key)
+            seen_now, num_children = self._history.uses_and_children(TierName.CPU, key)
             num_uses = seen_now - seen
             if num_uses <= 0:
                 yield key, (queue, row, seen), num_children

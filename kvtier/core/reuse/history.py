@@ -29,15 +29,13 @@ from kvtier.core.fate import Fate
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Places, RememberedBlocks
-from kvtier.core.reuse.ghost import Ghosts
+from kvtier.core.reuse.eviction_queue import COLUMN, EvictionQueues
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
-from kvtier.core.reuse.orders import COLUMN, TierOrders
-from kvtier.core.reuse.run import NONE, Runs
-from kvtier.core.reuse.tenant import TenantHints
-from kvtier.core.reuse.use import LENGTH_TOKENS, Touched, Use
+from kvtier.core.reuse.run import NONE, Ghosts, Runs
+from kvtier.core.reuse.use import LENGTH_TOKENS, TenantHints, TouchResult, Use
 from kvtier.core.slots import slot_bytes
 
-__all__ = ["History", "Touched", "Use"]
+__all__ = ["History", "TouchResult", "Use"]
 
 _EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
 
@@ -86,7 +84,7 @@ class History:
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
         """By age bin that can be left, tickets of its runs, the oldest first."""
         self._ghosts = Ghosts(self.blocks, self.runs)
-        self.orders = TierOrders(self.blocks, self.runs, self._hazards, by_tokens)
+        self.orders = EvictionQueues(self.blocks, self.runs, self._hazards, by_tokens)
         """In which the blocks of each tier leave it."""
 
     @property
@@ -133,7 +131,7 @@ class History:
                         self._ghosts.trim(run, now_ns)
         return not num_left
 
-    def touch(self, use: Use, now_ns: int, num_stored: int = 0) -> Touched:
+    def touch(self, use: Use, now_ns: int, num_stored: int = 0) -> TouchResult:
         """Note one use of a chain, all of whose blocks are remembered from now on.
 
         Of the first ``num_stored`` blocks it is known that they were stored before, though they may
@@ -145,7 +143,7 @@ class History:
         blocks = self.blocks
         rows, num_known = self._rows_of(use)
         if not len(rows):
-            return Touched(0, 0, 0)
+            return TouchResult(0, 0, 0)
         num_old = max(num_known, min(num_stored, len(rows)))
         last = int(rows[num_known - 1]) if num_known else NO_ROW
         times_seen = int(blocks.uses[last]) if num_known else int(num_old > 0)
@@ -160,7 +158,7 @@ class History:
         blocks.uses[rows[num_known:]] += 1
         blocks.uses[rows[num_known:num_old]] = 2
         self._begin_runs(use, rows, num_old, turn, num_known if is_fork else 0)
-        return Touched(num_known, turn, times_seen)
+        return TouchResult(num_known, turn, times_seen)
 
     def extend(self, use: Use, now_ns: int) -> int:
         """Remember the blocks of a chain that are not known yet; known ones do not count as used.
@@ -281,7 +279,7 @@ class History:
         row = self.blocks.row(key)
         return 0 if row == NO_ROW else int(self.blocks.uses[row])
 
-    def standing(self, tier: TierName, key: bytes) -> tuple[int, int]:
+    def uses_and_children(self, tier: TierName, key: bytes) -> tuple[int, int]:
         """Return how many requests named a block, and how many of its children are in a tier."""
         row = self.blocks.row(key)
         if row == NO_ROW:
@@ -290,7 +288,7 @@ class History:
 
     def num_children(self, tier: TierName, key: bytes) -> int:
         """Return how many children of a block are in a tier, as far as is remembered."""
-        return self.standing(tier, key)[1]
+        return self.uses_and_children(tier, key)[1]
 
     def p_reuse(self, keys: Sequence[bytes], within_s: float = 1800.0) -> list[float]:
         """Return how likely each block is asked for within a time; 0.0 where not remembered."""

@@ -1,12 +1,14 @@
 """A use: what one request tells of its chain, and what was known of it before."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.core.identity import NO_TENANT
-from kvtier.core.traits import NO_TRAITS, Traits
+from kvtier.core.limits import TENANTS_COUNTED_MAX
+from kvtier.core.request import NO_TRAITS, RequestTraits
 
-__all__ = ["LENGTH_TOKENS", "Touched", "Use"]
+__all__ = ["LENGTH_TOKENS", "TenantHints", "TouchResult", "Use"]
 
 LENGTH_TOKENS = 512
 """New parts of requests are told apart by powers of two from here on."""
@@ -24,7 +26,7 @@ class Use:
     payload_bytes: int
     block_tokens: int
     tenant: bytes = NO_TENANT
-    traits: Traits = NO_TRAITS
+    traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
     """Blocks from this one on hold generated tokens; -1: none does."""
 
@@ -46,7 +48,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Touched:
+class TouchResult:
     """What was remembered of a chain before a use of it."""
 
     num_known: int
@@ -55,3 +57,40 @@ class Touched:
     """0: it is new, or known is only what many chains share; 1: its second turn, and so on."""
     times_seen: int
     """How often the last known block was named before."""
+
+
+_HINTS_MIN = 500.0
+"""Lately: fewer say little of each of the dozens of classes that they fall into."""
+
+_HALF_LIFE_HINTS = 7000.0
+"""As for the counts of what came back. At most twenty tenants are judged alone at a time, then."""
+
+_WEIGHT_MAX = 2.0**64
+
+
+class TenantHints:
+    """Counts hints by tenant; older ones weigh less."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, float] = OrderedDict()
+        """In units of the weight of a hint when counting began; who hinted last is last."""
+        self._weight = 1.0
+        """Of a hint now: it grows, so that not all counts have to shrink each time."""
+
+    def note(self, use: Use) -> None:
+        """Count a request, if it has a tenant and says something of its future."""
+        if not use.hint or use.tenant == NO_TENANT:
+            return
+        self._weight *= 2.0 ** (1 / _HALF_LIFE_HINTS)
+        self._counts[use.tenant] = self._counts.get(use.tenant, 0.0) + self._weight
+        self._counts.move_to_end(use.tenant)
+        if len(self._counts) > TENANTS_COUNTED_MAX:
+            self._counts.popitem(last=False)
+        if self._weight > _WEIGHT_MAX:
+            self._counts = OrderedDict((k, n / self._weight) for k, n in self._counts.items())
+            self._weight = 1.0
+
+    def alone(self, use: Use) -> bytes:
+        """Return the tenant if its hints are judged by themselves, else nothing."""
+        is_known = use.hint and self._counts.get(use.tenant, 0.0) >= _HINTS_MIN * self._weight
+        return use.tenant if is_known else b""

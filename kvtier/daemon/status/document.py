@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier import __version__
-from kvtier.core.census import BlockTotals
+from kvtier.core.key_space_usage import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.daemon.policies import Policies

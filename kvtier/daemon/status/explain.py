@@ -19,7 +19,7 @@ from kvtier.core.identity import HASH_BYTES, NO_TENANT
 from kvtier.core.index import Scope
 from kvtier.core.limits import EXPLAINED_RUNS_MAX
 from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
-from kvtier.core.planner import Judgement
+from kvtier.core.planner import PlanEvaluation
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.daemon.persistence.key_spaces import KeySpaces
@@ -223,7 +223,7 @@ class Explainer:
                 for fate, count in decision.missed.items()
             ],
             "outcome": _outcome(decision.outcome) if decision.outcome else None,
-            "judgement": _judgement(decision.judgement) if decision.judgement else None,
+            "judgement": _evaluation(decision.evaluation) if decision.evaluation else None,
             "model": self._node.planner.document() if self._node.planner else None,
         }
 
@@ -273,13 +273,13 @@ def _outcome(outcome: PlanOutcome) -> _Document:
     }
 
 
-def _judgement(judgement: Judgement) -> _Document:
+def _evaluation(evaluation: PlanEvaluation) -> _Document:
     return {
-        "taken": judgement.taken,
-        "saved_s": {tier.value: _number(seconds) for tier, seconds in judgement.saved_s.items()},
-        "lost_s": {tier.value: _number(seconds) for tier, seconds in judgement.lost_s.items()},
-        "regret_s": _number(judgement.regret_s),
-        "cold_s": None if judgement.cold_s is None else _number(judgement.cold_s),
+        "taken": evaluation.taken,
+        "saved_s": {tier.value: _number(seconds) for tier, seconds in evaluation.saved_s.items()},
+        "lost_s": {tier.value: _number(seconds) for tier, seconds in evaluation.lost_s.items()},
+        "regret_s": _number(evaluation.regret_s),
+        "cold_s": None if evaluation.cold_s is None else _number(evaluation.cold_s),
     }
 
 

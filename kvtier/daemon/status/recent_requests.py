@@ -27,16 +27,16 @@ def recent_requests(ledger: Ledger, now_ns: int) -> list[_Document]:
 
 def _request(decision: LoggedDecision, now_ns: int) -> _Document:
     """Tell of one; what is not known, or not known yet, is None."""
-    ask, plan, outcome, judgement = (
+    ask, plan, outcome, evaluation = (
         decision.ask,
         decision.plan,
         decision.outcome,
-        decision.judgement,
+        decision.evaluation,
     )
     is_compared = plan.reason is not PlanReason.NOTHING and plan.total_s > 0
     saved_s = None
-    if judgement is not None:
-        saved_s = sum(judgement.saved_s.values(), 0.0) - sum(judgement.lost_s.values())
+    if evaluation is not None:
+        saved_s = sum(evaluation.saved_s.values(), 0.0) - sum(evaluation.lost_s.values())
     return {
         "decision": decision.number,
         "request_id": decision.request_id,
@@ -52,8 +52,8 @@ def _request(decision: LoggedDecision, now_ns: int) -> _Document:
         "restored_tokens": _tokens(outcome.tiers, ask.block_tokens) if outcome else None,
         "first_token_s": _seconds(outcome.ttft_s if outcome else None),
         "saved_s": _seconds(saved_s),
-        "regret_s": _seconds(judgement.regret_s if judgement else None),
-        "cold_s": _seconds(judgement.cold_s if judgement else None),
+        "regret_s": _seconds(evaluation.regret_s if evaluation else None),
+        "cold_s": _seconds(evaluation.cold_s if evaluation else None),
     }
 
 

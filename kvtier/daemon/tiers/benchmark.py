@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.core.cost.sample import TransferSample
 from kvtier.core.identity import (
     HASH_BYTES,
     NO_TENANT,
@@ -22,6 +21,7 @@ from kvtier.core.identity import (
     chain_root,
     payload_checksum,
 )
+from kvtier.core.plan import TransferSample
 from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
 from kvtier.tiers.check import seconds_left

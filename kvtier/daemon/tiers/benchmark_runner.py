@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvtier.core.cost.sample import TransferSample
+from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, measure

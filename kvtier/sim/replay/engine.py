@@ -7,11 +7,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.core.cost.sample import EngineLoad, StepSample
 from kvtier.core.identity import HASH_BYTES, split_hashes
-from kvtier.core.plan import PlanOutcome, RestorePlan
+from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
 from kvtier.core.residency import TierName
-from kvtier.engine.meeting import Meeting
+from kvtier.engine.split import SplitProgress
 from kvtier.node import action as ac
 from kvtier.node import event as ev
 from kvtier.sim.replay.context import Pipe, ReplayContext
@@ -239,7 +238,7 @@ class ReplayRequest:
         self._wanted = self._hashes[: num_wanted * HASH_BYTES]
         self._active_load: ActiveLoad | None = None
         self._num_planned = 0
-        self._meeting = Meeting(0)
+        self._meeting = SplitProgress(0)
         """Of a load from the back."""
         self._front = 0
         """Tokens from the first one on that are in place."""
@@ -351,7 +350,7 @@ class ReplayRequest:
         )
         if context.adapter.listen(load, active_load.announced) is not None:
             return False
-        self._active_load, self._meeting = active_load, Meeting(self._num_planned)
+        self._active_load, self._meeting = active_load, SplitProgress(self._num_planned)
         context.tick_at(load.deadline_ns, lambda: active_load.is_over)
         return True
 

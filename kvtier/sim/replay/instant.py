@@ -8,9 +8,8 @@ that take no time, though they report what they would have taken.
 
 from collections.abc import Callable
 
-from kvtier.core.cost.sample import StepSample
 from kvtier.core.identity import HASH_BYTES, split_hashes
-from kvtier.core.plan import PlanOutcome
+from kvtier.core.plan import PlanOutcome, StepSample
 from kvtier.core.residency import TierName
 from kvtier.node import action as ac
 from kvtier.node import event as ev

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.cost.sample import StepSample
 from kvtier.core.layout import KVLayout, paged_layout
+from kvtier.core.plan import StepSample
 from kvtier.errors import StartError
 
 __all__ = ["DTYPE_BYTES", "Dimensions", "PrefillModel", "fit_profile", "read_dimensions"]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier.config import Config, load_config
 from kvtier.core.limits import ENGINE_SHARE, STORE_ARENA_SHARE
-from kvtier.core.traits import Traits
+from kvtier.core.request import RequestTraits
 from kvtier.errors import StartError
 from kvtier.sim.replay.prefill import PrefillModel
 from kvtier.sim.replay.trace import Trace, continuations
@@ -176,10 +176,10 @@ def with_hints(trace: Trace, right_share: float, seed: int = 0) -> Trace:
     return replace(trace, requests=requests)
 
 
-def traits_of(trace: Trace, number: int) -> Traits:
+def traits_of(trace: Trace, number: int) -> RequestTraits:
     """Return what a request says of itself."""
     request = trace.requests[number]
-    return Traits(
+    return RequestTraits(
         request_id=str(number),
         num_tokens=request.num_tokens,
         kind=request.kind,

@@ -50,7 +50,7 @@ class TraceRequest:
     tenant: bytes = NO_TENANT
     kind: str = ""
     continues: float | None = None
-    """What its client said of it; see ``Traits``."""
+    """What its client said of it; see ``RequestTraits``."""
     gap_s: float | None = None
 
 

@@ -32,9 +32,9 @@ from kvtier.client.watch import Hear
 from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Block, Facts, Told, runs_of
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
 from kvtier.connectors.vllm.tracked import Tracked
-from kvtier.core.change import Change
 from kvtier.core.identity import HASH_BYTES, BlockHash
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import ResidencyChange
 from kvtier.core.table import Keys, as_keys
 
 __all__ = ["Describe", "News"]
@@ -179,7 +179,7 @@ class News:
                 break
         return first + len(described)
 
-    def _hear(self, rank: int, changes: Sequence[Change]) -> None:
+    def _hear(self, rank: int, changes: Sequence[ResidencyChange]) -> None:
         for change in changes:
             if change.tier is None:
                 self._start_again(rank)

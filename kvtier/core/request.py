@@ -1,12 +1,13 @@
 """What a client says of a request besides its tokens: hints, wishes and limits."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
-__all__ = ["NO_TRAITS", "Traits"]
+__all__ = ["NO_TRAITS", "LoadPurpose", "RequestTraits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class RequestTraits:
     """Everything has a default, so that a client that says nothing is served as well."""
 
     request_id: str = ""
@@ -29,5 +30,29 @@ class Traits:
     """At most so many tokens are restored, rounded down to blocks; 0: none."""
 
 
-NO_TRAITS = Traits()
+NO_TRAITS = RequestTraits()
 """Of a request of which nothing is said."""
+
+
+class LoadPurpose(Enum):
+    """Blocks that one call holds and another copies are counted once, each half where it is done.
+
+    vLLM must know what it will get before it has room for it: its scheduler holds, a worker copies.
+    """
+
+    COPY = auto()
+    """Bring blocks up and copy them."""
+    HOLD = auto()
+    """Bring them up, for somebody who copies them later."""
+    COPY_HELD = auto()
+    """Copy what was brought up so."""
+
+    @property
+    def brings(self) -> bool:
+        """Tell whether it is this load that brings blocks up."""
+        return self is not LoadPurpose.COPY_HELD
+
+    @property
+    def copies(self) -> bool:
+        """Tell whether it is this load that copies them."""
+        return self is not LoadPurpose.HOLD

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 
 from kvtier.core import index as index_module
-from kvtier.core.census import BlockTotals
 from kvtier.core.identity import NO_TENANT, pack_headers
 from kvtier.core.index import BlockIndex, NewBlocks, Scope
+from kvtier.core.key_space_usage import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.testing.block import make_chain
@@ -36,12 +36,12 @@ def test_blocks_count_from_ready_until_they_leave():
     rows = rows_of(index, 1, 5)
     index.move(rows, TierName.CPU, Residency.WRITING)
     assert index.held_in(TierName.CPU) == {}
-    assert not index.census.has(key_space(1))
+    assert not index.key_space_usage.has_blocks(key_space(1))
     index.move(rows, TierName.CPU, Residency.READY)
     index.move(rows, TierName.CPU, Residency.READY)
     assert index.held_in(TierName.CPU) == {key_space(1): BlockTotals(5, 500)}
-    assert index.census.has(key_space(1))
-    assert not index.census.has(key_space(2))
+    assert index.key_space_usage.has_blocks(key_space(1))
+    assert not index.key_space_usage.has_blocks(key_space(2))
     index.move(int(rows[0]), TierName.CPU, Residency.EVICTING)
     index.move(rows[:0], TierName.CPU, Residency.READY)
     assert index.held_in(TierName.CPU) == {key_space(1): BlockTotals(4, 400)}
@@ -89,4 +89,4 @@ def test_key_spaces_without_blocks_make_room_for_others(monkeypatch):
         index.move(rows, TierName.CPU, Residency.ABSENT)
         index.forget_absent(rows)
     assert index.held_in(TierName.SSD) == {key_space(10_000): BlockTotals(3, 300)}
-    assert len(index.census) < 20
+    assert len(index.key_space_usage) < 20

@@ -15,28 +15,27 @@ restore(m - f)) + compute(rest)``, best where both meet.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.core.cost.recompute import EngineCost
-from kvtier.core.cost.restore import Restores, Speed
-from kvtier.core.cost.sample import Estimate
-from kvtier.core.plan import Ask
+from kvtier.core.cost.engine import EngineCost
+from kvtier.core.cost.route import RouteCosts, RouteSpeed
+from kvtier.core.plan import Estimate, PlanRequest
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Road", "Roads"]
+__all__ = ["RestorePath", "RestorePaths"]
 
 _RUNS_MAX = 12
 """Runs that are told apart: more often than that tiers do not take turns in a real chain."""
 
-_MEETING_ROUNDS = 12
+_SPLIT_ROUNDS = 12
 """Secants and halvings on the way to where front and back meet."""
 
-_MET = 0.01
+_SPLIT_TOLERANCE = 0.01
 """They have met when they miss each other by so small a part of the way."""
 
 _CPU = LOWER_TIERS.index(TierName.CPU)
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class RestorePath:
     """Restore the first ``num_blocks``; if split, from the back while the front is computed."""
 
     num_blocks: int
@@ -51,74 +50,74 @@ class Road:
 
 
 @dataclass(frozen=True, slots=True)
-class _Back:
+class _TailLoad:
     """What is loaded from the back, and how: in smaller parts than elsewhere."""
 
     num_blocks: int
-    speeds: Sequence[Speed]
+    speeds: Sequence[RouteSpeed]
 
 
-class Roads:
+class RestorePaths:
     """All roads of one request, as the models see them at one moment."""
 
-    def __init__(self, ask: Ask, restores: Restores, engine: EngineCost) -> None:
-        self._ask = ask
-        self._runs = _runs(ask)
-        self._speeds = [restores.route(tier).speed(ask.block_bytes) for tier in LOWER_TIERS]
+    def __init__(self, request: PlanRequest, restores: RouteCosts, engine: EngineCost) -> None:
+        self._request = request
+        self._runs = _runs(request)
+        self._speeds = [restores.route(tier).speed(request.block_bytes) for tier in LOWER_TIERS]
         self._queued_s = self._queues()
-        self._pace = engine.pace(ask.load)
+        self._speed = engine.speed(request.load)
         self.is_settled = engine.is_settled
         """Whether the predicted compute time rests on more than the engine's first steps."""
-        self.wait_s = engine.wait_s(ask.load, self._pace)
+        self.wait_s = engine.wait_s(request.load, self._speed)
         """Expected time until the engine starts on the request."""
-        self._first = ask.first_token
-        known = ask.first_token + ask.num_found * ask.block_tokens
-        self._end = max(ask.num_tokens, known + 1)  # the last token is always computed
+        self._first = request.first_token
+        known = request.first_token + request.num_found * request.block_tokens
+        self._end = max(request.num_tokens, known + 1)  # the last token is always computed
         self.recompute = self._recompute(self._end)
         """Restoring nothing."""
 
     def _queues(self) -> list[float]:
         """Return how long what is queued already holds each tier up."""
         queued = [0.0] * len(LOWER_TIERS)
-        for source in self._ask.sources:
+        for source in self._request.sources:
             place = LOWER_TIERS.index(source.tier)
-            blocks = max(source.queued_bytes, 0) / max(self._ask.block_bytes, 1)
+            blocks = max(source.queued_bytes, 0) / max(self._request.block_bytes, 1)
             queued[place] = max(queued[place], self._speeds[place].passing_s(blocks))
         return queued
 
     # What roads take
 
-    def restore_road(self, num_blocks: int) -> Road:
+    def restore_path(self, num_blocks: int) -> RestorePath:
         """Return the road on which the first blocks are restored, and then the rest computed."""
         mean_s, p95_s, slowest = self._arrival(self._counts(0, num_blocks))
-        rest_s = self._pace.compute_s(self._token(num_blocks), self._end)
+        rest_s = self._speed.compute_s(self._token(num_blocks), self._end)
         total_s = max(self.wait_s, mean_s) + rest_s
-        slow_s = max(self.wait_s * self._pace.tail_of(self.wait_s), p95_s)
-        total_p95_s = slow_s + rest_s * self._pace.tail_of(rest_s)
+        slow_s = max(self.wait_s * self._speed.tail_of(self.wait_s), p95_s)
+        total_p95_s = slow_s + rest_s * self._speed.tail_of(rest_s)
         total = Estimate(total_s, total_p95_s)
-        return Road(num_blocks, False, Estimate(mean_s, p95_s), total, LOWER_TIERS[slowest])
+        return RestorePath(num_blocks, False, Estimate(mean_s, p95_s), total, LOWER_TIERS[slowest])
 
-    def split_road(self, num_blocks: int, wait_max_s: float) -> Road:
+    def split_path(self, num_blocks: int, wait_max_s: float) -> RestorePath:
         """Return the same road, but with the front computed meanwhile.
 
         What has not come from the back after ``wait_max_s`` is computed as well.
         """
-        plain = self.restore_road(num_blocks)
+        plain = self.restore_path(num_blocks)
         if plain.restore.mean_s <= self.wait_s:
             return plain  # all is there before the engine comes to it
-        back = _Back(num_blocks, [speed.in_parts(num_blocks) for speed in self._speeds])
-        front = self._meeting(back)
-        if self._back_s(front, back) > wait_max_s:
-            front = self._front_by(wait_max_s, front, back)
-        mean_s, _, slowest = self._arrival(self._counts(front, num_blocks), back.speeds)
+        tail = _TailLoad(num_blocks, [speed.in_parts(num_blocks) for speed in self._speeds])
+        front = self._split_point(tail)
+        if self._tail_s(front, tail) > wait_max_s:
+            front = self._front_by(wait_max_s, front, tail)
+        mean_s, _, slowest = self._arrival(self._counts(front, num_blocks), tail.speeds)
         met_s = max(self._front_s(front), mean_s)
-        total_s = met_s + self._pace.compute_s(self._token(num_blocks), self._end)
+        total_s = met_s + self._speed.compute_s(self._token(num_blocks), self._end)
         # However slow the restore, the front goes on: computing everything is the worst.
         total_p95_s = max(min(plain.total.p95_s, self.recompute.p95_s), total_s)
         restore = Estimate(met_s, max(plain.restore.p95_s, met_s))
         total = Estimate(total_s, total_p95_s)
-        part_blocks = back.speeds[slowest].part_blocks if slowest != _CPU else 0
-        return Road(num_blocks, True, restore, total, LOWER_TIERS[slowest], part_blocks)
+        part_blocks = tail.speeds[slowest].part_blocks if slowest != _CPU else 0
+        return RestorePath(num_blocks, True, restore, total, LOWER_TIERS[slowest], part_blocks)
 
     def recompute_of(self, num_blocks: int) -> Estimate:
         """Predict computing the first blocks, the wait for the engine included."""
@@ -136,13 +135,13 @@ class Roads:
     @property
     def engine_lag(self) -> float:
         """Return by how much those of computing are."""
-        return self._pace.lag
+        return self._speed.lag
 
     # Which roads there are
 
-    def plain(self, most: int) -> list[Road]:
+    def plain(self, most: int) -> list[RestorePath]:
         """Return every road without a split that can be the best, with at most so many blocks."""
-        return [self.restore_road(stop) for stop in sorted(set(self._stops(most))) if stop > 0]
+        return [self.restore_path(stop) for stop in sorted(set(self._stops(most))) if stop > 0]
 
     def within(self, seconds: float, most: int) -> int:
         """Return how many leading blocks are restored in a time, at most so many."""
@@ -164,23 +163,23 @@ class Roads:
         if self.wait_s > 0:
             yield self.within(self.wait_s, most)
         # Rests of one step: the shortest one that is worth it, and a full one.
-        tokens = max(self._ask.block_tokens, 1)
-        for rest in (self._pace.knee_tokens, float(self._pace.chunk)):
+        tokens = max(self._request.block_tokens, 1)
+        for rest in (self._speed.knee_tokens, float(self._speed.chunk)):
             yield min(int((self._end - self._first - rest) // tokens), most)
 
-    def _meeting(self, back: _Back) -> int:
+    def _split_point(self, tail: _TailLoad) -> int:
         """Return how many front blocks are computed when the others have come."""
-        low, high = 0, back.num_blocks
-        low_s = self._ahead_s(low, back)  # below 0: the front waits for the back
-        high_s = self._ahead_s(high, back)
-        enough_s = _MET * max(high_s, -low_s)
-        for turn in range(_MEETING_ROUNDS):
+        low, high = 0, tail.num_blocks
+        low_s = self._ahead_s(low, tail)  # below 0: the front waits for the back
+        high_s = self._ahead_s(high, tail)
+        enough_s = _SPLIT_TOLERANCE * max(high_s, -low_s)
+        for turn in range(_SPLIT_ROUNDS):
             if high - low <= 1:
                 break
             # A secant finds it at once where both are straight; halving where it crawls.
             share = 0.5 if turn % 3 == 2 else low_s / (low_s - high_s)
             middle = min(max(low + round((high - low) * share), low + 1), high - 1)
-            middle_s = self._ahead_s(middle, back)
+            middle_s = self._ahead_s(middle, tail)
             if abs(middle_s) <= enough_s:
                 return middle
             if middle_s < 0:
@@ -189,50 +188,50 @@ class Roads:
                 high, high_s = middle, middle_s
         return high
 
-    def _front_by(self, seconds: float, low: int, back: _Back) -> int:
+    def _front_by(self, seconds: float, low: int, tail: _TailLoad) -> int:
         """Return how many front blocks are left when so much time was spent on the back."""
-        high = back.num_blocks
+        high = tail.num_blocks
         while low < high:
             middle = (low + high) // 2
-            if self._back_s(middle, back) <= seconds:
+            if self._tail_s(middle, tail) <= seconds:
                 high = middle
             else:
                 low = middle + 1
         return high
 
-    def _ahead_s(self, front: int, back: _Back) -> float:
+    def _ahead_s(self, front: int, tail: _TailLoad) -> float:
         """Return by how much computing the front takes longer than loading the rest."""
-        return self._front_s(front) - self._back_s(front, back)
+        return self._front_s(front) - self._tail_s(front, tail)
 
-    def _back_s(self, front: int, back: _Back) -> float:
-        return self._arrival(self._counts(front, back.num_blocks), back.speeds)[0]
+    def _tail_s(self, front: int, tail: _TailLoad) -> float:
+        return self._arrival(self._counts(front, tail.num_blocks), tail.speeds)[0]
 
     # Parts
 
     def _token(self, num_blocks: int) -> int:
-        return self._first + num_blocks * self._ask.block_tokens
+        return self._first + num_blocks * self._request.block_tokens
 
     def _front_s(self, num_blocks: int) -> float:
-        computed_s = self._pace.compute_s(self._first, self._token(num_blocks))
+        computed_s = self._speed.compute_s(self._first, self._token(num_blocks))
         return self.wait_s + computed_s + self._claims_s(num_blocks)
 
     def _claims_s(self, num_blocks: int) -> float:
         """Return what it costs that a front is computed in small steps at first, and at last.
 
         The engine claims a block, then as many as it has, and towards the meeting less again (see
-        ``engine.meeting``). Each step takes the floor, however little is claimed for it.
+        ``engine.split``). Each step takes the floor, however little is claimed for it.
         """
-        pace, block_tokens = self._pace, max(self._ask.block_tokens, 1)
+        speed, block_tokens = self._speed, max(self._request.block_tokens, 1)
         seconds, size, left = 0.0, 1, num_blocks
-        while left > 0 and size * block_tokens < pace.knee_tokens:
-            seconds += pace.floor_s - pace.base_s - size * block_tokens * pace.token_s
+        while left > 0 and size * block_tokens < speed.knee_tokens:
+            seconds += speed.floor_s - speed.base_s - size * block_tokens * speed.token_s
             left -= 2 * size
             size *= 2
         return 2 * seconds
 
     def _recompute(self, end: int) -> Estimate:
-        mean_s = self.wait_s + self._pace.compute_s(self._first, end)
-        return Estimate(mean_s, mean_s * self._pace.tail_of(mean_s))
+        mean_s = self.wait_s + self._speed.compute_s(self._first, end)
+        return Estimate(mean_s, mean_s * self._speed.tail_of(mean_s))
 
     def _counts(self, first: int, end: int) -> list[int]:
         """Return how many of the blocks from ``first`` to ``end`` each lower tier serves."""
@@ -245,7 +244,7 @@ class Roads:
         return counts
 
     def _arrival(
-        self, counts: list[int], speeds: Sequence[Speed] | None = None
+        self, counts: list[int], speeds: Sequence[RouteSpeed] | None = None
     ) -> tuple[float, float, int]:
         """Predict until the last of these blocks is in the engine: mean, P95, and whom it awaits.
 
@@ -269,14 +268,14 @@ class Roads:
         return mean_s, mean_s + doubt_s, slowest
 
 
-def _runs(ask: Ask) -> list[tuple[int, int, int]]:
+def _runs(request: PlanRequest) -> list[tuple[int, int, int]]:
     """Return runs as first block, end, and place of the tier.
 
     Very many count as few: what lies beyond as one run of the slowest tier in it.
     """
     runs: list[tuple[int, int, int]] = []
     first = 0
-    for source in ask.sources:
+    for source in request.sources:
         if source.num_blocks <= 0:
             continue
         end, place = first + source.num_blocks, LOWER_TIERS.index(source.tier)

@@ -15,18 +15,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.core.cost.fit import SECONDS_MAX
-from kvtier.core.cost.roads import Roads
-from kvtier.core.plan import Ask, Judgement, PlanOutcome, RestorePlan
+from kvtier.core.cost.restore_path import RestorePaths
+from kvtier.core.plan import PlanEvaluation, PlanOutcome, PlanRequest, RestorePlan
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["CostVerdict", "judge", "planned_blocks", "restored_blocks", "seconds_of", "took_s"]
+__all__ = [
+    "CostEvaluation",
+    "evaluate",
+    "planned_blocks",
+    "restored_blocks",
+    "seconds_of",
+    "took_s",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class CostVerdict:
+class CostEvaluation:
     """A judgement, and what the guard is told."""
 
-    judgement: Judgement
+    evaluation: PlanEvaluation
     gains: Mapping[TierName, float]
     """Gain by tier, over what computing takes."""
 
@@ -43,11 +50,11 @@ def restored_blocks(outcome: PlanOutcome, plan: RestorePlan) -> dict[TierName, i
     return counts
 
 
-def planned_blocks(ask: Ask, plan: RestorePlan) -> dict[TierName, int]:
+def planned_blocks(request: PlanRequest, plan: RestorePlan) -> dict[TierName, int]:
     """Return what was to be restored by tier."""
     counts: dict[TierName, int] = {}
     left = plan.num_blocks
-    for source in ask.sources:
+    for source in request.sources:
         taken = min(max(source.num_blocks, 0), left)
         if taken:
             counts[source.tier] = counts.get(source.tier, 0) + taken
@@ -65,57 +72,63 @@ def took_s(outcome: PlanOutcome) -> float:
     return max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
 
 
-def judge(
-    ask: Ask, plan: RestorePlan, outcome: PlanOutcome, roads: Roads, cold_s: float | None = None
-) -> CostVerdict:
+def evaluate(
+    request: PlanRequest,
+    plan: RestorePlan,
+    outcome: PlanOutcome,
+    paths: RestorePaths,
+    cold_s: float | None = None,
+) -> CostEvaluation:
     """Return what an outcome saved or cost.
 
     ``cold_s`` is the measured time of computing the same prompt, if there is one.
     """
-    own_s, computing_s = took_s(outcome), roads.recompute.mean_s
+    own_s, computing_s = took_s(outcome), paths.recompute.mean_s
     if not plan.num_blocks:
-        other_s = _best_restore_s(ask, roads)
+        other_s = _best_restore_s(request, paths)
         regret_s = min(max(computing_s - other_s, 0.0), own_s)
-        return CostVerdict(Judgement({}, {}, regret_s, "recompute"), {})
-    gain_s = min(max(computing_s - own_s, -own_s), _worth_s(plan, roads))
+        return CostEvaluation(PlanEvaluation({}, {}, regret_s, "recompute"), {})
+    gain_s = min(max(computing_s - own_s, -own_s), _worth_s(plan, paths))
     restored = restored_blocks(outcome, plan)
-    blamed = restored if gain_s >= 0 else _awaited(ask, plan, restored, roads)
+    blamed = restored if gain_s >= 0 else _awaited(request, plan, restored, paths)
     # If part of the prompt is on the GPU, the time of computing all of it is only an upper bound.
-    measured_s = None if ask.first_token else cold_s
+    measured_s = None if request.first_token else cold_s
     claim_s = gain_s
     if gain_s > 0 and cold_s is not None:
         claim_s = min(gain_s, max(cold_s - own_s, 0.0))
     elif measured_s is not None:
         claim_s = max(gain_s, min(measured_s - own_s, 0.0))
-    if measured_s is None and not roads.is_settled:
+    if measured_s is None and not paths.is_settled:
         claim_s = min(claim_s, 0.0)
     saved_s = _shared(restored, claim_s) if claim_s > 0 else {}
     lost_s = _shared(blamed, -claim_s) if claim_s < 0 else {}
     gains = dict.fromkeys(blamed, gain_s / max(computing_s, 1e-6))
-    return CostVerdict(Judgement(saved_s, lost_s, max(-claim_s, 0.0), "restore", measured_s), gains)
+    return CostEvaluation(
+        PlanEvaluation(saved_s, lost_s, max(-claim_s, 0.0), "restore", measured_s), gains
+    )
 
 
-def _worth_s(plan: RestorePlan, roads: Roads) -> float:
+def _worth_s(plan: RestorePlan, paths: RestorePaths) -> float:
     """Return the most a plan can save: the time of computing what it restores, without waiting.
 
     This limits the effect of clients that report wrong prompt lengths or loads.
     """
-    worth_s = roads.recompute_of(plan.num_blocks).mean_s - roads.wait_s
+    worth_s = paths.recompute_of(plan.num_blocks).mean_s - paths.wait_s
     return min(max(worth_s, 0.0), SECONDS_MAX)
 
 
-def _best_restore_s(ask: Ask, roads: Roads) -> float:
-    if not ask.num_found:
-        return roads.recompute.mean_s
+def _best_restore_s(request: PlanRequest, paths: RestorePaths) -> float:
+    if not request.num_found:
+        return paths.recompute.mean_s
     # Splitting is not considered: its prediction would rest on too many guesses.
-    return min(road.total.mean_s for road in roads.plain(ask.num_found))
+    return min(path.total.mean_s for path in paths.plain(request.num_found))
 
 
 def _awaited(
-    ask: Ask, plan: RestorePlan, restored: Mapping[TierName, int], roads: Roads
+    request: PlanRequest, plan: RestorePlan, restored: Mapping[TierName, int], paths: RestorePaths
 ) -> Mapping[TierName, int]:
     """Return on whom the request waited: those that did not bring all, else the slowest."""
-    planned = planned_blocks(ask, plan)
+    planned = planned_blocks(request, plan)
     if not plan.is_split:  # else what did not come was computed meanwhile
         late = {
             tier: count - restored.get(tier, 0)
@@ -124,7 +137,7 @@ def _awaited(
         }
         if late:
             return late
-    _, slowest = roads.predicted(planned)
+    _, slowest = paths.predicted(planned)
     return {slowest: 1}
 
 

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.service import PromptOutcome
-from kvtier.engine.meter import EngineMeter
+from kvtier.engine.metrics import EngineMetrics
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import Sampling, TierTokens, Usage
 from kvtier.observe.daemon_metrics import READY, TransferRoute
@@ -39,17 +39,17 @@ class Told:
     """A meter, and what a scrape of it would show."""
 
     def __init__(self, drive: Drive) -> None:
-        self.meter = EngineMeter(CollectorRegistry())
+        self.metrics = EngineMetrics(CollectorRegistry())
         self._engine = drive.engine
 
     def update(self, *, is_ready: bool = True, is_attached: bool = True) -> None:
         engine = self._engine
-        self.meter.update(
+        self.metrics.update(
             engine.snapshot(), engine.take_reports(), is_ready=is_ready, is_attached=is_attached
         )
 
     def value(self, metric: Metric, suffix: str = "", **labels: str) -> float:
-        value = self.meter.metrics.registry.get_sample_value(metric.name + suffix, labels)
+        value = self.metrics.metrics.registry.get_sample_value(metric.name + suffix, labels)
         assert value is not None, f"{metric.name}{suffix} {labels}"
         return value
 
@@ -181,9 +181,9 @@ def test_latencies_count_under_the_slowest_source_of_the_prompt(drive: Drive, so
     told = Told(drive)
     tokens = TIERS[source]
     usage = Usage(200, 1, tokens, 200 - tokens.total, "computed")
-    told.meter.first_token(0.3, usage)
+    told.metrics.first_token(0.3, usage)
     for seconds in (0.02, 0.04):
-        told.meter.token_gap(seconds, usage)
+        told.metrics.token_gap(seconds, usage)
     assert told.by(TIME_TO_FIRST_TOKEN_SECONDS, "_sum") == {source: 0.3}
     assert told.by(INTER_TOKEN_SECONDS, "_count") == {source: 2}
     assert told.by(INTER_TOKEN_SECONDS, "_sum") == {source: pytest.approx(0.06)}
@@ -192,10 +192,10 @@ def test_latencies_count_under_the_slowest_source_of_the_prompt(drive: Drive, so
 def test_what_others_tell_the_meter(drive: Drive) -> None:
     told = Told(drive)
     for outcome in PromptOutcome:
-        told.meter.finished(outcome)
+        told.metrics.finished(outcome)
     assert told.by(REQUESTS) == dict.fromkeys(PromptOutcome, 1)
-    told.meter.copied(TransferRoute.CPU_TO_GPU, 0.004)
-    told.meter.copied(TransferRoute.GPU_TO_CPU, 0.002)
+    told.metrics.copied(TransferRoute.CPU_TO_GPU, 0.004)
+    told.metrics.copied(TransferRoute.GPU_TO_CPU, 0.002)
     assert told.by(COPY_SECONDS, "_sum") == {"cpu_to_gpu": 0.004, "gpu_to_cpu": 0.002}
     assert list(told.by(BUILD).values()) == [1]
     assert told.value(REFUSED_SAMPLES) == 0

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvtier.core.cost.sample import StepSample
+from kvtier.core.plan import StepSample
 from kvtier.core.residency import TierName
 from kvtier.engine.engine import EngineSnapshot
 from kvtier.engine.request import Usage
@@ -33,10 +33,10 @@ from kvtier.observe.engine_metrics import (
 )
 from kvtier.observe.metrics import Metrics
 
-__all__ = ["EngineMeter"]
+__all__ = ["EngineMetrics"]
 
 
-class EngineMeter:
+class EngineMetrics:
     """Counts requests as the HTTP server sees them, and what the engine's snapshots say.
 
     An ``Observer`` of the HTTP server; ``update`` belongs to one thread.

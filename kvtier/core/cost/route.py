@@ -15,11 +15,11 @@ from math import ceil
 from typing import Any
 
 from kvtier.core.cost.fit import Fit, Rate, number, table
-from kvtier.core.cost.sample import TransferSample
 from kvtier.core.limits import TRANSFER_BLOCKS, TRANSFER_BLOCKS_MAX, TRANSFER_BYTES
+from kvtier.core.plan import TransferSample
 from kvtier.core.residency import LOWER_TIERS, TierName
 
-__all__ = ["Restores", "RouteCost", "Speed", "transfer_blocks"]
+__all__ = ["RouteCost", "RouteCosts", "RouteSpeed", "transfer_blocks"]
 
 _MIB = 1 << 20
 
@@ -59,7 +59,7 @@ def transfer_blocks(block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class RouteSpeed:
     """How a route moves blocks of one size, worked out once for many questions.
 
     A few blocks are one transfer. More are several at a time, as many as the route carries at once;
@@ -92,7 +92,7 @@ class Speed:
         one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.crowd_s
         return max(full / flying, 1.0) * one
 
-    def in_parts(self, num_blocks: int) -> "Speed":
+    def in_parts(self, num_blocks: int) -> "RouteSpeed":
         """Return the same route with transfers cut so small that so many blocks come in parts."""
         least = ceil(self.start_s / (_START_SHARE * self.block_s))
         part = min(max(num_blocks // _PARTS, least, 1), self.part_blocks)
@@ -162,14 +162,14 @@ class RouteCost:
         """Tell whether the last measurement was far below what was expected."""
         return self._fit.looks_faster
 
-    def speed(self, block_bytes: int) -> Speed:
+    def speed(self, block_bytes: int) -> RouteSpeed:
         """Return how blocks of a size are moved, as far as one knows now."""
         start_s, per_block, per_byte, per_byte_more = self._fit.rates
         lag = self._whole.rates[0]
         # The engine copies blocks as they come, in one go; a tier is read in parts.
         is_cut = self._tier is not TierName.CPU
         part = transfer_blocks(block_bytes) if is_cut else 1 << 30
-        return Speed(
+        return RouteSpeed(
             start_s=start_s * lag,
             block_s=max(per_block + block_bytes * per_byte, 1e-9) * lag,
             part_blocks=part,
@@ -205,7 +205,7 @@ def _terms(sample: TransferSample) -> tuple[float, float, float, float]:
     return 1.0, sample.num_blocks, num_bytes, num_bytes * (depth - 1)
 
 
-class Restores:
+class RouteCosts:
     """The routes of all tiers, up and down."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.core.residency import LOWER_TIERS
 
-__all__ = ["BlockTotals", "Census"]
+__all__ = ["BlockTotals", "KeySpaceUsage"]
 
 _SCOPES_MIN = 64
 
@@ -25,7 +25,7 @@ class BlockTotals:
     num_bytes: int = 0
 
 
-class Census:
+class KeySpaceUsage:
     """Counts by key space and tier; scopes go by the numbers that the index gives them."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Census:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def meet(self, scope: int, key_space: bytes) -> None:
+    def add_scope(self, scope: int, key_space: bytes) -> None:
         """Learn of which key space a scope is; the number may have been another one's before."""
         if scope >= len(self._space):
             self._space = np.concatenate([self._space, np.zeros_like(self._space)])
@@ -53,7 +53,7 @@ class Census:
         """Learn how large a scope's blocks are: a key space has blocks of one size."""
         self._block_bytes[self._space[scope]] = payload_bytes
 
-    def moved(
+    def note_change(
         self,
         scopes: npt.NDArray[np.uint32],
         tier: int,
@@ -69,12 +69,12 @@ class Census:
         else:
             np.add.at(self._ready[tier], spaces, int(is_ready) - was_ready.astype(np.int64))
 
-    def has(self, key_space: bytes) -> bool:
+    def has_blocks(self, key_space: bytes) -> bool:
         """Tell whether any tier would serve a block of a key space."""
         number = self._numbers.get(key_space)
         return number is not None and bool(self._ready[:, number].any())
 
-    def held(self, tier: int) -> Iterator[tuple[bytes, BlockTotals]]:
+    def totals(self, tier: int) -> Iterator[tuple[bytes, BlockTotals]]:
         """Yield each key space that a tier has blocks of, with how many."""
         num_ready = self._ready[tier].tolist()
         for key_space, number in self._numbers.items():

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kvtier.core.cost.restore import Restores, RouteCost, transfer_blocks
-from kvtier.core.cost.sample import TransferSample
+from kvtier.core.cost.route import RouteCost, RouteCosts, transfer_blocks
+from kvtier.core.plan import TransferSample
 from kvtier.core.residency import LOWER_TIERS, TierName
 
 SECOND = 1_000_000_000
@@ -16,7 +16,7 @@ MIB = 1 << 20
 def fed(truth, samples, *, noise=0.0, tier=TierName.SSD) -> RouteCost:
     """Return a route that saw these (blocks, bytes, depth), a tenth of a second apart."""
     chance = random.Random(5)
-    route = Restores().route(tier)
+    route = RouteCosts().route(tier)
     for turn, (blocks, num_bytes, depth) in enumerate(samples):
         seconds = truth(blocks, num_bytes, depth) * math.exp(chance.gauss(0, noise))
         sample = TransferSample(blocks, num_bytes, depth, seconds)
@@ -60,7 +60,7 @@ def test_more_blocks_never_take_less():
 
 
 def test_an_unmeasured_tier_is_doubted():
-    restores = Restores()
+    restores = RouteCosts()
     seconds = [restores.route(tier).speed(3 * MIB).seconds(64) for tier in LOWER_TIERS]
     assert seconds == sorted(seconds), "memory, then a drive, then a network"
     assert all(0.01 < value < 10 for value in seconds)
@@ -144,7 +144,7 @@ def test_what_is_loaded_from_the_back_comes_in_parts(start_s, num_blocks, part):
 
 
 def test_an_unfinished_transfer_is_compared_with_those_of_its_direction():
-    slow, fast = Restores(), TransferSample(8, 24 * MIB, 1, 0.01)
+    slow, fast = RouteCosts(), TransferSample(8, 24 * MIB, 1, 0.01)
     for turn in range(16):
         slow.route(TierName.SSD, is_read=False).note(TransferSample(8, 24 * MIB, 1, 1.0), turn)
         slow.route(TierName.SSD).note(TransferSample(8, 24 * MIB, 1, 0.001), turn)

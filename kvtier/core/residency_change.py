@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from kvtier.core.residency import TierName
 from kvtier.core.table import Keys, as_keys
 
-__all__ = ["START_AGAIN", "Change"]
+__all__ = ["RESYNC", "ResidencyChange"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ResidencyChange:
     """Blocks that a tier has from now on, or has no more, in the order in which it happened."""
 
     tier: TierName | None
@@ -18,5 +18,5 @@ class Change:
     keys: Keys
 
 
-START_AGAIN = Change(None, is_there=False, keys=as_keys(b""))
+RESYNC = ResidencyChange(None, is_there=False, keys=as_keys(b""))
 """What a feed begins with, and goes on with after a gap."""

@@ -17,11 +17,11 @@ more than was computed before, so that one that finds a fast tier has lost no mo
 
 from dataclasses import dataclass
 
-__all__ = ["Meeting"]
+__all__ = ["SplitProgress"]
 
 
 @dataclass(slots=True)
-class Meeting:
+class SplitProgress:
     """The two ends of one load, in blocks counted from its first one."""
 
     num_blocks: int

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.core.cost.fit import SECONDS_MAX, Fit, Rate, is_amount, table
-from kvtier.core.cost.sample import EngineLoad, ModelFlops, StepSample
+from kvtier.core.limits import SESSIONS_MAX
+from kvtier.core.plan import EngineLoad, ModelFlops, StepSample
 
-__all__ = ["EngineCost", "Pace"]
+__all__ = ["EngineCost", "EngineCosts", "EngineSpeed"]
 
 _GUESS = (1e-3, 67e-6, 67e-6 / 30_000)
 """Base, per token and per squared token: an 8B model on a data-centre GPU. Faster than most, so
@@ -39,14 +40,14 @@ _RUNNING_MAX = 10**5
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class EngineSpeed:
     """How an engine computes under one load, worked out once for many questions."""
 
     floor_s: float
     base_s: float
     token_s: float
     attended_s: float
-    riders_s: float
+    decode_s: float
     """What the sequences that decode add to each step."""
     chunk: int
     lag: float
@@ -63,7 +64,7 @@ class Pace:
 
     def tail_of(self, seconds: float) -> float:
         """Return P95 over mean of so much computing; the noise of its steps evens out."""
-        num_steps = max(seconds / (self._step_s(self.chunk) + self.riders_s), 1.0)
+        num_steps = max(seconds / (self._step_s(self.chunk) + self.decode_s), 1.0)
         return float(max(1.0 + (self.tail - 1.0) / num_steps**0.5, self.tail_whole))
 
     def steps_s(self, num_tokens: float) -> float:
@@ -71,8 +72,8 @@ class Pace:
         if num_tokens <= 0:
             return 0.0
         full, rest = divmod(num_tokens, self.chunk)
-        seconds = full * (self._step_s(self.chunk) + self.riders_s)
-        return seconds + (self._step_s(rest) + self.riders_s if rest > 0 else 0.0)
+        seconds = full * (self._step_s(self.chunk) + self.decode_s)
+        return seconds + (self._step_s(rest) + self.decode_s if rest > 0 else 0.0)
 
     def compute_s(self, first: float, end: float) -> float:
         """Return the time to compute the tokens from ``first`` to ``end``."""
@@ -114,7 +115,7 @@ class EngineCost:
         self._past_per_sequence = 512.0
         self._attended_per_token = 512.0
         self._chunks: deque[int] = deque(maxlen=32)
-        self._idle_pace: Pace | None = None
+        self._idle_speed: EngineSpeed | None = None
         """While nothing new is learned: it is asked for each run of blocks that is touched."""
 
     @property
@@ -135,7 +136,7 @@ class EngineCost:
     def note_flops(self, flops: ModelFlops) -> None:
         """Take the guess from what the model should take, where the device's speed is known."""
         amounts = (flops.per_token, flops.per_attended, flops.per_s)
-        self._idle_pace = None
+        self._idle_speed = None
         if self.is_known or not all(map(is_amount, amounts)):
             return
         if flops.per_s < 1e6 or flops.per_token < 1.0:
@@ -146,7 +147,7 @@ class EngineCost:
 
     def note(self, step: StepSample, now_ns: int) -> bool:
         """Learn from a step; False: it cannot have been one."""
-        self._idle_pace = None
+        self._idle_speed = None
         new, decoding = step.num_prefill_tokens, step.num_decode_tokens
         amounts = (new, decoding, step.attended, step.decode_past_tokens)
         if not all(map(is_amount, amounts)) or new > _WAITING_MAX or decoding > _RUNNING_MAX:
@@ -155,12 +156,12 @@ class EngineCost:
             self._past_per_sequence += 0.1 * (
                 min(step.decode_past_tokens / decoding, 1e7) - self._past_per_sequence
             )
-        riders = (1.0, decoding, step.decode_past_tokens)
+        decode_terms = (1.0, decoding, step.decode_past_tokens)
         if not new:
-            return bool(decoding) and self._decode.note(riders, step.seconds, now_ns)
-        ridden_s = self._decode.mean_s(riders) - self._decode.mean_s((1.0, 0, 0))
+            return bool(decoding) and self._decode.note(decode_terms, step.seconds, now_ns)
+        decode_s = self._decode.mean_s(decode_terms) - self._decode.mean_s((1.0, 0, 0))
         # However wrong that is, most of a step of a prompt is the prompt's.
-        seconds = max(step.seconds - ridden_s, 0.25 * step.seconds) if decoding else step.seconds
+        seconds = max(step.seconds - decode_s, 0.25 * step.seconds) if decoding else step.seconds
         if self._is_floor(new, seconds):  # it says nothing of what a token takes
             self._note_small(seconds)
             return True
@@ -186,41 +187,41 @@ class EngineCost:
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
         """Learn from a request that restored nothing, with what its steps should have taken."""
-        self._idle_pace = None
+        self._idle_speed = None
         self._whole.note((predicted_s,), seconds, now_ns)
 
-    def pace(self, load: EngineLoad) -> Pace:
+    def speed(self, load: EngineLoad) -> EngineSpeed:
         """Return how prompts are computed while so many sequences decode."""
         running = _bounded(load.num_running, _RUNNING_MAX)
         base_s, token_s, attended_s = self._prefill.rates
         lag = self._whole.rates[0]
         past = running * self._past_per_sequence
-        riders_s = self._decode.mean_s((1.0, running, past)) - self._decode.mean_s((1.0, 0, 0))
-        return Pace(
+        decode_s = self._decode.mean_s((1.0, running, past)) - self._decode.mean_s((1.0, 0, 0))
+        return EngineSpeed(
             floor_s=self._floor_s() * lag,
             base_s=base_s * lag,
             token_s=token_s * lag,
             attended_s=attended_s * lag,
-            riders_s=max(riders_s, 0.0) * lag if running else 0.0,
+            decode_s=max(decode_s, 0.0) * lag if running else 0.0,
             chunk=max(self._chunk() - running, 16),
             lag=lag,
             tail=self._prefill.tail,
             tail_whole=self._whole.tail,
         )
 
-    def wait_s(self, load: EngineLoad, pace: Pace) -> float:
+    def wait_s(self, load: EngineLoad, speed: EngineSpeed) -> float:
         """Return the time until what waits already is computed."""
         waiting = _bounded(load.waiting_tokens, _WAITING_MAX)
-        attended_s = waiting * self._attended_per_token * pace.attended_s
-        return min(pace.steps_s(waiting) + attended_s, SECONDS_MAX)
+        attended_s = waiting * self._attended_per_token * speed.attended_s
+        return min(speed.steps_s(waiting) + attended_s, SECONDS_MAX)
 
     def saved_s(self, end_tokens: int, num_tokens: int) -> float:
         """Return what not computing ``num_tokens`` that end at ``end_tokens`` saves."""
-        pace = self._idle_pace = self._idle_pace or self.pace(EngineLoad())
+        speed = self._idle_speed = self._idle_speed or self.speed(EngineLoad())
         first = max(end_tokens - num_tokens, 0)
         attended = max(end_tokens - first, 0) * (end_tokens + first) / 2
-        share = pace.steps_s(pace.chunk) / pace.chunk
-        return min(max(end_tokens - first, 0) * share + attended * pace.attended_s, SECONDS_MAX)
+        share = speed.steps_s(speed.chunk) / speed.chunk
+        return min(max(end_tokens - first, 0) * share + attended * speed.attended_s, SECONDS_MAX)
 
     def _floor_s(self) -> float:
         """Return what a step takes at the least, as far as one knows."""
@@ -250,7 +251,7 @@ class EngineCost:
 
     def recall(self, document: Mapping[str, Any]) -> None:
         """Begin with what an earlier run learned; raises ValueError where it is not such."""
-        self._idle_pace = None
+        self._idle_speed = None
         self._prefill.recall(table(document, "prefill"))
         self._decode.recall(table(document, "decode"))
         self._is_recalled = True
@@ -264,3 +265,48 @@ def _bounded(value: float, most: int) -> int:
 def _nearer(before: float, now: float) -> float:
     """Return a running level; one that is far off moves it by no more than a fifth."""
     return before + 0.2 * (min(max(now, before / 2), before * 2) - before)
+
+
+class EngineCosts:
+    """Models by key space and session; those that reported last are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, str], EngineCost] = {}
+        """The one that reported last is last."""
+
+    def find(self, key_space: bytes, session: str = "") -> EngineCost | None:
+        """Return the model of a session, or of its kind where it said nothing yet."""
+        return self._known.get((key_space, session)) or self.latest(key_space)
+
+    def latest(self, key_space: bytes | None = None) -> EngineCost | None:
+        """Return the model of the session of a key space, or of any, that reported last."""
+        for (other, _), engine in reversed(self._known.items()):
+            if key_space in (None, other):
+                return engine
+        return None
+
+    def reporting(self, key_space: bytes, session: str) -> EngineCost:
+        """Return the model of a session that reports now: a new one begins as its kind is."""
+        engine = self._known.pop((key_space, session), None)
+        if engine is None:
+            engine, kind = EngineCost(), self.latest(key_space)
+            if kind is not None and kind.is_known:
+                engine.recall(kind.document())
+        self._known[key_space, session] = engine
+        if len(self._known) > SESSIONS_MAX:
+            del self._known[next(iter(self._known))]
+        return engine
+
+    def document(self) -> dict[str, Any]:
+        """Return what is known of each key space, by the session that reported last."""
+        kinds: dict[bytes, EngineCost] = {}
+        for (key_space, _), engine in self._known.items():
+            kinds.pop(key_space, None)
+            kinds[key_space] = engine
+        return {key_space.hex(): engine.document() for key_space, engine in kinds.items()}
+
+    def recall(self, document: Mapping[str, Any]) -> None:
+        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        for key, part in list(document.items())[-SESSIONS_MAX:]:
+            engine = self._known[bytes.fromhex(key), ""] = EngineCost()
+            engine.recall(table({key: part}, key))
