@@ -1,4 +1,4 @@
-"""Write the rules, the dashboards and the page that lists them; ``make docs`` runs it."""
+"""Write the rules, the dashboards and the page that lists them; ``make docs`` runs this."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ def main() -> None:
     """Write each file below ``--out``."""
     parser = argparse.ArgumentParser(prog="python -m deploy.source", description=__doc__)
     parser.add_argument("--out", type=Path, default=_ROOT, help="default: this repository")
-    parser.add_argument("--runbook", default=RUNBOOK, help="URL under which you serve the runbook")
+    parser.add_argument("--runbook", default=RUNBOOK, help="URL of the published runbook")
     chosen = parser.parse_args()
     for name, text in files(chosen.runbook).items():
         path = chosen.out / name

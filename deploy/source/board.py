@@ -1,4 +1,4 @@
-"""What a dashboard is made of, whoever draws it."""
+"""Dashboards, independent of Grafana."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ __all__ = ["Board", "Kind", "Panel", "Query", "Section"]
 
 
 class Kind(StrEnum):
-    """How a panel draws what it asks for."""
+    """How a panel shows its queries."""
 
     NUMBER = "number"
-    """One figure, over the whole time that is looked at."""
+    """One number, over the whole time range."""
     LINES = "lines"
     STACK = "stack"
     """Parts of a whole."""
     STATES = "states"
-    """One figure a series, each 0 or 1."""
+    """One number per series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression, and what each of its series is called; ``{{label}}`` is filled in."""
+    """An expression, and the name of its series; ``{{label}}`` is substituted."""
 
     expr: str
     legend: str
@@ -29,23 +29,23 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One picture: what it shows, in which unit, and what to think of it."""
+    """One panel."""
 
     title: str
     description: str
     queries: tuple[Query, ...]
     unit: str
-    """By Grafana's name: ``s``, ``bytes``, ``Bps``, ``percentunit``, ``short``."""
+    """Grafana's name of the unit: ``s``, ``bytes``, ``Bps``, ``percentunit``, ``short``."""
     kind: Kind = Kind.LINES
     span: int = 8
-    """Of 24 columns."""
+    """Width in columns, of 24."""
     max: float | None = None
     below: str = "green"
-    """The colour of what is below all thresholds."""
+    """Colour of values below all thresholds."""
     thresholds: tuple[tuple[float, str], ...] = ()
-    """From which value on which colour."""
+    """Pairs of a value and the colour from that value on."""
     alert: str = ""
-    """Whose runbook section explains what is wrong here."""
+    """Alert whose runbook section the panel links to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Board:
     """One dashboard."""
 
     name: str
-    """Of its file and in its address."""
+    """Name of the file and part of the address."""
     title: str
     description: str
     sections: Sequence[Section]

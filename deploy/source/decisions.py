@@ -1,4 +1,4 @@
-"""What the daemon decides, what it expected of it, and what came of it."""
+"""The decisions dashboard: decisions, predictions and outcomes."""
 
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
@@ -30,20 +30,20 @@ from kvtier.observe.daemon_metrics import (
 __all__ = ["DECISIONS_BOARD"]
 
 _DECIDED = Section(
-    "What is decided",
+    "Decisions",
     (
         Panel(
             title="Requests by decision",
-            description="Those for which something could have been restored. all, part and split "
-            "restore; cost, risk and guard compute; limit is the request's own wish.",
+            description="Requests for which something could be restored. all, part and split "
+            "restore; cost, risk and guard compute; limit is set by the request.",
             queries=(Query(BOARD.known(DECISIONS, "reason"), "{{reason}}"),),
             unit="reqps",
             kind=Kind.STACK,
             span=12,
         ),
         Panel(
-            title="Found, and left to compute",
-            description="Tokens that were there and are computed nevertheless, by why.",
+            title="Found but computed",
+            description="Tokens that were found but computed, by reason.",
             queries=(Query(f"sum by (reason) ({BOARD.rate(LEFT_TOKENS)})", "{{reason}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
@@ -54,12 +54,12 @@ _DECIDED = Section(
 )
 
 _OUTCOMES = Section(
-    "What came of it",
+    "Outcomes",
     (
         Panel(
-            title="Took, of what was expected",
-            description="1 is a model that is right on average. Above it, restores take longer than"
-            " they were thought to.",
+            title="Actual time, relative to predicted",
+            description="100 %: predictions are right on average. Above: restores take longer than "
+            "predicted.",
             queries=(
                 Query(
                     ratio(
@@ -74,8 +74,8 @@ _OUTCOMES = Section(
             alert="KvtierWrongDecisions",
         ),
         Panel(
-            title="Saved and lost, each second",
-            description="Time that restores saved and lost, by the tier that the blocks came from. "
+            title="Saved and lost per second",
+            description="Time that restores saved and lost, by the tier that blocks came from. "
             "'saved, measured' is the part for which computing the same prompt was measured.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(SAVED_SECONDS)})", "saved, {{tier}}"),
@@ -86,8 +86,8 @@ _OUTCOMES = Section(
             alert="KvtierRestoresSlowerThanRecompute",
         ),
         Panel(
-            title="Regret, each second",
-            description="What the better road would have saved, by the road that was taken.",
+            title="Regret per second",
+            description="What the other path would have saved, by the path taken.",
             queries=(Query(f"sum by (taken) ({BOARD.rate(REGRET_SECONDS)})", "took {{taken}}"),),
             unit="s",
             kind=Kind.STACK,
@@ -97,28 +97,28 @@ _OUTCOMES = Section(
 )
 
 _MISSES = Section(
-    "What was not there",
+    "Misses",
     (
         Panel(
-            title="Lookups, by answer",
-            description="pending is being stored or read just now, and counts as found.",
+            title="Looked-up blocks, by answer",
+            description="pending: being stored or read at the moment; counts as found.",
             queries=(Query(f"sum by (outcome) ({BOARD.rate(LOOKUP_BLOCKS)})", "{{outcome}}"),),
             unit="si:blocks/s",
             kind=Kind.STACK,
         ),
         Panel(
-            title="Missed blocks, by what became of them",
-            description="never_stored is new to everyone. evicted wants more memory, a larger drive"
-            " or fewer bytes in them; refused_budget is the gate before the SSD.",
+            title="Missed blocks, by fate",
+            description="never_stored: new. evicted: needs more memory, a larger drive, or fewer "
+            "bytes written; refused_budget: held back by the gate in front of the SSD.",
             queries=(Query(BOARD.known(MISSED_BLOCKS, "fate"), "{{fate}}"),),
             unit="si:blocks/s",
             kind=Kind.STACK,
             alert="KvtierEvictionStorm",
         ),
         Panel(
-            title="Ordered, and not loaded",
-            description="Tokens that engines waited for, and those of them that they had to compute"
-            " nevertheless, by why.",
+            title="Ordered but not loaded",
+            description="Tokens that engines waited for, and those that they had to compute "
+            "anyway, by reason.",
             queries=(
                 Query(f"sum({BOARD.rate(ORDERED_TOKENS)})", "ordered"),
                 Query(f"sum by (reason) ({BOARD.rate(UNLOADED_TOKENS)})", "{{reason}}"),
@@ -130,11 +130,12 @@ _MISSES = Section(
 )
 
 _BELIEFS = Section(
-    "What is believed",
+    "Cost model and policy",
     (
         Panel(
             title="Bandwidth of each route",
-            description="As the cost model expects it, with one transfer under way; per node.",
+            description="Predicted by the cost model, with one transfer in flight; mean of the "
+            "nodes.",
             queries=(
                 Query(
                     f"avg by (route) ({BOARD.series(RESTORE_BYTES_PER_SECOND)} > 0)", "{{route}}"
@@ -143,41 +144,40 @@ _BELIEFS = Section(
             unit="Bps",
         ),
         Panel(
-            title="Speed of computing a prompt",
-            description="Of 4,096 tokens, as the cost model expects it of the model that reported "
-            "last.",
+            title="Prefill speed",
+            description="Predicted by the cost model for a prompt of 4,096 tokens, of the model "
+            "that reported last.",
             queries=(
                 Query(f"avg({BOARD.series(PREFILL_TOKENS_PER_SECOND)} > 0)", "mean of the nodes"),
             ),
             unit="si:tok/s",
         ),
         Panel(
-            title="Tiers left alone",
-            description="Nodes on which restoring from a tier lately took longer than computing.",
+            title="Tiers closed by the guard",
+            description="Nodes on which restoring from a tier recently took longer than computing.",
             queries=(Query(f"sum by (tier) ({BOARD.series(GUARDED)})", "{{tier}}"),),
             unit="short",
             thresholds=((1, "orange"),),
             alert="KvtierTierGuarded",
         ),
         Panel(
-            title="Gate before the SSD",
-            description="Share of what leaves the CPU tier that is written. A write budget that "
-            "runs low lowers it.",
+            title="SSD gate",
+            description="Share of the blocks leaving the CPU tier that is written. A low write "
+            "budget reduces it.",
             queries=(Query(f"avg({BOARD.series(GATE_SHARE)})", "mean of the nodes"),),
             unit="percentunit",
             max=1,
             alert="KvtierWriteBudgetUsedUp",
         ),
         Panel(
-            title="Blocks remembered",
-            description="Whose use is known, whether they are here or not: what eviction learns "
-            "from.",
+            title="Blocks in the history",
+            description="Blocks whose uses are known, cached or not; eviction learns from them.",
             queries=(Query(f"sum({BOARD.series(REMEMBERED_BLOCKS)})", "remembered"),),
             unit="short",
         ),
         Panel(
             title="Announced requests",
-            description="Requests that engines told of before their turn.",
+            description="Requests that engines announced while they were queued.",
             queries=(Query(f"sum({BOARD.rate(ANNOUNCED_REQUESTS)})", "announced"),),
             unit="reqps",
         ),
@@ -185,11 +185,11 @@ _BELIEFS = Section(
 )
 
 _PRICE = Section(
-    "What deciding costs",
+    "Overhead",
     (
         Panel(
-            title="Time of a lookup",
-            description="In the daemon, whatever its length. An engine gives up after "
+            title="Lookup time",
+            description="Time in the daemon, for prompts of any length. An engine gives up after "
             "client.lookup_deadline.",
             queries=(
                 Query(BOARD.quantile(0.5, LOOKUP_SECONDS, "by (le)"), "P50"),
@@ -199,8 +199,8 @@ _PRICE = Section(
             span=6,
         ),
         Panel(
-            title="Time of a decision",
-            description="What to restore, or what to keep.",
+            title="Decision time",
+            description="Time to decide what to restore, or what to keep.",
             queries=(
                 Query(BOARD.quantile(0.5, POLICY_SECONDS, "by (le)"), "P50"),
                 Query(BOARD.quantile(0.99, POLICY_SECONDS, "by (le)"), "P99"),
@@ -209,8 +209,8 @@ _PRICE = Section(
             span=6,
         ),
         Panel(
-            title="Remote tier asked, or not",
-            description="Lookups that ended before their prompt did, by whether the server was "
+            title="Lookups in the remote tier",
+            description="Lookups that did not find the whole prompt, by whether the server was "
             "asked for the rest and, if not, why.",
             queries=(Query(f"sum by (outcome) ({BOARD.rate(PROBED_LOOKUPS)})", "{{outcome}}"),),
             unit="reqps",
@@ -218,9 +218,9 @@ _PRICE = Section(
             span=6,
         ),
         Panel(
-            title="Silence of the loop",
-            description="Time since a daemon's loop last moved, the longest of all. It moves once "
-            "a second; while it stands still, engines get no answer.",
+            title="Event loop stall",
+            description="Longest time since a daemon's event loop last moved. It moves at least "
+            "once a second; while it is stuck, engines get no answer.",
             queries=(Query(f"max({BOARD.series(LOOP_SILENT_SECONDS)})", "longest"),),
             unit="s",
             span=6,
@@ -233,7 +233,7 @@ _PRICE = Section(
 DECISIONS_BOARD = Board(
     "decisions",
     "kvtier / Decisions",
-    "What the daemon decides, what it expected, and what came of it.",
+    "What the daemon decided, what it predicted, and the outcome.",
     (_DECIDED, _OUTCOMES, _MISSES, _BELIEFS, _PRICE),
 )
-"""For whoever asks why."""
+"""For explaining hits and misses."""

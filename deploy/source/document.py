@@ -1,4 +1,4 @@
-"""The page that says how to set up what is here, and lists it."""
+"""docs/operations/dashboards.md: setup, and a list of all panels, rules and alerts."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,20 @@ _HEAD = """\
 
 <!-- Written by `make docs` from deploy/source; change it there. -->
 
-Everything here is in `deploy/prometheus` and `deploy/grafana`, made from the same table as
-[metrics.md](metrics.md), so that no query names what is not exposed. Continuous integration runs
-each one in a real Prometheus that scrapes a node under load, and what a real vLLM told.
+The files are in `deploy/prometheus` and `deploy/grafana`. They are generated from the same table as
+[metrics.md](metrics.md), so no query can name a metric that does not exist. Continuous integration
+runs each query in a real Prometheus that scrapes a node under load, and recorded metrics of a real
+vLLM.
 
 ## Setting it up
 
-1. Have Prometheus scrape the daemon at `http.listen`, and the engines: vLLM at its own port,
-   kvtier's own at `engine.listen`. Both of kvtier's are on loopback unless you say otherwise.
+1. Let Prometheus scrape the daemon at `http.listen` and the engines: vLLM at its own port,
+   kvtier's own at `engine.listen`. kvtier's ports listen on loopback by default.
 
    ```yaml
    rule_files: [/etc/prometheus/kvtier/*.yml]
    scrape_configs:
-     - job_name: kvtier  # daemons alone: so one that never answered is missed, too
+     - job_name: kvtier  # only daemons, so that one that never answered is noticed, too
        static_configs:
          - targets: ["localhost:9464"]
      - job_name: engines
@@ -33,26 +34,25 @@ each one in a real Prometheus that scrapes a node under load, and what a real vL
          - targets: ["localhost:8000"]
    ```
 
-2. Copy `deploy/prometheus/*.yml` to where `rule_files` looks, and reload. Alerts use two of the
-   recording rules, so take both files.
-3. In Grafana (11 or newer) import each file of `deploy/grafana`, or put them where it is
-   provisioned from. The dashboards need no recording rule. They ask for the data source, and can be
-   narrowed to some jobs and instances. Of vLLM they count only those with kvtier, as the rules do.
+2. Copy `deploy/prometheus/*.yml` to a directory of `rule_files`, and reload. The alerts use two
+   of the recording rules, so install both files.
+3. In Grafana (11 or newer) import each file of `deploy/grafana`, or provision them. The dashboards
+   need no recording rules. Select the data source and, optionally, jobs and instances. Dashboards
+   and rules only count vLLM with kvtier.
 
-Links lead to `docs/operations/runbook.md`; if you serve it somewhere, have them lead there:
-`python -m deploy.source --runbook https://wiki.example/kvtier --out DIRECTORY`.
+Links point to `docs/operations/runbook.md`. If you publish the runbook elsewhere, regenerate the
+files: `python -m deploy.source --runbook https://wiki.example/kvtier --out DIRECTORY`.
 """
 
 _RULES_HEAD = """\
 
 ## Recording rules
 
-The names that operators know from the field, of kvtier's own engines and of each vLLM that is
-scraped, without kvtier too. `instance` stands for all labels of a target; to average over nodes
-divide sums, not ratios. Two things are not the same for both: offload latency between GPU and CPU
-is that of a block, and of vLLM that of one request's blocks; and stall is told by kvtier's own
-engines alone, for vLLM does not count it (the dashboards show a share of the moments at which one
-looked).
+Common metrics under common names, for kvtier's own engines and for each vLLM that is scraped, with
+or without kvtier. `instance` stands for all labels of a target. To average over nodes, divide sums,
+not ratios. Two rules differ between engines: offload latency between GPU and CPU is per block, but
+for vLLM per request; and stalls are only reported by kvtier's own engines, because vLLM does not
+count them (the dashboards estimate its share from samples).
 
 | known as | rule |
 |---|---|
@@ -62,11 +62,11 @@ _ALERTS_HEAD = """\
 
 ## Alerts
 
-On harm, not on fullness. `critical` is for now, `warning` for today, `info` for the next look
-at kvtier: nobody waits longer for it than without. Each leads to its section of the
-[runbook](runbook.md). Nothing fires for a few requests, nor because Prometheus was away for hours.
+Alerts fire on harm, not on full tiers. `critical` needs action now, `warning` today; `info` can
+wait, because nobody waits longer than without kvtier. Each links to its section of the
+[runbook](runbook.md). Nothing fires for a few requests, or because Prometheus was down for hours.
 
-| alert | severity | after | what it says |
+| alert | severity | after | summary |
 |---|---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""kvtier's own engines, and vLLM."""
+"""The engine dashboard: kvtier's own engines and vLLM."""
 
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
@@ -40,7 +40,7 @@ def _percentiles(metric: Histogram) -> tuple[Query, ...]:
 
 
 _USERS = Section(
-    "What users feel",
+    "Latency",
     (
         Panel(
             title="Time to first token",
@@ -57,7 +57,7 @@ _USERS = Section(
         ),
         Panel(
             title="First tokens, by source",
-            description="Requests a second.",
+            description="Requests per second.",
             queries=(
                 Query(
                     f"sum by (source) ({BOARD.rate(TIME_TO_FIRST_TOKEN_SECONDS, 'count')})",
@@ -69,22 +69,22 @@ _USERS = Section(
         ),
         Panel(
             title="Time between tokens",
-            description="Of an answer.",
+            description="Time between tokens of an answer.",
             queries=_percentiles(INTER_TOKEN_SECONDS),
             unit="s",
         ),
         Panel(
-            title="Time between tokens, P95 by source",
-            description="By where the prompt came from. All should be alike: a restore must not "
-            "slow those who are being answered.",
+            title="Time between tokens by source, P95",
+            description="By source of the prompt's KV. All should be similar: restores must not "
+            "slow down requests that are decoding.",
             queries=(
                 Query(BOARD.quantile(0.95, INTER_TOKEN_SECONDS, "by (le, source)"), "{{source}}"),
             ),
             unit="s",
         ),
         Panel(
-            title="Requests that ended",
-            description="By how; refused ones never reached the engine.",
+            title="Finished requests",
+            description="By outcome; refused requests never reached the engine.",
             queries=(Query(f"sum by (outcome) ({BOARD.rate(REQUESTS)})", "{{outcome}}"),),
             unit="reqps",
             kind=Kind.STACK,
@@ -97,15 +97,15 @@ _TOKENS = Section(
     (
         Panel(
             title="Prompt tokens by source",
-            description="What each tier supplied first, and what had to be computed.",
+            description="Tokens by the tier that supplied them, and tokens computed.",
             queries=(Query(f"sum by (source) ({BOARD.rate(PROMPT_TOKENS)})", "{{source}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
         ),
         Panel(
             title="Prefix cache hit rate",
-            description="Share of prompt tokens that were not computed, the GPU's own cache "
-            "included.",
+            description="Share of prompt tokens that were not computed, including hits in the GPU "
+            "tier.",
             queries=(
                 Query(
                     ratio(
@@ -120,9 +120,9 @@ _TOKENS = Section(
             alert="KvtierEvictionStorm",
         ),
         Panel(
-            title="Computed and answered",
-            description="prefill: computed as part of a prompt, again after a preemption too; "
-            "decode: one at a time; generated: of answers.",
+            title="Tokens computed and generated",
+            description="prefill: prompt tokens, including recomputation after a preemption; "
+            "decode: computed one at a time; generated: tokens of answers.",
             queries=(
                 Query(f"sum({BOARD.rate(PREFILL_TOKENS)})", "prefill"),
                 Query(f"sum({BOARD.rate(DECODE_TOKENS)})", "decode"),
@@ -134,12 +134,12 @@ _TOKENS = Section(
 )
 
 _CACHE = Section(
-    "What the cache costs an engine",
+    "Cost of the cache",
     (
         Panel(
-            title="Standing still",
-            description="Share of time with requests and nothing computed, since all waited for "
-            "their blocks, or to hear whether there are any. A sum over engines.",
+            title="Stalls",
+            description="Share of time with requests but nothing computed, because all waited for "
+            "blocks or for a lookup. Sum over engines.",
             queries=(
                 Query(f"sum by (waits_for) ({BOARD.rate(RESTORE_STALL_SECONDS)})", "{{waits_for}}"),
             ),
@@ -149,15 +149,15 @@ _CACHE = Section(
             alert="KvtierRestoreStall",
         ),
         Panel(
-            title="Copying a block",
-            description="Between the pool and the CPU tier, P95.",
+            title="Copy time of a block, P95",
+            description="Between the pool and the CPU tier.",
             queries=(Query(BOARD.quantile(0.95, COPY_SECONDS, "by (le, route)"), "{{route}}"),),
             unit="s",
         ),
         Panel(
-            title="Blocks skipped, and engines without a daemon",
-            description="Full blocks that were not offered because too many stores were open, each"
-            " second, and engines that compute everything.",
+            title="Skipped blocks, and engines without a daemon",
+            description="Full blocks per second that were not offered because too many stores were "
+            "open, and engines that compute everything.",
             queries=(
                 Query(f"sum({BOARD.rate(SKIPPED_BLOCKS)})", "blocks skipped"),
                 Query(f"sum(1 - {BOARD.series(ATTACHED)})", "without a daemon"),
@@ -172,8 +172,8 @@ _LOAD = Section(
     "Load",
     (
         Panel(
-            title="Requests now",
-            description="loading: their blocks are on their way.",
+            title="Requests in progress",
+            description="loading: waiting for blocks.",
             queries=(
                 Query(f"sum({BOARD.series(REQUESTS_RUNNING)})", "running"),
                 Query(f"sum({BOARD.series(REQUESTS_LOADING)})", "loading"),
@@ -185,23 +185,24 @@ _LOAD = Section(
         ),
         Panel(
             title="KV pool",
-            description="used: by a request or a transfer; cached: found again without any tier.",
+            description="used: by a request or transfer; cached: can be reused without another "
+            "tier.",
             queries=(Query(f"sum by (state) ({BOARD.series(POOL_BYTES)})", "{{state}}"),),
             unit="bytes",
             kind=Kind.STACK,
             span=6,
         ),
         Panel(
-            title="Time of a step",
-            description="Prefill and decode together.",
+            title="Step time",
+            description="Prefill and decode in one step.",
             queries=_percentiles(STEP_SECONDS),
             unit="s",
             span=6,
         ),
         Panel(
-            title="Preemptions, and engines ready",
-            description="Requests that lost their blocks and began again, in each second: the pool "
-            "is too small for what runs at once.",
+            title="Preemptions, and ready engines",
+            description="Requests per second that lost their blocks and started again: the pool is "
+            "too small for the concurrent requests.",
             queries=(
                 Query(f"sum({BOARD.rate(PREEMPTIONS)})", "preemptions"),
                 Query(f"sum({BOARD.series(READY)} and {BOARD.series(REQUESTS_RUNNING)})", "ready"),
@@ -227,23 +228,24 @@ _VLLM = Section(
     (
         Panel(
             title="vLLM: time to first token",
-            description="From the arrival of a request to its first token. vLLM does not tell it by"
-            " source.",
+            description="From the arrival of a request to its first token. vLLM does not report it "
+            "by source.",
             queries=_percentiles(vllm.TIME_TO_FIRST_TOKEN_SECONDS),
             unit="s",
             alert="KvtierRestoresSlowerThanRecompute",
         ),
         Panel(
             title="vLLM: prompt tokens by source",
-            description="gpu: its own cache; what kvtier promised, by tier; what was computed.",
+            description="gpu: vLLM's own cache; tokens promised by kvtier, by tier; tokens "
+            "computed.",
             queries=(Query(f"sum by (source) ({vllm.prompt_tokens(BOARD)})", "{{source}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
         ),
         Panel(
             title="vLLM: hit rate",
-            description="all: share of prompt tokens that were not computed; kvtier: the same of "
-            "those that vLLM's own cache lacked.",
+            description="all: share of prompt tokens that were not computed; kvtier: the same for "
+            "tokens missing in vLLM's own cache.",
             queries=(
                 Query(f"1 - {ratio(_COMPUTED, f'sum({BOARD.rate(vllm.PROMPT_TOKENS)})')}", "all"),
                 Query(ratio(_EXTERNAL, f"({_EXTERNAL} + {_COMPUTED})"), "kvtier"),
@@ -254,25 +256,25 @@ _VLLM = Section(
         ),
         Panel(
             title="vLLM: lookups",
-            description="hit; miss, nothing is there or it would not pay; failed, no answer came "
-            "in time; empty, the daemon has nothing of this model and was not asked.",
+            description="hit; miss: nothing found, or not worth restoring; failed: no answer in "
+            "time; empty: the daemon has nothing of this model and was not asked.",
             queries=(Query(f"sum by (outcome) ({BOARD.rate(vllm.LOOKUPS)})", "{{outcome}}"),),
             unit="reqps",
             kind=Kind.STACK,
             alert="KvtierVllmLookupsFail",
         ),
         Panel(
-            title="vLLM: time of a lookup",
-            description="With bringing blocks up to the CPU tier; other requests are computed "
+            title="vLLM: lookup time",
+            description="Includes promotion of blocks to the CPU tier; other requests are computed "
             "meanwhile.",
             queries=_percentiles(vllm.LOOKUP_SECONDS),
             unit="s",
             alert="KvtierVllmLookupsFail",
         ),
         Panel(
-            title="vLLM: blocks offered, and missing",
-            description="Offered: kept; refused, it would not pay or there was no room; failed, no "
-            "answer came in time. Missing: promised, and did not come. Each worker counts its own.",
+            title="vLLM: offered and missing blocks",
+            description="Offered: kept; refused: not worth keeping, or no room; failed: no answer "
+            "in time. Missing: promised but not arrived. Each worker counts its own.",
             queries=(
                 Query(f"sum by (outcome) ({BOARD.rate(vllm.STORE_BLOCKS)})", "{{outcome}}"),
                 Query(f"sum({BOARD.rate(vllm.MISSING_BLOCKS)})", "missing"),
@@ -281,8 +283,8 @@ _VLLM = Section(
             alert="KvtierVllmBlocksMissing",
         ),
         Panel(
-            title="vLLM: copying a request's blocks",
-            description="P95 of what a worker takes, between vLLM's KV cache and the CPU tier.",
+            title="vLLM: copy time of a request's blocks, P95",
+            description="Between vLLM's KV cache and the CPU tier, per worker.",
             queries=(
                 Query(BOARD.quantile(0.95, vllm.LOAD_SECONDS, "by (le)"), "load"),
                 Query(BOARD.quantile(0.95, vllm.STORE_SECONDS, "by (le)"), "store"),
@@ -290,9 +292,9 @@ _VLLM = Section(
             unit="s",
         ),
         Panel(
-            title="vLLM: bytes loaded, and staged",
-            description="From the CPU tier into vLLM's KV cache; staged: copied once more, since "
-            "the device does not know the memory. What it stores: see *Tiers*.",
+            title="vLLM: bytes loaded and staged",
+            description="Copied from the CPU tier into vLLM's KV cache; staged: with an extra "
+            "copy, because the memory is not registered with the device. For stores see *Tiers*.",
             queries=(
                 Query(f"sum({BOARD.rate(vllm.LOAD_BYTES)})", "loaded"),
                 Query(f"sum({BOARD.rate(vllm.STAGED_BYTES)})", "staged"),
@@ -300,8 +302,8 @@ _VLLM = Section(
             unit="Bps",
         ),
         Panel(
-            title="vLLM: with a daemon, and without",
-            description="Attached, as of its last step; and those that answer and are not.",
+            title="vLLM: with and without a daemon",
+            description="Attached as of the last step; and serving requests without a daemon.",
             queries=(
                 Query(f"sum({BOARD.series(vllm.ATTACHED)})", "attached"),
                 Query(f"sum({_WITHOUT})", "without a daemon"),
@@ -315,7 +317,7 @@ _VLLM = Section(
 ENGINE = Board(
     "engine",
     "kvtier / Engine",
-    "kvtier's own engines, and vLLM: what users feel, and what the cache does for it.",
+    "kvtier's own engines and vLLM: latency, tokens, and the cost of the cache.",
     (_USERS, _TOKENS, _CACHE, _LOAD, _VLLM),
 )
-"""For whoever runs the engines."""
+"""For administrators of the engines."""

@@ -1,4 +1,4 @@
-"""The files that are made: their names, and their text."""
+"""Paths and texts of the generated files."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,10 @@ from deploy.source.tiers import TIERS
 __all__ = ["BOARDS", "RUNBOOK", "files"]
 
 BOARDS: Sequence[Board] = (OVERVIEW, TIERS, DECISIONS_BOARD, ENGINE)
-"""In the order in which one looks at them."""
+"""In the order of the menu."""
 
 RUNBOOK = "docs/operations/runbook.md"
-"""Where links lead unless an operator says where the page is served."""
+"""Target of runbook links by default."""
 
 
 def files(runbook: str = RUNBOOK) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Dashboards as Grafana reads them, made with its own library."""
+"""Dashboards in the format of Grafana, built with its own library."""
 
 import json
 from collections.abc import Mapping
@@ -26,23 +26,23 @@ COLOURS: Mapping[str, str] = {
     "vLLM": "#f2cc0c",
     "without": "red",
 }
-"""Whatever it is of has one colour on every page."""
+"""Series name -> colour, the same on every dashboard."""
 
 _STATE_COLOURS: Mapping[str, str] = {
     "/(out|open)$/": "red",
     "/(degraded|half_open|drained|detached)$/": "orange",
     "/off$/": "#9a9a9a",
 }
-"""By the end of a series' name; of two that fit, the later one counts."""
+"""Suffix of a series name -> colour; the last match wins."""
 
 _PRESENT = f"{BUILD.name}|{vllm.ATTACHED.name}"
-"""Every daemon and engine has one of them."""
+"""Every daemon and engine exposes one of them."""
 
 _SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def render(board: Board, runbook: str) -> str:
-    """Return the file that is imported or provisioned; ``runbook`` is where the page is read."""
+    """Return the file to import or provision; ``runbook`` is the URL or path of the runbook."""
     page = (
         dashboard.Dashboard(board.title)
         .uid(f"kvtier-{board.name}")
@@ -67,12 +67,12 @@ def render(board: Board, runbook: str) -> str:
         page = _add(page, section, runbook)
     built = page.build()
     for number, panel in enumerate(built.panels or (), 1):
-        panel.id_val = number  # Grafana would number them anew at each import
+        panel.id_val = number  # Grafana would renumber them at each import
     return _written(json.loads(json.dumps(built, cls=JSONEncoder, sort_keys=True)))
 
 
 def _written(page: Mapping[str, Any]) -> str:
-    """Write a panel a line, so that what changes with a panel is that line."""
+    """Write one panel per line, so that a change of a panel changes one line."""
     panels = ",\n".join(f"  {json.dumps(panel)}" for panel in page["panels"])
     lines = [f' "{key}": {json.dumps(value)}' for key, value in page.items() if key != "panels"]
     lines.append(f' "panels": [\n{panels}\n ]')
@@ -89,7 +89,7 @@ def _link(title: str, url: str) -> dashboard.DashboardLink:
 
 
 def _variables() -> tuple[dashboard.DatasourceVariable, *tuple[dashboard.QueryVariable, ...]]:
-    """Return where the series are, and which targets to look at: all of them at first."""
+    """Return the variables for data source, job and instance; all are selected by default."""
     every = model.VariableOption(text="All", value="$__all", selected=True)
     chosen = [
         dashboard.QueryVariable(name)
@@ -122,7 +122,7 @@ def _add(page: dashboard.Dashboard, section: Section, runbook: str) -> dashboard
 def _dress(
     drawn: stat.Panel | timeseries.Panel, panel: Panel, runbook: str
 ) -> stat.Panel | timeseries.Panel:
-    """Give a panel what every kind has."""
+    """Set the properties that all kinds of panels have."""
     drawn = (
         drawn.title(panel.title)
         .description(panel.description)
@@ -202,7 +202,7 @@ def _fixed(colour: str) -> model.DynamicConfigValue:
 
 
 def _coloured(panel: Panel) -> list[str]:
-    """Return the names of series that a panel may have and that have a colour of their own."""
+    """Return the names of the panel's series that have a fixed colour."""
     legends = {query.legend for query in panel.queries}
     has_tiers = not legends.isdisjoint({"{{tier}}", "{{source}}"})
     return [name for name in COLOURS if has_tiers or name in legends]

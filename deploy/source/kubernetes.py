@@ -1,4 +1,4 @@
-"""Rules as Prometheus' operator reads them."""
+"""Rules in the format of the Prometheus operator."""
 
 import yaml
 
@@ -8,7 +8,7 @@ __all__ = ["prometheus_rule"]
 
 
 def prometheus_rule(runbook: str) -> str:
-    """Return the object that holds all recording rules and alerts."""
+    """Return a PrometheusRule with all recording rules and alerts."""
     files = [yaml.safe_load(text) for text in (rules.recordings(), rules.alerts(runbook))]
     return rules.render(
         {

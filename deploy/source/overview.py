@@ -1,4 +1,4 @@
-"""The first page answers whether it is worth it."""
+"""The overview dashboard: whether kvtier is worth its cost."""
 
 from deploy.source import vllm
 from deploy.source.board import Board, Kind, Panel, Query, Section
@@ -42,9 +42,9 @@ _GLANCE = Section(
     (
         Panel(
             title="Time saved",
-            description="Waiting for the first token that users were spared, against computing "
-            "every prompt, less what restores cost that did not pay. Below zero: turn it off, "
-            "or look at the decisions page.",
+            description="Time to first token saved compared with computing every prompt, less the "
+            "time that restores lost. If it is below zero, turn kvtier off, or look at "
+            "*Decisions*.",
             queries=(Query(f"{_SAVED} - {_LOST}", "saved"),),
             unit="s",
             kind=Kind.NUMBER,
@@ -54,9 +54,9 @@ _GLANCE = Section(
             alert="KvtierRestoresSlowerThanRecompute",
         ),
         Panel(
-            title="First token, against no cache",
-            description="What requests waited for which a restore was weighed, as a share of what "
-            "they would have waited had all been computed. 40 % is two and a half times as fast.",
+            title="Time to first token, relative to no cache",
+            description="Of requests for which something could be restored: time to first token as "
+            "a share of computing everything. 40 % is two and a half times as fast.",
             queries=(Query(ratio(_ACTUAL, f"({_ACTUAL} + {_SAVED} - {_LOST})"), "share"),),
             unit="percentunit",
             kind=Kind.NUMBER,
@@ -66,8 +66,7 @@ _GLANCE = Section(
         ),
         Panel(
             title="Found below the GPU",
-            description="Of the tokens that engines asked for after their own cache, those that a "
-            "tier had.",
+            description="Share of the tokens missing in the engines' own caches that a tier had.",
             queries=(
                 Query(
                     ratio(
@@ -85,8 +84,8 @@ _GLANCE = Section(
         ),
         Panel(
             title="Regret",
-            description="What the better road would have saved more, as a share of what was saved. "
-            "Small is good; none at all cannot be had.",
+            description="What the other path would have saved in addition, as a share of the "
+            "savings. Small is good; zero is unattainable.",
             queries=(Query(ratio(_REGRET, f"({_SAVED} + {_REGRET})"), "regret"),),
             unit="percentunit",
             kind=Kind.NUMBER,
@@ -96,7 +95,7 @@ _GLANCE = Section(
         ),
         Panel(
             title="Alerts",
-            description="Alerts of kvtier that fire now.",
+            description="kvtier alerts that are firing.",
             queries=(
                 Query(
                     'count(ALERTS{alertname=~"Kvtier.+", alertstate="firing"}) or vector(0)',
@@ -112,13 +111,13 @@ _GLANCE = Section(
 )
 
 _FIRST_TOKEN = Section(
-    "The wait for the first token",
+    "Time to first token",
     (
         Panel(
             title="With and without",
-            description="Mean time to first token. kvtier's own engines by where the prompt's KV "
-            "came from: `computed` had no help. vLLM tells one for all. `without`: of all engines "
-            "together, had nothing been restored, by what the daemons say was saved and lost.",
+            description="Mean time to first token. kvtier's own engines by source of the prompt's "
+            "KV; vLLM in total. `without`: of all engines together without restoring, from the "
+            "savings and losses that daemons report.",
             queries=(
                 Query(BOARD.mean(TIME_TO_FIRST_TOKEN_SECONDS, "by (source)"), "{{source}}"),
                 Query(BOARD.mean(vllm.TIME_TO_FIRST_TOKEN_SECONDS, "by ()"), "vLLM"),
@@ -130,8 +129,8 @@ _FIRST_TOKEN = Section(
         ),
         Panel(
             title="Saved and lost",
-            description="Seconds of waiting in each second, by the tier that blocks came from. Lost"
-            " is where computing would have been faster.",
+            description="Seconds saved per second, by the tier that blocks came from. Lost: "
+            "computing would have been faster.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(SAVED_SECONDS)})", "{{tier}}"),
                 Query(f"-sum({BOARD.rate(LOST_SECONDS)})", "lost"),
@@ -146,21 +145,20 @@ _FIRST_TOKEN = Section(
 _OWN_TOKENS, _VLLM_TOKENS = BOARD.rate(PROMPT_TOKENS), vllm.prompt_tokens(BOARD)
 
 _TOKENS = Section(
-    "Where prompts come from",
+    "Sources of prompts",
     (
         Panel(
             title="Prompt tokens by source",
-            description="Engines of every kind: what each tier supplied first, and what had to be "
-            "computed. Of vLLM, what was promised of a tier, also where it did not come.",
+            description="All engines: tokens by the tier that supplied them, and tokens computed. "
+            "For vLLM, tokens promised by a tier, including those that did not arrive.",
             queries=(Query(f"sum by (source) ({_OWN_TOKENS}\nor {_VLLM_TOKENS})", "{{source}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
             span=12,
         ),
         Panel(
-            title="Asked of the tiers",
-            description="Engines of every kind: tokens that were found, by tier, and those that "
-            "were absent.",
+            title="Tokens looked up in the tiers",
+            description="All engines: tokens found, by tier, and tokens absent.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(FOUND_TOKENS)})", "{{tier}}"),
                 Query(f"sum({BOARD.rate(ABSENT_TOKENS)})", "absent"),
@@ -174,13 +172,13 @@ _TOKENS = Section(
 )
 
 _COST = Section(
-    "What it costs",
+    "Cost",
     (
         Panel(
-            title="Engines that stand still",
-            description="Share of time in which an engine had requests and computed nothing, since "
-            "all waited for their blocks, or to hear whether there are any. vLLM does not count it:"
-            " its share is of the moments at which one looked.",
+            title="Engine stalls",
+            description="Share of time in which an engine had requests but computed nothing, "
+            "because all waited for blocks or for a lookup. vLLM does not count this; its share "
+            "is estimated from samples.",
             queries=(
                 Query(f"sum by (waits_for) ({BOARD.rate(RESTORE_STALL_SECONDS)})", "{{waits_for}}"),
                 Query(f"sum({vllm.stands_still(BOARD)})", "vLLM"),
@@ -191,15 +189,15 @@ _COST = Section(
             alert="KvtierRestoreStall",
         ),
         Panel(
-            title="KV kept",
+            title="KV stored",
             description="Bytes in each tier.",
             queries=(Query(f"sum by (tier) ({BOARD.series(TIER_USED_BYTES)})", "{{tier}}"),),
             unit="bytes",
             kind=Kind.STACK,
         ),
         Panel(
-            title="Written to drives, and read back",
-            description="What wears the drive, and what it was good for.",
+            title="Drive writes, and reads",
+            description="Writes that wear the drive, and the reads that they made possible.",
             queries=(
                 Query(f"sum({BOARD.rate(SSD_WRITTEN_BYTES)})", "written"),
                 Query(
@@ -211,8 +209,8 @@ _COST = Section(
             alert="KvtierSsdWear",
         ),
         Panel(
-            title="Tokens brought back",
-            description="Handed to engines, verified, by the tier that they came from.",
+            title="Tokens restored",
+            description="Verified and loaded by engines, by the tier that they came from.",
             queries=(Query(f"sum by (tier) ({BOARD.rate(LOADED_TOKENS)})", "{{tier}}"),),
             unit="si:tok/s",
             kind=Kind.STACK,
@@ -221,7 +219,7 @@ _COST = Section(
         ),
         Panel(
             title="Tiers that are not up",
-            description="Nodes whose tier is out or degraded.",
+            description="Nodes with a tier that is out or degraded.",
             queries=(
                 Query(
                     f"sum by (tier, state) ({BOARD.series(TIER_STATE, state=('out', 'degraded'))})",
@@ -239,7 +237,7 @@ _COST = Section(
 OVERVIEW = Board(
     "overview",
     "kvtier / Overview",
-    "Is it worth it? Time saved, first tokens with and without, and what it costs.",
+    "Is it worth it? Time saved, time to first token with and without kvtier, and its cost.",
     (_GLANCE, _FIRST_TOKEN, _TOKENS, _COST),
 )
-"""For whoever pays for it."""
+"""For the owner of the service."""

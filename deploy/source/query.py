@@ -1,7 +1,7 @@
-"""PromQL made from rows of the metrics table, so that no query can name what is not exposed.
+"""PromQL built from the metrics table, so that no query can name a metric that does not exist.
 
-Each selector checks its row's kind, labels and closed sets while this package is imported: a row
-that is renamed, or a value that goes away, fails the build and not a dashboard at night.
+Each selector checks type, labels and label values of its metric when this package is imported: a
+renamed metric or a removed value fails the build instead of a dashboard.
 """
 
 import re
@@ -14,7 +14,7 @@ from kvtier.observe.metrics import Counter, Histogram, Metric
 __all__ = ["BOARD", "RULE", "WITH_KVTIER", "Scope", "labelled", "ratio"]
 
 WITH_KVTIER = f"and on (job, instance) {stats.ATTACHED.name}"
-"""Leaves out a vLLM that has no kvtier, and is scraped as well."""
+"""Excludes vLLM instances without kvtier."""
 
 _HOUR_S = 3600
 
@@ -23,17 +23,17 @@ _HISTOGRAM_PARTS = frozenset({"bucket", "sum", "count"})
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which series a query sees beside what it asks for, and over which time it looks."""
+    """Common label matchers and the time window of a query."""
 
     window: str
     matchers: tuple[str, ...] = ()
 
     def over(self, window: str) -> Self:
-        """Return the same scope, looking over another time."""
+        """Return the same scope with another time window."""
         return replace(self, window=window)
 
     def series(self, metric: Metric, part: str = "", **labels: str | tuple[str, ...]) -> str:
-        """Select a row's series: ``part`` of a histogram, and of each label one or some values."""
+        """Select a metric's series: a ``part`` of a histogram, and values of each label."""
         is_histogram = isinstance(metric, Histogram)
         assert (part in _HISTOGRAM_PARTS) == is_histogram, f"{metric.name} has no {part!r}"
         closed_sets = dict(metric.labels)
@@ -49,7 +49,7 @@ class Scope:
     def rate(
         self, metric: Counter | Histogram, part: str = "", **labels: str | tuple[str, ...]
     ) -> str:
-        """Return how fast a counter grows, each second; to be put into parentheses."""
+        """Return the growth of a counter per second; to be put into parentheses."""
         rate = f"rate({self.series(metric, part, **labels)}[{self.window}])"
         is_vllms_own = re.match(r"vllm:(?!kvtier_)", metric.name)
         return f"{rate} {WITH_KVTIER}" if is_vllms_own else rate
@@ -83,29 +83,29 @@ class Scope:
     def quantile(
         self, share: float, metric: Histogram, keep: str, **labels: str | tuple[str, ...]
     ) -> str:
-        """Return a quantile; ``keep`` says which labels stay and names ``le``: ``by (le)``."""
+        """Return a quantile; ``keep`` is a grouping that includes ``le``, such as ``by (le)``."""
         buckets = self.rate(metric, "bucket", **labels)
         return f"histogram_quantile({share}, sum {keep} ({buckets}))"
 
     def mean(self, metric: Histogram, keep: str, **labels: str | tuple[str, ...]) -> str:
-        """Return the mean; ``keep`` says which labels stay, as ``by (route)``."""
+        """Return the mean; ``keep`` is a grouping such as ``by (route)``."""
         values, events = (self.rate(metric, part, **labels) for part in ("sum", "count"))
         return ratio(f"sum {keep} ({values})", f"sum {keep} ({events})")
 
 
 def ratio(above: str, below: str) -> str:
-    """Return a quotient; where nothing happened it is not a number, and nothing is drawn."""
+    """Return a quotient; without events it is NaN, which is not drawn."""
     return f"{above}\n/\n{below}"
 
 
 def labelled(expr: str, label: str, value: str, source: str = "") -> str:
-    """Return the same series with one label more; ``$1`` is what is in the label ``source``."""
+    """Return the same series with one more label; ``$1`` is the value of the label ``source``."""
     pattern = "(.*)" if source else ""
     return f'label_replace({expr}, "{label}", "{value}", "{source}", "{pattern}")'
 
 
 BOARD = Scope("$__rate_interval", ('job=~"$job"', 'instance=~"$instance"'))
-"""Of dashboards: Grafana fills in what its user has chosen."""
+"""Scope of dashboards: Grafana substitutes the user's selection."""
 
 RULE = Scope("5m")
-"""Of recording rules and alerts: every target, over the field's usual time."""
+"""Scope of recording rules and alerts: all targets, five minutes."""

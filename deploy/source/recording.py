@@ -1,16 +1,16 @@
-"""The recording rules: the names that operators know from the field, made from what engines tell.
+"""Recording rules: common metrics under common names, from the metrics of all engines.
 
 Theory
 ------
-kvtier's own engines and vLLM have rows of their own for the same thing. No target has both, so
-``or`` between the two has one series for each target; of several engines in one vLLM it is the sum.
+kvtier's own engines and vLLM use different metrics for the same thing. No target has both, so
+``or`` of the two has one series per target; for several engines in one vLLM it is the sum.
 
 Rules
 -----
-* Named ``level:metric:operation``. The level is which labels stay beside those of the target, which
-  ``instance`` stands for.
-* ``without`` and not ``by``, so that the labels that a cluster adds stay.
-* What a ratio was made of is recorded too: an average over nodes divides sums, not ratios.
+* Names are ``level:metric:operation``. The level lists the labels that are kept; ``instance``
+  stands for those of the target.
+* ``without`` instead of ``by`` keeps the labels that a cluster adds.
+* The parts of each ratio are recorded too: an average over nodes divides sums, not ratios.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ __all__ = ["FIRST_TOKEN_OF_ALL", "FOUND_SHARE", "RECORDINGS", "Recording"]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One rule, and what operators call what it records."""
+    """One rule, and the common name of what it records."""
 
     record: str
     known_as: str
@@ -49,7 +49,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """A histogram, and of which labels it is told; ``route`` is given to one that has none."""
+    """A histogram, its labels to keep, and the ``route`` for one that has no such label."""
 
     metric: Histogram
     keep: str
@@ -71,7 +71,7 @@ def _either(*exprs: str) -> str:
 
 
 def _tokens() -> Iterator[Recording]:
-    """Yield what came from a cache, what did not, and the share of the one in both."""
+    """Yield the rules of cached tokens, computed tokens, and the share of cached tokens."""
     cached, cached_in_vllm = (
         ("gpu", "cpu", "ssd", "remote"),
         ("local_cache_hit", "external_kv_transfer"),
@@ -95,7 +95,7 @@ def _tokens() -> Iterator[Recording]:
 
 
 def _times(record: str, known_as: str, *where: _Time) -> Iterator[Recording]:
-    """Yield average, P95 and P99 of histograms that have no series in common."""
+    """Yield the rules of average, P95 and P99 of histograms that have no series in common."""
     averages = (each.mean() for each in where)
     yield Recording(f"{record}:avg_rate5m", f"{known_as}, average", _either(*averages))
     for percent in (95, 99):
@@ -114,7 +114,7 @@ FOUND_SHARE = Recording(
     "hit rate of the tiers below the GPU",
     ratio(f"sum without (tier) ({_LONG.rate(FOUND_TOKENS)})", _LONG.rate(ASKED_TOKENS)),
 )
-"""By daemon, for engines of every kind."""
+"""Per daemon, for engines of every kind."""
 
 _WAITED, _FIRST_TOKENS = (
     f"sum({_LONG.rate(TIME_TO_FIRST_TOKEN_SECONDS, part)}"
@@ -127,7 +127,7 @@ FIRST_TOKEN_OF_ALL = Recording(
     "TTFT of all engines, kvtier's own and vLLM's",
     ratio(_WAITED, _FIRST_TOKENS),
 )
-"""What users feel; daemon and engine are different targets, so it is not told by node."""
+"""Over all nodes, because daemon and engine are different targets."""
 
 RECORDINGS: Sequence[Recording] = (
     *_tokens(),

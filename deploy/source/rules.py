@@ -1,4 +1,4 @@
-"""Rules as Prometheus reads them."""
+"""Rules in the format of Prometheus."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def recordings() -> str:
 
 
 def alerts(runbook: str) -> str:
-    """Return the file of alerts; ``runbook`` is where their sections are read."""
+    """Return the file of alerts; ``runbook`` is the URL or path of the runbook."""
     return _render(
         "kvtier.alerts",
         [
@@ -41,7 +41,7 @@ def alerts(runbook: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as people would."""
+    """Writes multi-line text as block scalars."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
@@ -55,5 +55,5 @@ def _render(name: str, rules: list[dict[str, Any]]) -> str:
 
 
 def render(document: dict[str, Any]) -> str:
-    """Return a document as the files here are written."""
+    """Return a document as YAML with the header of generated files."""
     return _HEAD + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=100)

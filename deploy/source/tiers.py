@@ -1,4 +1,4 @@
-"""The tiers: how they are, what they hold, and what moves between them."""
+"""The tiers dashboard: health, contents and transfers."""
 
 from deploy.source.board import Board, Kind, Panel, Query, Section
 from deploy.source.query import BOARD, ratio
@@ -42,13 +42,13 @@ from kvtier.observe.metrics import REFUSED_SAMPLES
 __all__ = ["TIERS"]
 
 _STATE = Section(
-    "How they are",
+    "Health",
     (
         Panel(
             title="State",
-            description="Nodes in each state. `out` is left alone until it answers; `degraded` "
-            "serves, but not all of what it is for; `drained` (read and not written) and "
-            "`detached` (not used) are by an operator, `off` by configuration.",
+            description="Nodes in each state. `out`: not used until it answers; `degraded`: serves "
+            "with limits; `drained` (read, not written) and `detached` (not used): set by an "
+            "operator; `off`: by configuration.",
             queries=(
                 Query(
                     f"sum by (tier, state) ({BOARD.series(TIER_STATE)}) > 0", "{{tier}} {{state}}"
@@ -61,8 +61,8 @@ _STATE = Section(
         ),
         Panel(
             title="Breaker",
-            description="What stands before a tier: closed, calls go through; open, none does; "
-            "half open, a probe does.",
+            description="Circuit breaker of each tier. closed: calls pass; open: none pass; "
+            "half open: one test call passes.",
             queries=(
                 Query(
                     f"sum by (tier, state) ({BOARD.series(BREAKER_STATE)}) > 0",
@@ -76,8 +76,8 @@ _STATE = Section(
         ),
         Panel(
             title="Drives",
-            description="Nodes whose drive takes no writes for want of space, whose write budget "
-            "is used up, and that go around the page cache.",
+            description="Nodes whose drive is read-only for lack of space, whose write budget "
+            "is used up, and that use direct I/O.",
             queries=(
                 Query(f"sum({BOARD.series(SSD_READ_ONLY)})", "read-only"),
                 Query(
@@ -92,8 +92,8 @@ _STATE = Section(
             alert="KvtierWriteBudgetUsedUp",
         ),
         Panel(
-            title="Faults, in an hour",
-            description="Exceptions in tasks that nobody waits for, and samples without a series.",
+            title="Faults in an hour",
+            description="Exceptions in background tasks, and metric samples without a series.",
             queries=(
                 Query(f"sum({BOARD.in_an_hour(BACKGROUND_FAULTS)})", "background"),
                 Query(f"sum({BOARD.in_an_hour(REFUSED_SAMPLES)})", "samples"),
@@ -108,18 +108,17 @@ _STATE = Section(
 )
 
 _CONTENTS = Section(
-    "What they hold",
+    "Contents",
     (
         Panel(
             title="Used",
-            description="Bytes allocated, padding and headers included. Full is how a cache should "
-            "be.",
+            description="Bytes allocated, including padding and headers. A full cache is normal.",
             queries=(Query(f"sum by (tier) ({BOARD.series(TIER_USED_BYTES)})", "{{tier}}"),),
             unit="bytes",
         ),
         Panel(
-            title="Used of the capacity",
-            description="No alert hangs on this. A remote tier has no capacity of its own.",
+            title="Share of capacity used",
+            description="No alert depends on it. A remote tier has no capacity of its own.",
             queries=(
                 Query(
                     ratio(
@@ -134,30 +133,31 @@ _CONTENTS = Section(
         ),
         Panel(
             title="Blocks",
-            description="Blocks that a tier would serve.",
+            description="Blocks that each tier can serve.",
             queries=(Query(f"sum by (tier) ({BOARD.series(TIER_BLOCKS)})", "{{tier}}"),),
             unit="short",
         ),
         Panel(
-            title="Offered blocks, by answer",
-            description="What the tiers said to blocks that were offered to them.",
+            title="Offered blocks, by outcome",
+            description="Outcomes of offering blocks to the tiers.",
             queries=(Query(BOARD.known(ADMISSION_BLOCKS, "outcome"), "{{outcome}}"),),
             unit="si:blocks/s",
             kind=Kind.STACK,
             span=6,
         ),
         Panel(
-            title="Not taken, by rule",
-            description="worth and budget are choices; full is a way that was too narrow.",
+            title="Refused blocks, by rule",
+            description="worth and budget: by choice; full: no room, or the queue was full.",
             queries=(Query(f"sum by (rule) ({BOARD.rate(REFUSED_BLOCKS)})", "{{rule}}"),),
             unit="si:blocks/s",
             kind=Kind.STACK,
             span=6,
         ),
         Panel(
-            title="Evicted, and demoted before",
-            description="Blocks that left a tier, and those written to a slower one before. "
-            "Harm is only what is asked for again: see missed blocks on the decisions page.",
+            title="Evicted and demoted blocks",
+            description="Blocks that left a tier, and blocks written to a slower tier before that. "
+            "Eviction only does harm if a block is requested again: see missed blocks in "
+            "*Decisions*.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.rate(EVICTED_BLOCKS)})", "{{tier}}"),
                 Query(f"sum by (tier) ({BOARD.rate(DEMOTED_BLOCKS)})", "to {{tier}}"),
@@ -167,9 +167,9 @@ _CONTENTS = Section(
             alert="KvtierEvictionStorm",
         ),
         Panel(
-            title="Evicted, by reason",
-            description="capacity: room for others; expired: too old; corrupt: failed a check; "
-            "lost: its tier went away; dropped: by an operator.",
+            title="Evicted blocks, by reason",
+            description="capacity: made room for others; expired: too old; corrupt: failed "
+            "verification; lost: its tier went away; dropped: by an operator.",
             queries=(
                 Query(f"sum by (reason) ({BOARD.rate(EVICTED_BLOCKS)})", "{{reason}}"),
                 Query(f"sum({BOARD.rate(DROPPED_BLOCKS)})", "dropped"),
@@ -182,11 +182,11 @@ _CONTENTS = Section(
 )
 
 _WAYS = Section(
-    "What moves",
+    "Transfers",
     (
         Panel(
             title="Bytes by route",
-            description="Transfers that were completed.",
+            description="Bytes of completed transfers.",
             queries=(
                 Query(
                     f"sum by (route) ({BOARD.rate(TRANSFER_BYTES, outcome='complete')})",
@@ -196,16 +196,16 @@ _WAYS = Section(
             unit="Bps",
         ),
         Panel(
-            title="Time of a transfer, P95",
-            description="Between the CPU tier and the slower ones, without the wait before it.",
+            title="Transfer time, P95",
+            description="Between the CPU tier and slower tiers, without queueing.",
             queries=(Query(BOARD.quantile(0.95, TRANSFER_SECONDS, "by (le, route)"), "{{route}}"),),
             unit="s",
             alert="KvtierLoadsFail",
         ),
         Panel(
-            title="Wait before it, P95",
-            description="Time that a block waited for the start of its transfer. Where it is longer"
-            " than the transfer, the tier is the bottleneck.",
+            title="Queueing time, P95",
+            description="Time that a block waited before its transfer started. If it exceeds the "
+            "transfer time, the tier is the bottleneck.",
             queries=(
                 Query(BOARD.quantile(0.95, TRANSFER_QUEUE_SECONDS, "by (le, route)"), "{{route}}"),
             ),
@@ -213,14 +213,14 @@ _WAYS = Section(
             alert="KvtierReadsWait",
         ),
         Panel(
-            title="Time to copy a block, P95",
-            description="Between an engine's pool and the CPU tier, as kvtier's own engines do it.",
+            title="Copy time of a block, P95",
+            description="Between an engine's pool and the CPU tier, for kvtier's own engines.",
             queries=(Query(BOARD.quantile(0.95, COPY_SECONDS, "by (le, route)"), "{{route}}"),),
             unit="s",
         ),
         Panel(
-            title="Bytes that did not arrive",
-            description="Transfers that failed, came too late, or were not wanted any more.",
+            title="Wasted bytes, by outcome",
+            description="Bytes of transfers that failed, were late, or were cancelled.",
             queries=(
                 Query(
                     "sum by (outcome) ("
@@ -234,8 +234,9 @@ _WAYS = Section(
             alert="KvtierLoadsFail",
         ),
         Panel(
-            title="Blocks that a tier should have served",
-            description="checksum, header, length and identity stay at zero on sound hardware.",
+            title="Misses despite residency, by reason",
+            description="Blocks that a tier should have served. checksum, header, length and "
+            "identity stay at zero on sound hardware.",
             queries=(Query(f"sum by (reason) ({BOARD.rate(MISS_BLOCKS)})", "{{reason}}"),),
             unit="si:blocks/s",
             kind=Kind.STACK,
@@ -248,9 +249,9 @@ _DRIVE = Section(
     "The SSD tier",
     (
         Panel(
-            title="Written, by what for",
-            description="moved: to keep blocks when their segment is reclaimed. The sum over blocks"
-            " is the write amplification.",
+            title="Bytes written, by purpose",
+            description="moved: to keep blocks when their segment is reclaimed. The sum divided by "
+            "blocks is the write amplification.",
             queries=(Query(f"sum by (kind) ({BOARD.rate(SSD_WRITTEN_BYTES)})", "{{kind}}"),),
             unit="Bps",
             kind=Kind.STACK,
@@ -259,7 +260,7 @@ _DRIVE = Section(
         ),
         Panel(
             title="Write budget",
-            description="Bytes that may be written now, and in a day. Both are 0 without a budget.",
+            description="Bytes that may be written now and per day. Both are 0 without a budget.",
             queries=(
                 Query(f"sum({BOARD.series(SSD_WRITE_BUDGET_LEFT_BYTES)})", "left"),
                 Query(f"sum({BOARD.series(SSD_WRITE_BUDGET_BYTES)})", "a day"),
@@ -269,16 +270,16 @@ _DRIVE = Section(
             alert="KvtierWriteBudgetUsedUp",
         ),
         Panel(
-            title="Verified unasked",
-            description="What the scrub reads whenever no request waits for the drive.",
+            title="Bytes scrubbed",
+            description="Verified in the background while no request waits for the drive.",
             queries=(Query(f"sum({BOARD.rate(SCRUBBED_BYTES)})", "scrubbed"),),
             unit="Bps",
             span=6,
         ),
         Panel(
-            title="Damaged blocks, in an hour",
-            description="Found by a read, a scrub or fsck, or by an engine that copied them, and "
-            "taken out of service.",
+            title="Damaged blocks in an hour",
+            description="Found by a read, a scrub, fsck, or an engine that copied them, and "
+            "quarantined.",
             queries=(
                 Query(f"sum by (tier) ({BOARD.in_an_hour(QUARANTINED_BLOCKS)})", "{{tier}}"),
                 Query(
@@ -294,11 +295,11 @@ _DRIVE = Section(
 )
 
 _HOLDS = Section(
-    "Who holds on to what",
+    "Pins, leases and clients",
     (
         Panel(
             title="Pins and leases",
-            description="Both are 0 when nobody asks for anything.",
+            description="Both are 0 on an idle node.",
             queries=(
                 Query(f"sum({BOARD.series(PINS)})", "pinned blocks"),
                 Query(f"sum({BOARD.series(LEASES)})", "leases"),
@@ -309,23 +310,23 @@ _HOLDS = Section(
         ),
         Panel(
             title="Clients",
-            description="Engines attached, by the way that bytes go.",
+            description="Attached engines, by transport.",
             queries=(Query(f"sum by (transport) ({BOARD.series(SESSIONS)})", "{{transport}}"),),
             unit="short",
             span=6,
             alert="KvtierEngineDetached",
         ),
         Panel(
-            title="Kept on request",
-            description="Bytes of the CPU tier that pins, priorities, times to live and waiting "
-            "requests keep.",
+            title="Retained bytes",
+            description="Bytes of the CPU tier kept by pins, priorities, times to live and "
+            "announced requests.",
             queries=(Query(f"sum({BOARD.series(RETAINED_BYTES)})", "retained"),),
             unit="bytes",
             span=6,
         ),
         Panel(
-            title="Brought up before they were asked for",
-            description="Blocks that came into the CPU tier for requests that wait, and for warm.",
+            title="Prefetched blocks",
+            description="Blocks promoted to the CPU tier for announced requests and for warm.",
             queries=(Query(f"sum by (reason) ({BOARD.rate(PREFETCHED_BLOCKS)})", "{{reason}}"),),
             unit="si:blocks/s",
             span=6,
@@ -337,9 +338,9 @@ _SECRETS = Section(
     "Secrets",
     (
         Panel(
-            title="Certificates in force",
-            description="Time until the first of all daemons' expires: that of the operators' port,"
-            " and the authority of the remote tier.",
+            title="Certificate expiry",
+            description="Time until the first certificate of any daemon expires: of the operators' "
+            "port, and of the remote tier's CA.",
             queries=(
                 Query(
                     f"min by (secret) (({BOARD.series(CERTIFICATE_NOT_AFTER)} > 0) - time())",
@@ -351,8 +352,8 @@ _SECRETS = Section(
             alert="KvtierCertificateExpires",
         ),
         Panel(
-            title="Secrets refused",
-            description="Daemons and engines in whose file lies what cannot be used.",
+            title="Invalid secrets",
+            description="Daemons and engines with an invalid secret file.",
             queries=(Query(f"sum by (secret) ({BOARD.series(SECRET_REFUSED)})", "{{secret}}"),),
             unit="short",
             span=12,
@@ -365,7 +366,7 @@ _SECRETS = Section(
 TIERS = Board(
     "tiers",
     "kvtier / Tiers",
-    "How the tiers are, what they hold, and what moves between them.",
+    "Health and contents of the tiers, and transfers between them.",
     (_STATE, _CONTENTS, _WAYS, _DRIVE, _HOLDS, _SECRETS),
 )
-"""For whoever looks after memory, drives and servers."""
+"""For administrators of memory, drives and servers."""

@@ -1,7 +1,7 @@
-"""vLLM's rows: those of its own that are looked at here, and all that kvtier's connector adds.
+"""Metrics of vLLM that the dashboards use, and all metrics that kvtier's connector adds.
 
-Each is on the page of a real server that the tests have; where a release has another name for one,
-the tests with its servers say so.
+A test compares them with recorded metrics of a real server; tests with real vLLM servers show where
+a release has another name.
 """
 
 from collections.abc import Sequence
@@ -95,14 +95,14 @@ ROWS: Sequence[Metric] = (
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
 )
-"""The connector's first."""
+"""The connector's metrics first."""
 
 
 def prompt_tokens(scope: Scope) -> str:
-    """Return the rates of prompt tokens with ``source`` as kvtier's own engines have it.
+    """Return the rates of prompt tokens with the ``source`` label of kvtier's own engines.
 
-    What came from below the GPU is told by tier as it is ordered; of what does not come in the end
-    ``computed`` has the tokens too.
+    Tokens from below the GPU are counted by tier when they are ordered; those that do not arrive
+    are also in ``computed``.
     """
     own = {"computed": "local_compute", "gpu": "local_cache_hit"}
     rates = [
@@ -114,9 +114,9 @@ def prompt_tokens(scope: Scope) -> str:
 
 
 def stands_still(scope: Scope) -> str:
-    """Return the share of looks at which all requests of an engine waited for blocks.
+    """Return the share of samples in which all requests of an engine waited for blocks.
 
-    vLLM counts no such time; requests that wait for their adapter, or for a grammar, look the same.
+    vLLM does not count this time. Requests that wait for an adapter or a grammar look the same.
     """
     waits = f"({scope.series(REQUESTS_WAITING, reason='deferred')} > bool 0)"
     is_idle = f"({scope.series(REQUESTS_RUNNING)} == bool 0)"

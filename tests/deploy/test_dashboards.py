@@ -131,6 +131,6 @@ def test_a_daemon_that_stands_still_is_missed_until_it_goes_on(seen: Observed) -
     with seen.daemon.stopped():
         await_true(lambda: "KvtierDaemonDown" in missed(), "the alert is pending", 30)
         where = f"127.0.0.1:{seen.node.http_port}"
-        assert missed()["KvtierDaemonDown"] == f"kvtier's daemon at {where} does not answer"
+        assert missed()["KvtierDaemonDown"] == f"The kvtier daemon at {where} is down"
         assert "KvtierEngineDown" not in missed()
     await_true(lambda: "KvtierDaemonDown" not in missed(), "the alert is gone", 30)
