@@ -36,7 +36,7 @@ from kvtier.core.residency import TierName
 from kvtier.engine.engine import block_layout
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.engine.settings import EngineSettings
-from kvtier.node import event as ev
+from kvtier.node.messages import events as ev
 from kvtier.sim.replay.context import EventQueue, ReplayContext, SlowCarrier
 from kvtier.sim.replay.engine import ReplayEngine, ReplayRequest
 from kvtier.sim.replay.node_adapter import NodeAdapter

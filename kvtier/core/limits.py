@@ -180,10 +180,10 @@ EXISTENCE_CHECK_BLOCKS_MAX = 1024
 """Blocks asked of a shared tier in one lookup: 65,536 tokens in blocks of 64."""
 
 EXISTENCE_CHECKS_LATE_MAX = 2
-"""After so many probes in a row that came late, lookups pause asking."""
+"""After this many late existence queries in a row, lookups stop sending them for a while."""
 
 EXISTENCE_CHECK_PAUSE_NS = 250_000_000
-"""The first such pause; each further late probe doubles it."""
+"""The first such pause; each further late query doubles it."""
 
 EXISTENCE_CHECK_PAUSE_MAX_NS = 8_000_000_000
 """The longest pause: a server that recovers is used again within seconds."""
@@ -196,7 +196,7 @@ ABSENT_HASHES_MAX = 65_536
 """Hashes remembered as absent: 10 MB."""
 
 EXISTENCE_CHECK_GRACE_NS = 20_000_000
-"""Kept back from a lookup's deadline to answer with what is known when a probe is late."""
+"""Kept back from a lookup's deadline to answer from the index when an existence query is late."""
 
 DROP_GRACE_NS = 250_000_000
 """Kept back from a drop's deadline to report what could not be removed."""

@@ -21,11 +21,11 @@ from kvtier.daemon.tiers.attach import OpenTier
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
 from kvtier.daemon.tiers.device import devices_of
 from kvtier.daemon.tiers.memory import Reservation
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
-from kvtier.node.scrub import TierScrubber
-from kvtier.node.workers import in_thread
+from kvtier.node.messages import events as ev
 from kvtier.observe.log import Log, RateLimitedLog
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.scrubber import TierScrubber
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
 
@@ -120,7 +120,7 @@ class DaemonComponents:
 
     async def _moved(self, name: TierName, config: Config) -> None:
         """Tell the parts that keep data about a tier's medium, or on it, that it has changed."""
-        devices = await in_thread(partial(devices_of, config, [name]), "kvtier-devices")
+        devices = await run_in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.benchmarks.renew(name, devices.get(name, ""))
         if name is TierName.SSD:
             await self.spaces.move_to(config.ssd.directory)

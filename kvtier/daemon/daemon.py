@@ -33,17 +33,17 @@ from kvtier.daemon.tiers.attach import OpenTier, open_at_start
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
 from kvtier.daemon.tiers.opening import allowance, open_tier, slow_tier, tune_tier
 from kvtier.lock import PathLock
-from kvtier.node import event as ev
-from kvtier.node.crew import Crew
-from kvtier.node.driver import Driver
+from kvtier.node.messages import events as ev
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.scrub import TierScrubber
-from kvtier.node.verify import Verifier
-from kvtier.node.workers import in_thread
 from kvtier.observe.daemon_metrics import DAEMON_METRICS, READY
 from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.secret_rotation import LOOK_EVERY_S
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.scrubber import TierScrubber
+from kvtier.runtime.tier_executor import TierExecutor
+from kvtier.runtime.verifier import Verifier
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.seal import KeyRing
@@ -111,7 +111,7 @@ class Daemon:
         self._systemd = systemd or Systemd()
         self._stop.on_begin = lambda: self._systemd.stopping(self._stop.left_s)
         self._is_ready = False
-        self._crews: dict[TierName, Crew] = {}
+        self._executors: dict[TierName, TierExecutor] = {}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Daemon"]:
@@ -204,7 +204,7 @@ class Daemon:
             depth=self._policies.depth,
         )
         driver = Driver(node, arena, tiers)
-        self._crews = driver.crews
+        self._executors = driver.executors
         self._stop.hanging = self._hanging
         closing.add("stopping the driver", driver.stop)
         for name, tier in tiers.items():
@@ -257,7 +257,7 @@ class Daemon:
         for tier in driver.tiers.values():
             tune_tier(config, tier)
         slow = tuple(slow_tier(config, tier) for tier in driver.tiers.values())
-        driver.post(ev.Tuned(config.daemon.lease_ns, config.policy.pin_share, slow))
+        driver.post(ev.SettingsChanged(config.daemon.lease_ns, config.policy.pin_share, slow))
         if not self._stop.has_begun:  # what is under way ends by the time that was told
             self._stop.grace_s = config.daemon.stop_grace_ns / 1e9
         set_level(config.daemon.log_level)
@@ -273,7 +273,7 @@ class Daemon:
     async def _tell_budget(self, driver: Driver) -> None:
         """Tell the node what may be written to the SSD for the time being."""
         if (tier := driver.tiers.get(TierName.SSD)) is not None:
-            driver.post(ev.Allowance(TierName.SSD, allowance(self.config, tier)))
+            driver.post(ev.SetWriteAllowance(TierName.SSD, allowance(self.config, tier)))
 
     async def _flush(self, driver: Driver) -> None:
         driver.post(ev.DaemonStopping())
@@ -283,8 +283,8 @@ class Daemon:
     async def _close(self, name: TierName, tiers: Mapping[TierName, BreakerTier]) -> None:
         if (tier := tiers.get(name)) is None:
             return  # there was none, or it was detached
-        is_hung = name in self._crews and self._crews[name].late_calls()
-        closed = in_thread(tier.close, f"kvtier-{name}-close")
+        is_hung = name in self._executors and self._executors[name].late_calls()
+        closed = run_in_thread(tier.close, f"kvtier-{name}-close")
         async with asyncio.timeout(_HUNG_CLOSE_S if is_hung else self._stop.left_s):
             await closed
 
@@ -292,8 +292,8 @@ class Daemon:
         """Return which calls hang; from any thread."""
         return "; ".join(
             f"{name}: {call.name} for {call.seconds:.0f} s"
-            for name, crew in list(self._crews.items())
-            for call in crew.late_calls()
+            for name, executor in list(self._executors.items())
+            for call in executor.late_calls()
         )
 
 

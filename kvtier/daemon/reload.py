@@ -32,8 +32,8 @@ from kvtier.config.toml_text import changes, document, shown
 from kvtier.core.residency import SLOW_TIERS
 from kvtier.daemon.tiers.opening import is_login_alone
 from kvtier.errors import ConfigError
-from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
+from kvtier.runtime.worker_pool import run_in_thread
 
 __all__ = ["Read", "Reload", "ReloadOutcome", "Reloaded"]
 
@@ -227,7 +227,7 @@ class Reload:
         file = self._path or "the configuration"
         if self._reading is not None and not self._reading.done():
             return f"{file} is still being read, since an earlier reload"
-        self._reading = in_thread(self._read_all, "kvtier-reload")
+        self._reading = run_in_thread(self._read_all, "kvtier-reload")
         await asyncio.wait({self._reading}, timeout=_READ_LIMIT_S)
         if not self._reading.done():
             return f"{file} could not be read within {_READ_LIMIT_S:.0f} s"

@@ -1,1 +1,1 @@
-"""The driver of a node: a synchronous state machine, and the asyncio loop beside it."""
+"""The node: a synchronous state machine that makes every decision of the daemon, without I/O."""

@@ -16,9 +16,9 @@ from kvtier.core.reuse.history import History
 from kvtier.core.reuse.invariants import check_history, residents
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
-from kvtier.node.cache import Cache
+from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.node import Node
-from kvtier.node.transfer import Duty
+from kvtier.node.state.cache import Cache
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
@@ -29,7 +29,7 @@ from kvtier.observe.daemon_metrics import (
     UNLOADED_TOKENS,
 )
 
-__all__ = ["check", "check_books", "check_memory"]
+__all__ = ["check", "check_memory", "check_token_counters"]
 
 _CPU = LOWER_TIERS.index(TierName.CPU)
 
@@ -56,7 +56,7 @@ def check_memory(node: Node) -> None:
     history, index = node.history, node.cache.index
     if history is None:
         return
-    node.cache.whereabouts.tell()
+    node.cache.residency_listener.tell()
     check_history(history)
     for tier in LOWER_TIERS:
         rows = index.in_state(tier, Residency.READY)
@@ -70,8 +70,8 @@ def check_memory(node: Node) -> None:
     _check_parents(history, index)
 
 
-def check_books(node: Node) -> None:
-    """Raise AssertionError if the tokens counted do not add up; see ``books``. No load is open."""
+def check_token_counters(node: Node) -> None:
+    """Raise AssertionError if the token counters do not add up; call it while no load is open."""
     tokens: Counter[str] = Counter()
     for family in node.metrics.registry.collect():
         for sample in family.samples:
@@ -146,11 +146,11 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
         for lease in session.loads.values()
         for row in lease.rows
     )
-    flights = [*node.transfers.orphans.values()]
+    in_flight = [*node.transfers.orphans.values()]
     for lane in node.transfers.lanes.values():
         expected.update(row for row in lane.writes)
-        flights += lane.flights.values()
-    expected.update(row for flight in flights if not flight.is_read for row in flight.rows)
+        in_flight += lane.in_flight.values()
+    expected.update(row for transfer in in_flight if not transfer.is_read for row in transfer.rows)
     pins = node.cache.index.pins[rows]
     pinned = dict(zip(rows[pins != 0].tolist(), pins[pins != 0].tolist(), strict=True))
     assert pinned == dict(expected), "pins are not those of leases and writes"
@@ -166,19 +166,21 @@ def _check_lanes(node: Node) -> None:
     """Require states that keep others off the blocks on their way, and a true count."""
     index = node.cache.index
     orphans = node.transfers.orphans.values()
-    reading = [row for flight in orphans if flight.is_read for row in flight.rows]
+    reading = [row for transfer in orphans if transfer.is_read for row in transfer.rows]
     for name, lane in node.transfers.lanes.items():
-        flights = lane.flights.values()
+        in_flight = lane.in_flight.values()
         lane.reads.check()
         reading += lane.reads
-        reading += [row for flight in flights if flight.is_read for row in flight.rows]
+        reading += [row for transfer in in_flight if transfer.is_read for row in transfer.rows]
         writing = list(lane.writes)
-        writing += [row for flight in flights if not flight.is_read for row in flight.rows]
+        writing += [row for transfer in in_flight if not transfer.is_read for row in transfer.rows]
         assert sorted(writing) == sorted(index.in_state(name, Residency.WRITING).tolist())
         num_bytes = sum(slot_bytes(int(n)) for n in index.payload_bytes[np.array(writing, int)])
         assert num_bytes == lane.queued_bytes, "queued bytes are not those of the queue"
         is_at_rest = lane.is_idle and lane.purging is None
-        assert lane.duty is not Duty.NONE or is_at_rest, "work for a tier that is off"
+        assert lane.admin_state is not AdminState.DETACHED or is_at_rest, (
+            "work for a tier that is off"
+        )
     stored = [
         row
         for session in node.sessions.values()

@@ -32,29 +32,30 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import as_keys
-from kvtier.node import event as ev
-from kvtier.node.action import Action, CallReply, Refused, Registered, Released
-from kvtier.node.books import count_lookup
-from kvtier.node.cache import Cache
-from kvtier.node.completion import Completions
-from kvtier.node.decision import Decisions
-from kvtier.node.demotion import Demotion
-from kvtier.node.drop import Drops
-from kvtier.node.duty import Duties
-from kvtier.node.feed import Feeds
-from kvtier.node.flush import Flush
-from kvtier.node.ledger import Ledger
-from kvtier.node.load import Loads
-from kvtier.node.lookahead import Lookahead
-from kvtier.node.measurement import Measurements
-from kvtier.node.miss import Misses
-from kvtier.node.probe import PendingLookup, Probes
-from kvtier.node.run import BlockRun, PromptChain, chain_fault, find_run, has_repeats
-from kvtier.node.session import EngineReport, Session
-from kvtier.node.store import Stores
-from kvtier.node.transfer import Duty, SlowTier, TierTransfers
-from kvtier.node.use import Uses, use_of
-from kvtier.node.writes import Writes
+from kvtier.node.flow.completion import Completions
+from kvtier.node.flow.decision import Decisions
+from kvtier.node.flow.demotion import Demotion
+from kvtier.node.flow.flush import Flush
+from kvtier.node.flow.load import Loads
+from kvtier.node.flow.measurement import Measurements
+from kvtier.node.flow.miss_fates import MissFates
+from kvtier.node.flow.pending_lookup import PendingLookup, PendingLookups
+from kvtier.node.flow.store import Stores
+from kvtier.node.flow.tier_writes import TierWrites
+from kvtier.node.flow.token_counters import count_lookup
+from kvtier.node.flow.use_counter import UseCounter, use_of
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.actions import Action, CallReply, Refused, Registration, ReleaseResult
+from kvtier.node.messages.slow_tier import AdminState, SlowTier
+from kvtier.node.operations.admin_state import AdminStates
+from kvtier.node.operations.drop import Drops
+from kvtier.node.operations.lookahead import Lookahead
+from kvtier.node.operations.residency_feed import ResidencyFeeds
+from kvtier.node.state.block_run import BlockRun, PromptChain, chain_fault, find_run, has_repeats
+from kvtier.node.state.cache import Cache
+from kvtier.node.state.decision_log import DecisionLog
+from kvtier.node.state.session import EngineReport, Session
+from kvtier.node.state.transfer import TierTransfers
 from kvtier.observe.daemon_metrics import ANNOUNCED_REQUESTS, MISS_BLOCKS
 from kvtier.observe.metrics import Metrics
 
@@ -101,15 +102,15 @@ class Node:
         slots = SlabAllocator(settings.num_slabs, settings.slab_bytes)
         self.cache = Cache(slots, eviction, metrics, history)
         self.transfers = TierTransfers(self.cache, settings.tiers)
-        self.writes = Writes(self.cache, self.transfers, admission)
+        self.writes = TierWrites(self.cache, self.transfers, admission)
         self.flush = Flush(self.cache, self.transfers, self.writes, history)
-        self.ledger = Ledger(settings.first_decision)
+        self.decision_log = DecisionLog(settings.first_decision)
         self.history, self.planner, self.depth = history, planner, depth
-        self.uses = Uses(history, depth, self.cache.whereabouts)
-        self.misses = Misses(self.cache, self.transfers, history, self.ledger)
-        self.decisions = Decisions(self.transfers, planner, self.ledger, metrics)
+        self.uses = UseCounter(history, depth, self.cache.residency_listener)
+        self.miss_fates = MissFates(self.cache, self.transfers, history, self.decision_log)
+        self.decisions = Decisions(self.transfers, planner, self.decision_log, metrics)
         self.measurements = Measurements(self.cache, planner)
-        self.loads = Loads(self.cache, self.transfers, self.misses)
+        self.loads = Loads(self.cache, self.transfers, self.miss_fates)
         self.stores = Stores(
             self.cache,
             self.loads,
@@ -120,9 +121,9 @@ class Node:
         )
         self.stores.on_published = self._published
         self.drops = Drops(self.cache, self.transfers, self.sessions)
-        self._duties = Duties(self.cache, self.transfers, self.loads)
-        self.feeds = Feeds(self.cache.index, self._is_up)
-        self.probes = Probes(self.cache)
+        self._admin_states = AdminStates(self.cache, self.transfers, self.loads)
+        self.feeds = ResidencyFeeds(self.cache.index, self._is_up)
+        self.pending_lookups = PendingLookups(self.cache)
         self.lookahead = Lookahead(
             self.cache,
             self.transfers,
@@ -136,7 +137,12 @@ class Node:
         self.cache.before_eviction = self._demotion.note_evicted
         self.cache.hold_back = self._demotion.hold_back
         self._completions = Completions(
-            self.cache, self.transfers, self.writes, self.loads, self.probes, self.measurements
+            self.cache,
+            self.transfers,
+            self.writes,
+            self.loads,
+            self.pending_lookups,
+            self.measurements,
         )
         self._num_sessions = 0
         self._reactions = self._all_reactions()
@@ -165,7 +171,7 @@ class Node:
         deadlines = [
             self.drops.next_deadline_ns(),
             self.transfers.next_deadline_ns(),
-            self.probes.next_deadline_ns(),
+            self.pending_lookups.next_deadline_ns(),
             self.flush.next_deadline_ns(),
         ]
         deadlines += [
@@ -202,18 +208,18 @@ class Node:
             ev.Warm: self._warm,
             ev.ReadDone: self._completions.read,
             ev.WriteDone: self._write_done,
-            ev.ProbeDone: self._probe_done,
+            ev.ExistsQueryDone: self._exists_query_done,
             ev.PurgeDone: self._purge_done,
-            ev.Lost: self._lost,
+            ev.BlocksLost: self._lost,
             ev.MarkUnverified: self._mark_unverified,
-            ev.Verified: self._verified,
+            ev.BlocksVerified: self._verified,
             ev.TierUp: self._tier_up,
-            ev.TierDuty: self._tier_duty,
-            ev.TierSettings: self._tier_settings,
-            ev.Forget: self._forget,
-            ev.Allowance: self._allowance,
+            ev.SetAdminState: self._set_admin_state,
+            ev.ConfigureTier: self._tier_settings,
+            ev.ForgetRows: self._forget,
+            ev.SetWriteAllowance: self._allowance,
             ev.DaemonStopping: self._closing,
-            ev.Tuned: self._tuned,
+            ev.SettingsChanged: self._tuned,
             ev.SlabsReserved: self._slabs_reserved,
             ev.BlocksRecovered: self._recovered,
             ev.Tick: self._tick,
@@ -258,7 +264,7 @@ class Node:
         if self.planner is not None:
             self.planner.note_flops(event.key_space, event.flops, token)
         self.writes.note_layout(event.key_space, event.layout)
-        return [CallReply(event.call, Registered(token, self.boot, self._lease_ns))]
+        return [CallReply(event.call, Registration(token, self.boot, self._lease_ns))]
 
     def _report(self, event: ev.EngineTierReport, session: Session, now_ns: int) -> list[Action]:
         session.report = EngineReport(
@@ -311,12 +317,12 @@ class Node:
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
         remote = self.transfers.lanes.get(TierName.REMOTE)
-        if remote is not None and remote.duty in {Duty.LAST, Duty.NONE}:
+        if remote is not None and remote.admin_state in {AdminState.DETACHING, AdminState.DETACHED}:
             remote = None
         is_open = run.reason == "absent" and not self.cache.is_closed(chain.scope)
         if remote is None or not is_open or has_repeats(event.hashes):
             return [self._found(event, session, chain, run, now_ns=now_ns)]
-        probe = self.probes.start(
+        query = self.pending_lookups.start(
             event,
             chain,
             event.first + len(run),
@@ -324,12 +330,12 @@ class Node:
             lane=remote,
             now_ns=now_ns,
         )
-        if probe is not None:
-            return [probe]
+        if query is not None:
+            return [query]
         return [self._found(event, session, chain, run, now_ns=now_ns)]
 
-    def _probe_done(self, event: ev.ProbeDone, now_ns: int) -> list[Action]:
-        lookup = self.probes.end(event, now_ns)
+    def _exists_query_done(self, event: ev.ExistsQueryDone, now_ns: int) -> list[Action]:
+        lookup = self.pending_lookups.end(event, now_ns)
         return [] if lookup is None else [self._answer(lookup, now_ns)]
 
     def _answer(self, lookup: PendingLookup, now_ns: int) -> CallReply:
@@ -353,7 +359,7 @@ class Node:
 
     def _release(self, event: ev.Release, _now_ns: int) -> list[Action]:
         session = self.sessions.get(event.session)
-        released, actions = Released(held=False), list[Action]()
+        released, actions = ReleaseResult(held=False), list[Action]()
         if session is not None:
             released, actions = self.loads.release(session, event.lease, event.corrupt)
         return actions if event.call is None else [*actions, CallReply(event.call, released)]
@@ -387,12 +393,12 @@ class Node:
         num_known = self.uses.count(session.token, use, num_found if len(run) else 0, now_ns)
         self.writes.used(chain.keys[:num_known], now_ns)
         self.lookahead.looked_up(session.token, use, now_ns)
-        missed = self.misses.of_lookup(
+        missed = self.miss_fates.of_lookup(
             chain, num_found, run, num_known, is_late=is_late, now_ns=now_ns
         )
         depth_tokens = None if self.depth is None else self.depth.max_offload_tokens(use)
         found = self.decisions.decide(event, session, run, missed, depth_tokens, now_ns=now_ns)
-        self.misses.count(missed)
+        self.miss_fates.count(missed)
         num_asked = len(chain.keys) - event.first
         count_lookup(self.metrics, num_asked, run, found, session)
         return CallReply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
@@ -400,7 +406,10 @@ class Node:
     def _is_empty(self, key_space: bytes) -> bool:
         """Tell whether no tier has a block of a key space, nor might have one unknown to us."""
         remote = self.transfers.lanes.get(TierName.REMOTE)
-        is_known = remote is None or remote.duty in {Duty.LAST, Duty.NONE}
+        is_known = remote is None or remote.admin_state in {
+            AdminState.DETACHING,
+            AdminState.DETACHED,
+        }
         return is_known and not self.cache.index.key_space_usage.has_blocks(key_space)
 
     # Stores
@@ -422,7 +431,7 @@ class Node:
         self, event: ev.CompleteStore, session: Session, now_ns: int
     ) -> list[Action]:
         stored, actions = self.stores.complete(session, event, now_ns)
-        session.tally.stored_tokens += stored.num_blocks * session.layout.block_tokens
+        session.counters.stored_tokens += stored.num_blocks * session.layout.block_tokens
         return [CallReply(event.call, stored), *actions]
 
     def _published(self, rows: list[int], now_ns: int) -> None:
@@ -442,11 +451,11 @@ class Node:
             return [CallReply(event.call, Refused("chain", fault))]
         return [CallReply(event.call, self.lookahead.warm(event, now_ns))]
 
-    def _allowance(self, event: ev.Allowance, _now_ns: int) -> list[Action]:
+    def _allowance(self, event: ev.SetWriteAllowance, _now_ns: int) -> list[Action]:
         self.writes.note_allowance(event.tier, event.bytes_per_s)
         return []
 
-    def _tuned(self, event: ev.Tuned, _now_ns: int) -> list[Action]:
+    def _tuned(self, event: ev.SettingsChanged, _now_ns: int) -> list[Action]:
         self._lease_ns = event.lease_ns
         self.lookahead.retention.share = event.pin_share
         for tier in event.tiers:
@@ -461,7 +470,7 @@ class Node:
     def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
         actions = self.drops.start(event, now_ns)
         if {TierName.CPU, TierName.REMOTE} & set(event.tiers):
-            interrupted = self.probes.interrupt(event.selection)
+            interrupted = self.pending_lookups.interrupt(event.selection)
             actions += [self._answer(lookup, now_ns) for lookup in interrupted]
         return actions
 
@@ -473,15 +482,15 @@ class Node:
         self._completions.written(event, now_ns)
         return []
 
-    def _lost(self, event: ev.Lost, now_ns: int) -> list[Action]:
+    def _lost(self, event: ev.BlocksLost, now_ns: int) -> list[Action]:
         self._completions.lost(event, now_ns)
         return []
 
     def _mark_unverified(self, event: ev.MarkUnverified, _now_ns: int) -> list[Action]:
-        self._duties.mark_unverified(event)
+        self._admin_states.mark_unverified(event)
         return []
 
-    def _verified(self, event: ev.Verified, now_ns: int) -> list[Action]:
+    def _verified(self, event: ev.BlocksVerified, now_ns: int) -> list[Action]:
         self._completions.verified(event, now_ns)
         return []
 
@@ -490,43 +499,45 @@ class Node:
         self.feeds.begin()
         return []
 
-    def _tier_duty(self, event: ev.TierDuty, now_ns: int) -> list[Action]:
+    def _set_admin_state(self, event: ev.SetAdminState, now_ns: int) -> list[Action]:
         was_up = self._is_up(event.tier)
-        actions = self._duties.change(event, now_ns)
-        if event.duty is Duty.NONE:
+        actions = self._admin_states.change(event, now_ns)
+        if event.admin_state is AdminState.DETACHED:
             self.drops.detached(event.tier)
-        if event.tier is TierName.REMOTE and event.duty is Duty.NONE:
-            interrupted = self.probes.interrupt(EVERYTHING)
+        if event.tier is TierName.REMOTE and event.admin_state is AdminState.DETACHED:
+            interrupted = self.pending_lookups.interrupt(EVERYTHING)
             actions += [self._answer(lookup, now_ns) for lookup in interrupted]
         if self._is_up(event.tier) is not was_up:
             self.feeds.begin()
         return actions
 
-    def _tier_settings(self, event: ev.TierSettings, _now_ns: int) -> list[Action]:
-        self._duties.expect(event)
+    def _tier_settings(self, event: ev.ConfigureTier, _now_ns: int) -> list[Action]:
+        self._admin_states.expect(event)
         return []
 
-    def _forget(self, event: ev.Forget, _now_ns: int) -> list[Action]:
-        self._duties.forget(event)
+    def _forget(self, event: ev.ForgetRows, _now_ns: int) -> list[Action]:
+        self._admin_states.forget(event)
         return []
 
     def _is_up(self, tier: TierName) -> bool:
         lane = self.transfers.lanes.get(tier)
-        return lane is None or (lane.is_up and lane.duty in {Duty.FULL, Duty.READS})
+        return lane is None or (
+            lane.is_up and lane.admin_state in {AdminState.ACTIVE, AdminState.READ_ONLY}
+        )
 
     def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> list[Action]:
         self.cache.slots.reserve(event.num_slabs)
         return []
 
     def _recovered(self, event: ev.BlocksRecovered, _now_ns: int) -> list[Action]:
-        self._duties.recovered(event)
+        self._admin_states.recovered(event)
         if self._is_up(event.tier):
             self.feeds.begin()
         return []
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:
         actions = self.loads.expire(self.sessions.values(), now_ns)
-        late = self.probes.expire(now_ns)
+        late = self.pending_lookups.expire(now_ns)
         return actions + [self._answer(lookup, now_ns) for lookup in late]
 
 

@@ -214,7 +214,7 @@ def log_unhandled_exceptions() -> None:
     logging.captureWarnings(True)
     log = logging.getLogger("kvtier")
 
-    def in_thread(fault: threading.ExceptHookArgs) -> None:
+    def run_in_thread(fault: threading.ExceptHookArgs) -> None:
         if fault.exc_value is not None and fault.exc_type is not SystemExit:
             name = fault.thread.name if fault.thread else "unknown"
             trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
@@ -225,4 +225,4 @@ def log_unhandled_exceptions() -> None:
             trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
             log.error("a fault that nobody could catch", exc_info=trace)
 
-    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    threading.excepthook, sys.unraisablehook = run_in_thread, unraisable

@@ -17,7 +17,7 @@ from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
 from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.errors import DaemonUnavailable
-from kvtier.node import action as ac
+from kvtier.node.messages import actions as ac
 from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.fake_engine import Blocks, FakeEngine, FakeLoad
 

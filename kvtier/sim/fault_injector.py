@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from kvtier.core.identity import EVERYTHING, BlockHash, Selection
 from kvtier.core.residency import Residency, TierName
-from kvtier.node import event as ev
-from kvtier.node.transfer import Duty
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.slow_tier import AdminState
 from kvtier.sim.engine_workload import Fleet
 from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.node_harness import NodeHarness
@@ -81,7 +81,7 @@ class FaultInjector:
             present: list[bool | None] = [*world.tiers[name].contains(hashes, _FAR_NS)]
             if hashes and draw.random() < 0.2:
                 present[0] = None
-            event = ev.Verified(name, b"".join(hashes), tuple(present))
+            event = ev.BlocksVerified(name, b"".join(hashes), tuple(present))
             world.at(draw.randint(0, 20) * MS, lambda: harness.post(event) if is_same() else None)
 
         harness.post(ev.MarkUnverified(name, 0, index.extent))
@@ -101,7 +101,7 @@ class FaultInjector:
 
         def tell() -> None:
             if harness is world.harness and num_leaves == world.num_leaves[name]:
-                harness.post(ev.Lost(name, b"".join(hashes), reason))
+                harness.post(ev.BlocksLost(name, b"".join(hashes), reason))
 
         if hashes:
             world.at(draw.randint(0, 20) * MS, tell)
@@ -227,9 +227,11 @@ class Operator:
         lane = harness.node.transfers.lanes[name]
         if (harness, name) in self._busy:
             return
-        choice = draw.choice(("duty", "leave", "leave"))
-        if choice == "duty":
-            harness.post(ev.TierDuty(name, Duty.READS if lane.duty is Duty.FULL else Duty.FULL))
+        choice = draw.choice(("state", "leave", "leave"))
+        if choice == "state":
+            is_active = lane.admin_state is AdminState.ACTIVE
+            state = AdminState.READ_ONLY if is_active else AdminState.ACTIVE
+            harness.post(ev.SetAdminState(name, state))
             return
         self._busy.add((harness, name))
         self._resume(harness, self._leave_and_come(harness, name))
@@ -255,17 +257,17 @@ class Operator:
         """Take a tier off once it is at rest, or sooner; then have all of it forgotten."""
         draw, lane = self._world.draw, harness.node.transfers.lanes[name]
         if draw.random() < 0.7:
-            harness.post(ev.TierDuty(name, Duty.LAST))
+            harness.post(ev.SetAdminState(name, AdminState.DETACHING))
             for _ in range(draw.choice((0, 5, 50))):
                 if lane.is_idle and lane.purging is None:
                     break
                 yield 10 * MS
         self._world.left(name)
-        harness.post(ev.TierDuty(name, Duty.NONE))
+        harness.post(ev.SetAdminState(name, AdminState.DETACHED))
         index, first = harness.node.cache.index, 0
         while first < index.extent:
             yield draw.choice((0, 0, 0, 1)) * MS
-            harness.post(ev.Forget(name, first, first + _ROWS_AT_ONCE))
+            harness.post(ev.ForgetRows(name, first, first + _ROWS_AT_ONCE))
             first += _ROWS_AT_ONCE
         assert not len(index.held(index.rows(), name)), "a detached tier still has blocks"
 
@@ -282,11 +284,11 @@ class Operator:
         """Tell the node what a tier holds, a little at a time, and have it used."""
         draw, lane = self._world.draw, harness.node.transfers.lanes[name]
         workers = draw.choice((1, 2, lane.tier.num_workers))
-        harness.post(ev.TierSettings(replace(lane.tier, num_workers=workers)))
+        harness.post(ev.ConfigureTier(replace(lane.tier, num_workers=workers)))
         if name is TierName.SSD:  # what a shared one holds only it knows
             for headers in self._world.tiers[name].headers():
                 for first in range(0, len(headers), _ROWS_AT_ONCE):
                     yield draw.choice((0, 0, 0, 1)) * MS
                     harness.post(ev.BlocksRecovered(name, headers[first : first + _ROWS_AT_ONCE]))
         yield draw.randint(0, 5) * MS
-        harness.post(ev.TierDuty(name, Duty.FULL))
+        harness.post(ev.SetAdminState(name, AdminState.ACTIVE))

@@ -9,7 +9,7 @@ from kvtier.config.model import CostConfig, PolicyConfig
 from kvtier.config.tiers import RemoteConfig, SsdConfig
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import policies
-from kvtier.node.transfer import WriteMode
+from kvtier.node.messages.slow_tier import WriteMode
 
 __all__ = ["draw_config", "policies", "write_modes"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvtier.core.residency import Residency, TierName
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.sim.engine_workload import Fleet, WorkloadTally
 from kvtier.sim.fault_injector import FaultInjector
 from kvtier.sim.fault_profile import NO_FAULTS

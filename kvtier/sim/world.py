@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
-from kvtier.node.action import Write
+from kvtier.node.messages.actions import Write
 from kvtier.sim.fault_profile import draw_fault_profile
 from kvtier.sim.random_config import draw_config, policies, write_modes
 from kvtier.sim.simulated_tier import SimulatedTier

@@ -14,8 +14,8 @@ from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
 from kvtier.core.request import NO_TRAITS, RequestTraits
 from kvtier.core.residency import TierName
 from kvtier.errors import DaemonUnavailable
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain, payload_of
 from kvtier.testing.node_harness import NodeHarness
 from kvtier.tiers.base import BlockWrite, Removed
@@ -68,7 +68,7 @@ class FakeEngine:
                 can_split=self.can_split,
             )
         )
-        assert isinstance(answer, ac.Registered), answer
+        assert isinstance(answer, ac.Registration), answer
         self.session = answer.session
 
     def die(self) -> None:
@@ -98,7 +98,7 @@ class FakeEngine:
                 lambda call, tenant, hashes: ev.Announce(
                     call,
                     self.session,
-                    (ev.Announced(traits, tenant, hashes, first),),
+                    (ev.AnnouncedRequest(traits, tenant, hashes, first),),
                     tuple(over),
                 ),
             )
@@ -155,7 +155,7 @@ class FakeEngine:
         *,
         traits: RequestTraits = NO_TRAITS,
         num_prompt_blocks: int = -1,
-    ) -> ac.Granted:
+    ) -> ac.StoreGrant:
         """Ask for slots."""
         answer = self.answer(
             self._call(
@@ -165,10 +165,10 @@ class FakeEngine:
                 ),
             )
         )
-        assert isinstance(answer, ac.Granted), answer
+        assert isinstance(answer, ac.StoreGrant), answer
         return answer
 
-    def copy(self, granted: ac.Granted, blocks: Blocks) -> Iterator[bytes]:
+    def copy(self, granted: ac.StoreGrant, blocks: Blocks) -> Iterator[bytes]:
         """Fill the granted slots one by one, half a block at a time; yields each checksum.
 
         Whoever iterates may stop anywhere: an engine that dies leaves a torn block behind.
@@ -182,7 +182,7 @@ class FakeEngine:
             slot[half:] = payload[half:]
             yield payload_checksum(replace(header, checksum=b""), slot)
 
-    def complete(self, granted: ac.Granted, checksums: Sequence[bytes]) -> int:
+    def complete(self, granted: ac.StoreGrant, checksums: Sequence[bytes]) -> int:
         """Publish the leading blocks that were copied; returns how many there are."""
         answer = self.answer(
             self.harness.call(
@@ -194,7 +194,7 @@ class FakeEngine:
 
     def store(
         self, blocks: Blocks, first: int = 0, *, traits: RequestTraits = NO_TRAITS
-    ) -> ac.Granted:
+    ) -> ac.StoreGrant:
         """Prepare, copy, complete."""
         granted = self.prepare(blocks, first, traits=traits)
         if granted.lease:
@@ -346,7 +346,7 @@ class FakeLoad:
             lambda call: ev.Release(call, self._engine.session, self.lease, tuple(self._corrupt))
         )
         answer = self._engine.answer(call)
-        assert isinstance(answer, ac.Released), answer
+        assert isinstance(answer, ac.ReleaseResult), answer
         return answer.held
 
     def _place(self, num_blocks: int) -> int:

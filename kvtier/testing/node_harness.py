@@ -15,11 +15,11 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History
 from kvtier.core.table import as_keys
 from kvtier.errors import DaemonUnavailable, TierError
-from kvtier.node import action as ac
-from kvtier.node import event as ev
-from kvtier.node.invariants import check, check_books, check_memory
+from kvtier.node.invariants import check, check_memory, check_token_counters
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.slow_tier import AdminState, SlowTier, WriteMode
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import Duty, SlowTier, WriteMode
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import REFUSED_SAMPLES, Metrics
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Removed, Tier, WriteOutcome
@@ -44,7 +44,7 @@ class FakeClock:
         return self.now_ns
 
 
-Work = ac.Read | ac.Write | ac.Probe | ac.Purge | ac.EmptyEngineTier
+Work = ac.Read | ac.Write | ac.ExistsQuery | ac.Purge | ac.EmptyEngineTier
 
 _EVENTS_A_LOOK = 16
 """The history is looked through each so many events, and when all is at rest: it takes longer."""
@@ -134,7 +134,9 @@ class NodeHarness:
             self.open_calls[call] = event
         self.num_events += 1
         lanes = self.node.transfers.lanes.values()
-        drained = [(lane, set(lane.writes)) for lane in lanes if lane.duty is not Duty.FULL]
+        drained = [
+            (lane, set(lane.writes)) for lane in lanes if lane.admin_state is not AdminState.ACTIVE
+        ]
         for action in self.node.handle(event, self.clock()):
             if isinstance(action, ac.CallReply | ac.LoadUpdate):
                 self._note(action)
@@ -142,7 +144,7 @@ class NodeHarness:
                 self._check_asked(action)
                 self.waiting.append(action)
         for lane, queued in drained:
-            is_kept = lane.duty is Duty.FULL or lane.writes.keys() <= queued
+            is_kept = lane.admin_state is AdminState.ACTIVE or lane.writes.keys() <= queued
             assert is_kept, f"something new is written to {lane.tier.name}, which is drained"
         if self.is_checked:
             check(self.node)
@@ -195,9 +197,9 @@ class NodeHarness:
                     return self._read(work)
                 case ac.Write():
                     return self._write(work)
-                case ac.Probe():
+                case ac.ExistsQuery():
                     present = self.tiers[work.tier].contains(work.hashes, _NEVER_NS)
-                    return ev.ProbeDone(work.probe, tuple(present))
+                    return ev.ExistsQueryDone(work.query, tuple(present))
                 case ac.Purge():
                     removed = self.tiers[work.tier].purge(work.selection, _NEVER_NS)
                     return ev.PurgeDone(work.tier, work.selection, removed)
@@ -214,8 +216,8 @@ class NodeHarness:
                 return ev.ReadDone(work.transfer, (), 0.0, fault="a fault was injected")
             case ac.Write():
                 return ev.WriteDone(work.transfer, (), b"", 0.0, fault="a fault was injected")
-            case ac.Probe():
-                return ev.ProbeDone(work.probe, ())
+            case ac.ExistsQuery():
+                return ev.ExistsQueryDone(work.query, ())
             case ac.Purge():
                 return ev.PurgeDone(
                     work.tier, work.selection, Removed(), fault="a fault was injected"
@@ -234,7 +236,7 @@ class NodeHarness:
         """
         node = self.node
         check_memory(node)
-        check_books(node)
+        check_token_counters(node)
         assert not self.open_calls, f"calls without an answer: {self.open_calls}"
         num_pins = sum(len(work.blocks) for work in lost if isinstance(work, ac.Write))
         assert node.num_pins == num_pins, "pins are left"
@@ -243,8 +245,8 @@ class NodeHarness:
         for lane in node.transfers.lanes.values():
             queued = [*lane.reads, *lane.writes, *lane.closed]
             assert not queued, "queues are left"
-            assert lane.flights.keys() <= transfers, "transfers are left"
-            transfers -= lane.flights.keys()
+            assert lane.in_flight.keys() <= transfers, "transfers are left"
+            transfers -= lane.in_flight.keys()
             is_purging = any(isinstance(work, ac.Purge) for work in lost)
             assert is_purging or lane.purging is None, "a tier stays closed after a purge"
         orphans = node.transfers.orphans.keys()
@@ -310,8 +312,10 @@ class NodeHarness:
     def _check_asked(self, work: Work) -> None:
         """Require that nothing is asked of a tier that is off."""
         if not isinstance(work, ac.EmptyEngineTier):
-            duty = self.node.transfers.lanes[work.tier].duty
-            assert duty is not Duty.NONE, f"{work.tier} is off, and was asked for {work}"
+            admin_state = self.node.transfers.lanes[work.tier].admin_state
+            assert admin_state is not AdminState.DETACHED, (
+                f"{work.tier} is off, and was asked for {work}"
+            )
 
     def _check_drop(self, event: ev.Drop, answer: tuple[ac.TierDropped, ...]) -> None:
         """Require that what was said to be dropped is gone, and cannot come by what is under way.

@@ -22,11 +22,11 @@ from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
-from kvtier.node.driver import Driver
+from kvtier.node.messages.slow_tier import SlowTier
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
+from kvtier.runtime.driver import Driver
 from kvtier.testing.block import make_block
 from kvtier.testing.faulty_tier import Fault, FaultyTier, scripted_faults
 from kvtier.testing.throttle_tier import ThrottleTier

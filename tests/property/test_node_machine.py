@@ -19,8 +19,8 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import slot_bytes
 from kvtier.daemon.policies import Policies, policies
 from kvtier.errors import DaemonUnavailable
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.sim.random_config import draw_config, write_modes
 from kvtier.sim.simulated_tier import SimulatedTier
 from kvtier.testing.fake_engine import FakeEngine
@@ -122,7 +122,7 @@ class NodeMachine(RuleBasedStateMachine):
     def pin(self, who, path, ttl_ms):
         chain = self.named(who, path)
         answer = self.stage.ask(lambda call: ev.PinBlocks(call, *chain, ttl_ms * MS))
-        assert isinstance(answer, ac.Retained | ac.Refused)
+        assert isinstance(answer, ac.PinResult | ac.Refused)
 
     @rule(who=ENGINES, path=PATHS)
     def warm(self, who, path):
@@ -230,7 +230,7 @@ class NodeMachine(RuleBasedStateMachine):
     def scrub(self, tier, is_age):
         medium = self.tiers[tier]
         gone = medium.expire() if is_age else medium.scrub(1 << 20, FAR_NS).damaged
-        self.stage.post(ev.Lost(tier, b"".join(gone), "expired" if is_age else "corrupt"))
+        self.stage.post(ev.BlocksLost(tier, b"".join(gone), "expired" if is_age else "corrupt"))
 
     @rule(elapsed_ms=st.integers(100, 100_000))
     def suspend(self, elapsed_ms):
@@ -314,12 +314,12 @@ class NodeMachine(RuleBasedStateMachine):
                     lambda call: ev.PinBlocks(call, liar.key_space, *chain[1:3], FAR_NS)
                 )
             case 3:
-                announced = (ev.Announced(NO_TRAITS, *chain[1:]),)
+                announced = (ev.AnnouncedRequest(NO_TRAITS, *chain[1:]),)
                 self.stage.ask(lambda call: ev.Announce(call, liar.session, announced))
             case 4:
                 answer = self.stage.ask(lambda call: ev.PrepareStore(call, *chain))
-                if isinstance(answer, ac.Granted) and answer.lease:
-                    none = ac.Granted(answer.lease, (), (), 0, 0, "")
+                if isinstance(answer, ac.StoreGrant) and answer.lease:
+                    none = ac.StoreGrant(answer.lease, (), (), 0, 0, "")
                     assert liar.complete(none, ()) == 0
 
     def teardown(self):

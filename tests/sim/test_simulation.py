@@ -12,15 +12,15 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.eviction_queue import EvictionOrder
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator
-from kvtier.node.cache import Cache
-from kvtier.node.drop import Drops
-from kvtier.node.duty import Duties
-from kvtier.node.load import Loads
+from kvtier.node.flow.load import Loads
+from kvtier.node.flow.pending_lookup import PendingLookups
+from kvtier.node.flow.store import Stores
 from kvtier.node.node import Node
-from kvtier.node.probe import Probes
-from kvtier.node.reads import ReadQueue
-from kvtier.node.store import Stores
-from kvtier.node.transfer import TierTransfers, TransferLane
+from kvtier.node.operations.admin_state import AdminStates
+from kvtier.node.operations.drop import Drops
+from kvtier.node.state.cache import Cache
+from kvtier.node.state.read_queue import ReadQueue
+from kvtier.node.state.transfer import TierTransfers, TransferLane
 from kvtier.sim.campaign import Failure, replay_command, run_seeds, summarize
 from kvtier.sim.fault_profile import FaultProfile, draw_fault_profile
 from kvtier.sim.simulation import Simulation
@@ -211,19 +211,19 @@ def keep_work_on_the_lane_of_a_tier_that_left(patch):
 
 
 def forget_less_than_a_tier_held(patch):
-    forget = Duties.forget
+    forget = AdminStates.forget
 
     def forget_one_less(self, event):
         forget(self, replace(event, end_row=event.end_row - 1))
 
-    patch.setattr(Duties, "forget", forget_one_less)
+    patch.setattr(AdminStates, "forget", forget_one_less)
 
 
 def take_a_late_write_for_one_of_the_tier_that_came(patch):
     def end_orphan(self, transfer):
         flight = self.orphans.pop(transfer, None)
         if flight is not None:
-            self.lanes[TierName.SSD].flights[transfer] = flight
+            self.lanes[TierName.SSD].in_flight[transfer] = flight
 
     patch.setattr(TierTransfers, "end_orphan", end_orphan)
 
@@ -233,7 +233,7 @@ def keep_slots_held(patch):
 
 
 def let_lookups_wait_for_ever(patch):
-    patch.setattr(Probes, "expire", lambda self, now_ns: [])
+    patch.setattr(PendingLookups, "expire", lambda self, now_ns: [])
 
 
 def begin_reads_that_were_given_up(patch):

@@ -2,7 +2,7 @@
 
 from kvtier.core.identity import EVERYTHING, Selection
 from kvtier.core.residency import Residency, TierName
-from kvtier.node import event as ev
+from kvtier.node.messages import events as ev
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import Tier

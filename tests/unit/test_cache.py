@@ -10,7 +10,7 @@ from kvtier.core.index import NewBlocks, Scope
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import as_keys
-from kvtier.node.cache import Cache
+from kvtier.node.state.cache import Cache
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain

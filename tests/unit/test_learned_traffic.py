@@ -13,7 +13,7 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.hazard import NUM_BINS, Group, Hazards
 from kvtier.core.reuse.history import History, Use
 from kvtier.core.reuse.use import TenantHints
-from kvtier.node.ledger import Ledger
+from kvtier.node.state.decision_log import DecisionLog
 
 S = 1_000_000_000
 FINAL, GOES_ON = RequestTraits(continues=0.0), RequestTraits(continues=1.0)
@@ -227,6 +227,6 @@ def test_depths_that_make_no_sense_are_left_alone(kinds):
 
 
 def test_decisions_are_numbered_on_from_where_one_is_told():
-    assert [Ledger(500).next_number(), Ledger().next_number()] == [500, 1]
-    ledger = Ledger(7)
-    assert [ledger.next_number() for _ in range(3)] == [7, 8, 9]
+    assert [DecisionLog(500).next_number(), DecisionLog().next_number()] == [500, 1]
+    decision_log = DecisionLog(7)
+    assert [decision_log.next_number() for _ in range(3)] == [7, 8, 9]

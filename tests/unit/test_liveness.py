@@ -10,11 +10,11 @@ from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.residency import TierName
 from kvtier.daemon.status.health import NodeHealth
-from kvtier.node.driver import Driver
+from kvtier.node.messages.slow_tier import SlowTier
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Health
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
@@ -33,7 +33,7 @@ def driver_of(arena: HostArena) -> Driver:
 
 
 def slow_of(driver: Driver) -> Callable[[TierName], Health | None]:
-    return lambda name: driver.crews[name].told if name in driver.crews else None
+    return lambda name: driver.executors[name].last_health if name in driver.executors else None
 
 
 def test_a_loop_that_does_not_move_is_told_from_another_thread() -> None:

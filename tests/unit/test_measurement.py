@@ -5,8 +5,8 @@ from dialogue import MS, SSD, empty_cpu, engine_on
 
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.reuse.history import History
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import MissReason
 from kvtier.tiers.memory import MemoryTier

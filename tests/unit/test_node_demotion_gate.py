@@ -12,8 +12,8 @@ from kvtier.core.identity import EVERYTHING
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
-from kvtier.node import event as ev
-from kvtier.node.transfer import WriteMode
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.slow_tier import WriteMode
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
@@ -307,9 +307,9 @@ def test_an_allowance_reaches_the_gate():
     gate = QuantileGate(0.75)
     stage = open_stage(gate)
     gate.take(1.0, b"k" * 16, num_bytes=60 * 4096, now_ns=0)
-    stage.post(ev.Allowance(SSD, 1024.0))
+    stage.post(ev.SetWriteAllowance(SSD, 1024.0))
     assert gate.share == pytest.approx(0.25)
-    stage.post(ev.Allowance(SSD, None))
+    stage.post(ev.SetWriteAllowance(SSD, None))
     assert gate.share == 0.75
 
 

@@ -16,8 +16,8 @@ from dialogue import (
 )
 
 from kvtier.core.identity import NO_TENANT, Selection, unpack_headers
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.tiers.base import MissReason
 
 TENANT = b"tenant number 1."
@@ -281,9 +281,9 @@ def test_what_a_scrub_found_damaged_is_served_no_more():
     stage.settle()
     empty_cpu(stage)
     hashes = [block.header.block_hash for block in blocks]
-    stage.post(ev.Lost(SSD, hashes[1] + b"nobody knows it.", "corrupt"))
+    stage.post(ev.BlocksLost(SSD, hashes[1] + b"nobody knows it.", "corrupt"))
     assert engine.found(blocks) == (SSD,)
-    stage.post(ev.Lost(SSD, hashes[0], "expired"))
+    stage.post(ev.BlocksLost(SSD, hashes[0], "expired"))
     assert engine.found(blocks) == ()
     assert len(engine.prepare(blocks).indexes) == 2
     assert metric(stage, "kvtier_quarantined_blocks_total", tier="ssd") == 2

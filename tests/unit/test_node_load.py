@@ -5,8 +5,8 @@ from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, metric, open_st
 
 from kvtier.core.identity import EVERYTHING
 from kvtier.core.residency import Residency
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.tiers.base import BlockWrite, MissReason
 
 

@@ -6,7 +6,7 @@ import pytest
 from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, open_stage
 
 from kvtier.core.identity import HASH_BYTES
-from kvtier.node import event as ev
+from kvtier.node.messages import events as ev
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ADMISSION_BLOCKS,
@@ -222,7 +222,7 @@ def test_a_tier_counts_what_it_was_offered_and_what_left_it():
     for tier in ("ssd", "remote"):
         assert by(stage, ADMISSION_BLOCKS, "outcome", tier=tier) == {"admitted": 4}
     hashes = b"".join(block.header.block_hash for block in blocks)
-    lost = ev.Lost(SSD, hashes[: 3 * HASH_BYTES], "expired")
+    lost = ev.BlocksLost(SSD, hashes[: 3 * HASH_BYTES], "expired")
     stage.post(lost)
     stage.post(replace(lost, hashes=hashes[3 * HASH_BYTES :], reason="corrupt"))
     assert by(stage, EVICTED_BLOCKS, "reason", tier="ssd") == {"expired": 3, "corrupt": 1}

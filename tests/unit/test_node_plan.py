@@ -11,9 +11,9 @@ from kvtier.core.plan import EngineLoad, PlanOutcome, PlanReason, StepSample, Tr
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
-from kvtier.node import action as ac
-from kvtier.node import event as ev
-from kvtier.node.use import use_of
+from kvtier.node.flow.use_counter import use_of
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     DECISIONS,
@@ -134,11 +134,11 @@ def test_a_broken_chain_is_refused_before_any_is_counted():
     engine = engine_on(stage)
     blocks = engine.chain(range(2))
     hashes = b"".join(block.header.block_hash for block in blocks)
-    good = ev.Announced(RequestTraits(), bytes(16), hashes, 0)
+    good = ev.AnnouncedRequest(RequestTraits(), bytes(16), hashes, 0)
     for bad in (
-        ev.Announced(RequestTraits(), bytes(16), hashes[:-1], 0),
-        ev.Announced(RequestTraits(), b"short", hashes, 0),
-        ev.Announced(RequestTraits(), bytes(16), hashes, 3),
+        ev.AnnouncedRequest(RequestTraits(), bytes(16), hashes[:-1], 0),
+        ev.AnnouncedRequest(RequestTraits(), b"short", hashes, 0),
+        ev.AnnouncedRequest(RequestTraits(), bytes(16), hashes, 3),
     ):
         answer = stage.ask(lambda call, bad=bad: ev.Announce(call, engine.session, (good, bad), ()))
         assert isinstance(answer, ac.Refused)
@@ -164,7 +164,7 @@ def test_what_is_found_is_planned_for():
     found = ask(engine, blocks, traits=RequestTraits(request_id="r1", num_tokens=6 * 64 + 10))
     assert found.plan.num_blocks == 4
     assert found.plan.reason is PlanReason.ALWAYS
-    decision = stage.node.ledger.find_request("r1")
+    decision = stage.node.decision_log.find_request("r1")
     assert decision.plan is found.plan
     assert decision.found == ((CPU, 4),)
     assert decision.ask.num_tokens == 6 * 64 + 10
@@ -187,7 +187,7 @@ def test_where_nothing_was_found_nothing_is_decided():
     found = ask(engine, engine.chain(range(4)), traits=RequestTraits(request_id="r1"))
     assert (found.plan.num_blocks, found.plan.reason) == (0, PlanReason.NOTHING)
     assert not any(metric(stage, "kvtier_decisions_total", reason=reason) for reason in PlanReason)
-    assert stage.node.ledger.find_request("r1").missed == {Fate.NEVER_STORED: 4}
+    assert stage.node.decision_log.find_request("r1").missed == {Fate.NEVER_STORED: 4}
 
 
 def test_a_request_says_how_much_it_wants():
@@ -197,7 +197,7 @@ def test_a_request_says_how_much_it_wants():
     engine.store(blocks)
     for tokens, num_blocks in ((0, 0), (63, 0), (64, 1), (200, 3), (10_000, 156)):
         plan = ask(engine, blocks, traits=RequestTraits(max_load_tokens=tokens)).plan
-        assert stage.node.ledger.find(plan.decision).ask.limit_blocks == num_blocks
+        assert stage.node.decision_log.find(plan.decision).ask.limit_blocks == num_blocks
 
 
 def test_the_planner_is_told_what_waits_before_a_request():
@@ -207,7 +207,7 @@ def test_the_planner_is_told_what_waits_before_a_request():
     other.load(others)
     load = EngineLoad(waiting_tokens=7000, num_running=3)
     plan = ask(engine, mine, 1, load=load).plan
-    asked = stage.node.ledger.find(plan.decision).ask
+    asked = stage.node.decision_log.find(plan.decision).ask
     (source,) = asked.sources
     assert (source.tier, source.num_blocks, source.queued_bytes) == (SSD, 3, 30 * 4096)
     assert (asked.first_token, asked.load) == (64, load)
@@ -220,7 +220,7 @@ def test_blocks_that_are_being_read_come_from_where_they_are_read():
     other.load(blocks[:6])
     found = ask(engine, blocks)
     assert found.runs == ((CPU, 6), (SSD, 6))  # six of them are about to be there
-    (source,) = stage.node.ledger.find(found.plan.decision).ask.sources
+    (source,) = stage.node.decision_log.find(found.plan.decision).ask.sources
     assert (source.tier, source.num_blocks) == (SSD, 12)
     assert source.queued_bytes == 6 * (4096 - BLOCK_BYTES)  # none but the reads of these very ones
 
@@ -234,7 +234,7 @@ def test_an_engine_that_can_split_is_known_to():
         engine.can_split = can_split
         engine.attach(stage)
         plan = ask(engine, blocks).plan
-        assert stage.node.ledger.find(plan.decision).ask.can_split is can_split
+        assert stage.node.decision_log.find(plan.decision).ask.can_split is can_split
 
 
 def test_a_load_waits_no_longer_than_its_plan_says():
@@ -321,7 +321,7 @@ def test_tokens_that_fill_no_block():
     stage = open_stage()
     engine = engine_on(stage)
     ask(engine, (), traits=RequestTraits(request_id="r1", num_tokens=40))
-    assert stage.node.ledger.find_request("r1").missed == {Fate.TOO_SHORT: 1}
+    assert stage.node.decision_log.find_request("r1").missed == {Fate.TOO_SHORT: 1}
 
 
 def test_blocks_of_a_tier_that_does_not_answer():
@@ -342,7 +342,7 @@ def test_blocks_of_a_tier_that_fails():
     load = engine.load(blocks, decision=plan.decision)
     stage.fail(stage.waiting[0])
     assert (load.take(), load.end) == ([], "failed")
-    assert stage.node.ledger.find_request("r1").missed == {Fate.TIER_DOWN: 4}
+    assert stage.node.decision_log.find_request("r1").missed == {Fate.TIER_DOWN: 4}
 
 
 def test_blocks_whose_bytes_are_not_those_that_were_stored():
@@ -356,12 +356,12 @@ def test_blocks_whose_bytes_are_not_those_that_were_stored():
     load = engine.load(blocks, decision=plan.decision)
     stage.settle()
     assert load.take() == [SSD] * 2
-    assert stage.node.ledger.find_request("r1").missed == {Fate.FAILED_CHECK: 2}
+    assert stage.node.decision_log.find_request("r1").missed == {Fate.FAILED_CHECK: 2}
     load.release()
     found = ask(engine, blocks, traits=RequestTraits(request_id="r2"))
     assert found.num_blocks == 2
     # The one behind it is there, yet cannot be reached for the same reason.
-    assert stage.node.ledger.find_request("r2").missed == {Fate.FAILED_CHECK: 2}
+    assert stage.node.decision_log.find_request("r2").missed == {Fate.FAILED_CHECK: 2}
 
 
 def test_blocks_that_go_by_anothers_name():
@@ -398,7 +398,7 @@ def test_blocks_that_the_arena_has_no_room_for():
     empty_cpu(stage)
     plan = ask(engine, blocks, traits=RequestTraits(request_id="r1")).plan
     engine.load(blocks, decision=plan.decision)
-    assert stage.node.ledger.find_request("r1").missed[Fate.REFUSED_FULL] == 2
+    assert stage.node.decision_log.find_request("r1").missed[Fate.REFUSED_FULL] == 2
 
 
 def test_blocks_of_a_shared_tier_that_did_not_answer_in_time():
@@ -407,7 +407,7 @@ def test_blocks_of_a_shared_tier_that_did_not_answer_in_time():
     call = engine.lookup(engine.chain(range(4)), traits=RequestTraits(request_id="r1"))
     stage.advance(400 * MS)
     engine.answer(call)
-    assert stage.node.ledger.find_request("r1").missed == {Fate.DEADLINE: 4}
+    assert stage.node.decision_log.find_request("r1").missed == {Fate.DEADLINE: 4}
 
 
 # Outcomes
@@ -430,7 +430,7 @@ def test_an_outcome_is_judged():
     stage, engine, plan = planned()
     outcome = an_outcome(plan)
     engine.measured(outcomes=[outcome])
-    decision = stage.node.ledger.find_request("r1")
+    decision = stage.node.decision_log.find_request("r1")
     assert decision.outcome == outcome
     assert decision.evaluation.taken == "restore"
 
@@ -450,7 +450,7 @@ def test_what_decisions_came_to_is_counted_as_it_was_judged():
     for number, ttft_s in enumerate((0.05, 0.07, 30.0)):
         plan = ask(engine, blocks, traits=RequestTraits(request_id=f"r{number}")).plan
         engine.measured(outcomes=[an_outcome(plan, ttft_s=ttft_s, restore_s=0.01 + ttft_s / 2)])
-        judgements.append(stage.node.ledger.find_request(f"r{number}"))
+        judgements.append(stage.node.decision_log.find_request(f"r{number}"))
     predicted_s = sum(each.plan.total_s for each in judgements)
     saved_s = sum(each.evaluation.saved_s.get(CPU, 0.0) for each in judgements)
     lost_s = sum(each.evaluation.lost_s.get(CPU, 0.0) for each in judgements)
@@ -501,24 +501,24 @@ def test_what_is_found_and_left_is_counted_by_the_decision():
 def test_an_outcome_that_cannot_be_is_not_taken_in(what, lie):
     stage, engine, plan = planned()
     engine.measured(outcomes=[an_outcome(plan, **{what: lie})])
-    assert stage.node.ledger.find_request("r1").outcome is None
+    assert stage.node.decision_log.find_request("r1").outcome is None
     engine.measured(outcomes=[an_outcome(plan)])
-    assert stage.node.ledger.find_request("r1").outcome is not None
+    assert stage.node.decision_log.find_request("r1").outcome is not None
 
 
 @pytest.mark.parametrize("tiers", [((CPU, 5),), ((CPU, -1),), ((CPU, 2), (SSD, 3))])
 def test_an_outcome_that_is_not_of_its_plan_is_not_taken_in(tiers):
     stage, engine, plan = planned()
     engine.measured(outcomes=[an_outcome(plan, tiers)])
-    assert stage.node.ledger.find_request("r1").outcome is None
+    assert stage.node.decision_log.find_request("r1").outcome is None
 
 
 def test_an_outcome_counts_once_and_for_its_own_engine_alone():
     stage, engine, plan = planned()
     engine_on(stage, "liar").measured(outcomes=[an_outcome(plan, ttft_s=9.0)])
-    assert stage.node.ledger.find_request("r1").outcome is None
+    assert stage.node.decision_log.find_request("r1").outcome is None
     engine.measured(outcomes=[an_outcome(plan), an_outcome(plan, ttft_s=9.0)])
-    assert stage.node.ledger.find_request("r1").outcome.ttft_s == 0.05
+    assert stage.node.decision_log.find_request("r1").outcome.ttft_s == 0.05
 
 
 @pytest.mark.slow

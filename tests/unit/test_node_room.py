@@ -10,8 +10,8 @@ from dialogue import CPU, MS, REMOTE, SSD, empty_cpu, engine_on, metric, open_st
 from kvtier.core import slots
 from kvtier.core.limits import SIZE_KEPT_NS
 from kvtier.core.slots import donors
-from kvtier.node import action as ac
 from kvtier.node.invariants import check
+from kvtier.node.messages import actions as ac
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 
 PAGE = 4096

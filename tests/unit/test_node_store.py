@@ -3,9 +3,10 @@
 from dialogue import CPU, REMOTE, SSD, empty_cpu, engine_on, open_stage
 
 from kvtier.core.identity import BlockHash
-from kvtier.node import action as ac
-from kvtier.node import cache, store
-from kvtier.node import event as ev
+from kvtier.node.flow import store
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
+from kvtier.node.state import cache
 
 
 def test_what_is_stored_is_found_and_loaded():
@@ -236,7 +237,7 @@ def test_a_hash_under_another_identity_is_neither_stored_nor_served():
     hashes = b"".join(block.header.block_hash for block in blocks)
     more = hashes + BlockHash(b"of the liar only")
     granted = stage.ask(lambda call: ev.PrepareStore(call, liar.session, bytes(16), more, 0))
-    assert isinstance(granted, ac.Granted)
+    assert isinstance(granted, ac.StoreGrant)
     assert granted.lease == 0
     assert granted.reason == "identity"
     found = stage.ask(

@@ -4,8 +4,8 @@ import pytest
 from dialogue import CPU, GPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, open_stage
 
 from kvtier.core.residency import Residency
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.node_harness import NodeHarness
 

@@ -14,8 +14,8 @@ from kvtier.core.plan import (
 )
 from kvtier.core.residency import TierName
 from kvtier.daemon.status.recent_requests import recent_requests
-from kvtier.node.ledger import Ledger, LoggedDecision
-from kvtier.node.tally import RequestTally
+from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
+from kvtier.node.state.request_counters import RequestCounters
 
 CPU, SSD = TierName.CPU, TierName.SSD
 FOUND = ((CPU, 2), (SSD, 3), (CPU, 1))
@@ -28,9 +28,9 @@ DECISION = LoggedDecision(7, "cmpl-7", "token", "engine", 5_000_000_000, ASK, PL
 
 
 def told(decision: LoggedDecision) -> dict[str, object]:
-    ledger = Ledger()
-    ledger.add(decision)
-    (request,) = recent_requests(ledger, 7_500_000_000)
+    decision_log = DecisionLog()
+    decision_log.add(decision)
+    (request,) = recent_requests(decision_log, 7_500_000_000)
     return json.loads(json.dumps(request))
 
 
@@ -70,18 +70,18 @@ def test_where_nothing_was_found_nothing_was_predicted() -> None:
 
 
 def test_the_last_ones_come_first_and_no_more_than_are_looked_at() -> None:
-    ledger = Ledger()
+    decision_log = DecisionLog()
     for number in range(1, 101):
-        ledger.add(replace(DECISION, number=number))
-    assert [each["decision"] for each in recent_requests(ledger, 0)] == [*range(100, 68, -1)]
+        decision_log.add(replace(DECISION, number=number))
+    assert [each["decision"] for each in recent_requests(decision_log, 0)] == [*range(100, 68, -1)]
 
 
 def test_an_engines_requests_add_up() -> None:
-    tally = RequestTally()
+    counters = RequestCounters()
     for _ in range(2):
-        tally.asked(ASK)
-    tally.told(ASK, OUTCOME, WORTH)
-    assert asdict(tally) == {
+        counters.count_lookup(ASK)
+    counters.count_outcome(ASK, OUTCOME, WORTH)
+    assert asdict(counters) == {
         "requests": 2,
         "prompt_tokens": 1280,
         "gpu_tokens": 256,

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core.identity import BlockHash, BlockHeader
 from kvtier.errors import StartError
-from kvtier.node.action import TransferBlock
+from kvtier.node.messages.actions import TransferBlock
 from kvtier.sim.replay.chart import Axis, Series, bars, lines
 from kvtier.sim.replay.context import EventQueue, Pipe
 from kvtier.sim.replay.node_adapter import SsdModel

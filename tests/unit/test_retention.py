@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import Residency
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
@@ -64,7 +64,7 @@ def test_a_pin_outlives_pressure_until_its_time_is_over():
     engine = engine_on(stage)
     blocks = engine.chain(range(4))
     engine.store(blocks)
-    assert pin(stage, engine, blocks) == ac.Retained(4)
+    assert pin(stage, engine, blocks) == ac.PinResult(4)
     fill(stage, engine)
     assert here(stage, blocks) == 4
     assert retained_bytes(stage) == 4 * 4096
@@ -81,7 +81,7 @@ def test_a_pin_is_taken_back_by_a_time_of_none():
     blocks = engine.chain(range(4))
     engine.store(blocks)
     pin(stage, engine, blocks)
-    assert pin(stage, engine, blocks, 0) == ac.Retained(0)
+    assert pin(stage, engine, blocks, 0) == ac.PinResult(0)
     fill(stage, engine)
     assert here(stage, blocks) == 0
 
@@ -90,7 +90,7 @@ def test_a_pin_waits_for_blocks_that_come_later_and_survives_a_drop():
     stage = open_stage()
     engine = engine_on(stage)
     blocks = engine.chain(range(4))
-    assert pin(stage, engine, blocks) == ac.Retained(4)
+    assert pin(stage, engine, blocks) == ac.PinResult(4)
     assert retained_bytes(stage) == 0
     engine.store(blocks)
     drop(stage, CPU)
@@ -106,7 +106,7 @@ def test_over_the_budget_the_oldest_pin_is_given_up_from_its_tail():
     first, second = engine.chain(range(6)), engine.chain(range(20, 26))
     for blocks in (first, second):
         store(engine, blocks)
-        assert pin(stage, engine, blocks) == ac.Retained(6)
+        assert pin(stage, engine, blocks) == ac.PinResult(6)
     fill(stage, engine)
     assert [here(stage, [block]) for block in first] == [1, 1, 0, 0, 0, 0]
     assert here(stage, second) == 6
@@ -116,13 +116,13 @@ def test_a_pin_larger_than_the_budget_keeps_the_head():
     stage = open_stage()
     engine = engine_on(stage)
     blocks = engine.chain(range(12))
-    assert pin(stage, engine, blocks) == ac.Retained(BUDGET, "budget")
+    assert pin(stage, engine, blocks) == ac.PinResult(BUDGET, "budget")
 
 
 def test_without_a_budget_nothing_is_kept():
     stage = open_stage(share=0.0)
     engine = engine_on(stage)
-    assert pin(stage, engine, engine.chain(range(4))) == ac.Retained(0, "budget")
+    assert pin(stage, engine, engine.chain(range(4))) == ac.PinResult(0, "budget")
 
 
 def test_a_chain_of_an_unknown_model_cannot_be_pinned_or_warmed():
@@ -130,8 +130,8 @@ def test_a_chain_of_an_unknown_model_cannot_be_pinned_or_warmed():
     engine = engine_on(stage)
     blocks = engine.chain(range(4))
     engine.key_space = b"?" * 16
-    assert pin(stage, engine, blocks) == ac.Retained(0, "unknown")
-    assert warm(stage, engine, blocks) == ac.Warmed(0, 0, "unknown")
+    assert pin(stage, engine, blocks) == ac.PinResult(0, "unknown")
+    assert warm(stage, engine, blocks) == ac.WarmResult(0, 0, "unknown")
 
 
 @pytest.mark.parametrize("hashes", [b"short", bytes(16) * 20_000])
@@ -233,13 +233,13 @@ def test_warming_brings_blocks_up_behind_real_loads():
         stage.settle()
     empty_cpu(stage)
     fill_one = engine.chain([500])
-    assert warm(stage, engine, cold) == ac.Warmed(0, 8)
-    assert warm(stage, engine, cold) == ac.Warmed(0, 8)
+    assert warm(stage, engine, cold) == ac.WarmResult(0, 8)
+    assert warm(stage, engine, cold) == ac.WarmResult(0, 8)
     load = engine.load(wanted)
     engine.store(fill_one)
     stage.settle()
     assert load.take() == [SSD] * 8
-    assert warm(stage, engine, cold) == ac.Warmed(8, 0)
+    assert warm(stage, engine, cold) == ac.WarmResult(8, 0)
     assert metric(stage, "kvtier_prefetched_blocks_total", reason="warm") == 8
     load.release()
     stage.check_idle()
@@ -270,7 +270,7 @@ def test_warming_ends_where_the_tier_fails():
     engine.store(blocks)
     stage.settle()
     empty_cpu(stage)
-    assert warm(stage, engine, blocks) == ac.Warmed(0, 2)
+    assert warm(stage, engine, blocks) == ac.WarmResult(0, 2)
     (work,) = stage.waiting
     stage.fail(work)
     assert here(stage, blocks) == 0
@@ -284,8 +284,8 @@ def test_warming_pushes_nothing_out_that_may_be_worth_more():
     engine.store(blocks)
     stage.settle()
     fill(stage, engine, SLOTS + 2)
-    assert warm(stage, engine, blocks) == ac.Warmed(0, 0, "worth")
-    assert warm(stage, engine, engine.chain([7, 8])) == ac.Warmed(0, 0, "absent")
+    assert warm(stage, engine, blocks) == ac.WarmResult(0, 0, "worth")
+    assert warm(stage, engine, engine.chain([7, 8])) == ac.WarmResult(0, 0, "absent")
 
 
 def test_warming_fills_a_bounded_part_at_once():
@@ -295,9 +295,9 @@ def test_warming_fills_a_bounded_part_at_once():
     engine.store(blocks)
     stage.settle()
     empty_cpu(stage)
-    assert warm(stage, engine, blocks) == ac.Warmed(0, 8, "busy")
+    assert warm(stage, engine, blocks) == ac.WarmResult(0, 8, "busy")
     stage.settle()
-    assert warm(stage, engine, blocks) == ac.Warmed(8, 8)
+    assert warm(stage, engine, blocks) == ac.WarmResult(8, 8)
     stage.settle()
     assert here(stage, blocks) == 16
 
@@ -307,7 +307,7 @@ def test_no_store_is_kept_out_by_pins_where_loads_and_writes_hold_the_rest():
     engine = engine_on(stage)
     pinned = engine.chain(range(BUDGET))
     store(engine, pinned)
-    assert pin(stage, engine, pinned) == ac.Retained(BUDGET)
+    assert pin(stage, engine, pinned) == ac.PinResult(BUDGET)
     stage.settle()
     held = engine.chain(range(50, 58))
     store(engine, held)
@@ -327,11 +327,11 @@ def test_what_is_kept_and_not_there_is_given_up_before_what_is_if_it_is_older():
     stage = open_stage(SSD, slots=160, share=0.95)
     engine = engine_on(stage)
     elsewhere, kept, held = (engine.chain(range(n, n + 80)) for n in (0, 100, 200))
-    assert pin(stage, engine, elsewhere[:70]) == ac.Retained(70)
+    assert pin(stage, engine, elsewhere[:70]) == ac.PinResult(70)
     for blocks in (kept, held):
         store(engine, blocks)
         stage.settle()
-    assert pin(stage, engine, kept) == ac.Retained(80)
+    assert pin(stage, engine, kept) == ac.PinResult(80)
     load = engine.load(held)
     assert load.announced() == 80
     retention = stage.node.lookahead.retention

@@ -17,7 +17,7 @@ from kvtier.daemon.persistence.saved_document import (
     SavedDocument,
     replace_saved,
 )
-from kvtier.node.driver import Driver
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.host import HostArena
 from tests.unit.test_liveness import SLAB_BYTES, driver_of
 
@@ -125,10 +125,10 @@ def test_where_there_is_nothing_to_say_only_our_own_goes(tmp_path: Path) -> None
 def test_without_a_tier_it_is_said_later(tmp_path: Path) -> None:
     async def scenario(driver: Driver) -> None:
         file = kept(driver, tmp_path)
-        crew = driver.crews.pop(TierName.SSD)
+        executor = driver.executors.pop(TierName.SSD)
         await file.save(content(1, "ours"))
         assert names(tmp_path) == set()
-        driver.crews[TierName.SSD] = crew
+        driver.executors[TierName.SSD] = executor
         await file.save(content(1, "ours"))
         assert found(driver, tmp_path, 1) == "ours"
 
@@ -141,21 +141,23 @@ def test_a_save_that_ends_after_a_move_says_nothing_of_the_new_place(tmp_path: P
     old.mkdir()
     new.mkdir()
 
-    class SlowCrew:
+    class SlowExecutor:
         def __init__(self, file: SavedDocument) -> None:
             self._file = file
 
-        async def apart(self, _what: str, call: Callable[..., None], _limit_ns: int) -> None:
+        async def run_in_background(
+            self, _what: str, call: Callable[..., None], _limit_ns: int
+        ) -> None:
             self._file.move_to(new)
             call(None, 0)
 
     async def scenario(driver: Driver) -> None:
         file = kept(driver, old)
-        healthy, slow = driver.crews[TierName.SSD], SlowCrew(file)
-        driver.crews[TierName.SSD] = slow  # type: ignore[assignment]  # as much of one as is used
+        healthy, slow = driver.executors[TierName.SSD], SlowExecutor(file)
+        driver.executors[TierName.SSD] = slow  # type: ignore[assignment]  # as much of one as is used
         await file.save(content(1, "ours"))
         assert (names(old), names(new)) == ({NAME}, set())
-        driver.crews[TierName.SSD] = healthy
+        driver.executors[TierName.SSD] = healthy
         await file.save(content(1, "ours"))
         assert names(new) == {NAME}
 

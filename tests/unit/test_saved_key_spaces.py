@@ -10,14 +10,14 @@ from kvtier.tiers.host import HostArena
 from tests.unit.test_liveness import SLAB_BYTES, driver_of
 
 
-class HungCrew:
+class HungExecutor:
     """The threads of a disk that does not answer, until one gives up on it."""
 
     def __init__(self):
         self.given_up = asyncio.Event()
         self.asked = asyncio.Event()
 
-    async def apart(self, _what, _call, _limit_ns):
+    async def run_in_background(self, _what, _call, _limit_ns):
         self.asked.set()
         await self.given_up.wait()
         raise TierTimeout("no answer")
@@ -31,13 +31,13 @@ def test_a_save_that_hangs_does_not_follow_to_the_next_disk(tmp_path):
         old.mkdir()
         new.mkdir()
         spaces = SavedKeySpaces(driver, old)
-        healthy, hung = driver.crews[TierName.SSD], HungCrew()
-        driver.crews[TierName.SSD] = hung
+        healthy, hung = driver.executors[TierName.SSD], HungExecutor()
+        driver.executors[TierName.SSD] = hung
         layout = SimpleNamespace(block_tokens=64)
         spaces.registered(SimpleNamespace(key_space=bytes(16), engine="llama", layout=layout))
         await hung.asked.wait()
         await spaces.move_to(new)
-        driver.crews[TierName.SSD] = healthy
+        driver.executors[TierName.SSD] = healthy
         hung.given_up.set()
         await asyncio.wait_for(spaces._saving, 30)
         assert (new / FILE_NAME).exists()

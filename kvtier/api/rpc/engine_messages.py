@@ -26,7 +26,7 @@ from kvtier.core.limits import (
 from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.node.event import Announced
+from kvtier.node.messages.events import AnnouncedRequest
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = [
@@ -96,11 +96,11 @@ def flops_of(flops: pb.ModelFlops) -> ModelFlops:
     return ModelFlops(flops.per_token, flops.per_attended, flops.per_s)
 
 
-def announced_of(requests: Sequence[pb.Announced]) -> tuple[Announced, ...]:
+def announced_of(requests: Sequence[pb.Announced]) -> tuple[AnnouncedRequest, ...]:
     """Return the requests of one call."""
     _check_length("requests", requests, ANNOUNCED_MAX)
     return tuple(
-        Announced(traits_of(each.traits), each.chain.tenant, each.chain.hashes, each.first)
+        AnnouncedRequest(traits_of(each.traits), each.chain.tenant, each.chain.hashes, each.first)
         for each in requests
     )
 

@@ -27,11 +27,11 @@ from kvtier.client.wire import (
 from kvtier.core.identity import HASH_BYTES, Selection, split_hashes
 from kvtier.core.limits import EMPTY_MS
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.node import action as ac
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.observe.daemon_metrics import LOOKUP_SECONDS
 from kvtier.observe.trace import TRACES, TraceStep
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaServer
 from kvtier.v1 import engine_pb2 as pb
@@ -98,7 +98,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 rank=request.rank,
             ),
         )
-        assert isinstance(answer, ac.Registered)
+        assert isinstance(answer, ac.Registration)
         self._arena.keep(ticket)
         return pb.RegisterReply(
             session=answer.session,
@@ -237,7 +237,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             context,
             lambda call: ev.Release(call, request.session, request.lease, tuple(request.corrupt)),
         )
-        assert isinstance(answer, ac.Released)
+        assert isinstance(answer, ac.ReleaseResult)
         return pb.ReleaseReply(held=answer.held)
 
     async def PrepareStore(
@@ -259,7 +259,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     num_prompt_blocks=num_prompt_blocks,
                 ),
             )
-            assert isinstance(answer, ac.Granted)
+            assert isinstance(answer, ac.StoreGrant)
             mark.tell(granted_blocks=len(answer.indexes), rejected_blocks=answer.rejected_blocks)
         return pb.PrepareStoreReply(
             lease=answer.lease,

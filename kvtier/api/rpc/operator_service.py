@@ -18,10 +18,10 @@ from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError, TierError
-from kvtier.node import action as ac
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
-from kvtier.node.scrub import ScrubProgress, TierScrubber
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.scrubber import ScrubProgress, TierScrubber
 from kvtier.tiers.base import Health
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
@@ -203,7 +203,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         )
         if isinstance(answer, ac.Refused):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.message)
-        assert isinstance(answer, ac.Retained)
+        assert isinstance(answer, ac.PinResult)
         return pb.PinReply(blocks=answer.num_blocks, reason=answer.reason)
 
     async def Warm(self, request: pb.WarmRequest, context: _Context) -> pb.WarmReply:
@@ -216,7 +216,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         )
         if isinstance(answer, ac.Refused):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.message)
-        assert isinstance(answer, ac.Warmed)
+        assert isinstance(answer, ac.WarmResult)
         return pb.WarmReply(
             ready_blocks=answer.num_ready, coming_blocks=answer.num_coming, reason=answer.reason
         )

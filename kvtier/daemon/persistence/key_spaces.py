@@ -15,9 +15,9 @@ from typing import Any
 
 from kvtier.core.identity import HASH_BYTES
 from kvtier.daemon.persistence.saved_document import FILE_BYTES_MAX, SavedDocument
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
-from kvtier.node.workers import in_thread
+from kvtier.node.messages import events as ev
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.worker_pool import run_in_thread
 
 __all__ = ["FILE_NAME", "KeySpaces", "NamedSpace", "SavedKeySpaces"]
 
@@ -105,7 +105,7 @@ class SavedKeySpaces(KeySpaces):
     async def move_to(self, directory: Path) -> None:
         """Keep them there from now on, and know those too that are there."""
         self._file.move_to(directory)
-        known = await in_thread(partial(self._file.read, _parse), "kvtier-load")
+        known = await run_in_thread(partial(self._file.read, _parse), "kvtier-load")
         self.add(known or {})
         self._begin_save()
 

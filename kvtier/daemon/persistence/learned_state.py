@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.daemon.persistence.saved_document import FILE_BYTES_MAX, SavedDocument
-from kvtier.node.driver import Driver
-from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.worker_pool import run_in_thread
 
 __all__ = ["FILE_NAME", "LearnedState", "Learner"]
 
@@ -56,7 +56,7 @@ class LearnedState:
         What others have learned while they ran is newer, and goes in its place.
         """
         read = partial(self._file.read_in, directory, _parse)
-        known = await in_thread(read, "kvtier-load") or {}  # before a save writes over it
+        known = await run_in_thread(read, "kvtier-load") or {}  # before a save writes over it
         self._file.move_to(directory)
         names = sorted(known.keys() & self._learners.keys())
         taken = [name for name in names if self._learners[name].document() == self._blank[name]]

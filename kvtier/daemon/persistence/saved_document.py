@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from kvtier.core.residency import TierName
 from kvtier.daemon.persistence.whole_file import read_file, replace_file
 from kvtier.errors import TierError
-from kvtier.node.driver import Driver
 from kvtier.observe.log import Log, RateLimitedLog
+from kvtier.runtime.driver import Driver
 
 __all__ = ["ASIDE", "FILE_BYTES_MAX", "SavedDocument", "replace_saved"]
 
@@ -99,12 +99,14 @@ class SavedDocument:
 
         Where there is no tier just now, or it fails, the next one says it.
         """
-        crew, directory = self._driver.crews.get(TierName.SSD), self._directory
-        if crew is None or directory is None or self._kept == (directory, content):
+        executor, directory = self._driver.executors.get(TierName.SSD), self._directory
+        if executor is None or directory is None or self._kept == (directory, content):
             return
         write = partial(replace_saved, directory / self._name, self._version, content)
         try:
-            await crew.apart("save", lambda _tier, _deadline_ns: write(), _SAVE_LIMIT_NS)
+            await executor.run_in_background(
+                "save", lambda _tier, _deadline_ns: write(), _SAVE_LIMIT_NS
+            )
         except (OSError, TierError) as error:
             self._warnings.warning(f"{self._what} cannot be kept", error=error)
         else:

@@ -19,8 +19,6 @@ from kvtier.config.load import url_in
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.tiers.opening import authorities_of
-from kvtier.node.driver import Driver
-from kvtier.node.workers import in_thread
 from kvtier.observe.daemon_metrics import (
     CERTIFICATE_NOT_AFTER,
     CERTIFICATE_NOT_BEFORE,
@@ -29,6 +27,8 @@ from kvtier.observe.daemon_metrics import (
 from kvtier.observe.log import Log
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.secret_rotation import SecretRotation
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.secret import Secret
 
 __all__ = ["DaemonSecrets"]
@@ -58,7 +58,7 @@ class DaemonSecrets:
     async def step(self) -> None:
         """Look at all once, and tell of them."""
         if secrets := self._all():
-            await in_thread(partial(self._rotation.look, secrets), "kvtier-secrets")
+            await run_in_thread(partial(self._rotation.look, secrets), "kvtier-secrets")
         if self._url in secrets and self._reload.is_open:
             self._take_url()
         self._tell(self._driver.node.metrics)

@@ -22,11 +22,11 @@ from kvtier.daemon.tiers.admin import TierAdmin
 from kvtier.daemon.tiers.ssd_space import check_owner, check_writable, directory_mode
 from kvtier.errors import StartError, reason_of
 from kvtier.lock import PathLock
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
-from kvtier.node.scrub import TierScrubber
-from kvtier.node.workers import in_thread
+from kvtier.node.messages import events as ev
 from kvtier.observe.log import Log
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.scrubber import TierScrubber
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.secret import Secret
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.door import Door
@@ -104,7 +104,7 @@ class Sockets:
             allowed=CrossOriginRules(http.allowed_hosts),
         )
         self.http_url = server.url
-        stopping = partial(in_thread, server.stop, "kvtier-http-stop")
+        stopping = partial(run_in_thread, server.stop, "kvtier-http-stop")
         self._closing.add("stopping the HTTP server", stopping)
 
     async def open_arena(self, arena: HostArena, boot: str) -> None:
@@ -175,7 +175,7 @@ class Sockets:
             check_writable("daemon.socket", daemon.socket.parent, mode)
             check_owner(daemon.socket.parent, os.geteuid())
         if not self._lock.is_in_place():
-            await in_thread(self._lock.renew, "kvtier-lock")
+            await run_in_thread(self._lock.renew, "kvtier-lock")
         for path, listener in lost.items():
             await listener.reopen()
             _log.warning("a socket file was removed and has been created again", path=path)

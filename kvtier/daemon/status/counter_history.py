@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.daemon.status.samples import Samples
-from kvtier.node.session import Session
+from kvtier.node.state.session import Session
 from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
     ASKED_TOKENS,
@@ -48,8 +48,8 @@ class CounterSnapshot:
         cls, uptime_s: float, samples: Samples, sessions: Collection[Session]
     ) -> "CounterSnapshot":
         """Read them, on the loop's thread."""
-        engines = {session.token: asdict(session.tally) for session in sessions}
-        tallies = [session.tally for session in sessions if session.is_of_first_rank]
+        engines = {session.token: asdict(session.counters) for session in sessions}
+        all_counters = [session.counters for session in sessions if session.is_of_first_rank]
         loaded = {tier.value: samples.count(LOADED_TOKENS, tier=tier) for tier in LOWER_TIERS}
         moved = {
             route.value: samples.count(TRANSFER_BYTES, route=route, outcome="complete")
@@ -62,8 +62,8 @@ class CounterSnapshot:
             "actual_s": samples.sum(ACTUAL_SECONDS, of="first_token"),
             "asked_tokens": samples.count(ASKED_TOKENS),
             "found_tokens": samples.count(FOUND_TOKENS),
-            "first_tokens": sum(tally.first_tokens for tally in tallies),
-            "first_token_s": sum(tally.first_token_s for tally in tallies),
+            "first_tokens": sum(counters.first_tokens for counters in all_counters),
+            "first_token_s": sum(counters.first_token_s for counters in all_counters),
             "restored_bytes": moved[TransferRoute.CPU_TO_GPU.value],
             "served_tokens": {"gpu": sum(each.report.hit_tokens for each in sessions), **loaded},
             "moved_bytes": moved,

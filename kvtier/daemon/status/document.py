@@ -15,8 +15,7 @@ from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot
 from kvtier.daemon.status.health import NodeHealth, told
 from kvtier.daemon.status.recent_requests import recent_requests
 from kvtier.daemon.status.samples import Samples
-from kvtier.node.driver import Driver
-from kvtier.node.session import Session
+from kvtier.node.state.session import Session
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
     ASKED_TOKENS,
@@ -34,6 +33,7 @@ from kvtier.observe.daemon_metrics import (
     TransferRoute,
 )
 from kvtier.observe.metrics import Metric
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Health
 
 __all__ = ["Status"]
@@ -114,7 +114,7 @@ class Status:
             "cost": self._account.cost(now_ns) | {"unmeasured": self._unmeasured()},
             "background_faults": samples.counts(BACKGROUND_FAULTS),
             "engines": [_engine(each, lately, now) for each in node.sessions.values()],
-            "requests": recent_requests(node.ledger, now_ns),
+            "requests": recent_requests(node.decision_log, now_ns),
             "leases": node.num_leases,
             "pins": node.num_pins,
         }
@@ -191,9 +191,9 @@ class Status:
             "queued_reads": len(lane.reads),
             "queued_writes": len(lane.writes),
             "queued_bytes": lane.read_bytes,
-            "in_flight": len(lane.flights),
+            "in_flight": len(lane.in_flight),
             "breaker": tier.state.value,
-            "hung_calls": len(self._driver.crews[name].late_calls()),
+            "hung_calls": len(self._driver.executors[name].late_calls()),
             "detail": dict(usage.detail),
         }
 
@@ -218,7 +218,7 @@ def _gpu(sessions: list[Session]) -> dict[str, Any]:
 
 
 def _engine(session: Session, before: CounterSnapshot, now: CounterSnapshot) -> dict[str, Any]:
-    tally = now.engines[session.token]
+    counters = now.engines[session.token]
     return {
         "engine": session.engine,
         "pid": session.pid,
@@ -233,8 +233,8 @@ def _engine(session: Session, before: CounterSnapshot, now: CounterSnapshot) -> 
         "waiting_tokens": session.load.waiting_tokens,
         "loads": len(session.loads),
         "stores": len(session.stores),
-        **{name: round(count, 6) for name, count in tally.items()},
-        "lately": grown(before.engines.get(session.token, {}), tally),
+        **{name: round(count, 6) for name, count in counters.items()},
+        "lately": grown(before.engines.get(session.token, {}), counters),
     }
 
 

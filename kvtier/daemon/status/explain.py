@@ -23,9 +23,9 @@ from kvtier.core.planner import PlanEvaluation
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.table import as_keys
 from kvtier.daemon.persistence.key_spaces import KeySpaces
-from kvtier.node.ledger import LoggedDecision
 from kvtier.node.node import Node
-from kvtier.node.run import BlockRun, PromptChain, find_own
+from kvtier.node.state.block_run import BlockRun, PromptChain, find_own
+from kvtier.node.state.decision_log import LoggedDecision
 
 __all__ = ["FATE_SENTENCES", "PLAN_SENTENCES", "Explainer"]
 
@@ -89,7 +89,7 @@ class Explainer:
         now_ns = self._clock_ns()
         decision = None
         if question.request_id:
-            decision = self._node.ledger.find_request(question.request_id)
+            decision = self._node.decision_log.find_request(question.request_id)
         if decision is not None and not question.key_space:
             question = _about(decision)
         if not question.key_space:
@@ -134,7 +134,9 @@ class Explainer:
             chain.scope, question.hashes[: (gap + 1) * HASH_BYTES], chain.payload_bytes
         )
         num_known = gap + self._was_seen(question.hashes, gap)
-        fates = self._node.misses.of_lookup(upto, gap, run, num_known, is_late=False, now_ns=now_ns)
+        fates = self._node.miss_fates.of_lookup(
+            upto, gap, run, num_known, is_late=False, now_ns=now_ns
+        )
         fate = next(iter(fates), Fate.NEVER_STORED)
         is_unknown = fate in {Fate.NEVER_STORED, Fate.NOT_OFFERED}
         if is_unknown and self._is_somewhere(question.unsalted, gap):

@@ -10,7 +10,6 @@ from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import ROUTES
 from kvtier.daemon.status.health import NodeHealth
-from kvtier.node.driver import Driver
 from kvtier.observe.daemon_metrics import (
     GATE_SHARE,
     GUARDED,
@@ -31,6 +30,7 @@ from kvtier.observe.daemon_metrics import (
     TIER_CAPACITY_BYTES,
     TIER_USED_BYTES,
 )
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import TierUsage
 
 __all__ = ["Gauges"]

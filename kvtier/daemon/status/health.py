@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
-from kvtier.node.driver import Driver
 from kvtier.observe.daemon_metrics import BREAKER_STATE, LOOP_SILENT_SECONDS, TIER_STATE, TIER_UP
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["NodeHealth", "told"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.node.ledger import Ledger, LoggedDecision
+from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
 
 __all__ = ["recent_requests"]
 
@@ -20,9 +20,9 @@ _Document = dict[str, Any]
 """Everything in it can be written as JSON."""
 
 
-def recent_requests(ledger: Ledger, now_ns: int) -> list[_Document]:
+def recent_requests(decision_log: DecisionLog, now_ns: int) -> list[_Document]:
     """Return them, the last one first."""
-    return [_request(each, now_ns) for each in ledger.latest(_SHOWN_MAX)]
+    return [_request(each, now_ns) for each in decision_log.latest(_SHOWN_MAX)]
 
 
 def _request(decision: LoggedDecision, now_ns: int) -> _Document:

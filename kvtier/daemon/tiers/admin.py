@@ -39,11 +39,12 @@ from kvtier.daemon.tiers.attach import (
 from kvtier.daemon.tiers.detach import TierDetach
 from kvtier.daemon.tiers.opening import configured, slow_tier, tune_tier
 from kvtier.errors import StartError, TierError
-from kvtier.node import event as ev
-from kvtier.node.crew import Crew
-from kvtier.node.driver import Driver
-from kvtier.node.transfer import Duty, TransferLane
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.slow_tier import AdminState
+from kvtier.node.state.transfer import TransferLane
 from kvtier.observe.log import Log, RateLimitedLog
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.tier_executor import TierExecutor
 from kvtier.tiers.base import Health, HealthState
 
 __all__ = ["TierAdmin"]
@@ -101,7 +102,7 @@ class TierAdmin:
     def is_free(self, key: str) -> bool:
         """Tell whether a key is one of a tier that is not in use, nor about to be."""
         name = next((each for each in SLOW_TIERS if key.startswith(f"{each}.")), None)
-        is_off = name is not None and self._duty(name) is Duty.NONE
+        is_off = name is not None and self._admin_state(name) is AdminState.DETACHED
         return is_off and name not in self._attaching
 
     def health(self, name: TierName) -> Health | None:
@@ -111,18 +112,20 @@ class TierAdmin:
         """
         if (unopened := self._unopened.get(name)) is not None:
             return unopened
-        lane, crew = self._lane(name), self._driver.crews.get(name)
+        lane, executor = self._lane(name), self._driver.executors.get(name)
         if lane is None and name not in self._attaching:
             return None
-        if lane is None or crew is None:
+        if lane is None or executor is None:
             return Health(HealthState.DETACHED, f"by an operator{self._absence(name)}")
-        if lane.duty is Duty.FULL:
-            return crew.told
-        if crew.told.state is HealthState.OUT:  # also of a drained tier: it is still read from
-            return Health(HealthState.OUT, f"{crew.told.reason}; drained by an operator")
+        if lane.admin_state is AdminState.ACTIVE:
+            return executor.last_health
+        if (
+            executor.last_health.state is HealthState.OUT
+        ):  # also of a drained tier: it is still read from
+            return Health(HealthState.OUT, f"{executor.last_health.reason}; drained by an operator")
         num_left = self._driver.node.cache.index.num_in(name, Residency.WRITING)
         queued = f"; {num_left} blocks are yet to be written" if num_left else ""
-        trouble = f"; {crew.told.reason}" if crew.told.reason else ""
+        trouble = f"; {executor.last_health.reason}" if executor.last_health.reason else ""
         return Health(HealthState.DRAINED, f"by an operator{queued}{trouble}")
 
     def _absence(self, name: TierName) -> str:
@@ -137,16 +140,16 @@ class TierAdmin:
     async def drain(self, name: TierName, wait_s: float) -> bool:
         """Write nothing new to a tier; True once nothing is on its way to it. Raises StartError."""
         lane = self._in_use(name)
-        self._set(lane, Duty.READS)
+        self._set(lane, AdminState.READ_ONLY)
 
         def is_drained() -> bool:
-            return not lane.writes and all(each.is_read for each in lane.flights.values())
+            return not lane.writes and all(each.is_read for each in lane.in_flight.values())
 
         return await self._until(lane, is_drained, wait_s)
 
     async def resume(self, name: TierName) -> bool:
         """Use a drained tier as before. Raises StartError."""
-        self._set(self._in_use(name), Duty.FULL)
+        self._set(self._in_use(name), AdminState.ACTIVE)
         return True
 
     async def detach(self, name: TierName, wait_s: float, *, is_now: bool = False) -> bool:
@@ -155,10 +158,12 @@ class TierAdmin:
         ``is_now``: what is under way is given up, and computed.
         """
         until_s = time.monotonic() + wait_s
-        if self._duty(name) is not Duty.NONE:
+        if self._admin_state(name) is not AdminState.DETACHED:
             if not is_now:
                 await self._rest(self._in_use(name), wait_s)
-            if self._duty(name) is not Duty.NONE:  # else another operator was faster
+            if (
+                self._admin_state(name) is not AdminState.DETACHED
+            ):  # else another operator was faster
                 self._take_off(name)
         elif name in self._attaching:
             self._attaching[name].cancel()
@@ -173,10 +178,10 @@ class TierAdmin:
 
     async def attach(self, name: TierName, wait_s: float) -> bool:
         """Use a tier as it is configured now; True once it is in use. Raises StartError."""
-        duty = self._duty(name)
-        if duty in {Duty.READS, Duty.LAST}:
+        admin_state = self._admin_state(name)
+        if admin_state in {AdminState.READ_ONLY, AdminState.DETACHING}:
             raise StartError(name, "is not detached", f"`kvtier tier resume {name}` has it written")
-        if duty is Duty.FULL:
+        if admin_state is AdminState.ACTIVE:
             return True
         attaching = self._attaching.get(name) or self._begin_attach(name)
         await asyncio.wait({attaching}, timeout=wait_s)
@@ -210,62 +215,64 @@ class TierAdmin:
     def _lane(self, name: TierName) -> TransferLane | None:
         return self._driver.node.transfers.lanes.get(name)
 
-    def _duty(self, name: TierName) -> Duty:
+    def _admin_state(self, name: TierName) -> AdminState:
         lane = self._lane(name)
-        return Duty.NONE if lane is None else lane.duty
+        return AdminState.DETACHED if lane is None else lane.admin_state
 
     def _in_use(self, name: TierName) -> TransferLane:
         """Return the lane of a tier that is in use. Raises StartError."""
         if name in _FIXED:
             raise StartError(name, *_FIXED[name])
         lane = self._lane(name)
-        if lane is None or lane.duty is Duty.NONE:
+        if lane is None or lane.admin_state is AdminState.DETACHED:
             state = "detached" if lane else "off: there is no such tier here"
             raise StartError(name, f"is {state}", f"`kvtier tier attach {name}` puts it on")
         return lane
 
-    def _set(self, lane: TransferLane, duty: Duty) -> None:
-        if lane.duty is not duty:
-            self._driver.post(ev.TierDuty(lane.tier.name, duty))
-            _log.info("a tier has another duty", tier=lane.tier.name, duty=duty)
+    def _set(self, lane: TransferLane, admin_state: AdminState) -> None:
+        if lane.admin_state is not admin_state:
+            self._driver.post(ev.SetAdminState(lane.tier.name, admin_state))
+            _log.info("tier state changed", tier=lane.tier.name, admin_state=admin_state)
 
     async def _rest(self, lane: TransferLane, wait_s: float) -> None:
         """Let a tier come to rest; where that takes too long, or nobody waits, it is drained."""
-        crew = self._driver.crews[lane.tier.name]
-        self._set(lane, Duty.LAST)
+        executor = self._driver.executors[lane.tier.name]
+        self._set(lane, AdminState.DETACHING)
         try:
-            has_rest = await self._until(lane, lambda: not _open_work(lane, crew), wait_s)
+            has_rest = await self._until(lane, lambda: not _open_work(lane, executor), wait_s)
         except BaseException:
-            if lane.duty is Duty.LAST:
-                self._set(lane, Duty.READS)
+            if lane.admin_state is AdminState.DETACHING:
+                self._set(lane, AdminState.READ_ONLY)
             raise
         if not has_rest:
-            self._set(lane, Duty.READS)
+            self._set(lane, AdminState.READ_ONLY)
             raise StartError(
                 lane.tier.name,
-                f"is not at rest, and stays drained: {_open_work(lane, crew)}",
+                f"is not at rest, and stays drained: {_open_work(lane, executor)}",
                 "wait longer, or have that computed instead with --now",
             )
 
     async def _until(self, lane: TransferLane, is_done: Callable[[], bool], wait_s: float) -> bool:
-        """Wait until something is so, at most so long, and while the tier's duty stays."""
-        duty, until_s = lane.duty, time.monotonic() + wait_s
+        """Wait until something is so, at most so long, and while the tier stays in its state."""
+        admin_state, until_s = lane.admin_state, time.monotonic() + wait_s
         while not is_done():
             if time.monotonic() >= until_s:
                 return False
             await asyncio.sleep(_LOOK_S)
-            if lane.duty is Duty.NONE:
+            if lane.admin_state is AdminState.DETACHED:
                 return True  # another operator took it off
-            if lane.duty is not duty:
+            if lane.admin_state is not admin_state:
                 raise StartError(
                     lane.tier.name, "was changed by another command meanwhile", "try again"
                 )
         return True
 
     def _take_off(self, name: TierName) -> None:
-        crew = self._driver.take_off(name)
+        executor = self._driver.detach(name)
         _log.info("a tier was detached", tier=name)
-        self._begin_detach(TierDetach(self._driver, crew.tier, crew, self._places.pop(name)))
+        self._begin_detach(
+            TierDetach(self._driver, executor.tier, executor, self._places.pop(name))
+        )
 
     def _begin_detach(self, detach: TierDetach) -> None:
         self._detaches = [each for each in self._detaches if not each.is_closed]
@@ -310,7 +317,7 @@ class TierAdmin:
         opening = self._openings.pop(name, None) or begin_opening(config, name, self._open_tier)
         tier = await opened(opening)
         try:
-            self._driver.post(ev.TierSettings(slow_tier(config, tier)))
+            self._driver.post(ev.ConfigureTier(slow_tier(config, tier)))
             await tell_blocks(self._driver, tier, partial(self._count_told, name))
             if self.on_attach is not None:
                 await self.on_attach(name, config)
@@ -322,8 +329,8 @@ class TierAdmin:
         self._places[name] = place_of(config, name)
         now = self._config()  # a reload may have changed what it may
         tune_tier(now, tier)
-        self._driver.post(ev.TierSettings(slow_tier(now, tier)))
-        self._driver.put_on(tier)
+        self._driver.post(ev.ConfigureTier(slow_tier(now, tier)))
+        self._driver.attach(tier)
         self._unopened.pop(name, None)
         _log.info("a tier was attached", tier=name, blocks=self._num_told[name])
 
@@ -341,16 +348,16 @@ class TierAdmin:
             _log.error("a tier could not be attached", tier=name, error=error)
 
 
-def _open_work(lane: TransferLane, crew: Crew) -> str:
+def _open_work(lane: TransferLane, executor: TierExecutor) -> str:
     """Say what is still to be done by a tier, and what of it hangs; nothing where it is at rest."""
-    num_read = sum(len(each.rows) for each in lane.flights.values() if each.is_read)
-    num_written = sum(len(each.rows) for each in lane.flights.values() if not each.is_read)
-    late = crew.late_calls()
+    num_read = sum(len(each.rows) for each in lane.in_flight.values() if each.is_read)
+    num_written = sum(len(each.rows) for each in lane.in_flight.values() if not each.is_read)
+    late = executor.late_calls()
     found = {
         f"{len(lane.reads) + num_read} blocks to read": lane.reads or num_read,
         f"{len(lane.writes) + num_written} blocks to write": lane.writes or num_written,
         "blocks to drop": lane.purging is not None,
-        "a call in the background": lane.is_idle and not crew.is_at_rest,
+        "a call in the background": lane.is_idle and not executor.is_at_rest,
         f"no answer to a {late[0].name} for {late[0].seconds:.0f} s" if late else "": late,
     }
     return ", ".join(what for what, is_so in found.items() if is_so)

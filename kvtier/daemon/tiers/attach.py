@@ -16,9 +16,9 @@ from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.opening import configured
 from kvtier.errors import LockHeld, StartError, TierError
-from kvtier.node import event as ev
-from kvtier.node.driver import Driver
-from kvtier.node.workers import in_thread
+from kvtier.node.messages import events as ev
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import BreakerTier
 
@@ -67,7 +67,7 @@ async def open_at_start(
     for a reason that may go away. Any other fault raises StartError, and no tier stays open.
     """
     openings = {
-        name: in_thread(partial(open_tier, config, name), f"kvtier-{name}-open")
+        name: run_in_thread(partial(open_tier, config, name), f"kvtier-{name}-open")
         for name in configured(config)
     }
     try:
@@ -87,7 +87,7 @@ async def open_at_start(
 
 def begin_opening(config: Config, name: TierName, open_tier: OpenTier) -> Opening:
     """Begin to open a tier and to touch its medium, on a thread."""
-    return in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
+    return run_in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
 
 
 async def opened(opening: Opening) -> BreakerTier:
@@ -109,7 +109,7 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
     """
     name, batches = tier.properties.name, tier.headers()
     while True:
-        headers = await in_thread(partial(next, batches, None), f"kvtier-{name}-open")
+        headers = await run_in_thread(partial(next, batches, None), f"kvtier-{name}-open")
         if headers is None:
             return
         for first in range(0, len(headers), ROWS_TOLD_AT_ONCE):

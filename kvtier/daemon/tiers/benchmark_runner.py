@@ -25,9 +25,9 @@ from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, measure
 from kvtier.errors import TierError, TierFull
-from kvtier.node.driver import Driver
-from kvtier.node.transfer import Duty
+from kvtier.node.messages.slow_tier import AdminState
 from kvtier.observe.log import Log
+from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import HealthState
 
 __all__ = ["BenchmarkRunner"]
@@ -210,11 +210,11 @@ class BenchmarkRunner:
         """Measure one size; returns why no larger size should be tried, or an empty text."""
         if not await self._is_quiet(name):
             return _HELD if self._num_holds else "requests kept it busy"
-        crew = self._driver.crews.get(name)
-        if crew is None or not self._takes_writes(name):
+        executor = self._driver.executors.get(name)
+        if executor is None or not self._takes_writes(name):
             return "an operator has stopped writes to it"
         try:
-            measured = await crew.apart(
+            measured = await executor.run_in_background(
                 "measurement", partial(measure, block_bytes), _STEP_LIMIT_NS
             )
         except TierFull as error:
@@ -243,13 +243,13 @@ class BenchmarkRunner:
 
     def _takes_writes(self, name: TierName) -> bool:
         lane = self._driver.node.transfers.lanes.get(name)
-        return lane is not None and lane.duty is Duty.FULL
+        return lane is not None and lane.admin_state is AdminState.ACTIVE
 
     def _obstacle(self, name: TierName) -> str:
         """Return why a tier must not be written to, or nothing."""
         if not self._takes_writes(name):
             return "an operator has stopped writes to it"
-        health = self._driver.crews[name].health()
+        health = self._driver.executors[name].health()
         if health.state is not HealthState.UP:
             return f"it is {health.state}: {health.reason}"
         tier = self._driver.tiers[name]

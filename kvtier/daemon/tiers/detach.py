@@ -9,11 +9,11 @@ import asyncio
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import Residency
 from kvtier.errors import KvtierError, TierTimeout
-from kvtier.node import event as ev
-from kvtier.node.crew import Crew
-from kvtier.node.driver import Driver
-from kvtier.node.workers import in_thread
+from kvtier.node.messages import events as ev
 from kvtier.observe.log import Log
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.tier_executor import TierExecutor
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.base import Tier
 
 __all__ = ["TierDetach", "close"]
@@ -30,17 +30,19 @@ _STOP_S = 1.0
 
 
 class TierDetach:
-    """Of ``tier``, which the node uses no more; ``crew`` may still be at it.
+    """Of ``tier``, which the node uses no more; ``executor`` may still be at it.
 
     ``place`` is where its medium is, which is not ours to use again before ``is_closed``.
     """
 
-    def __init__(self, driver: Driver, tier: Tier, crew: Crew | None, place: str) -> None:
+    def __init__(
+        self, driver: Driver, tier: Tier, executor: TierExecutor | None, place: str
+    ) -> None:
         self.name = tier.properties.name
         self.place = place
         self._driver = driver
         self._tier = tier
-        self._crew = crew
+        self._executor = executor
         self._forgetting = asyncio.create_task(self._forget())
         self._closing = asyncio.create_task(self._close())
 
@@ -52,7 +54,7 @@ class TierDetach:
     @property
     def hangs(self) -> str:
         """Return which call it is that does not end, if one does not."""
-        late = self._crew.late_calls() if self._crew else []
+        late = self._executor.late_calls() if self._executor else []
         return f"no answer to a {late[0].name} for {late[0].seconds:.0f} s" if late else ""
 
     async def forgotten(self) -> None:
@@ -76,7 +78,7 @@ class TierDetach:
         """Have the node forget its blocks, a little at a time."""
         index, first = self._driver.node.cache.index, 0
         while any(index.num_in(self.name, state) for state in _HELD):
-            self._driver.post(ev.Forget(self.name, first, first + ROWS_TOLD_AT_ONCE))
+            self._driver.post(ev.ForgetRows(self.name, first, first + ROWS_TOLD_AT_ONCE))
             first += ROWS_TOLD_AT_ONCE
             await asyncio.sleep(0)
 
@@ -84,7 +86,7 @@ class TierDetach:
         while not await close(self._tier):
             await asyncio.sleep(_PAUSE_S)
         # What still reads from it holds its files open.
-        while self._crew is not None and not self._crew.is_at_rest:
+        while self._executor is not None and not self._executor.is_at_rest:
             await asyncio.sleep(_PAUSE_S)
         _log.info("a detached tier was closed", tier=self.name)
 
@@ -96,7 +98,7 @@ async def close(tier: Tier) -> bool:
     """
     name = tier.properties.name
     try:
-        closed = in_thread(tier.close, f"kvtier-{name}-close")
+        closed = run_in_thread(tier.close, f"kvtier-{name}-close")
     except RuntimeError:
         return False
     try:

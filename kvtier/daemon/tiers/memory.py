@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import StartError
-from kvtier.node.workers import in_thread
 from kvtier.observe.log import Log
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.base import Health, HealthState
 from kvtier.tiers.host import HostArena
 
@@ -92,7 +92,7 @@ class Reservation:
         """Put memory behind the next slab: one thread, however often it is too slow for that."""
         if self._reserving is None:
             reserve = partial(self._arena.reserve, self._num_reserved)
-            self._reserving = in_thread(reserve, "kvtier-reserve")
+            self._reserving = run_in_thread(reserve, "kvtier-reserve")
         await asyncio.wait({self._reserving}, timeout=_SLAB_TIMEOUT_S)
         if not self._reserving.done():
             raise TimeoutError(f"the kernel has not given a slab within {_SLAB_TIMEOUT_S:.0f} s")

@@ -11,7 +11,7 @@ from kvtier.core.residency import TierName
 from kvtier.daemon.policies import ssd_eviction
 from kvtier.daemon.tiers.ssd_space import check_space, check_ssd, floor_beside_system
 from kvtier.errors import StartError
-from kvtier.node.transfer import SlowTier, WriteMode
+from kvtier.node.messages.slow_tier import SlowTier, WriteMode
 from kvtier.observe.log import Log
 from kvtier.secret import Secret
 from kvtier.tiers.base import Tier

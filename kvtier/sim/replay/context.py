@@ -4,8 +4,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.setup import Machine, ReplayLink
 from kvtier.sim.replay.trace import Trace

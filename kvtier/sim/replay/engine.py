@@ -11,8 +11,8 @@ from kvtier.core.identity import HASH_BYTES, split_hashes
 from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
 from kvtier.core.residency import TierName
 from kvtier.engine.split import SplitProgress
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.sim.replay.context import Pipe, ReplayContext
 from kvtier.sim.replay.setup import traits_of
 
@@ -255,7 +255,7 @@ class ReplayRequest:
 
     def announce(self) -> None:
         """Say that it waits for its turn."""
-        announced = ev.Announced(self._traits, self.request.tenant, self._wanted, 0)
+        announced = ev.AnnouncedRequest(self._traits, self.request.tenant, self._wanted, 0)
         session = self._engine.session
         self._context.adapter.ask(lambda call: ev.Announce(call, session, (announced,)))
 
@@ -393,7 +393,7 @@ class ReplayRequest:
                 call, session, self.request.tenant, self._hashes, first, self._traits
             )
         )
-        assert isinstance(granted, ac.Granted), granted
+        assert isinstance(granted, ac.StoreGrant), granted
         if not granted.lease:
             return
         num_bytes = len(granted.indexes) * context.adapter.block_bytes

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from kvtier.core.identity import HASH_BYTES, split_hashes
 from kvtier.core.plan import PlanOutcome, StepSample
 from kvtier.core.residency import TierName
-from kvtier.node import action as ac
-from kvtier.node import event as ev
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
 from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.results import ReplayRun, RequestResult
 from kvtier.sim.replay.setup import ReplayLink, ReplaySetup, traits_of
@@ -133,16 +133,16 @@ class _Instant:
                 return
             first = granted.indexes[-1] + 1
 
-    def _prepare(self, number: int, hashes: bytes, first: int) -> ac.Granted:
+    def _prepare(self, number: int, hashes: bytes, first: int) -> ac.StoreGrant:
         tenant, traits = self._trace.requests[number].tenant, traits_of(self._trace, number)
         session = self._session
         granted = self._adapter.ask(
             lambda call: ev.PrepareStore(call, session, tenant, hashes, first, traits)
         )
-        assert isinstance(granted, ac.Granted), granted
+        assert isinstance(granted, ac.StoreGrant), granted
         return granted
 
-    def _complete(self, granted: ac.Granted) -> None:
+    def _complete(self, granted: ac.StoreGrant) -> None:
         session, checksums = self._session, (bytes(16),) * len(granted.indexes)
         self._adapter.ask(lambda call: ev.CompleteStore(call, session, granted.lease, checksums))
 

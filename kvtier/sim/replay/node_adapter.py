@@ -17,11 +17,11 @@ from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import slot_bytes
 from kvtier.daemon.policies import Policies, policies, ssd_eviction
-from kvtier.node import action as ac
-from kvtier.node import event as ev
-from kvtier.node.action import TransferBlock
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.actions import TransferBlock
+from kvtier.node.messages.slow_tier import SlowTier, WriteMode
 from kvtier.node.node import Node, NodeSettings
-from kvtier.node.transfer import SlowTier, WriteMode
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
 from kvtier.sim.replay.setup import ReplaySetup, config_of
@@ -134,7 +134,7 @@ class NodeAdapter:
         registered = self.ask(
             lambda call: ev.Register(call, name, _SPACE, layout, name, "shm", 1, can_split=True)
         )
-        assert isinstance(registered, ac.Registered), registered
+        assert isinstance(registered, ac.Registration), registered
         return registered.session
 
     def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:

@@ -1,0 +1,1 @@
+"""How requests and blocks flow: lookups, loads, stores, and writes to slower tiers."""

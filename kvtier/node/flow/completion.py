@@ -1,0 +1,167 @@
+"""Completions: what tiers say of the work that they were given, taken in exactly once."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvtier.core.fate import Fate
+from kvtier.core.identity import HASH_BYTES
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.table import Rows, as_keys
+from kvtier.node.flow.load import Loads
+from kvtier.node.flow.measurement import Measurements
+from kvtier.node.flow.pending_lookup import PendingLookups
+from kvtier.node.flow.tier_writes import TierWrites
+from kvtier.node.messages.actions import Action
+from kvtier.node.messages.events import BlocksLost, BlocksVerified, ReadDone, WriteDone
+from kvtier.node.state.cache import Cache
+from kvtier.node.state.transfer import TierTransfers, TransferLane
+from kvtier.observe.daemon_metrics import (
+    EVICTED_BLOCKS,
+    MISS_BLOCKS,
+    QUARANTINED_BLOCKS,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+)
+from kvtier.tiers.base import MissReason, WriteOutcome
+
+__all__ = ["Completions"]
+
+_DAMAGE = frozenset(
+    {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
+)
+"""Why a read found nothing, where something was there and is not what was written."""
+
+_FATES: Mapping[str, Fate] = {
+    "corrupt": Fate.FAILED_CHECK,
+    MissReason.EXPIRED: Fate.EXPIRED,
+    MissReason.IDENTITY: Fate.IDENTITY,
+} | dict.fromkeys(_DAMAGE, Fate.FAILED_CHECK)
+"""By why a tier let blocks go, or has them not, what became of them; else they were evicted."""
+
+
+class Completions:
+    """Keeps the index true to what the tiers hold, and goes on with what waited for them."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        transfers: TierTransfers,
+        writes: TierWrites,
+        loads: Loads,
+        pending_lookups: PendingLookups,
+        measurements: Measurements,
+    ) -> None:
+        self._cache = cache
+        self._transfers = transfers
+        self._writes = writes
+        self._loads = loads
+        self._pending_lookups = pending_lookups
+        self._measurements = measurements
+        self._metrics = cache.metrics
+
+    def read(self, event: ReadDone, now_ns: int) -> list[Action]:
+        """Publish what was read; what was not is looked for elsewhere, or missed."""
+        orphan = self._transfers.end_orphan(event.transfer)
+        if orphan is not None:
+            lost = [self._loads.block_lost(row, "failed", Fate.DETACHED) for row in orphan.rows]
+            return [action for each in lost for action in each]
+        lane, transfer = self._transfers.end(event.transfer)
+        tier, rows = lane.tier.name, transfer.rows
+        actions: list[Action] = []
+        self._measurements.ended(lane, transfer, event, now_ns)
+        if event.fault:
+            self._metrics.add(MISS_BLOCKS, len(rows), tier=tier, reason="fault")
+            self._count_bytes(f"{tier}_to_cpu", rows, "failed")
+            for row in rows:
+                actions += self._loads.block_missed(row, Fate.TIER_DOWN, now_ns)
+            return actions
+        self._metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"{tier}_to_cpu")
+        outcome = "late" if transfer.is_overdue else "complete"
+        for row, result in zip(rows, event.results, strict=True):
+            if isinstance(result, MissReason):
+                actions += self._missed(tier, row, result, now_ns)
+            else:
+                self._count_bytes(f"{tier}_to_cpu", (row,), outcome)
+                self._cache.publish(row, result)
+                actions += self._loads.block_ready(row)
+        return actions
+
+    def written(self, event: WriteDone, now_ns: int) -> None:
+        """Note what a tier took, and what it let go for that."""
+        if self._transfers.end_orphan(event.transfer) is not None:
+            return
+        lane, transfer = self._transfers.end(event.transfer)
+        tier, rows, index = lane.tier.name, transfer.rows, self._cache.index
+        self._measurements.ended(lane, transfer, event, now_ns)
+        if event.fault:
+            self._count_bytes(f"cpu_to_{tier}", rows, "failed")
+            index.move(np.array(rows), tier, Residency.ABSENT)
+            index.forget_absent(np.array(rows))
+            return
+        self._metrics.observe(TRANSFER_SECONDS, event.seconds, route=f"cpu_to_{tier}")
+        for row, result in zip(rows, event.results, strict=True):
+            is_stored = result is WriteOutcome.STORED
+            index.move(row, tier, Residency.READY if is_stored else Residency.ABSENT)
+            self._count_bytes(f"cpu_to_{tier}", (row,), "complete" if is_stored else "failed")
+            if result is None:
+                self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
+                self._cache.condemn(row)
+        if tier is TierName.REMOTE:
+            self._pending_lookups.note_stored(index.hash_of(row) for row in rows)
+        # One that was condemned before may have left the CPU tier when this write let go of it.
+        index.forget_absent(np.array(rows))
+        self._forget(lane, event.evicted, "capacity")
+
+    def lost(self, event: BlocksLost, now_ns: int) -> None:
+        """Record blocks that a tier found that it can no longer serve."""
+        lane = self._transfers.lanes[event.tier]
+        rows = self._forget(lane, event.hashes, event.reason)
+        if event.reason != "expired":
+            self._writes.lost(lane, rows, now_ns)
+
+    def verified(self, event: BlocksVerified, now_ns: int) -> None:
+        """Record which unverified blocks a tier still has; ignores blocks written since."""
+        lane, index = self._transfers.lanes[event.tier], self._cache.index
+        rows = index.find(as_keys(event.hashes))
+        is_meant = rows >= 0
+        is_meant &= index.residency(rows, event.tier) == Residency.UNVERIFIED
+        present = np.array([is_there is True for is_there in event.present], bool)
+        absent = np.array([is_there is False for is_there in event.present], bool)
+        index.move(rows[is_meant & present], event.tier, Residency.READY)
+        lost = rows[is_meant & absent]
+        index.move(lost, event.tier, Residency.ABSENT)
+        self._metrics.add(EVICTED_BLOCKS, len(lost), tier=event.tier, reason="lost")
+        self._writes.lost(lane, lost, now_ns)
+        index.forget_absent(lost)
+
+    def _missed(self, tier: TierName, row: int, reason: MissReason, now_ns: int) -> list[Action]:
+        self._metrics.add(MISS_BLOCKS, tier=tier, reason=reason)
+        self._metrics.add(QUARANTINED_BLOCKS, reason in _DAMAGE, tier=tier)
+        fate = _FATES.get(reason, Fate.EVICTED)
+        # Before the row may be forgotten: it is in the CPU tier's state writing till then.
+        with self._cache.residency_listener.leaving(fate):
+            self._cache.index.move(row, tier, Residency.ABSENT)
+        return self._loads.block_missed(row, fate, now_ns)
+
+    def _forget(self, lane: TransferLane, hashes: bytes, reason: str) -> Rows:
+        """Record which blocks a tier no longer has; returns rows of those in other tiers."""
+        if not hashes:
+            return np.zeros(0, np.int64)
+        if reason == "corrupt":
+            num_blocks = len(hashes) // HASH_BYTES
+            self._metrics.add(QUARANTINED_BLOCKS, num_blocks, tier=lane.tier.name)
+        index, tier = self._cache.index, lane.tier.name
+        rows = index.find(as_keys(hashes))
+        rows = rows[rows >= 0]
+        rows = rows[index.residency(rows, tier) == Residency.READY]
+        with self._cache.residency_listener.leaving(_FATES.get(reason, Fate.EVICTED)):
+            index.move(rows, tier, Residency.ABSENT)
+        self._metrics.add(EVICTED_BLOCKS, len(rows), tier=tier, reason=reason)
+        kept: Rows = rows[(index.state[rows] != Residency.ABSENT).any(axis=1)]
+        index.forget_absent(rows)
+        return kept
+
+    def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
+        num_bytes = self._cache.payload_bytes(rows)
+        self._metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)

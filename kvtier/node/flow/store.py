@@ -1,0 +1,276 @@
+"""Stores: blocks leased to be copied into the arena, published when they are whole.
+
+Prepare, copy, complete. Until it is completed a store's blocks are writing: nobody is served from
+them. A lease whose time is up is not taken back while its client lives, because that client may
+still be writing into the slots; it counts against the client's share of the arena instead.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.core.admission import Admission, Admit, Offer, RefusalRule, Reject
+from kvtier.core.fate import Fate
+from kvtier.core.identity import split_hashes
+from kvtier.core.index import NewBlocks, Scope
+from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History, Use
+from kvtier.core.slots import slot_bytes
+from kvtier.core.table import Rows
+from kvtier.node.flow.load import Loads
+from kvtier.node.messages.actions import Action, StoreGrant, StoreResult
+from kvtier.node.messages.events import CompleteStore
+from kvtier.node.state.block_run import PromptChain, find_own
+from kvtier.node.state.cache import Cache
+from kvtier.node.state.session import Session, StoreLease
+from kvtier.node.state.transfer import TierTransfers
+from kvtier.observe.daemon_metrics import (
+    ADMISSION_BLOCKS,
+    REFUSED_BLOCKS,
+    TRANSFER_BYTES,
+    TransferRoute,
+)
+
+__all__ = ["Stores"]
+
+_FATES: Mapping[RefusalRule, Fate] = {
+    RefusalRule.WORTH: Fate.REFUSED_WORTH,
+    RefusalRule.DEPTH: Fate.REFUSED_DEPTH,
+    RefusalRule.FULL: Fate.REFUSED_FULL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """How many leading blocks of what is lacking may come in, and what refuses the next one."""
+
+    num_blocks: int
+    rule: RefusalRule = RefusalRule.FULL
+    reason: str = ""
+    """In the words of the answer to the client, where it is not the rule's."""
+
+
+class Stores:
+    """All open stores."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        loads: Loads,
+        transfers: TierTransfers,
+        admission: Admission,
+        *,
+        history: History | None = None,
+        depth: DepthCurves | None = None,
+    ) -> None:
+        self._cache = cache
+        self._loads = loads
+        self._transfers = transfers
+        self._admission = admission
+        self.on_published: Callable[[list[int], int], object] = lambda _rows, _now_ns: None
+        """Told the rows of each store that became readable, and when."""
+        self._history = history
+        self._depth = depth
+        self._metrics = cache.metrics
+        self._num_leases = 0
+        self._held_bytes = 0
+        """Of all stores that are not completed."""
+
+    def prepare(
+        self,
+        session: Session,
+        chain: PromptChain,
+        first: int,
+        now_ns: int,
+        *,
+        use: Use | None = None,
+    ) -> StoreGrant:
+        """Lease slots for the blocks from ``first`` on that no local tier has, as far as admitted.
+
+        What is granted is a prefix of what is lacking: a block behind one that was refused could
+        not be reached.
+        """
+        before, rows = self._rows_of(chain, first)
+        mark = self._cache.touch(np.concatenate([before, rows]), chain.payload_bytes, now_ns)
+        lacking = self._lacking(rows, chain.scope, now_ns)
+        if use is not None and self._depth is not None:
+            self._depth.note_generated(use, first, now_ns)
+        answer = self._judge(session, lacking, first, use, now_ns)
+        if self._cache.is_closed(chain.scope):
+            answer = _Answer(0, reason="dropping")
+        num_claimed = self._cache.claim_all(rows[lacking[: answer.num_blocks]], mark)
+        if num_claimed < answer.num_blocks:
+            answer = _Answer(num_claimed, reason="no_room")
+        claimed = lacking[:num_claimed]
+        leased = rows[claimed].tolist()
+        self._note_refused(rows, lacking[len(claimed) :], answer.rule)
+        self._cache.index.forget_absent(rows)
+        present, refused = len(rows) - len(lacking), len(lacking) - len(claimed)
+        reason = (answer.reason or answer.rule) if refused else ""
+        if num_foreign := len(chain.keys) - first - len(rows):
+            reason = reason or "identity"
+            refused += num_foreign
+        self._count("present", present)
+        self._count("admitted", len(claimed))
+        return StoreGrant(
+            lease=self._grant(session, leased, now_ns).number if leased else 0,
+            indexes=tuple(first + place for place in claimed),
+            offsets=self._cache.offsets(leased),
+            present_blocks=present,
+            rejected_blocks=refused,
+            reason=reason,
+        )
+
+    def complete(
+        self, session: Session, event: CompleteStore, now_ns: int
+    ) -> tuple[StoreResult, list[Action]]:
+        """Publish the leading blocks of a lease that were copied whole, and abandon the others."""
+        lease = session.stores.pop(event.lease, None)
+        if lease is None:
+            return StoreResult(0), []
+        self._held_bytes -= lease.num_bytes
+        actions: list[Action] = []
+        whole = lease.rows[: len(event.checksums)]
+        # What was dropped meanwhile is not published, though its waiters have to hear of it.
+        ready = self._cache.publish_all(whole, event.checksums[: len(whole)])
+        self._count_copied(session, len(ready), "complete")
+        self._count_copied(session, len(whole) - len(ready), "cancelled")
+        self._count_copied(session, len(lease.rows) - len(whole), "failed")
+        for row in whole:
+            actions += self._loads.block_ready(row)
+        for row in lease.rows[len(whole) :]:
+            actions += self._loads.block_lost(row, "failed")
+        if ready:
+            self.on_published(ready, now_ns)
+        return StoreResult(len(ready)), actions
+
+    def abandon(self, session: Session) -> list[Action]:
+        """Give up every store of a client that is gone."""
+        actions: list[Action] = []
+        for lease in session.stores.values():
+            self._held_bytes -= lease.num_bytes
+            for row in lease.rows:
+                actions += self._loads.block_lost(row, "failed")
+        session.stores.clear()
+        return actions
+
+    def overdue(self, sessions: Iterable[Session], now_ns: int) -> int:
+        """Return how many leases are past their time."""
+        return sum(
+            lease.expires_ns <= now_ns for session in sessions for lease in session.stores.values()
+        )
+
+    def _rows_of(self, chain: PromptChain, first: int) -> tuple[Rows, Rows]:
+        """Return the rows before ``first`` that are known, and those from there on, new ones too.
+
+        Both end where a block of another identity has the name of one of ours.
+        """
+        index = self._cache.index
+        self._cache.make_rows(len(chain.keys) - first)
+        known, end = find_own(index, chain)
+        before = known[: min(first, end)]
+        new = NewBlocks(
+            keys=chain.keys[first:end],
+            parents=chain.parents[first:end],
+            first_position=first,
+            scope=index.scope_id(chain.scope),
+            payload_bytes=chain.payload_bytes,
+        )
+        return before[before >= 0], index.add(new, known[first:end])
+
+    def _lacking(self, rows: Rows, scope: Scope, now_ns: int) -> list[int]:
+        """Return the places of rows that no local tier can serve, nor is about to."""
+        index = self._cache.index
+        outside = index.residency(rows, TierName.CPU) == Residency.ABSENT
+        ssd = self._transfers.lanes.get(TierName.SSD)
+        if ssd is not None and ssd.is_usable(now_ns) and not ssd.is_closed(scope):
+            outside &= index.residency(rows, TierName.SSD) != Residency.READY
+        places: list[int] = np.flatnonzero(outside).tolist()
+        return places
+
+    def _judge(
+        self,
+        session: Session,
+        lacking: Sequence[int],
+        first: int,
+        use: Use | None,
+        now_ns: int,
+    ) -> _Answer:
+        """Return how many of the lacking blocks may come in, and why not the others."""
+        size = slot_bytes(session.layout.block_bytes)
+        if not lacking:
+            return _Answer(0)
+        if len(self._cache.index) >= INDEX_ROWS_MAX:
+            return _Answer(0, reason="index_full")
+        num_near = bisect_left(lacking, self._limit_blocks(use) - first)
+        if not num_near:
+            return _Answer(0, RefusalRule.DEPTH)
+        held_bytes = session.store_bytes
+        share_bytes = int(self._cache.slots.reserved_bytes * STORE_ARENA_SHARE)
+        left_bytes = share_bytes - (self._held_bytes - held_bytes)
+        verdict = self._admission.decide(
+            Offer(
+                tier=TierName.CPU,
+                num_blocks=num_near,
+                first_position=first + lacking[0],
+                payload_bytes=size,
+                queued_bytes=held_bytes,
+                # At most twice of what is left is two thirds of all.
+                queued_bytes_max=left_bytes * ENGINE_SHARE // (ENGINE_SHARE + 1),
+                use=use,
+                num_spare=min(num_near, self._cache.slots.num_free(size)),
+                is_way_down=self._transfers.is_way_down(now_ns),
+            )
+        )
+        if isinstance(verdict, Admit):
+            if verdict.num_blocks == num_near:
+                return _Answer(num_near, RefusalRule.DEPTH)
+            reason = "throttled" if verdict.rule is RefusalRule.FULL else ""
+            return _Answer(verdict.num_blocks, verdict.rule, reason)
+        if isinstance(verdict, Reject):
+            return _Answer(0, verdict.rule)
+        return _Answer(0, reason=verdict.reason)
+
+    def _limit_blocks(self, use: Use | None) -> int:
+        """Return how many leading blocks of a request are taken at most."""
+        if use is None:
+            return CHAIN_BLOCKS_MAX
+        if self._depth is not None:
+            most_tokens = self._depth.max_offload_tokens(use)
+        else:
+            most_tokens = use.traits.max_offload_tokens
+        return CHAIN_BLOCKS_MAX if most_tokens is None else most_tokens // use.block_tokens
+
+    def _note_refused(self, rows: Rows, places: Sequence[int], rule: RefusalRule) -> None:
+        """Count what did not come in, and remember why."""
+        self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
+        self._count("throttled" if rule is RefusalRule.FULL else "rejected", len(places))
+        if self._history is not None and places:
+            keys = self._cache.index.keys_of(rows[list(places)])
+            self._history.note_fate(split_hashes(keys.tobytes()), _FATES[rule])
+
+    def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
+        self._num_leases += 1
+        lease = StoreLease(
+            number=self._num_leases,
+            session=session.token,
+            rows=rows,
+            num_bytes=len(rows) * slot_bytes(session.layout.block_bytes),
+            expires_ns=now_ns + session.lease_ns,
+        )
+        session.stores[lease.number] = lease
+        self._held_bytes += lease.num_bytes
+        return lease
+
+    def _count_copied(self, session: Session, num_blocks: int, outcome: str) -> None:
+        num_bytes = num_blocks * session.layout.block_bytes
+        self._metrics.add(
+            TRANSFER_BYTES, num_bytes, route=TransferRoute.GPU_TO_CPU, outcome=outcome
+        )
+
+    def _count(self, outcome: str, num_blocks: int) -> None:
+        self._metrics.add(ADMISSION_BLOCKS, num_blocks, tier=TierName.CPU, outcome=outcome)

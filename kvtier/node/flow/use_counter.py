@@ -1,0 +1,115 @@
+"""Uses: each request is one use of its chain, however often the node hears of it.
+
+A request is announced, looked up, perhaps looked up again after it was preempted, and its blocks
+are offered in pieces. Counting each of these would teach the history that everything is reused.
+"""
+
+from kvtier.core.identity import split_hashes
+from kvtier.core.limits import USE_KEPT_NS, USES_MAX
+from kvtier.core.request import RequestTraits
+from kvtier.core.reuse.depth import DepthCurves
+from kvtier.core.reuse.history import History, Use
+from kvtier.node.state.residency_listener import ResidencyListener
+from kvtier.node.state.session import Session
+
+__all__ = ["UseCounter", "use_of"]
+
+
+def use_of(
+    session: Session,
+    tenant: bytes,
+    hashes: bytes,
+    traits: RequestTraits,
+    num_prompt_blocks: int = -1,
+) -> Use:
+    """Return what a call of a session says of its request."""
+    return Use(
+        keys=split_hashes(hashes),
+        payload_bytes=session.layout.block_bytes,
+        block_tokens=session.layout.block_tokens,
+        tenant=tenant,
+        traits=traits,
+        num_prompt_blocks=num_prompt_blocks,
+    )
+
+
+class UseCounter:
+    """Tells history and depth curves of each request once."""
+
+    def __init__(
+        self,
+        history: History | None,
+        depth: DepthCurves | None,
+        residency_listener: ResidencyListener,
+    ) -> None:
+        self._history = history
+        self._depth = depth
+        self._residency_listener = residency_listener
+        self._counted = _Counted()
+
+    def advance(self, now_ns: int) -> None:
+        """Let time pass."""
+        if self._history is not None:
+            self._history.advance(now_ns)
+
+    def count(self, session: str, use: Use, num_stored: int, now_ns: int) -> int:
+        """Count a request that is announced or looked up, unless it was counted before.
+
+        Its first ``num_stored`` blocks are in some tier. Returns how many leading blocks were known
+        before it came.
+        """
+        if self._history is None or not use.keys:
+            return 0
+        request = use.traits.request_id
+        num_known = self._counted.find(session, request, now_ns) if request else None
+        if num_known is None:
+            num_known = self._touch(self._history, session, use, num_stored, now_ns)
+        return num_known
+
+    def store(self, session: str, use: Use, now_ns: int) -> None:
+        """Extend a request's chain by what is offered of it; counts where nothing did before."""
+        if self._history is None or not use.keys:
+            return
+        if self._counted.find(session, _name(use), now_ns) is None:
+            self._touch(self._history, session, use, 0, now_ns)
+        else:
+            num_known = self._history.extend(use, now_ns)
+            self._residency_listener.tell_found(use.keys[num_known:])
+
+    def _touch(self, history: History, session: str, use: Use, num_stored: int, now_ns: int) -> int:
+        num_stored = max(num_stored, self._residency_listener.num_restored(use.keys))
+        touched = history.touch(use, now_ns, num_stored)
+        self._residency_listener.tell_found(use.keys[touched.num_known :])
+        if self._depth is not None:
+            self._depth.note(use, touched.num_known, now_ns)
+        self._counted.add(session, _name(use), touched.num_known, now_ns)
+        return touched.num_known
+
+
+def _name(use: Use) -> str | bytes:
+    """Return what to remember a request by: where it has no name, how its chain begins.
+
+    What is offered without a name was looked up before, as a rule, in pieces of another length.
+    """
+    return use.traits.request_id or use.keys[0]
+
+
+class _Counted:
+    """Requests counted within the last minutes."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str | bytes], tuple[int, int]] = {}
+        """When each was counted and how many blocks were known then; oldest first."""
+
+    def add(self, session: str, name: str | bytes, num_known: int, now_ns: int) -> None:
+        self._seen.pop((session, name), None)
+        self._seen[session, name] = (now_ns, num_known)
+        if len(self._seen) > USES_MAX:
+            del self._seen[next(iter(self._seen))]
+
+    def find(self, session: str, name: str | bytes, now_ns: int) -> int | None:
+        """Return how many blocks were known when it was counted; None: it was not, or long ago."""
+        seen = self._seen.get((session, name))
+        if seen is None or now_ns - seen[0] > USE_KEPT_NS:
+            return None
+        return seen[1]

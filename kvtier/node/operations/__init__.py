@@ -1,0 +1,1 @@
+"""What operators and announced requests ask for: drop, pin, warm, attach, watch."""

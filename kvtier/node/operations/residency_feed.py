@@ -1,0 +1,151 @@
+"""Feeds: who watches a key space hears what the tiers have of it, and what comes and leaves.
+
+Theory
+------
+A feed is read at its reader's pace. It begins with all that is there, some rows of the index at a
+time; what happens meanwhile to rows that were told already is told in its place, and the others are
+told as they are by then. A reader that takes each change as "is there now" or "is not there any
+more" therefore ends with what the index has, whenever it looks.
+
+What waits for a slow reader is bounded: beyond, the feed forgets it and begins again, so that a
+reader may be behind, and never wrong. Where nobody watches nothing is done at all.
+
+A tier that is out counts as empty: nothing could be loaded from it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.identity import Selection
+from kvtier.core.index import BlockIndex, Watch
+from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.residency_change import RESYNC, ResidencyChange
+from kvtier.core.table import Rows
+
+__all__ = ["ResidencyFeed", "ResidencyFeeds"]
+
+
+class ResidencyFeed:
+    """What one reader is told of a key space; ``on_news`` is called when there is something."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        key_space: bytes,
+        is_up: Callable[[TierName], bool],
+        on_news: Callable[[], None],
+    ) -> None:
+        self.key_space = key_space
+        self._index = index
+        self._is_up = is_up
+        self._on_news = on_news
+        self._waiting: deque[ResidencyChange] = deque()
+        self._num_waiting = 0
+        self._next_row: int | None = None
+        """Of those that are told as they are; None: all were told."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Void what was told, and tell all that is there."""
+        self._waiting.clear()
+        self._waiting.append(RESYNC)
+        self._num_waiting = 0
+        self._next_row = 0
+        self._on_news()
+
+    def note(self, rows: Rows, tier: TierName, *, is_there: bool) -> None:
+        """Tell what happened to rows of this key space; those not told yet are told later."""
+        if self._next_row is not None:
+            rows = rows[rows < self._next_row]
+        if not len(rows):
+            return
+        if self._num_waiting + len(rows) > FEED_BLOCKS_MAX:
+            self.begin()
+            return
+        self._waiting.append(ResidencyChange(tier, is_there, self._index.keys_of(rows)))
+        self._num_waiting += len(rows)
+        self._on_news()
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether there is more to take."""
+        return bool(self._waiting) or self._next_row is not None
+
+    def take(self) -> list[ResidencyChange]:
+        """Take what is to be told next, in order; it may be nothing, and more come after it."""
+        if not self._waiting and self._next_row is not None:
+            return self._look(self._next_row)
+        taken, num_blocks = list[ResidencyChange](), 0
+        while self._waiting and num_blocks < FEED_ROWS_AT_ONCE:
+            taken.append(self._waiting.popleft())
+            num_blocks += len(taken[-1].keys)
+        self._num_waiting -= num_blocks
+        return taken
+
+    def _look(self, first: int) -> list[ResidencyChange]:
+        """Return what the next rows are in each tier."""
+        index, end = self._index, min(first + FEED_ROWS_AT_ONCE, self._index.extent)
+        self._next_row = end if end < index.extent else None
+        rows: Rows = np.arange(first, end)
+        found = list[ResidencyChange]()
+        for tier in filter(self._is_up, LOWER_TIERS):
+            ready = rows[index.residency(rows, tier) == Residency.READY]
+            ready = index.selected(ready, Selection(self.key_space))
+            if len(ready):
+                found.append(ResidencyChange(tier, is_there=True, keys=index.keys_of(ready)))
+        return found
+
+
+class ResidencyFeeds:
+    """All feeds of a node. They listen to the index as long as there are any."""
+
+    def __init__(self, index: BlockIndex, is_up: Callable[[TierName], bool]) -> None:
+        self._index = index
+        self._is_up = is_up
+        self._feeds: list[ResidencyFeed] = []
+        self._passed_on: Watch = index.watch
+
+    def open(self, key_space: bytes, on_news: Callable[[], None]) -> ResidencyFeed:
+        """Return a feed that begins with all that is there."""
+        if not self._feeds:
+            self._passed_on, self._index.watch = self._index.watch, self._moved
+        feed = ResidencyFeed(self._index, key_space, self._is_up, on_news)
+        self._feeds.append(feed)
+        return feed
+
+    def close(self, feed: ResidencyFeed) -> None:
+        """End a feed."""
+        self._feeds.remove(feed)
+        if not self._feeds:
+            self._index.watch = self._passed_on
+
+    def begin(self) -> None:
+        """Have all begin again: more has changed than the index tells, or other tiers are up."""
+        for feed in self._feeds:
+            feed.begin()
+
+    def _moved(
+        self, rows: Rows, tier: TierName, before: npt.NDArray[np.uint8], state: Residency
+    ) -> None:
+        self._passed_on(rows, tier, before, state)
+        is_there = state == Residency.READY
+        changed = rows[(before == Residency.READY) != is_there]
+        if not len(changed) or not self._is_up(tier):
+            return
+        scopes = self._index.scope[changed]
+        if (scopes == scopes[0]).all():  # as in all moves but those of drops and evictions
+            self._tell(changed, tier, is_there=is_there)
+            return
+        for scope in np.unique(scopes):
+            self._tell(changed[scopes == scope], tier, is_there=is_there)
+
+    def _tell(self, rows: Rows, tier: TierName, *, is_there: bool) -> None:
+        """Tell of rows of one scope."""
+        key_space = self._index.scope_of(int(rows[0])).key_space
+        for feed in self._feeds:
+            if feed.key_space == key_space:
+                feed.note(rows, tier, is_there=is_there)

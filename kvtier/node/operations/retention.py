@@ -1,0 +1,314 @@
+"""Retention: blocks that are kept from being evicted, for whom and until when.
+
+Four kinds of callers want blocks kept: an operator pins a chain, a request has a priority or a time
+to live, and a request that was announced will be looked up soon. Each is a claim on the leading
+blocks of a chain, by hash, whether they are in the CPU tier now or come later.
+
+Rules
+-----
+* All claims together name no more bytes than the budget. Beyond it the tail of the claim of the
+  least priority, of equals the oldest, is given up, or that of the newcomer if it has the least.
+* What is kept is passed over by eviction, not held: where nothing else can go it goes, in the same
+  order. So a store that would find room without claims finds it with them.
+* Claims live in memory. They outlast drops of tiers, but not the daemon.
+* Nobody is woken when a claim expires; it ends with the next event, and harms nobody until then.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
+
+import numpy as np
+
+from kvtier.core.index import IS_KEPT
+from kvtier.core.limits import (
+    ANNOUNCED_KEPT_NS,
+    CLAIMS_MAX,
+    GAP_MAX_S,
+    KEPT_BLOCKS_MAX,
+    PRIORITY_KEPT_NS,
+    PRIORITY_MAX,
+)
+from kvtier.core.request import RequestTraits
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.slots import slot_bytes
+from kvtier.core.table import Rows, as_keys
+from kvtier.node.messages.actions import PinResult
+from kvtier.node.state.cache import Cache
+
+__all__ = ["Retention"]
+
+_PIN_PRIORITY = PRIORITY_MAX + 1
+"""An operator's word is above any request's."""
+
+_LOOKED_AT_ONCE = 64
+"""Kept blocks of which is found out together whether they could go: one by one, thousands that are
+not in the CPU tier hold up the node for the better part of a second."""
+
+_ENDS_MAX = 4 * CLAIMS_MAX
+"""Ends remembered before those of claims that were renewed are forgotten."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    priority: int
+    until_ns: int
+    keys: list[bytes]
+    size: int
+    """Of the slot of each of its blocks."""
+
+
+class Retention:
+    """All claims, under a budget of ``share`` of the CPU tier."""
+
+    def __init__(self, cache: Cache, share: float = 0.0) -> None:
+        self._cache = cache
+        self.share = share
+        self._claims: dict[int, OrderedDict[Hashable, _Claim]] = {}
+        """By priority, in the order in which they came or were renewed."""
+        self._priorities: dict[Hashable, int] = {}
+        """Of each claim, by its name."""
+        self._ends: list[tuple[int, int, Hashable]] = []
+        """A heap of when claims end; some have been renewed or given up since."""
+        self._num_made = 0
+        self._wanted: Counter[bytes] = Counter()
+        """By block, how many claims name it."""
+        self._sizes: dict[bytes, int] = {}
+        self._num_bytes = 0
+        """Of all blocks named, each once."""
+        self._given_up: dict[bytes, None] = {}
+        """Blocks that no claim named any more at some time, not yet told to the cache."""
+
+    def pin(self, keys: Sequence[bytes], payload_bytes: int, ttl_ns: int, now_ns: int) -> PinResult:
+        """Keep a chain's blocks for a time, or no longer where that is none."""
+        if not keys:
+            return PinResult(0)
+        name = ("pin", keys[-1])
+        if ttl_ns <= 0:
+            self._end(name)
+            self._settle()
+            return PinResult(0)
+        claim = _Claim(_PIN_PRIORITY, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
+        return self._make(name, claim)
+
+    def wish(
+        self, keys: Sequence[bytes], payload_bytes: int, traits: RequestTraits, now_ns: int
+    ) -> None:
+        """Keep the blocks of a request that has a priority, or a time to live."""
+        if not keys or (traits.priority <= 0 and not traits.ttl_s):
+            return
+        ttl_ns = (
+            PRIORITY_KEPT_NS if traits.ttl_s is None else int(min(traits.ttl_s, GAP_MAX_S) * 1e9)
+        )
+        priority = min(max(traits.priority, 0), PRIORITY_MAX)
+        claim = _Claim(priority, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
+        self._make(("request", keys[-1]), claim)
+
+    def announce(
+        self,
+        session: str,
+        keys: Sequence[bytes],
+        payload_bytes: int,
+        traits: RequestTraits,
+        now_ns: int,
+    ) -> int:
+        """Keep what a request will ask for until its turn; returns how many leading blocks."""
+        if not keys or not traits.request_id:
+            return 0
+        claim = _Claim(
+            min(max(traits.priority, 0), PRIORITY_MAX),
+            now_ns + ANNOUNCED_KEPT_NS,
+            [*keys],
+            slot_bytes(payload_bytes),
+        )
+        return self._make(("announced", session, traits.request_id), claim).num_blocks
+
+    def over(self, session: str, request_id: str) -> None:
+        """Note that an announced request had its turn, or that it will not come."""
+        self._end(("announced", session, request_id))
+        self._settle()
+
+    def session_ended(self, session: str) -> None:
+        """Wait for no request of an engine that has gone."""
+        for name in [each for each in self._priorities if _is_announced(each, session)]:
+            self._end(name)
+        self._settle()
+
+    def expire(self, now_ns: int) -> None:
+        """End what is past its time."""
+        while self._ends and self._ends[0][0] <= now_ns:
+            _, _, name = heappop(self._ends)
+            claim = self._find(name)
+            if claim is not None and claim.until_ns <= now_ns:
+                self._end(name)
+        self._settle()
+
+    def is_kept(self, key: bytes) -> bool:
+        """Tell whether some claim names a block."""
+        return key in self._wanted
+
+    def give_way(self, size: int) -> bool:
+        """Give up kept blocks, the least first, until one in a slot of ``size`` can be evicted.
+
+        False where there is none.
+        """
+        num_given_up, is_found = self._num_until_free(size)
+        for _ in range(num_given_up):
+            self._trim(*self._least())
+        self._settle()
+        return is_found
+
+    def retained_bytes(self) -> int:
+        """Return the bytes of the CPU tier that are kept."""
+        rows = self._rows(list(self._wanted))
+        is_here = self._cache.index.residency(rows, TierName.CPU) != Residency.ABSENT
+        payload_bytes = self._cache.index.payload_bytes[rows[is_here]]
+        # There are few sizes, may be many blocks, and this is asked each second.
+        sizes = zip(*np.unique(payload_bytes, return_counts=True), strict=True)
+        return sum(slot_bytes(int(size)) * int(count) for size, count in sizes)
+
+    def _budget_bytes(self) -> int:
+        return int(self._cache.slots.reserved_bytes * self.share)
+
+    def _make(self, name: Hashable, claim: _Claim) -> PinResult:
+        """Put a claim in place of any of that name, as much of it as the budget allows."""
+        retained = self._put(name, claim)
+        self._settle()
+        return retained
+
+    def _put(self, name: Hashable, claim: _Claim) -> PinResult:
+        self._end(name)
+        wanted, claim.keys = claim.keys, []
+        for key in wanted:
+            if key not in self._wanted and not self._make_room(claim):
+                break
+            self._add(key, claim)
+        if not claim.keys:
+            return PinResult(0, "budget")
+        self._claims.setdefault(claim.priority, OrderedDict())[name] = claim
+        self._priorities[name] = claim.priority
+        self._num_made += 1
+        heappush(self._ends, (claim.until_ns, self._num_made, name))
+        if len(self._ends) > _ENDS_MAX:
+            self._forget_ends()
+        self._mark(claim.keys)
+        if len(self._priorities) > CLAIMS_MAX:
+            self._end(self._least()[0])
+        return PinResult(len(claim.keys), "budget" if len(claim.keys) < len(wanted) else "")
+
+    def _make_room(self, claim: _Claim) -> bool:
+        """Give up what has less priority than a claim, or is older, until a block more fits."""
+        while (
+            self._num_bytes + claim.size > self._budget_bytes()
+            or len(self._wanted) >= KEPT_BLOCKS_MAX
+        ):
+            if not self._priorities:
+                return False
+            name, least = self._least()
+            if least.priority > claim.priority:
+                return False
+            self._trim(name, least)
+        return True
+
+    def _forget_ends(self) -> None:
+        """Forget the ends of claims that were renewed or given up since."""
+        ends: dict[tuple[Hashable, int], tuple[int, int, Hashable]] = {}
+        for end in self._ends:
+            claim = self._find(end[2])
+            if claim is not None and claim.until_ns == end[0]:
+                ends[end[2], end[0]] = end
+        self._ends = sorted(ends.values())
+
+    def _least(self) -> tuple[Hashable, _Claim]:
+        claims = self._claims[min(self._claims)]
+        name = next(iter(claims))
+        return name, claims[name]
+
+    def _find(self, name: Hashable) -> _Claim | None:
+        priority = self._priorities.get(name)
+        return None if priority is None else self._claims[priority][name]
+
+    def _add(self, key: bytes, claim: _Claim) -> None:
+        if key not in self._wanted:
+            self._sizes[key] = claim.size
+            self._num_bytes += claim.size
+        self._wanted[key] += 1
+        claim.keys.append(key)
+
+    def _num_until_free(self, size: int) -> tuple[int, bool]:
+        """Return how many blocks to give up until one in such a slot can go, and if one can."""
+        index, named = self._cache.index, Counter[bytes]()
+        leaving = (
+            (key, claim.size)
+            for priority in sorted(self._claims)
+            for claim in self._claims[priority].values()
+            for key in reversed(claim.keys)
+        )
+        while batch := list(islice(leaving, _LOOKED_AT_ONCE)):
+            rows = index.find(as_keys(b"".join(key for key, _ in batch)))
+            is_free = (rows >= 0) & (index.residency(rows, TierName.CPU) == Residency.READY)
+            is_free &= index.pins[rows] == 0
+            for (key, its_size), can_go in zip(batch, is_free.tolist(), strict=True):
+                named[key] += 1
+                if can_go and its_size == size and named[key] == self._wanted[key]:
+                    return named.total(), True
+        return named.total(), False
+
+    def _trim(self, name: Hashable, claim: _Claim) -> None:
+        """Give up a claim's last block."""
+        self._let_go(claim.keys.pop())
+        if not claim.keys:
+            self._end(name)
+
+    def _end(self, name: Hashable) -> None:
+        """Give up a claim, if there is one of that name."""
+        claim = self._find(name)
+        if claim is None:
+            return
+        priority = self._priorities.pop(name)
+        del self._claims[priority][name]
+        if not self._claims[priority]:
+            del self._claims[priority]
+        for key in claim.keys:
+            self._let_go(key)
+
+    def _let_go(self, key: bytes) -> None:
+        """Let one claim name a block no more."""
+        self._wanted[key] -= 1
+        if not self._wanted[key]:
+            del self._wanted[key]
+            self._num_bytes -= self._sizes.pop(key)
+            self._given_up[key] = None
+
+    def _settle(self) -> bool:
+        """Let what was given up be evicted; tells whether any of it can be now.
+
+        All at once: one by one, a chain of thousands of blocks would hold up the node.
+        """
+        keys = [key for key in self._given_up if key not in self._wanted]
+        self._given_up.clear()
+        if not keys:
+            return False
+        cache, rows = self._cache, self._rows(keys)
+        cache.index.past[rows] &= ~np.uint8(IS_KEPT)
+        free = rows[cache.index.evictable(rows)].tolist()
+        for row in free:
+            cache.eviction.offer(cache.index, row)
+        return bool(free)
+
+    def _mark(self, keys: Sequence[bytes]) -> None:
+        """Mark rows that are in the CPU tier; those that come later are marked then."""
+        index = self._cache.index
+        rows = self._rows(keys)
+        index.past[rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]] |= IS_KEPT
+
+    def _rows(self, keys: Sequence[bytes]) -> Rows:
+        rows = self._cache.index.find(as_keys(b"".join(keys)))
+        found: Rows = rows[rows >= 0]
+        return found
+
+
+def _is_announced(name: Hashable, session: str) -> bool:
+    return isinstance(name, tuple) and name[:2] == ("announced", session)

@@ -1,0 +1,127 @@
+"""Who is attached, and what each has on lease.
+
+A session is bound to a ticket, that is to the connection over which the client got the arena. When
+the kernel closes that connection the client's process is gone and cannot touch the arena any more,
+so everything it held is free at once. A client that merely hangs keeps its connection: its load
+leases run out by their deadline (it is told so, and throws away what it copied), while the slots of
+its unfinished stores stay reserved, since it might still be writing to them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvtier.core.layout import KVLayout
+from kvtier.core.plan import EngineLoad
+from kvtier.core.request import LoadPurpose
+from kvtier.core.residency import TierName
+from kvtier.node.state.request_counters import RequestCounters
+
+__all__ = ["EngineReport", "Leased", "LoadLease", "Session", "StoreLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine last said of its own tier."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    used_tokens: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Leased:
+    """What the loads of one engine hold: a block that many of them share counts once."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    """By row, how many leases have it."""
+    num_bytes: int = 0
+
+    def add(self, row: int, size: int) -> None:
+        """Note that one more lease has a row."""
+        self.counts[row] += 1
+        if self.counts[row] == 1:
+            self.num_bytes += size
+
+    def remove(self, row: int, size: int) -> None:
+        """Note that one lease less has a row."""
+        self.counts[row] -= 1
+        if not self.counts[row]:
+            del self.counts[row]
+            self.num_bytes -= size
+
+
+@dataclass(slots=True)
+class LoadLease:
+    """Blocks leased to be copied out of the arena; all of them pinned."""
+
+    number: int
+    call: int
+    leased: Leased
+    """Of its session."""
+    rows: list[int]
+    """In the order in which they are announced: that of the chain, or from its end."""
+    tiers: list[TierName]
+    decision: int
+    num_found: int
+    """Blocks of the run that the lease was made for; of some it may have found no room."""
+    num_ordered: int
+    """Blocks that the engine wants."""
+    block_tokens: int
+    deadline_ns: int
+    expires_ns: int
+    end: str
+    """Why the run ends where it ends; said in the last message."""
+    purpose: LoadPurpose
+    is_of_first_rank: bool
+    num_ready: int = 0
+    num_sent: int = 0
+    is_ended: bool = False
+    """The last message was sent; the lease lasts until it is released or expires."""
+
+
+@dataclass(slots=True)
+class StoreLease:
+    """Blocks leased to be copied into the arena, in chain order; all of them writing."""
+
+    number: int
+    session: str
+    rows: list[int]
+    num_bytes: int
+    expires_ns: int
+
+
+@dataclass(slots=True)
+class Session:
+    """One registered engine."""
+
+    token: str
+    ticket: str
+    key_space: bytes
+    layout: KVLayout
+    engine: str
+    transport: str
+    pid: int
+    lease_ns: int
+    """As it was told when it came: it counts on that."""
+    can_split: bool = False
+    """It computes the front of a prompt while the back is loaded."""
+    rank: int = 0
+    """Of the workers that serve a request together, each with a session of its own."""
+    report: EngineReport = EngineReport()
+    load: EngineLoad = field(default_factory=EngineLoad)
+    """What it had to do when it last reported."""
+    loads: dict[int, LoadLease] = field(default_factory=dict)
+    stores: dict[int, StoreLease] = field(default_factory=dict)
+    leased: Leased = field(default_factory=Leased)
+    counters: RequestCounters = field(default_factory=RequestCounters)
+
+    @property
+    def is_of_first_rank(self) -> bool:
+        """Tell whether a request counts with this one: its tokens and seconds are all ranks'."""
+        return self.rank == 0
+
+    @property
+    def store_bytes(self) -> int:
+        """Return the arena bytes held by unfinished stores."""
+        return sum(lease.num_bytes for lease in self.stores.values())

@@ -1,0 +1,389 @@
+"""The asyncio loop around a node: carries out its actions and brings completions back.
+
+The node runs on the loop's thread and nowhere else. Tiers block, so each has threads of its own; a
+completion is posted back to the loop. A timer wakes the node at the deadline it names.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from itertools import count
+
+from kvtier.core.limits import ROWS_TOLD_AT_ONCE
+from kvtier.core.residency import Residency, TierName
+from kvtier.core.residency_change import ResidencyChange
+from kvtier.errors import TierError
+from kvtier.node.messages import actions as ac
+from kvtier.node.messages import events as ev
+from kvtier.node.messages.slow_tier import AdminState
+from kvtier.node.node import Node
+from kvtier.observe.daemon_metrics import POLICY_SECONDS
+from kvtier.observe.log import Log, RateLimitedLog
+from kvtier.observe.trace import TRACES
+from kvtier.runtime.tier_executor import TierExecutor
+from kvtier.tiers.base import (
+    BlockRead,
+    BlockWrite,
+    HealthState,
+    MissReason,
+    Removed,
+    Tier,
+)
+from kvtier.tiers.breaker import BreakerTier
+from kvtier.tiers.host import HostArena
+
+__all__ = ["Driver", "TierWork"]
+
+_ORDERS_MAX = 64
+"""Orders that an engine may leave unanswered; more are not sent, and their drops say so."""
+
+_BROKEN_PAUSE_S = 0.1
+"""After an event that the node could not take, so that one that comes again does not spin."""
+
+_NO_MORE_ORDERS = 0
+
+_FEED_PERIOD_S = 0.02
+"""Between two messages to a reader who has been told all: what happens meanwhile goes in one."""
+
+_DECIDED = (ev.Announce, ev.Lookup, ev.PrepareStore)
+"""Calls that the node answers with a decision: what to restore, or what to keep."""
+
+TierWork = ac.Read | ac.Write | ac.ExistsQuery | ac.Purge
+
+
+class Driver:
+    """Runs ``node`` over ``arena`` and ``tiers`` on the running loop."""
+
+    def __init__(
+        self,
+        node: Node,
+        arena: HostArena,
+        tiers: dict[TierName, BreakerTier],
+    ) -> None:
+        self.node = node
+        self.tiers = tiers
+        """Those that are used now: they come and go as operators say."""
+        self.executors = {name: TierExecutor(tier, node.metrics) for name, tier in tiers.items()}
+        self._arena = arena
+        self.on_register: Callable[[ev.Register], None] = lambda _event: None
+        """Called for each engine that was let in."""
+        self._log = RateLimitedLog(Log("kvtier.node"))
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(1)
+        self._calls: dict[int, asyncio.Future[ac.Answer]] = {}
+        self._streams: dict[int, asyncio.Queue[ac.LoadUpdate | ac.CallReply]] = {}
+        self._orders: dict[str, asyncio.Queue[int]] = {}
+        self._readers: dict[str, asyncio.Event] = {}
+        """By session, set when there is news for its feed."""
+        self._is_ending = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._moved_ns = dict.fromkeys(tiers, time.monotonic_ns())
+        """When a tier last ended a transfer, or had none to do."""
+
+    async def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
+        """Hand the node a call and wait for its answer."""
+        call = next(self._numbers)
+        future: asyncio.Future[ac.Answer] = self._loop.create_future()
+        self._calls[call] = future
+        try:
+            self.post(make(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    async def stream(
+        self, make: Callable[[int], ev.Event]
+    ) -> AsyncGenerator[ac.LoadUpdate | ac.CallReply, None]:
+        """Hand the node a load and yield its progress; ends after the last message."""
+        call = next(self._numbers)
+        # Unbounded, yet small: a load sends at most one message a block.
+        queue = self._streams[call] = asyncio.Queue()
+        try:
+            self.post(make(call))
+            while True:
+                message = await queue.get()
+                yield message
+                if isinstance(message, ac.CallReply) or message.end:
+                    return
+        finally:
+            del self._streams[call]
+
+    async def orders(self, session: str) -> AsyncGenerator[int, None]:
+        """Yield the orders for a session until the driver stops or this is cancelled.
+
+        One at a time for each session: another one ends it.
+        """
+        if (earlier := self._orders.get(session)) is not None:
+            _end(earlier)
+        queue = self._orders[session] = asyncio.Queue(_ORDERS_MAX)
+        try:
+            while not self._is_ending and (order := await queue.get()):
+                yield order
+        finally:
+            if self._orders.get(session) is queue:
+                del self._orders[session]
+
+    def is_watching(self, session: str) -> bool:
+        """Tell whether a session has a feed."""
+        return session in self._readers
+
+    async def watch(self, session: str) -> AsyncGenerator[list[ResidencyChange], None]:
+        """Yield what the tiers have of a session's key space, then what comes and leaves.
+
+        Ends with the session, or when the driver stops. One at a time for each session.
+        """
+        sessions = self.node.sessions
+        news = self._readers[session] = asyncio.Event()
+        feed = self.node.feeds.open(sessions[session].key_space, news.set)
+        try:
+            while session in sessions and not self._is_ending:
+                await news.wait()
+                news.clear()
+                while feed.has_news and session in sessions and not self._is_ending:
+                    if changes := feed.take():
+                        yield changes
+                    await asyncio.sleep(0)  # an index of millions takes many looks
+                await asyncio.sleep(_FEED_PERIOD_S)
+        finally:
+            self.node.feeds.close(feed)
+            del self._readers[session]
+
+    def post(self, event: ev.Event) -> None:
+        """Let the node take an event in, and carry out what it wants done."""
+        if isinstance(event, ev.ReadDone | ev.WriteDone):
+            self._note_moved(event.transfer)
+        start_ns = time.monotonic_ns()
+        try:
+            actions = self.node.handle(event, start_ns)
+        except BaseException:  # a bug; the node is woken all the same for what others wait for
+            self._arm(_BROKEN_PAUSE_S)
+            raise
+        if isinstance(event, _DECIDED):
+            self.node.metrics.observe(POLICY_SECONDS, _since(start_ns))
+        for action in actions:
+            self._perform(action)
+        sessions = self.node.sessions.values()
+        if isinstance(event, ev.Register) and any(s.ticket == event.ticket for s in sessions):
+            self.on_register(event)
+        self._arm()
+        now_ns = time.monotonic_ns()
+        lanes = self.node.transfers.lanes.values()
+        if all(lane.is_idle or not lane.is_working(now_ns) for lane in lanes):
+            self._quiet.set()
+        else:
+            self._quiet.clear()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way to a tier that is up; False if that takes longer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def end_orders(self) -> None:
+        """End every ``orders`` and ``watch``, so that no call of a client outlives the others."""
+        self._is_ending = True
+        for news in self._readers.values():
+            news.set()
+        for queue in self._orders.values():
+            _end(queue)
+
+    def stop(self) -> None:
+        """Begin nothing more; calls still open are cancelled, and threads left to themselves."""
+        if self._timer:
+            self._timer.cancel()
+        for future in self._calls.values():
+            future.cancel()
+        for executor in self.executors.values():
+            executor.stop()
+
+    def attach(self, tier: BreakerTier) -> None:
+        """Have a tier used, of which the node knows already what it holds."""
+        name = tier.properties.name
+        self.tiers[name], self.executors[name] = tier, TierExecutor(tier, self.node.metrics)
+        self.post(ev.SetAdminState(name, AdminState.ACTIVE))
+
+    def detach(self, name: TierName) -> TierExecutor:
+        """Stop using a tier at once; returns its executor, which may still be busy."""
+        self.post(ev.SetAdminState(name, AdminState.DETACHED))
+        del self.tiers[name]
+        executor = self.executors.pop(name)
+        executor.retire()
+        return executor
+
+    async def check_health(self, name: TierName) -> None:
+        """Tell the node whether a tier is up, and have it probed if that is due."""
+        executor = self.executors.get(name)
+        if executor is None:
+            return
+        if executor.has_new_generation():  # before the node hears that the tier is up again
+            await self.mark_unverified(name, "its server restarted or failed over")
+        executor.check(partial(self._note_health, name))
+
+    async def mark_unverified(self, name: TierName, why: str) -> None:
+        """Mark all blocks of a tier as unverified, because of ``why``."""
+        index, first = self.node.cache.index, 0
+        if not (num_blocks := index.num_in(name, Residency.READY)):
+            return
+        self._log.info("verifying the blocks of a tier", tier=name, blocks=num_blocks, why=why)
+        while first < index.extent:
+            self.post(ev.MarkUnverified(name, first, first + ROWS_TOLD_AT_ONCE))
+            first += ROWS_TOLD_AT_ONCE
+            await asyncio.sleep(0)  # let requests be handled
+
+    def stalled(self, limit_s: float) -> list[TierName]:
+        """Return the tiers that count as up, have work queued, and moved nothing for so long."""
+        now_ns = time.monotonic_ns()
+        stalled = []
+        for name, lane in self.node.transfers.lanes.items():
+            if not (lane.reads or lane.writes) or not lane.is_working(now_ns):
+                self._moved_ns[name] = now_ns
+            elif now_ns - self._moved_ns.get(name, now_ns) > limit_s * 1e9:
+                stalled.append(name)
+        return stalled
+
+    def is_reading(self, name: TierName) -> bool:
+        """Tell whether reads wait for a tier or are under way."""
+        lane = self.node.transfers.lanes[name]
+        return bool(lane.reads) or any(flight.is_read for flight in lane.in_flight.values())
+
+    def _note_health(self, name: TierName, before: HealthState, now: HealthState) -> None:
+        if HealthState.OUT in {before, now}:
+            self.post(ev.TierUp(name, now is not HealthState.OUT))
+
+    def _note_moved(self, transfer: int) -> None:
+        for name, lane in self.node.transfers.lanes.items():
+            if transfer in lane.in_flight:
+                self._moved_ns[name] = time.monotonic_ns()
+
+    # Actions
+
+    def _perform(self, action: ac.Action) -> None:
+        match action:
+            case ac.CallReply() | ac.LoadUpdate():
+                self._answer(action)
+            case ac.EmptyEngineTier():
+                orders = self._orders.get(action.session)
+                if orders is not None and not orders.full():
+                    orders.put_nowait(action.order)
+            case _:
+                # Said to operators, to whom a probe is something else.
+                what = (
+                    "lookup"
+                    if isinstance(action, ac.ExistsQuery)
+                    else type(action).__name__.lower()
+                )
+                executor = self.executors[action.tier]
+                work = partial(self._work, executor, action)
+                if not executor.submit(work, what, action.deadline_ns):
+                    event = _faulted(action, "too much waits for the tier's threads")
+                    self._loop.call_soon(self.post, event)
+
+    def _completed(self, executor: TierExecutor, event: ev.Event) -> None:
+        # The node knows which transfers are of a tier that was taken off, but not which purges.
+        if not isinstance(event, ev.PurgeDone) or self.executors.get(event.tier) is executor:
+            self.post(event)
+
+    def _answer(self, action: ac.CallReply | ac.LoadUpdate) -> None:
+        if action.call in self._streams:
+            self._streams[action.call].put_nowait(action)
+        elif isinstance(action, ac.CallReply):
+            future = self._calls.get(action.call)
+            if future and not future.done():
+                future.set_result(action.answer)
+
+    def _arm(self, least_s: float = 0.0) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        at_ns = self.node.next_deadline_ns()
+        if at_ns is not None:
+            delay_s = max(least_s, (at_ns - time.monotonic_ns()) / 1e9)
+            self._timer = self._loop.call_later(delay_s, self.post, ev.Tick())
+
+    # On the tiers' threads
+
+    def _work(self, executor: TierExecutor, action: TierWork) -> None:
+        """Do what a tier is asked, and bring the completion back; there always is one."""
+        try:
+            event = self._done(executor.tier, action)
+        except TierError as error:
+            self._log.warning("a tier failed", tier=action.tier, error=error)
+            event = _faulted(action, str(error))
+        except Exception as error:
+            # A bug in a tier. Told as a fault, so that nobody waits for it for ever.
+            self._log.exception("a tier broke", tier=action.tier)
+            event = _faulted(action, repr(error))
+        executor.to_loop(partial(self._completed, executor, event))
+
+    def _done(self, tier: Tier, action: TierWork) -> ev.Event:
+        match action:
+            case ac.Read():
+                return self._read(tier, action)
+            case ac.Write():
+                return self._write(tier, action)
+            case ac.ExistsQuery():
+                present = tier.contains(action.hashes, action.deadline_ns)
+                return ev.ExistsQueryDone(action.query, tuple(present))
+            case ac.Purge():
+                removed = tier.purge(action.selection, action.deadline_ns)
+                return ev.PurgeDone(action.tier, action.selection, removed)
+
+    def _read(self, tier: Tier, action: ac.Read) -> ev.Event:
+        reads = [
+            BlockRead(
+                block.header.block_hash,
+                block.header.key_space,
+                block.header.tenant,
+                block.header.payload_bytes,
+                self._arena.view(block.offset, block.slot_bytes),
+            )
+            for block in action.blocks
+        ]
+        start_ns = time.monotonic_ns()
+        with TRACES.read(action.tier, len(reads), (read.block_hash for read in reads)):
+            results = tier.read(reads, action.deadline_ns)
+        outcomes = tuple(r if isinstance(r, MissReason) else r.checksum for r in results)
+        return ev.ReadDone(action.transfer, outcomes, _since(start_ns))
+
+    def _write(self, tier: Tier, action: ac.Write) -> ev.Event:
+        start_ns = time.monotonic_ns()
+        writes = [
+            BlockWrite(b.header, self._arena.view(b.offset, b.header.payload_bytes))
+            for b in action.blocks
+        ]
+        # Checked before they spread: a client may have scribbled over the arena.
+        is_whole = [write.header.matches(write.payload) for write in writes]
+        whole = [write for write, ok in zip(writes, is_whole, strict=True) if ok]
+        report = tier.write(whole, action.deadline_ns)
+        outcomes = iter(report.outcomes)
+        results = tuple(next(outcomes) if ok else None for ok in is_whole)
+        return ev.WriteDone(action.transfer, results, b"".join(report.evicted), _since(start_ns))
+
+
+def _end(orders: asyncio.Queue[int]) -> None:
+    if orders.full():
+        orders.get_nowait()
+    orders.put_nowait(_NO_MORE_ORDERS)
+
+
+def _faulted(action: TierWork, fault: str) -> ev.Event:
+    """Return the completion of work that failed."""
+    match action:
+        case ac.Read():
+            return ev.ReadDone(action.transfer, (), 0.0, fault)
+        case ac.Write():
+            return ev.WriteDone(action.transfer, (), b"", 0.0, fault)
+        case ac.ExistsQuery():
+            return ev.ExistsQueryDone(action.query, ())
+        case ac.Purge():
+            return ev.PurgeDone(action.tier, action.selection, Removed(), fault)
+
+
+def _since(start_ns: int) -> float:
+    return (time.monotonic_ns() - start_ns) / 1e9

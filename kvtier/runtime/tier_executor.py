@@ -1,0 +1,169 @@
+"""A tier's threads, and the health that the node sees.
+
+Theory
+------
+Calls to a tier block. Those that requests wait for have ``num_workers`` threads and one more, so
+that lookups and purges do not wait for a full lane. What no request waits for (probes, scrubs and
+the like) has one spare thread, and so never takes one from the others.
+
+A call that does not come back takes its tier out until it does. It costs a thread, of which there
+are only so many, and nobody waits for it; when the last of them has come back the tier is in use
+again by itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from kvtier.core.limits import EXISTENCE_CHECKS_MAX
+from kvtier.errors import TierError, TierTimeout
+from kvtier.observe.daemon_metrics import BACKGROUND_FAULTS
+from kvtier.observe.log import Log, RateLimitedLog
+from kvtier.observe.metrics import Metrics
+from kvtier.runtime.worker_pool import LateCall, WorkerPool
+from kvtier.tiers.base import Health, HealthState
+from kvtier.tiers.breaker import BreakerTier
+
+__all__ = ["TierExecutor"]
+
+_PROBE_PERIOD_NS = 2_000_000_000
+"""How often a tier that is up is touched, so that one that nobody uses is not called up when it is
+not. A probe writes a page: 170 MB a day to a drive."""
+
+_PROBE_LIMIT_NS = 1_000_000_000
+
+_WAIT_S = 3.0
+"""For the spare thread to be free: others may be before, each with a limit of its own."""
+
+_SPARE_QUEUE_MAX = 8
+"""Calls that may wait for the spare thread: there are not more kinds of them."""
+
+T = TypeVar("T")
+
+
+class TierExecutor:
+    """The threads of ``tier``; to be made, and asked, on the loop's thread."""
+
+    def __init__(self, tier: BreakerTier, metrics: Metrics) -> None:
+        self.tier = tier
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._log = Log("kvtier.node")
+        self._warnings = RateLimitedLog(self._log)
+        self.last_health = Health()
+        """The tier's health at the last check, which is what the node acts upon."""
+        self._generation: int | None = None
+        self.is_probing = False
+        """Whether a probe is under way, or waits for its thread."""
+        name, num_workers = tier.properties.name, tier.properties.num_workers
+        self._workers = WorkerPool(
+            f"kvtier-{name}", num_workers + 1, num_workers + EXISTENCE_CHECKS_MAX + 1
+        )
+        self._spare = WorkerPool(f"kvtier-{name}-spare", 1, _SPARE_QUEUE_MAX)
+
+    def submit(self, run: Callable[[], None], what: str, deadline_ns: int) -> bool:
+        """Have ``run``, which raises nothing, done; False where too much waits already."""
+        return self._workers.submit(run, what, deadline_ns - time.monotonic_ns())
+
+    async def run_in_background(
+        self, what: str, call: Callable[[BreakerTier, int], T], limit_ns: int
+    ) -> T:
+        """Make a call that no request waits for, on the spare thread; it gets its deadline.
+
+        Raises TierTimeout where it does not come back in time, or never began.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                publish = partial(
+                    future.set_result, call(self.tier, time.monotonic_ns() + limit_ns)
+                )
+            except BaseException as error:  # the caller's, whatever it is
+                publish = partial(future.set_exception, error)
+            self.to_loop(lambda: None if future.done() else publish())
+
+        name = self.tier.properties.name
+        if not self._spare.submit(run, what, limit_ns):
+            raise TierTimeout(f"{name}: its spare thread takes no more for now")
+        try:
+            async with asyncio.timeout(limit_ns / 1e9 + _WAIT_S):
+                return await future
+        except TimeoutError:
+            raise TierTimeout(f"{name}: no answer to a {what} in time") from None
+
+    def late_calls(self) -> list[LateCall]:
+        """Return the calls that hang, the longest first; each has a thread."""
+        now_ns = time.monotonic_ns()
+        late = [*self._workers.late(now_ns), *self._spare.late(now_ns)]
+        return sorted(late, key=lambda call: -call.seconds)
+
+    def health(self) -> Health:
+        """Return how the tier does now: out while a call hangs, else what its breaker says."""
+        late = self.late_calls()
+        if not late:
+            return self.tier.health()
+        reason = f"no answer to a {late[0].name} for {late[0].seconds:.0f} s"
+        if len(late) > 1:
+            reason += f", and {len(late)} calls hang"
+        return Health(HealthState.OUT, reason)
+
+    def check(self, on_change: Callable[[HealthState, HealthState], None]) -> None:
+        """Tell of a change of state, before and after; have the medium touched if it is time."""
+        before, health = self.last_health.state, self.health()
+        self.last_health = health
+        if health.state is not before:
+            self._log_change(health)
+            on_change(before, health.state)
+        if not self.is_probing and self.tier.needs_probe(_PROBE_PERIOD_NS):
+            self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
+
+    def has_new_generation(self) -> bool:
+        """Tell whether the medium may have lost blocks since the last call of this method."""
+        before, self._generation = self._generation, self.tier.usage().generation
+        return before is not None and before != self._generation
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Tell whether no call is under way, and none waits."""
+        return self._workers.num_calls + self._spare.num_calls == 0
+
+    def retire(self) -> None:
+        """Take no more calls; those that wait are still made, since somebody is owed their end."""
+        self._workers.retire()
+        self._spare.retire()
+
+    def stop(self) -> None:
+        """Begin nothing more; threads that are in a call are left to themselves."""
+        self._workers.stop()
+        self._spare.stop()
+
+    def to_loop(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made on the loop's thread; from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(call)
+
+    def _log_change(self, health: Health) -> None:
+        name = self.tier.properties.name
+        if health.state is HealthState.UP:
+            self._log.info("a tier is up", tier=name)
+        else:
+            self._log.warning(f"a tier is {health.state}", tier=name, reason=health.reason)
+
+    def _probe(self) -> None:
+        """Touch the medium, so that the breaker learns how it does; on the spare thread."""
+        try:
+            self.tier.probe(time.monotonic_ns() + _PROBE_LIMIT_NS)
+        except TierError as error:
+            name = self.tier.properties.name
+            self._warnings.warning("a probe failed", tier=name, error=error)
+        except Exception:
+            self._metrics.add(BACKGROUND_FAULTS, task="health")
+            self._warnings.exception("a probe broke", tier=self.tier.properties.name)
+        self.to_loop(self._probed)
+
+    def _probed(self) -> None:
+        self.is_probing = False
