@@ -98,7 +98,7 @@ def stat_text(document: _Document) -> str:
     who = f"kvtier {document['version']}, pid {document['pid']}, boot {document['boot']}"
     parts = [
         [f"{who}, up {document['uptime_s']:.0f} s", *worth_lines(document["worth"])],
-        [*_tiers(document), *_reasons(document["tiers"]), *_ssd(document["tiers"]["ssd"])],
+        [*_tiers(document), *_reasons(document["tiers"]), *_stores(document["tiers"])],
         [*_misses(document)],
         [*_transfers(document["transfers"])],
         [*policy_lines(document["policy"], document["worth"])],
@@ -144,16 +144,19 @@ def _reasons(tiers: _Document) -> Iterator[str]:
             yield f"{name}: {tier['hung_calls']} calls hang"
 
 
-def _ssd(tier: _Document) -> Iterator[str]:
-    detail = tier.get("detail")
-    if not detail or "segments" not in detail:
-        return
+def _stores(tiers: _Document) -> Iterator[str]:
+    for name, tier in tiers.items():
+        if "segments" in (detail := tier.get("detail", {})):
+            yield from _store(name, detail)
+
+
+def _store(name: str, detail: _Document) -> Iterator[str]:
     direct = "direct I/O" if detail.get("direct_io") else "through the page cache"
     held = format_bytes(detail.get("block_bytes", 0))
-    yield f"ssd holds {held} of blocks in {detail['segments']} segments, {direct}"
+    yield f"{name} holds {held} of blocks in {detail['segments']} segments, {direct}"
     blocks = detail.get("written_blocks_bytes", 0)
     moved, other = detail.get("written_moved_bytes", 0), detail.get("written_metadata_bytes", 0)
-    line = f"ssd wrote {format_bytes(blocks)} of blocks, {format_bytes(moved)} moved, "
+    line = f"{name} wrote {format_bytes(blocks)} of blocks, {format_bytes(moved)} moved, "
     line += f"{format_bytes(other)} besides"
     if blocks:
         line += f": amplification {(blocks + moved + other) / blocks:.2f}"
@@ -162,14 +165,14 @@ def _ssd(tier: _Document) -> Iterator[str]:
     yield from wrap_lines(line)
     if detail.get("quarantined_blocks"):
         count = format_count(detail["quarantined_blocks"])
-        yield f"ssd found {count} damaged blocks since its start"
+        yield f"{name} found {count} damaged blocks since its start"
     if detail.get("files_set_aside"):
         count, size = (
             format_count(detail["files_set_aside"]),
             format_bytes(detail["set_aside_bytes"]),
         )
         yield from wrap_lines(
-            f"ssd files of another version, set aside: {count}, {size}. That version finds them "
+            f"{name} files of another version, set aside: {count}, {size}. That version finds them "
             "again, and they go first when room is needed; with the daemon stopped, "
             "`kvtier fsck --remove-set-aside` removes them"
         )
@@ -179,7 +182,7 @@ def _ssd(tier: _Document) -> Iterator[str]:
         if detail.get(f"files_{what}_at_start")
     ]
     if lost:
-        yield f"ssd files at start: {', '.join(lost)}"
+        yield f"{name} files at start: {', '.join(lost)}"
 
 
 def _misses(document: _Document) -> Iterator[str]:

@@ -22,12 +22,12 @@ from kvtier.cli.formatting import (
     printable,
 )
 from kvtier.cli.top import StatusView
-from kvtier.core.residency import LOWER_TIERS
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS
 
 __all__ = ["WindowSize", "render_frame"]
 
 _BAR = 10
-_FLOWS_OF = ("gpu", "ssd", "remote")
+_FLOWS_OF = ("gpu", *SLOW_TIERS)
 _STATES: Mapping[str, str] = {"up": "green", "degraded": "yellow", "out": "bold red"}
 
 _TIER_COLUMNS = (-8, -10, -16, 10, 11, 12, 13)
@@ -175,9 +175,9 @@ def _rates(what: str, rates: Sequence[tuple[str, float]], size: WindowSize) -> T
 
 def _open(now: _Document) -> Text:
     parts = [f"leases {format_count(now['leases'])}", f"pins {format_count(now['pins'])}"]
-    detail = now["tiers"]["ssd"].get("detail", {})
-    if "write_budget_bytes" in detail:
-        parts.append(f"ssd may write {format_bytes(detail['write_budget_bytes'])} now")
+    for name, tier in now["tiers"].items():
+        if "write_budget_bytes" in (detail := tier.get("detail", {})):
+            parts.append(f"{name} may write {format_bytes(detail['write_budget_bytes'])} now")
     if now["cost"]["guarded"]:
         parts.append(f"left alone: {', '.join(now['cost']['guarded'])}")
     return Text(f"{'open':<15}{', '.join(parts)}")

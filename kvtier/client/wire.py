@@ -6,6 +6,7 @@ into the daemon is read, and distrusted, by ``kvtier.api.rpc.engine_messages``.
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import (
@@ -24,9 +25,9 @@ from kvtier.core.plan import (
     StepSample,
 )
 from kvtier.core.request import LoadPurpose, RequestTraits
-from kvtier.core.residency import TierName
 from kvtier.core.residency_change import ResidencyChange
 from kvtier.core.table import as_keys
+from kvtier.core.tier_registry import TIERS, TierName
 from kvtier.v1 import engine_pb2 as pb
 
 __all__ = [
@@ -66,10 +67,7 @@ _WORD = re.compile(r"[A-Za-z0-9._-]+")
 _NAMED = re.compile(r"[!-~]+")
 
 _TO_WIRE: Mapping[TierName, "pb.Tier.ValueType"] = {
-    TierName.GPU: pb.TIER_GPU,
-    TierName.CPU: pb.TIER_CPU,
-    TierName.SSD: pb.TIER_SSD,
-    TierName.REMOTE: pb.TIER_REMOTE,
+    name: cast("pb.Tier.ValueType", spec.wire_number) for name, spec in TIERS.items()
 }
 _FROM_WIRE: Mapping["pb.Tier.ValueType", TierName] = {
     number: name for name, number in _TO_WIRE.items()

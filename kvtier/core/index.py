@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
 from kvtier.core.key_space_usage import BlockTotals, KeySpaceUsage
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
-from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, Residency, TierName
 from kvtier.core.table import HashTable, Keys, Rows
 
 __all__ = [
@@ -52,11 +52,12 @@ WAS_REFUSED = 4
 WAS_FLUSHED = 8
 """In ``past``: it was written to a slower tier long before it has to go."""
 
-NEEDED_BY: Mapping[TierName, int] = {TierName.SSD: 16, TierName.REMOTE: 32}
-"""In ``past``: the tier was given a child of the block, that is found through it alone."""
-
-IS_KEPT = 64
+IS_KEPT = 16
 """In ``past``: it is not evicted as long as there is another that can be."""
+
+NEEDED_BY: Mapping[TierName, int] = {tier: 32 << n for n, tier in enumerate(SLOW_TIERS)}
+"""In ``past``: the tier was given a child of the block, that is found through it alone."""
+assert max(NEEDED_BY.values()) < 256, "``past`` has a byte a block: widen it for a fourth slow tier"
 
 Watch = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
 """Called with rows, the tier, their states before, and the one they have now."""

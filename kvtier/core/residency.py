@@ -1,24 +1,10 @@
 """Where a block is, and in which state it is there."""
 
-from enum import IntEnum, StrEnum
+from enum import IntEnum
+
+from kvtier.core.tier_registry import LOWER_TIERS, SLOW_TIERS, TierName
 
 __all__ = ["LOWER_TIERS", "SLOW_TIERS", "Residency", "TierName"]
-
-
-class TierName(StrEnum):
-    """The four tiers, fastest first."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-    SSD = "ssd"
-    REMOTE = "remote"
-
-
-LOWER_TIERS = (TierName.CPU, TierName.SSD, TierName.REMOTE)
-"""The tiers that the daemon owns, in the order in which a load prefers them."""
-
-SLOW_TIERS = (TierName.SSD, TierName.REMOTE)
-"""Those that block, and that operators take off and put on while it runs."""
 
 
 class Residency(IntEnum):

@@ -108,7 +108,5 @@ class EngineMetrics:
 def _slowest_source(usage: Usage) -> str:
     """Return the slowest tier below the GPU that served a prompt, else gpu, else computed."""
     tokens = usage.tier_tokens
-    for tier in (TierName.REMOTE, TierName.SSD, TierName.CPU, TierName.GPU):
-        if getattr(tokens, tier):
-            return tier
-    return "computed"
+    served = [tier for tier, num_tokens in tokens.document().items() if num_tokens]
+    return served[-1] if served else "computed"

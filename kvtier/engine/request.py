@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtier.core.request import RequestTraits
+from kvtier.core.residency import TierName
 from kvtier.errors import KvtierError
 
 __all__ = [
@@ -111,19 +112,40 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
 class TierTokens:
-    """Prompt tokens by the tier that served them."""
+    """Prompt tokens by the tier that served them; each tier's name is an attribute."""
 
-    gpu: int = 0
-    cpu: int = 0
-    ssd: int = 0
-    remote: int = 0
+    __slots__ = ("_by_tier",)
+
+    def __init__(self, **by_tier: int) -> None:
+        self._by_tier = {tier.value: by_tier.pop(tier.value, 0) for tier in TierName}
+        assert not by_tier, f"tiers are known: {by_tier}"
+
+    def __getattr__(self, name: str) -> int:
+        if name in TierTokens.__slots__ or name not in self._by_tier:
+            raise AttributeError(name)
+        return self._by_tier[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TierTokens) and self._by_tier == other._by_tier
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._by_tier.values()))
+
+    def __repr__(self) -> str:
+        return f"TierTokens({', '.join(f'{name}={n}' for name, n in self._by_tier.items() if n)})"
+
+    def __add__(self, other: "TierTokens") -> "TierTokens":
+        return TierTokens(**{name: n + other._by_tier[name] for name, n in self._by_tier.items()})
 
     @property
     def total(self) -> int:
         """Return the prompt tokens that were not computed."""
-        return self.gpu + self.cpu + self.ssd + self.remote
+        return sum(self._by_tier.values())
+
+    def document(self) -> dict[str, int]:
+        """Return the tokens of every tier by its name."""
+        return dict(self._by_tier)
 
 
 class RestoreDecision(StrEnum):

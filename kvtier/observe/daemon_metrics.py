@@ -82,27 +82,40 @@ __all__ = [
     "TIER_USED_BYTES",
     "TRANSFER_BYTES",
     "TRANSFER_QUEUE_SECONDS",
+    "TRANSFER_ROUTES",
     "TRANSFER_SECONDS",
     "UNLOADED_TOKENS",
     "TransferRoute",
+    "route_of",
 ]
 
 
 class TransferRoute(StrEnum):
-    """From which tier to which a transfer goes."""
+    """The routes that engines copy over."""
 
     GPU_TO_CPU = "gpu_to_cpu"
     CPU_TO_GPU = "cpu_to_gpu"
-    CPU_TO_SSD = "cpu_to_ssd"
-    SSD_TO_CPU = "ssd_to_cpu"
-    CPU_TO_REMOTE = "cpu_to_remote"
-    REMOTE_TO_CPU = "remote_to_cpu"
 
+
+def route_of(tier: TierName, *, is_read: bool) -> str:
+    """Return the route of reads from a tier, or of writes to it: ``ssd_to_cpu``, ``cpu_to_ssd``.
+
+    Engines read the CPU tier and write to it; the daemon does that with all slower ones.
+    """
+    if tier is TierName.CPU:
+        return TransferRoute.CPU_TO_GPU if is_read else TransferRoute.GPU_TO_CPU
+    return f"{tier}_to_cpu" if is_read else f"cpu_to_{tier}"
+
+
+TRANSFER_ROUTES = tuple(
+    route_of(tier, is_read=is_read) for tier in LOWER_TIERS for is_read in (False, True)
+)
+"""All routes, as metric labels."""
 
 _TIER = ("tier", tuple(tier.value for tier in TierName))
 _LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
 _SLOW = ("tier", tuple(tier.value for tier in SLOW_TIERS))
-_ROUTE = ("route", tuple(route.value for route in TransferRoute))
+_ROUTE = ("route", tuple(str(route) for route in TRANSFER_ROUTES))
 _TRANSFER = ("route", tuple(route for route in _ROUTE[1] if "gpu" not in route))
 """What the daemon's threads do."""
 _RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})

@@ -5,6 +5,7 @@ from dialogue import CPU, REMOTE, SSD, drop, empty_cpu, engine_on, metric
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.index import IS_KEPT
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import Residency
 from kvtier.node.messages import actions as ac
@@ -365,7 +366,7 @@ def test_any_store_finds_room_whatever_is_kept(steps):
         stage.settle()
         assert engine.store(engine.chain([number + 1000])).lease, "a store was kept out"
         stage.settle()
-        kept = stage.node.cache.index.past & 64 != 0
+        kept = stage.node.cache.index.past & IS_KEPT != 0
         is_here = stage.node.cache.index.state[:, 0] != Residency.ABSENT
         assert retention.retained_bytes() <= BUDGET * 4096
         assert int((kept & is_here).sum()) * 4096 == retention.retained_bytes()

@@ -8,7 +8,7 @@ import pytest
 from kvtier.cli.stat import stat_text
 from kvtier.core.fate import Fate
 from kvtier.core.plan import PlanReason
-from kvtier.observe.daemon_metrics import TransferRoute
+from kvtier.observe.daemon_metrics import TRANSFER_ROUTES
 
 HUGE = 10**10
 
@@ -31,7 +31,7 @@ def grown() -> dict[str, Any]:
         **dict.fromkeys(("seconds", "saved_s", "lost_s", "actual_s", "first_token_s"), 0.0),
         **dict.fromkeys(("asked_tokens", "found_tokens", "first_tokens", "restored_bytes"), 0),
         "served_tokens": dict.fromkeys(("gpu", "cpu", "ssd", "remote"), 0),
-        "moved_bytes": {route.value: 0 for route in TransferRoute},
+        "moved_bytes": dict.fromkeys(TRANSFER_ROUTES, 0),
         "decisions": {},
         "missed_blocks": {},
     }
@@ -75,8 +75,8 @@ def document() -> dict[str, Any]:
         "miss_reasons": {},
         "probed_lookups": {},
         "transfers": {
-            route.value: {"bytes": 0, "failed_bytes": 0, "seconds": 0.0, "count": 0}
-            for route in TransferRoute
+            route: {"bytes": 0, "failed_bytes": 0, "seconds": 0.0, "count": 0}
+            for route in TRANSFER_ROUTES
         },
         "policy": {
             "eviction": "rd-sec",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvtier.api.http.errors import ApiError, engine_failed
 from kvtier.api.http.generation import Generation, Piece
@@ -131,7 +131,7 @@ def _account(last: Sequence[Piece]) -> Json:
             "prompt_tokens_details": {"cached_tokens": total.tier_tokens.total},
         },
         "kvtier": {
-            "tier_tokens": asdict(total.tier_tokens),
+            "tier_tokens": total.tier_tokens.document(),
             "computed_tokens": total.computed_tokens,
             "decision": total.decision,
         },
@@ -140,16 +140,10 @@ def _account(last: Sequence[Piece]) -> Json:
 
 def _sum(usages: Sequence[Usage]) -> Usage:
     """Return one account for all prompts; several different decisions are listed in order."""
-    tiers = [usage.tier_tokens for usage in usages]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
-        tier_tokens=TierTokens(
-            gpu=sum(tier.gpu for tier in tiers),
-            cpu=sum(tier.cpu for tier in tiers),
-            ssd=sum(tier.ssd for tier in tiers),
-            remote=sum(tier.remote for tier in tiers),
-        ),
+        tier_tokens=sum((usage.tier_tokens for usage in usages), TierTokens()),
         computed_tokens=sum(usage.computed_tokens for usage in usages),
         decision=",".join(dict.fromkeys(usage.decision for usage in usages)),
     )

@@ -1,5 +1,6 @@
 """What the connector counts, in the classes in which vLLM passes it on. Imports vLLM."""
 
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -98,12 +99,15 @@ def hit_sources(split: Mapping[TierName, int]) -> dict[Any, int]:
     """Return tokens by tier under vLLM's words for where hits come from; 0.32 has them."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    sources = {
-        TierName.CPU: CacheHitSource.HOST,
-        TierName.SSD: CacheHitSource.DISK,
-        TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
-    }
-    return {sources[tier]: num_tokens for tier, num_tokens in split.items()}
+    sources: Counter[Any] = Counter()
+    for tier, num_tokens in split.items():
+        if tier is TierName.CPU:
+            sources[CacheHitSource.HOST] += num_tokens
+        elif tier.is_shared:
+            sources[CacheHitSource.EXTERNAL_UNSPECIFIED] += num_tokens
+        else:
+            sources[CacheHitSource.DISK] += num_tokens
+    return dict(sources)
 
 
 def _record(kind: StatKind, series: Any, values: list[float]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
-from kvtier.core.residency import TierName
+from kvtier.core.residency import LOWER_TIERS, TierName
 
 __all__ = [
     "ATTACHED",
@@ -79,7 +79,7 @@ HIT_TOKENS = Row(
     "Tokens of prompts whose load was ordered, by the tier they were in; those of missing blocks "
     "are among them.",
     "tier",
-    ("cpu", "ssd", "remote"),
+    tuple(tier.value for tier in LOWER_TIERS),
 )
 LOOKUPS = Row(
     "vllm:kvtier_lookups",

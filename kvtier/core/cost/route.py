@@ -17,7 +17,7 @@ from typing import Any
 from kvtier.core.cost.fit import Fit, Rate, number, table
 from kvtier.core.limits import TRANSFER_BLOCKS, TRANSFER_BLOCKS_MAX, TRANSFER_BYTES
 from kvtier.core.plan import TransferSample
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.tier_registry import LOWER_TIERS, TIERS, TierName
 
 __all__ = ["RouteCost", "RouteCosts", "RouteSpeed", "transfer_blocks"]
 
@@ -42,15 +42,6 @@ _START_SHARE = 0.1
 
 _USUAL = (1.0, 8.0, 8.0 * _MIB, 0.0)
 """A transfer by which speeds are compared: eight blocks of 1 MiB, alone."""
-
-_GUESSES: Mapping[TierName, tuple[float, float, float]] = {
-    # Seconds to begin, seconds a block, bytes a second.
-    # A call to the daemon and back, and a copy of memory. Rather too fast: what is restored first
-    # shows it, and where blocks come by way of the arena only, nothing else would.
-    TierName.CPU: (1e-3, 1e-5, 6e9),
-    TierName.SSD: (2e-4, 5e-5, 4e8),  # a cheap drive, or a share of a good one
-    TierName.REMOTE: (1e-3, 2e-4, 1e8),  # gigabit Ethernet
-}
 
 
 def transfer_blocks(block_bytes: int) -> int:
@@ -114,14 +105,15 @@ class RouteCost:
     """The transfers of one tier in one direction."""
 
     def __init__(self, tier: TierName) -> None:
-        start_s, block_s, bytes_per_s = _GUESSES[tier]
+        prior = TIERS[tier].prior
+        assert prior is not None, f"{tier} has a prior"
         self._tier = tier
         self._fit = Fit(
             (
-                Rate(start_s, 0.0, 60.0),
-                Rate(block_s, 0.0, 10.0),
-                Rate(1 / bytes_per_s, 1e-13, 1e-3),
-                Rate(0.5 / bytes_per_s, 0.0, 1e-3),
+                Rate(prior.start_s, 0.0, 60.0),
+                Rate(prior.block_s, 0.0, 10.0),
+                Rate(1 / prior.bytes_per_s, 1e-13, 1e-3),
+                Rate(0.5 / prior.bytes_per_s, 0.0, 1e-3),
             ),
             _FIRST_TAIL,
         )

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
 
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.core.reuse.block import NO_ROW, RememberedBlocks
 from kvtier.core.reuse.hazard import NUM_BINS, Hazards
 from kvtier.core.reuse.run import NONE, Runs
@@ -307,7 +307,7 @@ class EvictionQueues:
             )
         return order
 
-    def scores(self, keys: Sequence[bytes], tier: TierName = TierName.SSD) -> list[float]:
+    def scores(self, keys: Sequence[bytes], tier: TierName = SLOW_TIERS[0]) -> list[float]:
         """Return what each block earns in a tier: expected value per byte and second.
 
         The larger the better; 0.0 where it is not remembered.

@@ -17,21 +17,18 @@ from kvtier.observe.daemon_metrics import (
     REGRET_SECONDS,
     SAVED_MEASURED_SECONDS,
     SAVED_SECONDS,
-    TransferRoute,
+    route_of,
 )
 from kvtier.observe.metrics import Metric
 
 __all__ = ["ROUTES", "BenefitAccount"]
 
-ROUTES: Mapping[str, TransferRoute] = {
-    "cpu_read": TransferRoute.CPU_TO_GPU,
-    "cpu_write": TransferRoute.GPU_TO_CPU,
-    "ssd_read": TransferRoute.SSD_TO_CPU,
-    "ssd_write": TransferRoute.CPU_TO_SSD,
-    "remote_read": TransferRoute.REMOTE_TO_CPU,
-    "remote_write": TransferRoute.CPU_TO_REMOTE,
+ROUTES: Mapping[str, str] = {
+    f"{tier}_{'read' if is_read else 'write'}": route_of(tier, is_read=is_read)
+    for tier in LOWER_TIERS
+    for is_read in (True, False)
 }
-"""By the cost model's names: the CPU tier is read by engines, the others by the node."""
+"""Routes by their names in the cost model: engines read the CPU tier, the node reads the others."""
 
 _Document = dict[str, Any]
 """A section: everything in it can be written as JSON."""
@@ -68,7 +65,7 @@ class BenefitAccount:
         learned = planner.document()
         routes = {ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
         return {
-            "routes": {route.value: each for route, each in routes.items()},
+            "routes": routes,
             "engines": {name: _engine(each) for name, each in learned["recompute"].items()},
             "guarded": sorted(tier.value for tier in planner.guarded(now_ns)),
         }

@@ -22,6 +22,7 @@ from kvtier.observe.daemon_metrics import (
     MISSED_BLOCKS,
     SAVED_SECONDS,
     TRANSFER_BYTES,
+    TRANSFER_ROUTES,
     TransferRoute,
 )
 
@@ -52,8 +53,8 @@ class CounterSnapshot:
         all_counters = [session.counters for session in sessions if session.is_of_first_rank]
         loaded = {tier.value: samples.count(LOADED_TOKENS, tier=tier) for tier in LOWER_TIERS}
         moved = {
-            route.value: samples.count(TRANSFER_BYTES, route=route, outcome="complete")
-            for route in TransferRoute
+            route: samples.count(TRANSFER_BYTES, route=route, outcome="complete")
+            for route in TRANSFER_ROUTES
         }
         counters = {
             "seconds": uptime_s,

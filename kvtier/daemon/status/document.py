@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier import __version__
 from kvtier.core.key_space_usage import BlockTotals
-from kvtier.core.residency import LOWER_TIERS, TierName
+from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import BenefitAccount
@@ -28,9 +28,9 @@ from kvtier.observe.daemon_metrics import (
     ORDERED_TOKENS,
     PROBED_LOOKUPS,
     TRANSFER_BYTES,
+    TRANSFER_ROUTES,
     TRANSFER_SECONDS,
     UNLOADED_TOKENS,
-    TransferRoute,
 )
 from kvtier.observe.metrics import Metric
 from kvtier.runtime.driver import Driver
@@ -127,11 +127,7 @@ class Status:
         self, held: Mapping[TierName, Mapping[bytes, BlockTotals]]
     ) -> dict[str, dict[str, Any]]:
         sessions = list(self._driver.node.sessions.values())
-        lower = {
-            TierName.CPU: self._cpu(),
-            TierName.SSD: self._slow(TierName.SSD),
-            TierName.REMOTE: self._slow(TierName.REMOTE),
-        }
+        lower = {TierName.CPU: self._cpu()} | {name: self._slow(name) for name in SLOW_TIERS}
         for tier, document in lower.items():
             blocks = {key_space: each.num_blocks for key_space, each in held[tier].items()}
             document["blocks"] = sum(blocks.values())
@@ -273,10 +269,10 @@ def _miss_reasons(samples: Samples) -> dict[str, dict[str, int]]:
 
 def _transfers(samples: Samples) -> dict[str, dict[str, float | None]]:
     """Return what went over each route; how long engines copy they alone know."""
-    return {route.value: _transfer(samples, route) for route in TransferRoute}
+    return {route: _transfer(samples, route) for route in TRANSFER_ROUTES}
 
 
-def _transfer(samples: Samples, route: TransferRoute) -> dict[str, float | None]:
+def _transfer(samples: Samples, route: str) -> dict[str, float | None]:
     is_timed = "gpu" not in route
     return {
         "bytes": samples.count(TRANSFER_BYTES, route=route, outcome="complete"),

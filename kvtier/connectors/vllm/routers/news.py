@@ -33,13 +33,13 @@ from kvtier.connectors.vllm.routers.block import CPU, MEDIA, STORAGE, Block, Fac
 from kvtier.connectors.vllm.routers.residence import TIER_BIT, Residence
 from kvtier.connectors.vllm.tracked import Tracked
 from kvtier.core.identity import HASH_BYTES, BlockHash
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.core.residency_change import ResidencyChange
 from kvtier.core.table import Keys, as_keys
 
 __all__ = ["Describe", "News"]
 
-_STORAGE_TIERS = TIER_BIT[TierName.SSD] | TIER_BIT[TierName.REMOTE]
+_STORAGE_TIERS = sum(TIER_BIT[tier] for tier in SLOW_TIERS)
 
 _AT_ONCE = 4096
 """Blocks taken in before vLLM's scheduler, which may wait for it, has its turn: some milliseconds.

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.residency import TierName
+from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.table import HashTable, Keys
 
 __all__ = ["TIER_BIT", "Residence"]
 
-TIER_BIT: Mapping[TierName, int] = {TierName.CPU: 1, TierName.SSD: 2, TierName.REMOTE: 4}
+TIER_BIT: Mapping[TierName, int] = {tier: 1 << n for n, tier in enumerate(LOWER_TIERS)}
 """Which tiers have a block is one number."""
 
 
