@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             urls = {"tiers": url_of(tiers), "alone": url_of(alone)}
             await_true(lambda: served.stat()["engines"], "an engine has joined")
             for run in range(options.runs + 1):
-                prompt = generator.integers(1000, 40_000, options.tokens).tolist()
+                prompt = generator.integers(10, 200, options.tokens).tolist()  # in any vocabulary
                 for name in sorted(urls, reverse=run % 2 == 0):
                     took = ttft_s(urls[name], prompt)
                     if run:  # the first request of a process pays for more than itself

@@ -47,13 +47,13 @@ def test_every_script_is_run() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_script_prints_its_figures(name: str, tmp_path: Path, demo_model: Path) -> None:
+def test_a_script_prints_its_figures(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     if name == "ssd":
         requires("fio")
     (tmp_path / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, TRACE)))
     path = f"{Path(redis_program()).parent}:{os.environ['PATH']}"
     environment = os.environ | {
-        "KVTIER_TRACES": str(tmp_path), "KVTIER_DEMO_MODEL": str(demo_model), "PATH": path
+        "KVTIER_TRACES": str(tmp_path), "KVTIER_DEMO_MODEL": str(tiny_folder), "PATH": path
     }  # fmt: skip
     command = [sys.executable, ROOT / "bench" / f"{name}.py", *SMOKE[name], "--json"]
     done = subprocess.run(
