@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.sim.replay.results import ReplayRun
 from kvtier.sim.replay.setup import ReplaySetup, with_hints
 from kvtier.sim.replay.study import run_study
@@ -23,7 +24,7 @@ from kvtier.sim.replay.trace_reader import ReadOptions, read_trace
 from kvtier.sim.replay.traffic import with_cycle, with_noise
 
 SIZES = (1_000, 2_000, 4_000, 6_000, 10_000, 20_000, 40_000)
-POLICIES = ("rd", "rd-sec", "credit-lru", "lru", "s3-fifo")
+POLICIES = tuple(EVICTION_POLICIES)
 
 LRU_MEASURES = {2_000: 0.058, 4_000: 0.093, 6_000: 0.150, 10_000: 0.225, 20_000: 0.313}
 """Second half, what this harness has to show for LRU, or it is wrong itself."""

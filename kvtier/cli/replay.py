@@ -8,11 +8,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import get_args
 
 from kvtier.cli.files import check_file, write_file
 from kvtier.config import Config
-from kvtier.config.model import PolicyConfig
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.errors import StartError
 from kvtier.sim.replay.prefill import fit_profile
@@ -52,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         action="append",
-        choices=get_args(PolicyConfig.model_fields["eviction"].annotation),
+        choices=tuple(EVICTION_POLICIES),
         help="what is kept; may be repeated (the configuration's, and lru to compare with)",
     )
     parser.add_argument(

@@ -7,7 +7,7 @@ sections in ``section``. Checks that need the machine are in ``cli.preflight``.
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
@@ -25,6 +25,7 @@ from kvtier.config.section import (
     why,
 )
 from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
+from kvtier.core.eviction import EVICTION_POLICIES, policy_help
 from kvtier.errors import ConfigError
 
 __all__ = [
@@ -124,16 +125,20 @@ class DaemonConfig(Section):
             )
 
 
+if TYPE_CHECKING:
+    EvictionName = str
+else:
+    EvictionName = Literal[tuple(EVICTION_POLICIES)]
+
+
 class PolicyConfig(Section):
     """What is kept, and how deep into a prompt."""
 
-    eviction: Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"] = Field(
-        default="rd-sec",
+    eviction: EvictionName = Field(
+        default=next(iter(EVICTION_POLICIES)),
         json_schema_extra=why("Saved most time on every trace that was tried."),
         description="Which blocks leave the CPU tier first, and the SSD tier unless ssd.eviction "
-        "says otherwise. rd: the least predicted reuse for the time they would be held, learned "
-        "online; rd-sec: weighed by the seconds that a hit saves; credit-lru, lru and s3-fifo know "
-        "only how lately and how often.",
+        "says otherwise. " + policy_help(),
     )
     max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default="auto",

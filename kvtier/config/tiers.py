@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from kvtier.config.section import GIB, HOUR, MIB, MS, PAGE, SECOND, Section, above, live, why
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.errors import ConfigError
 
 __all__ = ["CpuConfig", "RemoteConfig", "SealConfig", "SsdConfig", "default_cache_directory"]
@@ -43,6 +44,13 @@ class CpuConfig(Section):
     def conflicts(self) -> Iterable[ConfigError]:
         """Check that a slab fits."""
         return above("cpu.slab", self.slab_bytes, "cpu.capacity", self.capacity_bytes)
+
+
+if TYPE_CHECKING:
+    SsdEvictionName = str
+else:
+    _RANKED = [name for name, policy in EVICTION_POLICIES.items() if policy.is_ranked]
+    SsdEvictionName = Literal[("auto", *_RANKED, "lru")]
 
 
 class SsdConfig(Section):
@@ -127,12 +135,11 @@ class SsdConfig(Section):
         description="With ssd.write demote: share of what leaves the CPU tier that is written. A "
         "write budget lowers it.",
     )
-    eviction: Literal["auto", "rd-sec", "rd", "lru"] = Field(
+    eviction: SsdEvictionName = Field(
         default="auto",
         json_schema_extra=why("What is right for one tier mostly is for the other."),
         description="Which blocks leave the SSD tier first, as policy.eviction says it for the "
-        "CPU tier. auto: the same as there; lru where that is credit-lru or s3-fifo, which the "
-        "SSD tier has not.",
+        "CPU tier. auto: the same as there if that is ranked by predicted reuse, else lru.",
     )
     flush_after_ns: int = Field(
         default=300 * SECOND,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvtier.config import Config
 from kvtier.core.admission import AdmitByWorth, QuantileGate
-from kvtier.core.eviction import CreditLru, Eviction, LeafLru, RunDensity, S3Fifo
+from kvtier.core.eviction import EVICTION_POLICIES, Eviction, own_order_of
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
@@ -45,16 +45,17 @@ def policies(config: Config) -> Policies:
     """Return the policies of a configuration."""
     policy = config.policy
     planner = Planner(_planner_settings(config))
-    kept_by = {TierName.CPU: policy.eviction, TierName.SSD: ssd_eviction(config)}
+    evicts_by = {TierName.CPU: policy.eviction, TierName.SSD: ssd_eviction(config)}
+    used = {tier: EVICTION_POLICIES[name] for tier, name in evicts_by.items()}
     history = History(
-        planner.saved_s if "rd-sec" in kept_by.values() else None,
-        [tier for tier, name in kept_by.items() if name == "rd"],
+        planner.saved_s if any(each.is_weighed for each in used.values()) else None,
+        [tier for tier, each in used.items() if each.is_ranked and not each.is_weighed],
     )
-    is_ranked = policy.eviction in {"rd", "rd-sec"}
+    chosen = used[TierName.CPU]
     return Policies(
         rule=policy.eviction,
-        eviction=_eviction(policy.eviction, history),
-        admission=AdmitByWorth(history, planner, _gates(config), is_ranked=is_ranked),
+        eviction=chosen.create(history),
+        admission=AdmitByWorth(history, planner, _gates(config), is_ranked=chosen.is_ranked),
         history=history,
         planner=planner,
         depth=DepthCurves(
@@ -66,10 +67,9 @@ def policies(config: Config) -> Policies:
 
 
 def ssd_eviction(config: Config) -> str:
-    """Return how the SSD tier is emptied: ``rd-sec``, ``rd`` or ``lru``."""
+    """Return the policy by which the SSD tier evicts: a ranked one, or ``lru``."""
     own = config.ssd.eviction
-    name = config.policy.eviction if own == "auto" else own
-    return name if name in {"rd", "rd-sec"} else "lru"
+    return own_order_of(config.policy.eviction if own == "auto" else own)
 
 
 def _planner_settings(config: Config) -> PlannerSettings:
@@ -85,17 +85,6 @@ def _planner_settings(config: Config) -> PlannerSettings:
 def _most_tokens(config: Config) -> int | None:
     most_tokens = config.policy.max_offload_tokens
     return None if most_tokens == "auto" else most_tokens
-
-
-def _eviction(name: str, history: History) -> Eviction:
-    match name:
-        case "credit-lru":
-            return CreditLru(history)
-        case "s3-fifo":
-            return S3Fifo(history)
-        case "lru":
-            return LeafLru()
-    return RunDensity(history)
 
 
 def _gates(config: Config) -> dict[TierName, QuantileGate]:

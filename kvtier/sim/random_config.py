@@ -7,6 +7,7 @@ from typing import Literal
 from kvtier.config import Config
 from kvtier.config.model import CostConfig, PolicyConfig
 from kvtier.config.tiers import RemoteConfig, SsdConfig
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.residency import TierName
 from kvtier.daemon.policies import policies
 from kvtier.node.messages.slow_tier import WriteMode
@@ -14,13 +15,7 @@ from kvtier.node.messages.slow_tier import WriteMode
 __all__ = ["draw_config", "policies", "write_modes"]
 
 _MS = 1_000_000
-_EVICTIONS: Sequence[Literal["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"]] = (
-    "rd-sec",
-    "rd",
-    "credit-lru",
-    "lru",
-    "s3-fifo",
-)
+_EVICTIONS = tuple(EVICTION_POLICIES)
 _WRITES: Sequence[Literal["demote", "second_use", "store"]] = (
     "demote",
     "demote",

@@ -8,6 +8,7 @@ from dialogue import CPU, REMOTE, SSD, empty_cpu, engine_on
 
 from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.request import RequestTraits
 from kvtier.daemon.policies import policies
 from kvtier.node.invariants import check_memory
@@ -19,7 +20,7 @@ from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 
 SLOTS = 64
-EVICTIONS = ["rd-sec", "rd", "credit-lru", "lru", "s3-fifo"]
+EVICTIONS = list(EVICTION_POLICIES)
 
 
 def open_stage(tiers, eviction="rd-sec", *, num_slabs=1):

@@ -1,0 +1,66 @@
+"""The registry of eviction policies: what decides which blocks leave the CPU tier first.
+
+To add a policy, write its class in a module of this package (the ``Eviction`` protocol is its
+contract) and add a row here. The values and the help text of ``policy.eviction`` and
+``ssd.eviction`` follow from the rows, as do the simulator's choices and ``kvtier replay --policy``.
+``tests/unit/test_eviction_registry.py`` adds an example.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from kvtier.core.eviction.base import Eviction
+from kvtier.core.eviction.leaf_lru import LeafLru
+from kvtier.core.eviction.run_density import CreditLru, RunDensity
+from kvtier.core.eviction.s3_fifo import S3Fifo
+from kvtier.core.reuse.history import History
+
+__all__ = ["EVICTION_POLICIES", "EvictionPolicy", "own_order_of", "policy_help"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """How a policy is created, and what else follows from its name."""
+
+    create: Callable[[History], Eviction]
+    summary: str
+    """What it evicts first, for the help text: a phrase."""
+    is_ranked: bool = False
+    """Whether it scores blocks by predicted reuse, so that slower tiers can use its order too."""
+    is_weighed: bool = False
+    """Whether the scores count the seconds that a hit saves."""
+
+
+EVICTION_POLICIES: Mapping[str, EvictionPolicy] = {
+    "rd-sec": EvictionPolicy(
+        RunDensity,
+        "least predicted reuse for the time they would be held, learned online, and weighed by the "
+        "seconds that a hit saves",
+        is_ranked=True,
+        is_weighed=True,
+    ),
+    "rd": EvictionPolicy(
+        RunDensity,
+        "as rd-sec, all hits counting the same",
+        is_ranked=True,
+    ),
+    "credit-lru": EvictionPolicy(
+        CreditLru, "least recently used, blocks that were used before counting as used later"
+    ),
+    "lru": EvictionPolicy(lambda _history: LeafLru(), "least recently used"),
+    "s3-fifo": EvictionPolicy(S3Fifo, "oldest first, blocks that were used once before all others"),
+}
+"""Policies by the names they are configured by; the first one is the default."""
+
+
+def policy_help(names: Collection[str] = EVICTION_POLICIES) -> str:
+    """Return the help text for a choice of policies: a sentence."""
+    return "; ".join(f"{name}: {EVICTION_POLICIES[name].summary}" for name in names) + "."
+
+
+def own_order_of(name: str) -> str:
+    """Return the policy by which a slower tier evicts when the CPU tier goes by ``name``.
+
+    That is the same one if it is ranked; else ``lru``, the order in which the tier was written.
+    """
+    return name if EVICTION_POLICIES[name].is_ranked else "lru"
