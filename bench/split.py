@@ -32,7 +32,6 @@ import transformers
 
 from kvtier.api.rpc.operator_client import local_operator
 from kvtier.client import Client, ClientDeadlines
-from kvtier.client.wire import tier_to_wire
 from kvtier.config import Config, load_config
 from kvtier.connectors.integrated import DaemonPort
 from kvtier.core.residency import TierName
@@ -49,6 +48,7 @@ from kvtier.testing.throttle_tier import ThrottleTier
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_to_wire
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = os.environ.get("KVTIER_DEMO_MODEL") or ROOT / ".model/smollm2-135m-instruct.gguf"

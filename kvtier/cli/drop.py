@@ -12,11 +12,11 @@ from typing import Any
 from kvtier.cli.call import Target, add_target_options, call_daemon, target_from
 from kvtier.cli.formatting import format_bytes, printable, wrap_lines
 from kvtier.cli.options import parse_wait
-from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection, tenant_digest
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_from_wire, tier_to_wire
 
 __all__ = ["add_options", "add_selection_options", "run", "selections_of"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvtier.cli.call import add_target_options, call_daemon, target_from
 from kvtier.cli.formatting import format_bytes, format_seconds, wrap_lines
-from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_to_wire
 
 __all__ = ["add_options", "probe_text", "run"]
 

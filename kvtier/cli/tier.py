@@ -8,10 +8,10 @@ from typing import Any
 from kvtier.cli.call import add_target_options, call_daemon, target_from
 from kvtier.cli.formatting import format_bytes, format_count, printable, wrap_lines
 from kvtier.cli.options import parse_wait
-from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_to_wire
 
 __all__ = ["add_options", "list_tiers", "run"]
 

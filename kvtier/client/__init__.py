@@ -3,7 +3,7 @@
 from kvtier.client.client import Client, ClientDeadlines
 from kvtier.client.lease import HeldBlocks
 from kvtier.client.outbox import Announcement
-from kvtier.client.terms import FoundBlocks, LoadedBlock, OwnTier
+from kvtier.client.types import FoundBlocks, LoadedBlock, OwnTier
 
 __all__ = [
     "Announcement",

@@ -44,9 +44,8 @@ from pathlib import Path
 from kvtier.client.lease import HeldBlocks
 from kvtier.client.link import DaemonLink, open_link
 from kvtier.client.outbox import Announcement, Outbox
-from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
-from kvtier.client.watch import Hear, Watching
-from kvtier.client.wire import traits_fault
+from kvtier.client.types import Fill, FoundBlocks, LoadedBlock, OwnTier
+from kvtier.client.watch import ChangeForwarder, OnChanges
 from kvtier.config.model import find_socket
 from kvtier.core.identity import BlockHash, KeySpace
 from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
@@ -55,6 +54,7 @@ from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, Registrati
 from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaPin
+from kvtier.wire.convert import traits_fault
 
 __all__ = ["Client", "ClientDeadlines", "OwnTier"]
 
@@ -102,7 +102,7 @@ class Client:
         flops: ModelFlops | None = None,
         can_split: bool = False,
         rank: int = 0,
-        watch: Hear | None = None,
+        watch: OnChanges | None = None,
         pin: ArenaPin | None = None,
     ) -> None:
         """``socket_path`` is where the daemon is, as ``find_socket`` takes it.
@@ -131,7 +131,7 @@ class Client:
         )
         self._drop = drop
         self._own_tier = own_tier
-        self._watching = Watching(watch) if watch else None
+        self._watching = ChangeForwarder(watch) if watch else None
         self._outbox = Outbox()
         self._link: DaemonLink | None = None
         self._changed = threading.Condition()
@@ -501,7 +501,7 @@ class Client:
 
     def _send_said(self) -> None:
         """Send it, in a frame that ends with it."""
-        said = self._outbox.take_said()
+        said = self._outbox.take_announced()
         with self._use() as link:
             link.announce(said, self.deadlines.store_s)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.client.wire import tier_from_wire
 from kvtier.core.identity import HASH_BYTES, BlockHash
 from kvtier.core.residency import TierName
 from kvtier.v1 import engine_pb2 as pb
+from kvtier.wire.convert import tier_from_wire
 
 __all__ = ["HeldBlocks", "OpenLoad", "Replies", "Slot"]
 

@@ -16,22 +16,8 @@ import grpc
 from grpc.experimental import ChannelOptions
 
 from kvtier.client.lease import HeldBlocks, OpenLoad, Slot
-from kvtier.client.outbox import Measured, Said
-from kvtier.client.terms import Fill, FoundBlocks, LoadedBlock, OwnTier
-from kvtier.client.wire import (
-    OLDEST_PROTOCOL,
-    PROTOCOL,
-    change_from_wire,
-    flops_to_wire,
-    layout_to_wire,
-    load_to_wire,
-    outcome_to_wire,
-    plan_from_wire,
-    purpose_to_wire,
-    step_to_wire,
-    tiers_from_wire,
-    traits_to_wire,
-)
+from kvtier.client.outbox import AnnouncedBatch, MeasuredBatch
+from kvtier.client.types import Fill, FoundBlocks, LoadedBlock, OwnTier
 from kvtier.core.identity import (
     BlockHash,
     BlockHeader,
@@ -47,10 +33,24 @@ from kvtier.core.residency_change import ResidencyChange
 from kvtier.errors import CallRefused, DaemonSlow, DaemonUnavailable, RegistrationRefused
 from kvtier.observe.trace import TRACES
 from kvtier.tiers.base import Removed
-from kvtier.transfer.channel import quiet_channel
 from kvtier.transfer.shm import ArenaPin, Attachment, attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
+from kvtier.wire.channel import quiet_channel
+from kvtier.wire.convert import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    change_from_wire,
+    flops_to_wire,
+    layout_to_wire,
+    load_to_wire,
+    outcome_to_wire,
+    plan_from_wire,
+    purpose_to_wire,
+    step_to_wire,
+    tiers_from_wire,
+    traits_to_wire,
+)
 
 __all__ = ["DaemonLink", "open_link"]
 
@@ -99,7 +99,7 @@ class DaemonLink:
         self.num_users = 0
         """Calls that hold it; whoever counts them has a lock."""
 
-    def announce(self, said: Said, timeout_s: float) -> None:
+    def announce(self, said: AnnouncedBatch, timeout_s: float) -> None:
         """Say which requests have come, and which are over."""
         request = pb.AnnounceRequest(
             session=self.session,
@@ -269,7 +269,7 @@ class DaemonLink:
                 stored = self._stub.CompleteStore(complete, timeout=timeout_s).stored_blocks
         return num_taken if stored == len(granted.indexes) else 0
 
-    def report(self, own: OwnTier, measured: Measured, timeout_s: float) -> None:
+    def report(self, own: OwnTier, measured: MeasuredBatch, timeout_s: float) -> None:
         """Tell the daemon about the engine's own tier, and what was measured."""
         request = self._report(own)
         for step in measured.steps:

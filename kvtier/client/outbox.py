@@ -23,7 +23,7 @@ from kvtier.core.limits import (
 from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
 from kvtier.core.request import RequestTraits
 
-__all__ = ["Announcement", "Measured", "Outbox", "Said"]
+__all__ = ["AnnouncedBatch", "Announcement", "MeasuredBatch", "Outbox"]
 
 _CALLS_MAX = 64
 """Calls' worth of announcements that may wait: more come only while the daemon is slow."""
@@ -40,7 +40,7 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnnouncedBatch:
     """What one call can announce."""
 
     requests: list[Announcement] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredBatch:
     """What was measured since the last report."""
 
     steps: list[StepSample]
@@ -98,9 +98,9 @@ class Outbox:
             self._changed.wait_for(lambda: self._requests or self._over or self._is_closed)
             return not self._is_closed
 
-    def take_said(self) -> Said:
+    def take_announced(self) -> AnnouncedBatch:
         """Take as much as one call may announce, the oldest first."""
-        said, num_bytes = Said(), 0
+        said, num_bytes = AnnouncedBatch(), 0
         with self._changed:
             while self._requests and len(said.requests) < ANNOUNCED_MAX:
                 first = next(iter(self._requests.values()))
@@ -124,10 +124,10 @@ class Outbox:
         with self._changed:
             self._outcomes.append(outcome)
 
-    def take_measured(self) -> Measured:
+    def take_measured(self) -> MeasuredBatch:
         """Take everything for a report."""
         with self._changed:
-            taken = Measured(list(self._steps), list(self._outcomes), self._load)
+            taken = MeasuredBatch(list(self._steps), list(self._outcomes), self._load)
             self._steps.clear()
             self._outcomes.clear()
             self._load = None

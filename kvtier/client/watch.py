@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.core.residency_change import RESYNC, ResidencyChange
 
-__all__ = ["Hear", "Watching"]
+__all__ = ["ChangeForwarder", "OnChanges"]
 
-Hear = Callable[[Sequence[ResidencyChange]], None]
+OnChanges = Callable[[Sequence[ResidencyChange]], None]
 """Takes changes in their order; each link begins, and ends, with ``RESYNC``."""
 
 
-class Watching:
+class ChangeForwarder:
     """Lets ``hear`` know, from one thread at a time; what an old link still says is left out."""
 
-    def __init__(self, hear: Hear) -> None:
+    def __init__(self, hear: OnChanges) -> None:
         self._hear = hear
         self._lock = threading.Lock()
         self._source: object = None

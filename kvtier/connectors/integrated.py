@@ -20,7 +20,7 @@ from itertools import count
 from typing import Protocol
 
 from kvtier.client import Announcement, Client, LoadedBlock
-from kvtier.connectors.guard import note_fault
+from kvtier.connectors.kit.guard import note_fault
 from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName

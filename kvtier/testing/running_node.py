@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.api.rpc.operator_client import local_operator
-from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_to_wire
 
 __all__ = ["RunningNode", "complete", "fetch", "readiness", "url_of"]
 

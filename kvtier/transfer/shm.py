@@ -24,7 +24,7 @@ from typing import Protocol
 
 from kvtier.core.limits import PAGE_BYTES, SESSIONS_MAX
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.door import Door, Greeting, Visitor, knock
+from kvtier.transfer.ticket_server import Peer, TicketServer, Welcome, request_ticket
 
 __all__ = ["ArenaPin", "ArenaServer", "Attachment", "arena_socket", "attach"]
 
@@ -59,54 +59,56 @@ class ArenaServer:
         self._boot = boot
         self._on_end = on_end
         self._patterns: dict[str, bytes] = {}
-        self._door = Door(allowed_uids, SESSIONS_MAX, greet=self._greet, on_end=self._end)
+        self._ticket_server = TicketServer(
+            allowed_uids, SESSIONS_MAX, welcome=self._welcome, on_end=self._end
+        )
 
     @property
-    def door(self) -> Door:
-        """Return the door through which clients are let in."""
-        return self._door
+    def ticket_server(self) -> TicketServer:
+        """Return the server that admits clients."""
+        return self._ticket_server
 
     async def start(self, path: Path) -> None:
         """Listen at ``path``; replaces a socket of an earlier daemon. Raises StartError."""
-        await self._door.start(path)
+        await self._ticket_server.start(path)
 
     def proves(self, ticket: str, proof: bytes) -> bool:
         """Tell whether the client of a ticket sees the same memory as this process."""
-        visitor = self._door.visitor(ticket)
-        if visitor is None:
+        peer = self._ticket_server.peer(ticket)
+        if peer is None:
             return False
-        start = visitor.place * _SPOT_BYTES + _PATTERN_BYTES
+        start = peer.place * _SPOT_BYTES + _PATTERN_BYTES
         left = bytes(self._arena.proof[start : start + _PATTERN_BYTES])
         wanted = _answer(self._patterns[ticket])
         return secrets.compare_digest(proof, wanted) and secrets.compare_digest(left, wanted)
 
     def pid_of(self, ticket: str) -> int:
         """Return the process that holds a ticket, as the kernel tells it; 0 if it is gone."""
-        visitor = self._door.visitor(ticket)
-        return visitor.pid if visitor else 0
+        peer = self._ticket_server.peer(ticket)
+        return peer.pid if peer else 0
 
     def keep(self, ticket: str) -> None:
         """Let a registered client stay for as long as it lives."""
-        self._door.keep(ticket)
+        self._ticket_server.keep(ticket)
 
     async def stop(self) -> None:
         """Accept no more clients, and disconnect all of them."""
-        await self._door.stop()
+        await self._ticket_server.stop()
 
-    def _greet(self, visitor: Visitor) -> Greeting:
-        pattern = self._patterns[visitor.ticket] = secrets.token_bytes(_PATTERN_BYTES)
-        start = visitor.place * _SPOT_BYTES
+    def _welcome(self, peer: Peer) -> Welcome:
+        pattern = self._patterns[peer.ticket] = secrets.token_bytes(_PATTERN_BYTES)
+        start = peer.place * _SPOT_BYTES
         self._arena.proof[start : start + _PATTERN_BYTES] = pattern
         fields: dict[str, str | int] = {
             "boot": self._boot,
             "size_bytes": self._arena.size_bytes,
             "proof_offset": self._arena.capacity_bytes + start,
         }
-        return Greeting(fields, (self._arena.fd,))
+        return Welcome(fields, (self._arena.fd,))
 
-    def _end(self, visitor: Visitor) -> None:
-        del self._patterns[visitor.ticket]
-        self._on_end(visitor.ticket)
+    def _end(self, peer: Peer) -> None:
+        del self._patterns[peer.ticket]
+        self._on_end(peer.ticket)
 
 
 class ArenaPin(Protocol):
@@ -198,7 +200,7 @@ class Attachment:
 
 def attach(socket_path: Path, timeout_s: float, pin: ArenaPin | None = None) -> Attachment:
     """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
-    connection, message, (fd,) = knock(arena_socket(socket_path), timeout_s, num_fds=1)
+    connection, message, (fd,) = request_ticket(arena_socket(socket_path), timeout_s, num_fds=1)
     try:
         return Attachment(connection, fd, message, pin)
     except BaseException:

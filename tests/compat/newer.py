@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 SPEAKS = {
-    "client/wire.py": {"PROTOCOL = 3": "PROTOCOL = 4"},
+    "wire/convert.py": {"PROTOCOL = 3": "PROTOCOL = 4"},
     "v1/operator_pb2_grpc.py": {" +'/kvtier.v1.Operator/Probe',": "'/kvtier.v1.Operator/Later',"},
 }
 """A newer protocol beside the present one, and a call that is new; what it keeps is unchanged."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
-from kvtier.client.wire import PROTOCOL
 from kvtier.core.identity import FORMAT_VERSION
 from kvtier.core.plan import PlanReason
 from kvtier.v1 import engine_pb2, operator_pb2
+from kvtier.wire.convert import PROTOCOL
 
 GOLDEN = Path(__file__).parent / "golden"
 

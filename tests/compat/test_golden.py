@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.client.wire import OLDEST_PROTOCOL, PROTOCOL, agreed_protocol
 from kvtier.core.identity import FORMAT_VERSION
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
 from kvtier.tiers.ssd import segment
+from kvtier.wire.convert import OLDEST_PROTOCOL, PROTOCOL, agreed_protocol
 from tests.compat.record import NUM_BLOCKS, PROMPT, SETTINGS, SPACE
 from tests.compat.surface import GOLDEN, surface_of_protocol
 from tests.integration.pattern import PatternEngine

@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.client import ClientDeadlines, LoadedBlock
 from kvtier.connectors.integrated import DaemonPort
-from kvtier.connectors.vllm.order import WorkerLoadOrder as VllmOrder
-from kvtier.connectors.vllm.order import WorkerOrders
+from kvtier.connectors.vllm.jobs import LoadJob as VllmOrder
+from kvtier.connectors.vllm.jobs import StepJobs
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.connectors.vllm_tier.chain import ChunkRun
 from kvtier.connectors.vllm_tier.transfers import ChunkJob, ChunkTransfers
@@ -86,7 +86,7 @@ def test_of_vllm(leases: Sequence[float], num_good: int) -> None:
     worker = WorkerHalf(client, copies)
     into = ((0,), (1,), (2,))
     order = VllmOrder("a", NO_TENANT, (HASHES,), 0, into, (1,), time.monotonic() + 60)
-    worker.load(WorkerOrders(loads=[order]))
+    worker.load(StepJobs(loads=[order]))
     received: set[str] = set()
     await_true(
         lambda: received.update(worker.reports.take_received() or ()) or received == {"a"},

@@ -22,7 +22,7 @@ NOT_IN_CORE = re.compile(
     r"asyncio|datetime|logging|os|random|secrets|socket|threading|time|torch|uuid"
 )
 ENGINE_ONLY = re.compile(r"accelerate|safetensors|torch|transformers")
-ENGINES = ("kvtier/engine/", "kvtier/connectors/vllm/", "kvtier/connectors/vllm_tier/")
+ENGINES = ("kvtier/engine/", "kvtier/connectors/kit/", "kvtier/connectors/vllm")
 MUTABLE_CALLS = re.compile(r"bytearray|defaultdict|deque|dict|list|set")
 READ_ONLY = ("Mapping", "Sequence", "Set", "Final")
 

@@ -14,8 +14,7 @@ import pytest
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.client.link import open_link
-from kvtier.client.terms import OwnTier
-from kvtier.client.wire import PROTOCOL
+from kvtier.client.types import OwnTier
 from kvtier.core.identity import NO_TENANT, KeySpace, hash_blocks, tenant_digest
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, SESSIONS_MAX
 from kvtier.errors import DaemonUnavailable, RegistrationRefused
@@ -25,6 +24,7 @@ from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import attach
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
+from kvtier.wire.convert import PROTOCOL
 from tests.integration.pattern import (
     BLOCK_BYTES,
     PatternEngine,

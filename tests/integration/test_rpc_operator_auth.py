@@ -23,7 +23,7 @@ from kvtier.config import ListenAddress, RpcConfig
 from kvtier.errors import DaemonUnavailable, StartError
 from kvtier.secret import read_tokens
 from kvtier.testing.child import await_true, work_directory
-from kvtier.transfer.door import Door, knock
+from kvtier.transfer.ticket_server import TicketServer, request_ticket
 from kvtier.v1 import engine_pb2, engine_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 from tests.integration.certificates import Authority, Pair, write_secret
@@ -58,18 +58,20 @@ def on_a_loop(start: Callable[[], Awaitable[Callable[[], Awaitable[object]]]]) -
 
 
 @contextmanager
-def unix_server(**door_options: Any) -> Iterator[Path]:
+def unix_server(**server_options: Any) -> Iterator[Path]:
     with work_directory() as directory:
         path = directory / "k.sock"
 
         async def start() -> Callable[[], Awaitable[object]]:
-            door = Door((), 2, **door_options)
-            await door.start(operator_ticket_socket(path))
-            server = await open_unix(path, door, (), engine_pb2_grpc.EngineServicer(), Operator())
+            ticket_server = TicketServer((), 2, **server_options)
+            await ticket_server.start(operator_ticket_socket(path))
+            server = await open_unix(
+                path, ticket_server, (), engine_pb2_grpc.EngineServicer(), Operator()
+            )
 
             async def stop() -> None:
                 await server.stop(0)
-                await door.stop()
+                await ticket_server.stop()
 
             return stop
 
@@ -124,7 +126,7 @@ def test_without_a_ticket_no_call_comes_through() -> None:
 
 def test_a_ticket_ends_with_its_holder() -> None:
     with unix_server() as path:
-        lifeline, message, _ = knock(operator_ticket_socket(path), 5)
+        lifeline, message, _ = request_ticket(operator_ticket_socket(path), 5)
         shown = (("authorization", f"Bearer {message['ticket']}"),)
         with grpc.insecure_channel(f"unix:{path}") as channel:
             stub = operator_pb2_grpc.OperatorStub(channel)
@@ -135,7 +137,7 @@ def test_a_ticket_ends_with_its_holder() -> None:
 
 def test_a_stranger_gets_no_ticket() -> None:
     turned_away = pytest.raises(DaemonUnavailable, match="user 65533")
-    with unix_server(peer=lambda _: STRANGER) as path, turned_away, local_operator(path, 5):
+    with unix_server(identify=lambda _: STRANGER) as path, turned_away, local_operator(path, 5):
         pass
 
 
@@ -170,7 +172,7 @@ def call_raw(
 
 def test_every_method_refuses_what_it_cannot_parse(caplog: pytest.LogCaptureFixture) -> None:
     with unix_server() as path, grpc.insecure_channel(f"unix:{path}") as channel:
-        lifeline, message, _ = knock(operator_ticket_socket(path), 5)
+        lifeline, message, _ = request_ticket(operator_ticket_socket(path), 5)
         shown = (("authorization", f"Bearer {message['ticket']}"),)
         for method, streaming in METHODS:
             code, said = call_raw(channel, method, streaming=streaming, metadata=shown)

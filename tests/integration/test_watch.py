@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.client.wire import change_from_wire
 from kvtier.core.identity import KeySpace, tenant_digest
 from kvtier.core.residency import TierName
 from kvtier.core.residency_change import ResidencyChange
@@ -19,6 +18,7 @@ from kvtier.testing.residency_model import ResidencyModel
 from kvtier.testing.running_node import RunningNode
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
+from kvtier.wire.convert import change_from_wire
 from tests.integration.pattern import PatternEngine, key_space
 from tests.integration.redis_child import RedisServer
 

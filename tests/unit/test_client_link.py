@@ -10,17 +10,17 @@ import grpc
 import pytest
 
 from kvtier.client.link import open_link
-from kvtier.client.watch import Watching
+from kvtier.client.watch import ChangeForwarder
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency_change import RESYNC, ResidencyChange
 from kvtier.errors import DaemonUnavailable
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.channel import quiet_channel
-from kvtier.transfer.door import knock
 from kvtier.transfer.shm import ArenaServer, arena_socket
+from kvtier.transfer.ticket_server import request_ticket
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
+from kvtier.wire.channel import quiet_channel
 
 LAYOUT = KVLayout("test", 1, 16, 4096, "float32", "")
 SPACE = KeySpace(bytes(32), "{}", LAYOUT, "float32", "test")
@@ -37,8 +37,8 @@ def test_an_engine_that_cannot_register_leaves_nothing_behind(tmp_path: Path) ->
 
     async def scenario() -> None:
         arena = HostArena(1, 65_536)
-        door = ArenaServer(arena, "boot", ended.append)
-        await door.start(arena_socket(socket_path))
+        arena_server = ArenaServer(arena, "boot", ended.append)
+        await arena_server.start(arena_socket(socket_path))
         most = 0
         for num_tries in range(1, 5):
             with pytest.raises(ValueError, match="surrogates"):
@@ -47,7 +47,7 @@ def test_an_engine_that_cannot_register_leaves_nothing_behind(tmp_path: Path) ->
             async with asyncio.timeout(30):
                 while len(ended) < num_tries or num_descriptors() > most:
                     await asyncio.sleep(0)
-        await door.stop()
+        await arena_server.stop()
         arena.close()
 
     asyncio.run(scenario())
@@ -56,14 +56,14 @@ def test_an_engine_that_cannot_register_leaves_nothing_behind(tmp_path: Path) ->
 def test_no_process_that_an_engine_starts_has_the_arena(tmp_path: Path) -> None:
     async def scenario() -> None:
         arena = HostArena(1, 65_536)
-        door = ArenaServer(arena, "boot", lambda _ticket: None)
+        arena_server = ArenaServer(arena, "boot", lambda _ticket: None)
         path = arena_socket(tmp_path / "socket")
-        await door.start(path)
-        lifeline, _, (fd,) = await asyncio.to_thread(knock, path, 10, 1)
+        await arena_server.start(path)
+        lifeline, _, (fd,) = await asyncio.to_thread(request_ticket, path, 10, 1)
         assert not os.get_inheritable(fd)
         os.close(fd)
         lifeline.close()
-        await door.stop()
+        await arena_server.stop()
         arena.close()
 
     asyncio.run(scenario())
@@ -75,7 +75,7 @@ def test_a_link_that_is_over_voids_nothing_of_the_next() -> None:
     def hear(changes: Sequence[ResidencyChange]) -> None:
         heard.extend(changes)
 
-    watching = Watching(hear)
+    watching = ChangeForwarder(hear)
     watching.begin("old")
     watching.begin("new")
     watching.end("old")
@@ -104,11 +104,11 @@ def test_replies_that_cannot_be_parsed_leave_no_traceback_in_the_log(
 
     async def scenario() -> None:
         arena = HostArena(1, 65_536)
-        door = ArenaServer(arena, "boot", lambda _ticket: None)
-        await door.start(arena_socket(socket_path))
+        arena_server = ArenaServer(arena, "boot", lambda _ticket: None)
+        await arena_server.start(arena_socket(socket_path))
         with pytest.raises(DaemonUnavailable, match="INTERNAL"):
             await asyncio.to_thread(open_link, socket_path, SPACE, "test")
-        await door.stop()
+        await arena_server.stop()
         arena.close()
 
     asyncio.run(scenario())

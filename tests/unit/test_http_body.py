@@ -5,9 +5,9 @@ import pytest
 from kvtier.api.http.engine_call import read_chat, read_completion
 from kvtier.api.http.errors import ApiError
 from kvtier.api.http.request_body import ChatBody, CompletionBody, parse_body
-from kvtier.client.wire import traits_fault
 from kvtier.engine.chat_template import MessageRefused
 from kvtier.testing.engine_service import ByteChatModel
+from kvtier.wire.convert import traits_fault
 
 MODEL = ByteChatModel()
 

@@ -31,7 +31,7 @@ def outcome(decision: int) -> PlanOutcome:
 def names(box: Outbox) -> list[str]:
     """Take everything, call by call."""
     taken: list[str] = []
-    while (said := box.take_said()).requests or said.over:
+    while (said := box.take_announced()).requests or said.over:
         assert len(said.requests) <= ANNOUNCED_MAX
         assert len(said.over) <= ENDED_REQUESTS_MAX
         taken += [each.traits.request_id for each in said.requests]
@@ -81,7 +81,7 @@ def test_a_call_is_never_too_large_to_be_sent() -> None:
     most = ANNOUNCED_BYTES_MAX // HASH_BYTES
     box = Outbox()
     box.announce([request("a", most), request("b", 1), request("c", 2 * most)], [])
-    said = [[each.traits.request_id for each in box.take_said().requests] for _ in range(3)]
+    said = [[each.traits.request_id for each in box.take_announced().requests] for _ in range(3)]
     assert said == [["a"], ["b"], ["c"]]
 
 
@@ -120,7 +120,7 @@ def test_who_waits_is_woken_by_an_announcement_and_by_the_end() -> None:
     box.announce([request("a")], [])
     waiting.join(30)
     assert woken == [True]
-    box.take_said()
+    box.take_announced()
     waiting = threading.Thread(target=lambda: woken.append(box.wait()), daemon=True)
     waiting.start()
     box.close()

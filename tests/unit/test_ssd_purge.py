@@ -149,7 +149,7 @@ def test_a_file_system_that_cannot_zero_is_written_to(
     assert fetch(tier, *bobs) == [None] * 8
 
 
-class Copies:
+class BlockCopier:
     """A hook that keeps what the directory was like before each step, as a killed process does."""
 
     def __init__(self, directory: Path, target: Path) -> None:
@@ -171,7 +171,7 @@ class Copies:
 
 @pytest.mark.slow
 def test_killed_at_any_step_of_a_purge_the_next_one_ends_it(ssd: Opener, tmp_path: Path) -> None:
-    copies = Copies(ssd.directory, tmp_path / "images")
+    copies = BlockCopier(ssd.directory, tmp_path / "images")
     tier = ssd(options=SsdOptions(hook=copies))
     alices, bobs = interleaved(tier, 15)
     tier.remove([alices[3].header.block_hash], soon())

@@ -29,8 +29,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvtier.connectors.vllm.chain import RankChains
-from kvtier.connectors.vllm.routers.events import Events, open_events
+from kvtier.connectors.kit.chains import RankChains
+from kvtier.connectors.vllm.kv_events import KvEvents, open_events
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.residency import TierName
 from kvtier.core.residency_change import RESYNC, ResidencyChange
@@ -69,7 +69,7 @@ def request(name: str, first_token: int, **more: Any) -> Request:
     return Request(name, tokens, SamplingParams(), None, block_hasher=hasher, **more)
 
 
-def followed(events: Events, asked: Request) -> Any:
+def followed(events: KvEvents, asked: Request) -> Any:
     chains = RankChains([SPACE], NO_TENANT, BLOCK_TOKENS)
     chains.extend(asked.all_token_ids)
     tracked = SimpleNamespace(request=asked, chains=chains, num_learned=0)
@@ -111,7 +111,7 @@ def manager() -> KVCacheManager:
 def check_same_words() -> None:
     """Whatever decides a block besides its tokens is told as vLLM tells it."""
     for number, (kind, more) in enumerate(KINDS.items()):
-        events, vllms = Events(SPEC, BLOCK_TOKENS, RATIO), manager()
+        events, vllms = KvEvents(SPEC, BLOCK_TOKENS, RATIO), manager()
         asked = request(kind, 1000 * number, **more)
         hashes = followed(events, asked)
         events.news.hear()([RESYNC, change(TierName.CPU, hashes)])
@@ -125,7 +125,7 @@ def check_same_words() -> None:
 
 def check_reset() -> None:
     """What vLLM says of its own pool voids what routers know of ours, so they hear it again."""
-    events, vllms = Events(SPEC, BLOCK_TOKENS, RATIO), manager()
+    events, vllms = KvEvents(SPEC, BLOCK_TOKENS, RATIO), manager()
     asked = request("reset", 0)
     hashes = followed(events, asked)
     events.news.hear()([change(TierName.SSD, hashes)])
@@ -142,7 +142,7 @@ def check_reset() -> None:
 
 def check_published() -> None:
     """Everything goes over vLLM's publisher as a router reads it."""
-    events = Events(SPEC, BLOCK_TOKENS, RATIO)
+    events = KvEvents(SPEC, BLOCK_TOKENS, RATIO)
     hashes = followed(events, request("published", 0, **KINDS["salted"]))
     hear = events.news.hear()
     hear([change(TierName.CPU, hashes), change(TierName.SSD, hashes)])

@@ -36,14 +36,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvtier.client import OwnTier
-from kvtier.connectors.vllm import KvtierConnector
-from kvtier.connectors.vllm import release as release_module
-from kvtier.connectors.vllm.identity import description
-from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
-from kvtier.connectors.vllm.identity.facts import BlockFacts
-from kvtier.connectors.vllm.order import RankFacts
-from kvtier.connectors.vllm.pool import own_tier
-from kvtier.connectors.vllm.refusal import refusal
+from kvtier.connectors.vllm import KvtierConnector, setup
+from kvtier.connectors.vllm.block_identity import BlockFacts, can_be_named, extra_keys
+from kvtier.connectors.vllm.engine_state import own_tier
+from kvtier.connectors.vllm.jobs import RankReport
+from kvtier.connectors.vllm_common import release as release_module
+from kvtier.connectors.vllm_common.refusal import refusal
 from kvtier.core.identity import chain_root, hash_blocks, tenant_digest
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import await_true
@@ -257,11 +255,11 @@ def check_start() -> None:
         (directory / "model.safetensors").write_bytes(b"weights")
         # Files last changed in the far past as this process sees it.
         late = time.time_ns() + 3600 * 10**9
-        with patch("kvtier.connectors.vllm.start.began_ns", lambda: late):
+        with patch("kvtier.connectors.vllm.key_spaces.began_ns", lambda: late):
             for groups, load_format in (((window,), "auto"), ((served,), "dummy")):
                 connector = connector_of(directory, *groups, load_format=load_format)
                 connector.set_xfer_handshake_metadata_pp_aware(
-                    {(0, 0): handshake_of(RankFacts(None, "refused"))}
+                    {(0, 0): handshake_of(RankReport(None, "refused"))}
                 )
                 assert not connector.has_pending_push_work()
                 assert hooks_of_a_step(connector, request).weights == b""
@@ -275,7 +273,7 @@ def check_start() -> None:
             request.lora_request = None
             assert connector.reset_cache()
             connector.set_xfer_handshake_metadata_pp_aware(
-                {(0, 0): handshake_of(RankFacts(blocks))}
+                {(0, 0): handshake_of(RankReport(blocks))}
             )
             assert connector.has_pending_push_work(), "a step, so that the workers hear of it"
             assert len(hooks_of_a_step(connector, request).weights) == 32
@@ -299,10 +297,10 @@ def described(*names: str) -> str:
     pages: Any = SimpleNamespace(block_bytes=4096, num_layers=len(names))
     blocks = SimpleNamespace(kv_cache_groups=[group])
     with (
-        patch.object(description, "layout_name", lambda _: "LBHNC"),
-        patch.object(description, "model_config", lambda _: "{}"),
+        patch.object(setup, "layout_name", lambda _: "LBHNC"),
+        patch.object(setup, "model_config", lambda _: "{}"),
     ):
-        return description.describe(config, blocks, tensors, pages).layout.detail
+        return setup.describe(config, blocks, tensors, pages).layout.detail
 
 
 def check_description() -> None:
@@ -316,10 +314,10 @@ def check_description() -> None:
         patch.object(torch.version, "hip", "6.4"),
         patch.object(torch.cuda, "get_device_capability", lambda _: (9, 4)),
     ):
-        assert description._generation(device) == "rocm 9.4"
+        assert release_module._generation(device) == "rocm 9.4"
         with patch.dict("os.environ", {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}):
             assert envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
-            assert description._generation(device) == "rocm 9.4 shuffled"
+            assert release_module._generation(device) == "rocm 9.4 shuffled"
 
 
 def check_pool() -> None:
@@ -334,7 +332,7 @@ def check_pool() -> None:
     assert own_tier(pool, layout, 4, None) == OwnTier(8 * 1024, 1024, 0, 0)
 
 
-def handshake_of(facts: RankFacts) -> Any:
+def handshake_of(facts: RankReport) -> Any:
     return SimpleNamespace(facts=facts)
 
 

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvtier.connectors.vllm.transfer.host_copies import HostCopies
-from kvtier.connectors.vllm.transfer.pages import Pages
+from kvtier.connectors.kit.copies import HostCopier
+from kvtier.connectors.kit.pages import Pages
 
 NUM_BLOCKS, BLOCK_TOKENS = 7, 32
 LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
@@ -77,9 +77,9 @@ def look(spec: Any, layout: KVCacheLayout, kernel_tokens: int | None) -> bool:
     assert len(pages.planes) == 1
     for block in range(NUM_BLOCKS):
         slot = memoryview(bytearray(pages.block_bytes))
-        list(HostCopies(pages).gather([[block]], [slot]))
+        list(HostCopier(pages).gather([[block]], [slot]))
         assert bytes(slot) == wanted(tensors, layout, block), (layout, spec, block)
-    copies = HostCopies(pages)
+    copies = HostCopier(pages)
     copies.scatter([slot], [[0]])
     assert wanted(tensors, layout, 0) == bytes(slot)
     return True

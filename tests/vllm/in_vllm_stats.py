@@ -19,14 +19,14 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvtier.connectors.vllm.metrics import KvtierStats
-from kvtier.connectors.vllm.stats import HIT_TOKENS, LOAD_SECONDS, LOOKUPS, StatTally
+from kvtier.connectors.vllm.messages import KvtierStats
+from kvtier.connectors.vllm.stats import HIT_TOKENS, LOAD_SECONDS, LOOKUPS, StatCounters
 
 NAME = "KvtierConnector"
 
 
 def stats() -> Any:
-    tally = StatTally()
+    tally = StatCounters()
     tally.add(HIT_TOKENS, 512, "cpu")
     tally.add(LOOKUPS, label="hit")
     tally.add(LOAD_SECONDS, 0.013)

@@ -18,11 +18,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 
 from kvtier.client import Client
-from kvtier.connectors.vllm.identity.facts import BlockFacts
-from kvtier.connectors.vllm.messages import StepMetadata, WorkerMetadata
-from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats
-from kvtier.connectors.vllm.order import RankFacts, Results, WorkerLoadOrder, WorkerOrders
-from kvtier.connectors.vllm.routers.events import Events
+from kvtier.connectors.vllm.block_identity import BlockFacts
+from kvtier.connectors.vllm.jobs import LoadJob, RankReport, StepJobs, StepResults
+from kvtier.connectors.vllm.kv_events import KvEvents
+from kvtier.connectors.vllm.messages import KvtierMetrics, KvtierStats, StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm_tier import KvtierOffloadingConnector, KvtierTier
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.layout import KVLayout
@@ -68,7 +67,7 @@ HOOKS: Mapping[str, object] = {
     "on_new_request": None,
     "get_num_new_matched_tokens": (0, False),
     "update_state_after_alloc": None,
-    "build_connector_meta": StepMetadata(WorkerOrders(), b""),
+    "build_connector_meta": StepMetadata(StepJobs(), b""),
     "update_connector_output": None,
     "request_finished_all_groups": (False, None),
     "has_pending_push_work": False,
@@ -138,7 +137,12 @@ def check_connector() -> None:
 
 def check_start() -> None:
     """What breaks while it is made leaves one that is there and does nothing."""
-    parts = ("connector.join_log", "connector.read_settings", "site.refusal", "site.Start")
+    parts = (
+        "connector.join_log",
+        "connector.read_settings",
+        "site.refusal",
+        "site.KeySpaceResolver",
+    )
     with connectors() as make:
         for part in parts:
             with patch(f"kvtier.connectors.vllm.{part}", Broken()):
@@ -152,7 +156,7 @@ def check_start() -> None:
 def check_worker_begins_later() -> None:
     """Where no thread is to be had a worker reports its orders, and begins with a later step."""
     layout = KVLayout("vllm-lbhnc", 1, 64, 4096, "float32", "small")
-    load = WorkerLoadOrder("a", NO_TENANT, ((bytes(16),),), 0, ((7, -1),), (1,), 1e12)
+    load = LoadJob("a", NO_TENANT, ((bytes(16),),), 0, ((7, -1),), (1,), 1e12)
     start, failed = threading.Thread.start, []
 
     def start_none_of_ours(thread: threading.Thread) -> None:
@@ -163,9 +167,9 @@ def check_worker_begins_later() -> None:
 
     with connectors() as make:
         connector = make()
-        connector._facts = RankFacts(BlockFacts("{}", layout, "float32", "vllm", "auto", 1, 0, 4))
+        connector._facts = RankReport(BlockFacts("{}", layout, "float32", "vllm", "auto", 1, 0, 4))
         connector._copies = SimpleNamespace(num_readers=1, arena=None, close=lambda: None)
-        connector.bind_connector_metadata(StepMetadata(WorkerOrders(loads=[load]), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(StepJobs(loads=[load]), bytes(32)))
         with patch.object(threading.Thread, "start", start_none_of_ours):
             connector.start_load_kv(None)
         assert failed
@@ -173,7 +177,7 @@ def check_worker_begins_later() -> None:
         assert connector.get_finished(set()) == (None, {"a"})
         assert connector.get_block_ids_with_load_errors() == {7}
         assert not [each for each in threading.enumerate() if each.name == "kvtier-report"]
-        connector.bind_connector_metadata(StepMetadata(WorkerOrders(), bytes(32)))
+        connector.bind_connector_metadata(StepMetadata(StepJobs(), bytes(32)))
         connector.start_load_kv(None)
         assert isinstance(connector._worker._client, Client)
         connector.shutdown()
@@ -183,7 +187,7 @@ def check_events() -> None:
     """What cannot be told is given up: vLLM does not go on with empty steps for ever."""
     with connectors() as make:
         connector = make()
-        events = connector._events = Events(group_of(FullAttentionSpec).kv_cache_spec, 64, 4)
+        events = connector._events = KvEvents(group_of(FullAttentionSpec).kv_cache_spec, 64, 4)
         news: Any = events.news
         connector._scheduler = SimpleNamespace(
             is_joining=False, has_pending_stores=False, close=lambda: None
@@ -207,7 +211,7 @@ def check_counts() -> None:
     assert stats.is_empty()
     stats.reset()
     assert stats.is_empty()
-    told = WorkerMetadata(Results(3))
+    told = WorkerMetadata(StepResults(3))
     assert told.aggregate(broken) is told
     metrics = KvtierMetrics.__new__(KvtierMetrics)
     for series in ({}, broken):

@@ -10,13 +10,12 @@ from typing import Any, Self
 import torch
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.vllm.routers.news import News
+from kvtier.connectors.kit.copies import BlockCopier, HostCopier
+from kvtier.connectors.kit.pages import Pages
+from kvtier.connectors.vllm.router_feed import RouterFeed
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
-from kvtier.connectors.vllm.settings import Role
-from kvtier.connectors.vllm.transfer.copies import Copies
-from kvtier.connectors.vllm.transfer.host_copies import HostCopies
-from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.connectors.vllm_common.settings import Role
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import await_true
@@ -74,10 +73,10 @@ class SmallVllm:
         weights: bytes = bytes(32),
         *,
         deadlines: ClientDeadlines | None = None,
-        copies: Callable[[Pages], Copies] = HostCopies,
+        copies: Callable[[Pages], BlockCopier] = HostCopier,
         num_ranks: int = 1,
         role: Role = Role.BOTH,
-        news: News | None = None,
+        news: RouterFeed | None = None,
     ) -> None:
         shape = (NUM_BLOCKS, 2, BLOCK_TOKENS, PAGE_FLOATS)
         self.tensors: dict[str, torch.Tensor] = {}

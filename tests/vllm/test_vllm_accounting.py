@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.connectors.vllm.chain import RankChains
-from kvtier.connectors.vllm.order import Results, WorkerLoaded, WorkerLoadOrder, WorkerStoreOrder
+from kvtier.connectors.kit.chains import RankChains
+from kvtier.connectors.vllm.jobs import LoadJob, LoadResult, StepResults, StoreJob
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.core.identity import NO_TENANT
 from tests.vllm.recording_client import LEASE_S, RecordedDaemon, RecordingClient
@@ -232,7 +232,7 @@ class Accounting(RuleBasedStateMachine):
             request.num_output_tokens += 1
             if is_last:
                 self._end(run)
-        self._deliver(Results())
+        self._deliver(StepResults())
 
     @precondition(lambda self: self._in("running"))
     @rule(pick=st.integers(0, 4))
@@ -266,12 +266,12 @@ class Accounting(RuleBasedStateMachine):
         """Have one worker be done with a load."""
         name = list(self.loads)[pick % len(self.loads)]
         copy = self.loads[name]
-        order: WorkerLoadOrder = copy.order
+        order: LoadJob = copy.order
         copy.left.pop()
         done = min(filled, len(order.into))
         copy.num_filled = min(copy.num_filled, done)
-        results = Results()
-        results.note_loaded(name, WorkerLoaded(done, 0.0))
+        results = StepResults()
+        results.note_loaded(name, LoadResult(done, 0.0))
         if not copy.left:
             del self.loads[name]
         self._deliver(results)
@@ -283,7 +283,7 @@ class Accounting(RuleBasedStateMachine):
     def store(self, pick: int, is_kept: bool) -> None:
         """Have one worker be done with a store."""
         copy = self.stores[pick % len(self.stores)]
-        order: WorkerStoreOrder = copy.order
+        order: StoreJob = copy.order
         rank = copy.left.pop()
         for place, blocks in enumerate(order.blocks):
             index = order.first + place
@@ -294,7 +294,7 @@ class Accounting(RuleBasedStateMachine):
             assert found == [tokens[:end] for end in ends]
             key = (NO_TENANT, order.chains[rank][index])
             assert self.daemon.stored.setdefault(key, tokens) == tokens if is_kept else True
-        results = Results()
+        results = StepResults()
         results.stored[order.number] = 1
         if not copy.left:
             self.stores.remove(copy)
@@ -412,7 +412,7 @@ class Accounting(RuleBasedStateMachine):
         if orders.step:
             self.steps.append(orders.step)
 
-    def _check_load(self, order: WorkerLoadOrder) -> None:
+    def _check_load(self, order: LoadJob) -> None:
         """Fail where not exactly what was promised is ordered."""
         run = self.runs[order.request_id]
         flat = [block for blocks in order.into for block in blocks]
@@ -428,7 +428,7 @@ class Accounting(RuleBasedStateMachine):
             for block_hash in chain[order.first :]:
                 assert (NO_TENANT, block_hash) in self.daemon.stored
 
-    def _received(self, name: str, order: WorkerLoadOrder, num_filled: int) -> None:
+    def _received(self, name: str, order: LoadJob, num_filled: int) -> None:
         run = self.runs.get(name) or self.aborted[name]
         for place, blocks in enumerate(order.into[:num_filled]):
             index = order.first + place
@@ -445,7 +445,7 @@ class Accounting(RuleBasedStateMachine):
         run.state = "running"
         self._check(run)
 
-    def _deliver(self, results: Results) -> None:
+    def _deliver(self, results: StepResults) -> None:
         results.step = self.steps.pop(0) if self.steps else 0
         self.half.take(results)
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kvtier.connectors.vllm.transfer.copies import Copies
-from kvtier.connectors.vllm.transfer.device import CudaDevice
-from kvtier.connectors.vllm.transfer.device_copies import DeviceCopies
-from kvtier.connectors.vllm.transfer.host_copies import HostCopies
-from kvtier.connectors.vllm.transfer.pages import Pages
+from kvtier.connectors.kit.copies import BlockCopier, HostCopier
+from kvtier.connectors.kit.device import CudaDevice
+from kvtier.connectors.kit.device_copies import DeviceCopier
+from kvtier.connectors.kit.pages import Pages
 from tests.vllm.layouts import MAKERS, NUM_BLOCKS, ORDERS, Tensors, fill, in_one, of_its_own
 from tests.vllm.lazy_device import LazyDevice
 
@@ -19,9 +18,11 @@ BLOCKS = [(4, 1), (0, 5), (3, 2)]
 """Of vLLM's, for three of ours."""
 
 
-def lazy_copies(pages: Pages, stage_blocks: int = 1, **about: bool) -> tuple[Copies, LazyDevice]:
+def lazy_copies(
+    pages: Pages, stage_blocks: int = 1, **about: bool
+) -> tuple[BlockCopier, LazyDevice]:
     device = LazyDevice(**about)
-    copies = DeviceCopies(pages, device, stage_blocks * pages.block_bytes)
+    copies = DeviceCopier(pages, device, stage_blocks * pages.block_bytes)
     device.is_computing = True
     return copies, device
 
@@ -30,7 +31,9 @@ def make_slots(pages: Pages, blocks: Sequence[Sequence[int]]) -> list[memoryview
     return [memoryview(bytearray(len(each) * pages.block_bytes)) for each in blocks]
 
 
-def gathered(copies: Copies, pages: Pages, blocks: Sequence[Sequence[int]] = BLOCKS) -> list[bytes]:
+def gathered(
+    copies: BlockCopier, pages: Pages, blocks: Sequence[Sequence[int]] = BLOCKS
+) -> list[bytes]:
     slots = make_slots(pages, blocks)
     yielded = [bytes(slots[place]) for place, _ in enumerate(copies.gather(blocks, slots))]
     assert yielded == [bytes(slot) for slot in slots], "a slot is whole when it is said to be"
@@ -48,7 +51,7 @@ def made(make: Callable[[str], Tensors] = in_one, layout: str = "LBHNC", seed: i
 @pytest.mark.parametrize("layout", ORDERS)
 def test_bytes_are_those_of_the_host(layout, make, stage_blocks):
     before, after = made(make, layout), made(make, layout, seed=2)
-    wanted = gathered(HostCopies(before), before)
+    wanted = gathered(HostCopier(before), before)
     copies, device = lazy_copies(before, stage_blocks)
     assert gathered(copies, before) == wanted
     into = [(1, 3), (-1, 4), (5, 0)]
@@ -56,10 +59,10 @@ def test_bytes_are_those_of_the_host(layout, make, stage_blocks):
     back.scatter([memoryview(bytearray(each)) for each in wanted], into)
     assert not device.num_under_way + other.num_under_way
     twin = made(make, layout, seed=2)
-    HostCopies(twin).scatter([memoryview(bytearray(each)) for each in wanted], into)
+    HostCopier(twin).scatter([memoryview(bytearray(each)) for each in wanted], into)
     everything = [range(NUM_BLOCKS)]
-    assert gathered(HostCopies(after), after, everything) == gathered(
-        HostCopies(twin), twin, everything
+    assert gathered(HostCopier(after), after, everything) == gathered(
+        HostCopier(twin), twin, everything
     )
 
 
@@ -72,8 +75,8 @@ def test_bytes_on_a_gpu_are_those_of_the_host(layout):
     fill(tensors, 1)
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     there = Pages({name: each.to(device) for name, each in tensors.items()}, NUM_BLOCKS)
-    copies = DeviceCopies(there, CudaDevice(device), 2 * there.block_bytes)
-    wanted = gathered(HostCopies(pages), pages)
+    copies = DeviceCopier(there, CudaDevice(device), 2 * there.block_bytes)
+    wanted = gathered(HostCopier(pages), pages)
     assert gathered(copies, there) == wanted
     copies.scatter([memoryview(bytearray(each)) for each in wanted], [(1, 3), (-1, 4), (5, 0)])
     assert gathered(copies, there, [(1, 3)]) == wanted[:1]
@@ -84,7 +87,7 @@ def test_bytes_on_a_gpu_are_those_of_the_host(layout):
 def test_what_the_device_knows_is_copied_directly(stage_blocks):
     pages = made()
     copies, device = lazy_copies(pages, stage_blocks)
-    wanted = gathered(HostCopies(pages), pages)
+    wanted = gathered(HostCopier(pages), pages)
     arena = memoryview(bytearray(sum(map(len, wanted))))
     slots = [
         arena[start : start + len(wanted[0])] for start in range(0, len(arena), len(wanted[0]))
@@ -97,7 +100,7 @@ def test_what_the_device_knows_is_copied_directly(stage_blocks):
     back, other = lazy_copies(after, stage_blocks)
     back.arena.pin(arena, lambda: False)
     back.scatter(slots, BLOCKS)
-    assert gathered(HostCopies(after), after) == wanted
+    assert gathered(HostCopier(after), after) == wanted
     assert other.num_direct
     for each, those in ((copies, device), (back, other)):
         each.arena.unpin(arena)
@@ -117,7 +120,7 @@ def test_nothing_is_under_way_once_a_gather_is_given_up():
     filling.close()
     assert not device.num_under_way
     assert not any(slots[2]), "a slot that nobody wants any more is left alone"
-    assert gathered(copies, pages) == gathered(HostCopies(pages), pages), "the desk is free again"
+    assert gathered(copies, pages) == gathered(HostCopier(pages), pages), "the desk is free again"
 
 
 @pytest.mark.parametrize("stage_blocks", [1, 2, 100])
@@ -138,14 +141,14 @@ def test_nothing_is_under_way_after_a_fault(stage_blocks):
     for lane in device.lanes:
         lane.fault = None
     filling.close()
-    assert gathered(copies, pages) == gathered(HostCopies(pages), pages)
+    assert gathered(copies, pages) == gathered(HostCopier(pages), pages)
 
 
 @pytest.mark.parametrize("block", [NUM_BLOCKS, 1 << 40])
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_a_block_that_vllm_does_not_have_touches_nothing(block, is_on_host):
     pages = made()
-    copies, device = (HostCopies(pages), None) if is_on_host else lazy_copies(pages)
+    copies, device = (HostCopier(pages), None) if is_on_host else lazy_copies(pages)
     before = gathered(copies, pages)
     slots = make_slots(pages, BLOCKS[:1])
     with pytest.raises(IndexError, match=f"6 blocks, and no block {block}"):
@@ -159,7 +162,7 @@ def test_a_block_that_vllm_does_not_have_touches_nothing(block, is_on_host):
 
 def test_a_gather_wants_real_blocks():
     pages = made()
-    for copies in (HostCopies(pages), lazy_copies(pages)[0]):
+    for copies in (HostCopier(pages), lazy_copies(pages)[0]):
         with pytest.raises(IndexError, match="no block -1"):
             list(copies.gather([(-1, 1)], make_slots(pages, BLOCKS[:1])))
 
@@ -167,7 +170,7 @@ def test_a_gather_wants_real_blocks():
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_a_slot_of_another_length_is_a_bug(is_on_host):
     pages = made()
-    copies = HostCopies(pages) if is_on_host else lazy_copies(pages)[0]
+    copies = HostCopier(pages) if is_on_host else lazy_copies(pages)[0]
     with pytest.raises(AssertionError, match="as long as its blocks"):
         copies.scatter(make_slots(pages, BLOCKS[:1]), [(1, 2, 3)])
 
@@ -177,22 +180,22 @@ def test_where_memory_is_short_stages_are_smaller():
     stages = 6 * (pages.block_bytes + 8)
     for rows in (1, 2, 3, 5):
         device = LazyDevice(memory_bytes=rows * stages)
-        copies = DeviceCopies(pages, device, 8 * pages.block_bytes)
-        assert gathered(copies, pages) == gathered(HostCopies(pages), pages)
+        copies = DeviceCopier(pages, device, 8 * pages.block_bytes)
+        assert gathered(copies, pages) == gathered(HostCopier(pages), pages)
         assert device.free_bytes >= 0
 
 
 def test_where_there_is_no_memory_it_is_said_in_one_line():
     pages = made()
     with pytest.raises(ValueError, match="no memory left to stage blocks of 768 bytes; lower"):
-        DeviceCopies(pages, LazyDevice(memory_bytes=pages.block_bytes), 1 << 20)
+        DeviceCopier(pages, LazyDevice(memory_bytes=pages.block_bytes), 1 << 20)
 
 
 def test_all_memory_is_given_back():
     pages = made()
     device = LazyDevice()
     before = device.free_bytes
-    copies = DeviceCopies(pages, device, 2 * pages.block_bytes)
+    copies = DeviceCopier(pages, device, 2 * pages.block_bytes)
     assert gathered(copies, pages)
     assert before - device.free_bytes == 6 * 2 * (pages.block_bytes + 8)
     copies.close()
@@ -203,7 +206,7 @@ def test_all_memory_is_given_back():
 
 def test_a_stage_holds_at_least_one_block():
     pages = made()
-    assert gathered(DeviceCopies(pages, LazyDevice(), 1), pages)
+    assert gathered(DeviceCopier(pages, LazyDevice(), 1), pages)
 
 
 def test_readers_and_the_writer_work_at_a_time():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtier.connectors.vllm.transfer.device import CudaDevice, Device, is_reached
+from kvtier.connectors.kit.device import CudaDevice, Device, is_reached
 from tests.vllm.lazy_device import POISON, LazyDevice
 
 WORD = torch.int64

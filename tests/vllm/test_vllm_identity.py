@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.identity.adapter import Adapters
-from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
-from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns
-from kvtier.connectors.vllm.identity.weights import (
+from kvtier.connectors.kit.adapters import AdapterFingerprints
+from kvtier.connectors.kit.weights import (
     FileDigests,
+    WeightsFingerprint,
+    began_ns,
     fingerprint,
     hub_snapshot,
     model_files,
 )
+from kvtier.connectors.vllm.block_identity import can_be_named, extra_keys
 from kvtier.core.identity import chain_root, hash_blocks
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -330,7 +331,7 @@ def test_a_fingerprint_is_taken_on_the_side(tmp_path: Path) -> None:
         assert gate.wait(10)
         return folder
 
-    taken = Fingerprint(find, LATER_NS, FileDigests())
+    taken = WeightsFingerprint(find, LATER_NS, FileDigests())
     taken.start()
     assert not taken.wait(0)
     assert taken.weights == b""
@@ -346,7 +347,7 @@ def test_weights_that_cannot_be_told_are_refused(
     def find() -> Path:
         raise fault
 
-    taken = Fingerprint(find, LATER_NS, FileDigests())
+    taken = WeightsFingerprint(find, LATER_NS, FileDigests())
     taken.start()
     assert taken.wait(10)
     assert str(fault.args[0]) in taken.refusal
@@ -379,19 +380,19 @@ class OwnRequest(LoRARequest):
 
 
 @pytest.fixture
-def adapters() -> Iterator[Adapters]:
-    made = Adapters(FileDigests(), LATER_NS)
+def adapters() -> Iterator[AdapterFingerprints]:
+    made = AdapterFingerprints(FileDigests(), LATER_NS)
     yield made
     made.close()
 
 
-def answer(adapters: Adapters, adapter: Any, name: str = "r") -> bytes | None:
+def answer(adapters: AdapterFingerprints, adapter: Any, name: str = "r") -> bytes | None:
     adapters.ask(request(name, [1], lora_request=adapter))
     await_true(lambda: not adapters.is_open(name), "the answer is there, or too late")
     return adapters.take(name)
 
 
-def test_adapters_are_known_by_their_content(tmp_path: Path, adapters: Adapters) -> None:
+def test_adapters_are_known_by_their_content(tmp_path: Path, adapters: AdapterFingerprints) -> None:
     one = save_adapter(tmp_path / "one")
     known = answer(adapters, LoRARequest(one))
     assert known
@@ -409,7 +410,7 @@ def test_an_adapter_that_changes_is_no_more_cached(tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "one")
     now_ns = time.time_ns()
     await_true(lambda: _touched_ns(tmp_path / "probe") > now_ns, "the file system's clock goes on")
-    adapters = Adapters(FileDigests(), now_ns)
+    adapters = AdapterFingerprints(FileDigests(), now_ns)
     assert answer(adapters, LoRARequest(folder))
     save_adapter(folder, b"trained on")
     assert answer(adapters, LoRARequest(folder)) is None
@@ -417,7 +418,7 @@ def test_an_adapter_that_changes_is_no_more_cached(tmp_path: Path) -> None:
 
 
 def test_a_number_that_names_two_adapters_is_not_believed(
-    tmp_path: Path, adapters: Adapters
+    tmp_path: Path, adapters: AdapterFingerprints
 ) -> None:
     first, second = save_adapter(tmp_path / "one"), save_adapter(tmp_path / "two")
     assert answer(adapters, LoRARequest(first, "first", 1))
@@ -430,7 +431,7 @@ def test_a_number_that_names_two_adapters_is_not_believed(
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_name_that_names_two_adapters_is_not_believed(
-    tmp_path: Path, adapters: Adapters, is_asked: bool
+    tmp_path: Path, adapters: AdapterFingerprints, is_asked: bool
 ) -> None:
     """Older releases of vLLM hit their own blocks by it, which may be the first one's."""
     first, second = save_adapter(tmp_path / "one"), save_adapter(tmp_path / "two", b"other")
@@ -444,14 +445,14 @@ def test_a_name_that_names_two_adapters_is_not_believed(
 
 
 def test_an_adapter_after_one_that_could_not_be_told_is_not_believed(
-    tmp_path: Path, adapters: Adapters
+    tmp_path: Path, adapters: AdapterFingerprints
 ) -> None:
     folder = save_adapter(tmp_path / "one")
     assert answer(adapters, OwnRequest(folder, "sql", 1)) is None
     assert answer(adapters, LoRARequest(folder, "sql", 2)) is None
 
 
-def test_names_that_are_remembered_are_bounded(adapters: Adapters) -> None:
+def test_names_that_are_remembered_are_bounded(adapters: AdapterFingerprints) -> None:
     for number in range(1, 5000):
         told = adapters.note(LoRARequest("/a", f"n{number}", number))
         assert bool(told) == (number > 1024)
@@ -462,7 +463,7 @@ def test_names_that_are_remembered_are_bounded(adapters: Adapters) -> None:
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty", "only weights", "too many", "own"])
 def test_adapters_that_cannot_be_told(
-    tmp_path: Path, adapters: Adapters, kind: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, adapters: AdapterFingerprints, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "adapter"
     adapter = LoRARequest(folder)
@@ -485,7 +486,7 @@ def test_adapters_that_cannot_be_told(
 
 def test_a_request_is_not_waited_for_long(tmp_path: Path) -> None:
     now_s = 100.0
-    adapters = Adapters(FileDigests(), LATER_NS, lambda: now_s)
+    adapters = AdapterFingerprints(FileDigests(), LATER_NS, lambda: now_s)
     gate = threading.Event()
     assert adapters._reader.submit(gate.wait, 10)  # a file system that hangs
     adapters.ask(request("r", [1], lora_request=LoRARequest(save_adapter(tmp_path / "one"))))
@@ -498,7 +499,7 @@ def test_a_request_is_not_waited_for_long(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_hangs_is_asked_a_bounded_number_of_times(tmp_path: Path) -> None:
-    adapters, gate = Adapters(FileDigests(), LATER_NS), threading.Event()
+    adapters, gate = AdapterFingerprints(FileDigests(), LATER_NS), threading.Event()
     adapter = LoRARequest(save_adapter(tmp_path / "one"))
     assert adapters._reader.submit(gate.wait, 30)
     for number in range(300):
@@ -511,7 +512,7 @@ def test_a_file_system_that_hangs_is_asked_a_bounded_number_of_times(tmp_path: P
     adapters.close()
 
 
-def test_what_is_not_asked_about_is_not_waited_for(adapters: Adapters) -> None:
+def test_what_is_not_asked_about_is_not_waited_for(adapters: AdapterFingerprints) -> None:
     assert not adapters.is_open("r")
     assert adapters.take("r") is None
     adapters.forget("r")

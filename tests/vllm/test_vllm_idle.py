@@ -204,7 +204,7 @@ def test_another_release_gets_a_connector_that_finds_nothing(fake_vllm: Path) ->
     [
         ("grpc/__init__.py", "RuntimeError: broken"),
         ("torch/__init__.py", "RuntimeError: broken"),
-        ("vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", "RuntimeError: broken"),
+        ("vllm/distributed/kv_events.py", "RuntimeError: broken"),
         ("unused.py", "ModuleNotFoundError: No module named 'vllm."),
     ],
     ids=["grpc", "torch", "vllm", "missing"],

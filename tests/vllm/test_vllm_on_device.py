@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtier.client import ClientDeadlines
+from kvtier.connectors.kit.device_copies import DeviceCopier
+from kvtier.connectors.kit.pages import Pages
 from kvtier.connectors.vllm.stats import LOAD_BYTES, STAGED_BYTES
-from kvtier.connectors.vllm.transfer.device_copies import DeviceCopies
-from kvtier.connectors.vllm.transfer.pages import Pages
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.integration.pattern import num_arenas
@@ -32,8 +32,8 @@ class DeviceVllm(SmallVllm):
     def __init__(
         self, socket: Path, device: LazyDevice, deadlines: ClientDeadlines | None = None
     ) -> None:
-        def copies(pages: Pages) -> DeviceCopies:
-            return DeviceCopies(pages, device, 3 * pages.block_bytes)
+        def copies(pages: Pages) -> DeviceCopier:
+            return DeviceCopier(pages, device, 3 * pages.block_bytes)
 
         super().__init__(socket, deadlines=deadlines, copies=copies)
         self.device = device

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.connectors.vllm.transfer.copies import open_copies
-from kvtier.connectors.vllm.transfer.host_copies import HostCopies
-from kvtier.connectors.vllm.transfer.pages import Pages
+from kvtier.connectors.kit.copies import HostCopier, open_copies
+from kvtier.connectors.kit.pages import Pages
 from tests.vllm.layouts import MAKERS, NUM_BLOCKS, ORDERS, SHAPE, content, fill, in_one, of_its_own
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ EVERY = [
 
 def gather(pages: Pages, *blocks: int) -> bytes:
     slot = memoryview(bytearray(len(blocks) * pages.block_bytes))
-    list(HostCopies(pages).gather([blocks], [slot]))
+    list(HostCopier(pages).gather([blocks], [slot]))
     return bytes(slot)
 
 
@@ -49,7 +48,7 @@ def test_blocks_come_back_and_others_stay(layout, make, dtype):
     fill(after, seed=3)
     others = {name: tensor.clone() for name, tensor in after.items()}
     slot = memoryview(bytearray(gather(Pages(before, NUM_BLOCKS), 0, 5, 2)))
-    HostCopies(Pages(after, NUM_BLOCKS)).scatter([slot], [[3, -1, 0]])
+    HostCopier(Pages(after, NUM_BLOCKS)).scatter([slot], [[3, -1, 0]])
     for name, tensor in after.items():
         for block in range(NUM_BLOCKS):
             source = {3: before[name][0], 0: before[name][2]}.get(block, others[name][block])
@@ -101,7 +100,7 @@ def test_tensors_made_for_inference_are_written_to():
         tensors = in_one("LBHNC")
     pages = Pages(tensors, NUM_BLOCKS)
     slot = memoryview(bytearray(b"\x01" * pages.block_bytes))
-    HostCopies(pages).scatter([slot], [[2]])
+    HostCopier(pages).scatter([slot], [[2]])
     assert gather(pages, 2) == bytes(slot)
 
 

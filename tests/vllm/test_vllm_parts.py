@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from kvtier.client import HeldBlocks
-from kvtier.connectors.vllm.account import RequestAccount
-from kvtier.connectors.vllm.chain import RankChains
-from kvtier.connectors.vllm.order import (
-    Results,
-    WorkerLoaded,
-    WorkerLoadOrder,
-    WorkerOrders,
-    WorkerStoreOrder,
+from kvtier.connectors.kit.chains import RankChains
+from kvtier.connectors.vllm.engine_state import StepChunk, StepClock
+from kvtier.connectors.vllm.jobs import (
+    LoadJob,
+    LoadResult,
+    StepJobs,
+    StepResults,
+    StoreJob,
+    WorkerReports,
 )
-from kvtier.connectors.vllm.reports import WorkerReports
+from kvtier.connectors.vllm.prefix_lookup import PrefixLookup
+from kvtier.connectors.vllm.request import RequestTimes
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
-from kvtier.connectors.vllm.search import Search
 from kvtier.connectors.vllm.stats import LOOKUPS
-from kvtier.connectors.vllm.steps import StepChunk, StepClock
-from kvtier.connectors.vllm.tracked import traits_of
 from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.connectors.vllm_common.settings import traits_of
 from kvtier.core.identity import NO_TENANT, chain_root, hash_blocks
 from kvtier.core.plan import EngineLoad
 from kvtier.core.request import NO_TRAITS
@@ -85,7 +85,7 @@ def test_steps_that_nobody_ends_are_forgotten() -> None:
 
 
 def test_an_account_of_a_restored_request() -> None:
-    account = RequestAccount(10.0, num_restored=3, restore_s=0.5)
+    account = RequestTimes(10.0, num_restored=3, restore_s=0.5)
     account.note_chunk(80, 12.0)
     account.note_chunk(20, 12.3)
     account.compute_s = 0.4
@@ -98,7 +98,7 @@ def test_an_account_of_a_restored_request() -> None:
 
 
 def test_there_is_no_outcome_without_a_plan_or_a_chunk() -> None:
-    account = RequestAccount(10.0)
+    account = RequestTimes(10.0)
     assert account.outcome(7, (), 11.0) is None
     account.note_chunk(1, 10.5)
     assert account.outcome(0, (), 11.0) is None
@@ -107,13 +107,13 @@ def test_there_is_no_outcome_without_a_plan_or_a_chunk() -> None:
 # Searches
 
 
-def search(*daemons: RecordedDaemon) -> Search:
+def search(*daemons: RecordedDaemon) -> PrefixLookup:
     chains = RankChains(SPACES[: len(daemons)], NO_TENANT, 8)
     chains.extend(list(range(40)))
     for daemon, chain in zip(daemons, chains.first(5), strict=True):
         daemon.stored |= {(NO_TENANT, each): () for each in chain}
     clients: Any = [RecordingClient(daemon) for daemon in daemons]
-    return Search(clients, NO_TENANT, chains.first(5), 1, NO_TRAITS, EngineLoad())
+    return PrefixLookup(clients, NO_TENANT, chains.first(5), 1, NO_TRAITS, EngineLoad())
 
 
 def test_a_search_finds_what_all_ranks_hold() -> None:
@@ -170,7 +170,7 @@ def test_a_search_that_nobody_wants_any_more_lets_go() -> None:
     assert not daemon.open_leases
 
 
-# Traits
+# RequestTraits
 
 
 def test_a_name_that_no_message_can_carry_does_not_cost_the_cache() -> None:
@@ -187,20 +187,20 @@ def test_a_name_that_no_message_can_carry_does_not_cost_the_cache() -> None:
 
 
 def test_results_of_workers_add_up() -> None:
-    results = Results(3)
-    results.note_loaded("a", WorkerLoaded(5, 1.0))
-    other = Results(3)
-    other.note_loaded("a", WorkerLoaded(2, 2.0))
+    results = StepResults(3)
+    results.note_loaded("a", LoadResult(5, 1.0))
+    other = StepResults(3)
+    other.note_loaded("a", LoadResult(2, 2.0))
     other.stored[9] = 1
     results.stored[9] = 1
     results.add(other)
-    assert results.loaded == {"a": WorkerLoaded(2, 2.0, num_workers=2)}
+    assert results.loaded == {"a": LoadResult(2, 2.0, num_workers=2)}
     assert results.stored == {9: 2}
-    assert not Results()
+    assert not StepResults()
 
 
-LOAD = WorkerLoadOrder("a", NO_TENANT, ((b"h" * 16,),), 0, ((-1, 7, 8, 9),), (1,), 1e12)
-STORE = WorkerStoreOrder(4, NO_TENANT, ((b"h" * 16,),), 0, ((1, 2, 3, 4),))
+LOAD = LoadJob("a", NO_TENANT, ((b"h" * 16,),), 0, ((-1, 7, 8, 9),), (1,), 1e12)
+STORE = StoreJob(4, NO_TENANT, ((b"h" * 16,),), 0, ((1, 2, 3, 4),))
 
 
 class BrokenCopies:
@@ -233,7 +233,7 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
     copies: Any = BrokenCopies(has_fence=has_fence)
     client: Any = BrokenClient(RecordedDaemon())
     worker = WorkerHalf(client, copies)
-    orders = WorkerOrders(loads=[LOAD], stores=[STORE])
+    orders = StepJobs(loads=[LOAD], stores=[STORE])
     for begin in (worker.load, worker.store):
         if has_fence:
             begin(orders)
@@ -244,7 +244,7 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
     await_true(lambda: reports._received and reports._results.stored, "both are reported")
     worker.close()
     with nullcontext() if has_fence else pytest.raises(RuntimeError, match="the device is gone"):
-        worker.load(WorkerOrders(loads=[WorkerLoadOrder("b", NO_TENANT, (), 0, ((5,),))]))
+        worker.load(StepJobs(loads=[LoadJob("b", NO_TENANT, (), 0, ((5,),))]))
     assert reports.take_received() == {"a", "b"}
     assert reports.take_missing() == {5, 7, 8, 9}
     results = reports.take_results(0)
@@ -259,7 +259,7 @@ def test_what_no_worker_is_there_for_is_reported() -> None:
     reports.refuse([LOAD, STORE])
     assert reports.take_received() == {"a"}
     assert reports.take_missing() == {7, 8, 9}
-    assert reports.take_results(6) == Results(6, {4: 1}, {"a": reports_loaded(0)})
+    assert reports.take_results(6) == StepResults(6, {4: 1}, {"a": reports_loaded(0)})
 
 
 class reports_loaded:  # noqa: N801 - reads as a value
@@ -269,7 +269,7 @@ class reports_loaded:  # noqa: N801 - reads as a value
         self._num_filled = num_filled
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WorkerLoaded) and other.num_filled == self._num_filled
+        return isinstance(other, LoadResult) and other.num_filled == self._num_filled
 
     __hash__ = None
 
@@ -370,15 +370,15 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
     made._stores._pool.touch(made._stores._pool.blocks[:10])
     assert not made.frees_blocks_soon, "the request has its blocks still"
     now_s[0] += 2 * longest_s  # a long prompt on a slow machine
-    made.take(Results(step=orders.step))
+    made.take(StepResults(step=orders.step))
     made.finish(request)
     assert made.has_pending_stores, "it began when its step had ended"
     now_s[0] += 1.01 * longest_s
-    made.take(Results())
+    made.take(StepResults())
     assert not made.has_pending_stores, "no store is waited for without end"
     now_s[0] -= 0.02 * longest_s
     assert made.has_pending_stores
-    made.take(Results(stored={order.number: 1}))
+    made.take(StepResults(stored={order.number: 1}))
     assert not made.has_pending_stores
     made.close()
 
@@ -400,7 +400,7 @@ def test_a_daemon_that_has_nothing_is_not_asked_until_something_is_stored() -> N
     number = made._stores.open([1, 2], 0.0)
     assert match("c") is None, "its own store may be done by now"
     await_true(lambda: made.match(asked("c"), 0) == 0, "there is nothing yet")
-    made.take(Results(stored={number: 1}))
+    made.take(StepResults(stored={number: 1}))
     assert match("d") is None
     made.close()
 
@@ -456,7 +456,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
     request = asked("a", num_tokens=4 * num_blocks)
     made.add(request)
 
-    def step(num_past: int, num_new: int) -> list[WorkerStoreOrder]:
+    def step(num_past: int, num_new: int) -> list[StoreJob]:
         fresh = SimpleNamespace(
             req_id="a", block_ids=(list(range(num_blocks)),), num_computed_tokens=num_past
         )
@@ -475,7 +475,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
     (first,) = step(0, 4 * num_blocks)
     assert 0 < 2 * len(first.blocks) <= share
     assert not step(4 * num_blocks, 0), "there is no room before it is done"
-    made.take(Results(stored=Counter({first.number: 1})))
+    made.take(StepResults(stored=Counter({first.number: 1})))
     (second,) = step(4 * num_blocks, 0)
     assert second.first == len(first.blocks)
     assert second.first + len(second.blocks) == num_blocks // 2

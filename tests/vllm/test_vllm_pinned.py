@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.connectors.vllm.transfer.pinned import PinnedArena
+from kvtier.connectors.kit.device import PinnedArena
 from tests.vllm.lazy_device import LazyDevice
 
 PIECE_BYTES = 1000

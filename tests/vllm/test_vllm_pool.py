@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtier.client import OwnTier
-from kvtier.connectors.vllm.pool import own_tier
+from kvtier.connectors.vllm.engine_state import own_tier
 from kvtier.core.layout import KVLayout
 
 LAYOUT = KVLayout("vllm-lbhnc", 1, 64, 4096, "float32", "small")

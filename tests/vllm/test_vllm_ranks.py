@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtier.connectors.vllm.settings import Role
+from kvtier.connectors.vllm_common.settings import Role
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.vllm.identity.facts import BlockFacts, block_ratio, model_config
-from kvtier.connectors.vllm.order import RankFacts
-from kvtier.connectors.vllm.refusal import layer_specs, refusal
-from kvtier.connectors.vllm.start import Start
+from kvtier.connectors.vllm.block_identity import BlockFacts, block_ratio
+from kvtier.connectors.vllm.jobs import RankReport
+from kvtier.connectors.vllm.key_spaces import KeySpaceResolver
+from kvtier.connectors.vllm_common.model_config import model_config
+from kvtier.connectors.vllm_common.refusal import layer_specs, refusal
 from kvtier.core.layout import KVLayout
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -270,10 +271,10 @@ def test_blocks_of_ours_are_whole_blocks_of_vllm(block_tokens: int, ratio: int) 
 # The start
 
 
-def facts(rank: int = 0, size: int = 1, block_tokens: int = 64) -> RankFacts:
+def facts(rank: int = 0, size: int = 1, block_tokens: int = 64) -> RankReport:
     layout = KVLayout("vllm-lbhnc", 1, block_tokens, 4096, "float32", "small")
     blocks = BlockFacts("{}", layout, "float32", "vllm", "auto", size, rank, block_tokens // 16)
-    return RankFacts(blocks)
+    return RankReport(blocks)
 
 
 @pytest.fixture
@@ -286,7 +287,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def begun(start: Start, *ranks: RankFacts) -> list[Any]:
+def begun(start: KeySpaceResolver, *ranks: RankReport) -> list[Any]:
     start.tell(ranks)
     try:
         return start.take_spaces()
@@ -298,12 +299,12 @@ def begun(start: Start, *ranks: RankFacts) -> list[Any]:
 def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have files be older than this process, which made them."""
     later_ns = time.time_ns() + 3600 * 10**9
-    monkeypatch.setattr("kvtier.connectors.vllm.start.began_ns", lambda: later_ns)
+    monkeypatch.setattr("kvtier.connectors.vllm.key_spaces.began_ns", lambda: later_ns)
 
 
 @pytest.mark.usefixtures("long_ago")
 def test_a_start_gives_a_space_for_each_rank(model: Path) -> None:
-    start = Start(lambda: model, "")
+    start = KeySpaceResolver(lambda: model, "")
     spaces = begun(start, facts(0, 2), facts(1, 2))
     assert [space.parallel_rank for space in spaces] == [0, 1]
     assert start.weights == spaces[0].weights != b""
@@ -315,14 +316,17 @@ def test_a_start_gives_a_space_for_each_rank(model: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        ([RankFacts(None, "layer a is odd"), RankFacts(None, "layer a is odd")], "layer a is odd"),
+        (
+            [RankReport(None, "layer a is odd"), RankReport(None, "layer a is odd")],
+            "layer a is odd",
+        ),
         ([facts(0, 2), facts(1, 2, block_tokens=128)], "tokens 64 in 4 and 128 in 8 of vLLM's"),
     ],
 )
 def test_ranks_that_cannot_be_served_are_told_once(
-    model: Path, ranks: list[RankFacts], told: str, caplog: pytest.LogCaptureFixture
+    model: Path, ranks: list[RankReport], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = Start(lambda: model, "")
+    start = KeySpaceResolver(lambda: model, "")
     assert begun(start, *ranks) == []
     assert start.take_spaces() == []
     assert reasons(caplog) == [told] or reasons(caplog)[0].endswith(told)
@@ -332,14 +336,14 @@ def test_ranks_that_cannot_be_served_are_told_once(
 def test_a_model_that_is_read_for_long_holds_nobody_up(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.start._WAIT_S", 0.0)
+    monkeypatch.setattr("kvtier.connectors.vllm.key_spaces._WAIT_S", 0.0)
     gate = threading.Event()
 
     def find() -> Path:
         assert gate.wait(30)
         return model
 
-    start = Start(find, "")
+    start = KeySpaceResolver(find, "")
     start.tell([facts()])
     assert start.take_spaces() == []
     assert start.weights == b""
@@ -349,7 +353,7 @@ def test_a_model_that_is_read_for_long_holds_nobody_up(
 
 
 def test_weights_that_just_changed_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert begun(Start(lambda: model, ""), facts()) == []
+    assert begun(KeySpaceResolver(lambda: model, ""), facts()) == []
     assert "model.safetensors has changed since vLLM began" in reasons(caplog)[0]
 
 
@@ -357,7 +361,7 @@ def test_what_is_refused_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
     def find() -> Path:
         raise AssertionError
 
-    start = Start(find, "org/m: 2 groups of KV")
+    start = KeySpaceResolver(find, "org/m: 2 groups of KV")
     assert begun(start, facts()) == []
     assert reasons(caplog) == ["org/m: 2 groups of KV"]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.client import ClientDeadlines
-from kvtier.connectors.vllm.order import WorkerOrders
+from kvtier.connectors.vllm.jobs import StepJobs
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
 from tests.vllm.small_vllm import SmallVllm, request
@@ -38,7 +38,7 @@ def await_served_again(small: SmallVllm, tokens: list[int]) -> None:
     await_true(lambda: small.prefill(tokens, AGAIN)[0] == 256, "it loads again")
 
 
-def ordered_stores(small: SmallVllm) -> WorkerOrders:
+def ordered_stores(small: SmallVllm) -> StepJobs:
     """Have a request computed, and return what its worker has still to do."""
     asked, scheduler = request("ordered", TOKENS), small.scheduler
     scheduler.add(asked)

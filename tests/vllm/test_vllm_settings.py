@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import ClientDeadlines
-from kvtier.connectors.vllm.settings import Role, read_settings
+from kvtier.connectors.vllm_common.settings import Role, read_settings
 from kvtier.errors import ConfigError
 
 

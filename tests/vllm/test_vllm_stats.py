@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.vllm.log import join_log
-from kvtier.connectors.vllm.settings import read_settings
 from kvtier.connectors.vllm.stats import (
     ATTACHED,
     HIT_TOKENS,
@@ -20,12 +18,14 @@ from kvtier.connectors.vllm.stats import (
     LOOKUPS,
     ROWS,
     STORE_BLOCKS,
+    StatCounters,
     StatKind,
-    StatTally,
     add_up,
     split_by_tier,
     summary,
 )
+from kvtier.connectors.vllm_common.observability import join_log
+from kvtier.connectors.vllm_common.settings import read_settings
 from kvtier.core.residency import TierName
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
@@ -36,7 +36,7 @@ CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 
 
 def test_a_tally_is_taken_once() -> None:
-    tally = StatTally()
+    tally = StatCounters()
     tally.add(HIT_TOKENS, 64, "cpu")
     tally.add(HIT_TOKENS, 64, "cpu")
     tally.add(STORE_BLOCKS, 0, "kept")
@@ -45,7 +45,7 @@ def test_a_tally_is_taken_once() -> None:
 
 
 def test_counts_are_added_up_by_their_kind() -> None:
-    one, other = StatTally(), StatTally()
+    one, other = StatCounters(), StatCounters()
     for tally, is_attached in ((one, 1), (other, 0)):
         tally.add(ATTACHED, is_attached)
         tally.add(LOOKUPS, label="hit")
@@ -61,13 +61,13 @@ def test_counts_are_added_up_by_their_kind() -> None:
 
 
 def test_what_another_release_of_ours_counts_is_left_out() -> None:
-    counts = StatTally().take()
+    counts = StatCounters().take()
     add_up(counts, {"vllm:kvtier_of_tomorrow": {"": [1]}})
     assert counts == {}
 
 
 def test_samples_that_nobody_takes_are_bounded() -> None:
-    tally = StatTally()
+    tally = StatCounters()
     for _ in range(3000):
         tally.add(LOAD_SECONDS, 0.001)
     counts = tally.take()
@@ -76,7 +76,7 @@ def test_samples_that_nobody_takes_are_bounded() -> None:
 
 
 def test_an_interval_reads_well() -> None:
-    tally = StatTally()
+    tally = StatCounters()
     tally.add(HIT_TOKENS, 2944, "ssd")
     tally.add(LOOKUPS, 2, "hit")
     for seconds in (0.010, 0.0203):

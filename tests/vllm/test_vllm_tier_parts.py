@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.guard import guarded
+from kvtier.connectors.kit.guard import guarded
 from kvtier.connectors.vllm_tier.chain import ChunkChain, ChunkRun
 from kvtier.connectors.vllm_tier.identity import (
     ModelFacts,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvtier.client import LoadedBlock
-from kvtier.connectors.guard import note_fault
-from kvtier.connectors.vllm.clearing import Clearing
-from kvtier.connectors.vllm.order import WorkerLoadOrder, WorkerOrders
+from kvtier.connectors.kit.guard import note_fault
+from kvtier.connectors.vllm.jobs import LoadJob, StepJobs
+from kvtier.connectors.vllm.reset import CacheReset
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.stats import ATTACHED
 from kvtier.connectors.vllm.worker import WorkerHalf
@@ -32,13 +32,13 @@ SPACE = bytes(16)
 ADAPTER = """
 import json, sys
 from types import SimpleNamespace
-from kvtier.connectors.vllm.identity.adapter import Adapters
-from kvtier.connectors.vllm.identity.weights import FileDigests
+from kvtier.connectors.kit.adapters import AdapterFingerprints
+from kvtier.connectors.kit.weights import FileDigests
 
 class LoRARequest(SimpleNamespace):
     pass
 
-adapters = Adapters(FileDigests(), 1 << 62)
+adapters = AdapterFingerprints(FileDigests(), 1 << 62)
 adapter = LoRARequest(lora_name="a", lora_int_id=1, lora_path=sys.argv[1])
 for number in range(300):
     adapters.ask(SimpleNamespace(request_id=str(number), lora_request=adapter))
@@ -129,7 +129,7 @@ def test_a_reset_that_breaks_is_promised_all_the_same() -> None:
 def test_a_promise_that_is_long_due_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     daemon = RecordedDaemon(is_away=True)
     client: Any = ClearingClient(daemon)
-    clearing = Clearing([client])
+    clearing = CacheReset([client])
     with caplog.at_level(logging.INFO, "kvtier.vllm"):
         for _ in range(2):
             daemon.is_away = True
@@ -198,9 +198,7 @@ def test_no_end_of_vllm_waits_for_a_device_that_hangs(
     copies: Any = HangingCopies()
     client: Any = LoadingClient(RecordedDaemon())
     worker = WorkerHalf(client, copies)
-    worker.load(
-        WorkerOrders(loads=[WorkerLoadOrder("a", NO_TENANT, ((SPACE,),), 0, ((7,),), (1,), 1e12)])
-    )
+    worker.load(StepJobs(loads=[LoadJob("a", NO_TENANT, ((SPACE,),), 0, ((7,),), (1,), 1e12)]))
     assert copies.has_begun.wait(10)
     with caplog.at_level(logging.WARNING, "kvtier.vllm"):
         worker.close()

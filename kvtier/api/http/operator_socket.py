@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvtier.errors import StartError
 from kvtier.observe.log import Log
-from kvtier.transfer.door import peer_of, socket_mode
 from kvtier.transfer.socket_file import SocketFile
+from kvtier.transfer.ticket_server import peer_of, socket_mode
 
 __all__ = ["OperatorSocket", "Operators", "engine_socket"]
 

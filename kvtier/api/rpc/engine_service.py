@@ -2,30 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvtier.api.rpc.engine_messages import (
-    announced_of,
-    flops_of,
-    layout_of,
-    load_of,
-    outcomes_of,
-    over_of,
-    steps_of,
-    traits_of,
-)
-from kvtier.client.wire import (
-    agreed_protocol,
-    change_to_wire,
-    plan_to_wire,
-    purpose_from_wire,
-    tier_to_wire,
-)
 from kvtier.core.identity import HASH_BYTES, Selection, split_hashes
-from kvtier.core.limits import EMPTY_MS
+from kvtier.core.limits import ANNOUNCED_MAX, EMPTY_MS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
@@ -36,6 +19,23 @@ from kvtier.tiers.base import Removed
 from kvtier.transfer.shm import ArenaServer
 from kvtier.v1 import engine_pb2 as pb
 from kvtier.v1 import engine_pb2_grpc
+from kvtier.wire.convert import (
+    agreed_protocol,
+    change_to_wire,
+    plan_to_wire,
+    purpose_from_wire,
+    tier_to_wire,
+)
+from kvtier.wire.incoming import (
+    check_length,
+    flops_of,
+    layout_of,
+    load_of,
+    outcomes_of,
+    over_of,
+    steps_of,
+    traits_of,
+)
 
 __all__ = ["EngineServicer"]
 
@@ -146,7 +146,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceReply:
         """Note which requests have come, and which are over."""
         requests, over = await _read(
-            context, lambda: (announced_of(request.requests), over_of(request.over))
+            context, lambda: (_announced_of(request.requests), over_of(request.over))
         )
         await self._ask(context, lambda call: ev.Announce(call, request.session, requests, over))
         return pb.AnnounceReply()
@@ -321,6 +321,17 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if isinstance(answer, ac.Refused):
             await _refuse(context, answer.kind, answer.message)
         return answer
+
+
+def _announced_of(requests: Sequence[pb.Announced]) -> tuple[ev.AnnouncedRequest, ...]:
+    """Return the requests of one call."""
+    check_length("requests", requests, ANNOUNCED_MAX)
+    return tuple(
+        ev.AnnouncedRequest(
+            traits_of(each.traits), each.chain.tenant, each.chain.hashes, each.first
+        )
+        for each in requests
+    )
 
 
 def _tell(mark: TraceStep, answer: ac.LookupResult) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import grpc
 
-from kvtier.transfer.channel import quiet_channel
-from kvtier.transfer.door import knock
+from kvtier.transfer.ticket_server import request_ticket
 from kvtier.v1 import operator_pb2_grpc
+from kvtier.wire.channel import quiet_channel
 
 __all__ = ["RemoteDaemon", "local_operator", "operator_ticket_socket", "remote_operator"]
 
-_KNOCK_TIMEOUT_S = 1.0
-"""The door is opened by the kernel's queue and one turn of the daemon's loop."""
+_TICKET_TIMEOUT_S = 1.0
+"""Enough: the kernel queues the connection, and the daemon answers in its next loop turn."""
 
 
 def operator_ticket_socket(socket_path: Path) -> Path:
@@ -24,13 +24,13 @@ def operator_ticket_socket(socket_path: Path) -> Path:
 
 @contextlib.contextmanager
 def local_operator(
-    socket_path: Path, timeout_s: float = _KNOCK_TIMEOUT_S
+    socket_path: Path, timeout_s: float = _TICKET_TIMEOUT_S
 ) -> Iterator[operator_pb2_grpc.OperatorStub]:
     """Yield the operator's calls of the daemon at ``socket_path``.
 
     Raises DaemonUnavailable where nobody lets us in.
     """
-    lifeline, message, _ = knock(operator_ticket_socket(socket_path), timeout_s)
+    lifeline, message, _ = request_ticket(operator_ticket_socket(socket_path), timeout_s)
     with lifeline:
         transport = grpc.local_channel_credentials(grpc.LocalConnectionType.UDS)
         ticket = grpc.access_token_call_credentials(str(message["ticket"]))

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import grpc
 
 from kvtier import __version__
-from kvtier.api.rpc.engine_messages import tenant_of
-from kvtier.client.wire import tier_from_wire, tier_to_wire
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
 from kvtier.core.residency import TierName
@@ -25,6 +23,8 @@ from kvtier.runtime.scrubber import ScrubProgress, TierScrubber
 from kvtier.tiers.base import Health
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_from_wire, tier_to_wire
+from kvtier.wire.incoming import tenant_of
 
 __all__ = [
     "ExplainQuestion",

@@ -12,8 +12,8 @@ from kvtier.api.rpc.interceptors import MalformedRequestInterceptor, OperatorAut
 from kvtier.api.rpc.operator_client import operator_ticket_socket
 from kvtier.config import ListenAddress
 from kvtier.errors import StartError
-from kvtier.transfer.door import Door, socket_mode
 from kvtier.transfer.socket_file import SocketFile
+from kvtier.transfer.ticket_server import TicketServer, socket_mode
 from kvtier.v1 import engine_pb2_grpc, operator_pb2_grpc
 
 __all__ = ["OPERATORS_MAX", "UnixServer", "open_tcp", "open_unix"]
@@ -105,19 +105,19 @@ class UnixServer:
 
 async def open_unix(
     path: Path,
-    door: Door,
+    ticket_server: TicketServer,
     allowed_uids: Collection[int],
     engine: engine_pb2_grpc.EngineServicer,
     operator: operator_pb2_grpc.OperatorServicer,
 ) -> UnixServer:
-    """Serve both services at ``path``; operators need a ticket of ``door``. Raises StartError."""
+    """Serve both services at ``path``; operators need a ticket. Raises StartError."""
 
     def add_services(server: grpc.aio.Server) -> None:
         engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
         operator_pb2_grpc.add_OperatorServicer_to_server(operator, server)
 
     guard = OperatorAuthInterceptor(
-        lambda ticket: door.keep(ticket, _TICKET_IDLE_S),
+        lambda ticket: ticket_server.keep(ticket, _TICKET_IDLE_S),
         f"this call needs a ticket from {operator_ticket_socket(path)}; use the kvtier of the "
         "daemon's version",
     )

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvtier.cli.call import call_daemon
-from kvtier.client.wire import tier_to_wire
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.errors import KvtierError, StartError
 from kvtier.v1 import operator_pb2 as pb
+from kvtier.wire.convert import tier_to_wire
 
 __all__ = ["DemoDeployment", "DemoFailed"]
 

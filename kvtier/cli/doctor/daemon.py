@@ -22,7 +22,7 @@ from kvtier.config.load import with_url
 from kvtier.daemon.tiers.opening import load_keys
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
-from kvtier.transfer.door import peer_of
+from kvtier.transfer.ticket_server import peer_of
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = [

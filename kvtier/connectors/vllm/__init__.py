@@ -41,12 +41,13 @@ def __getattr__(name: str) -> object:
     if name != "KvtierConnector":
         raise AttributeError(name)
     try:
-        from kvtier.connectors.vllm.release import check_release
+        from kvtier.connectors.vllm_common.release import check_release
 
         check_release()
         from kvtier.connectors.vllm.connector import KvtierConnector
     except Exception as error:
-        from kvtier.connectors.vllm.idle import idle_connector, reason_of
+        from kvtier.connectors.vllm.idle import idle_connector
+        from kvtier.connectors.vllm_common.unserved import reason_of
 
         return idle_connector(reason_of(error))
     return KvtierConnector

@@ -19,22 +19,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.client import OwnTier
-from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.log import join_log
-from kvtier.connectors.vllm.messages import Handshake, StepMetadata, WorkerMetadata
-from kvtier.connectors.vllm.metrics import KvtierMetrics, KvtierStats, hit_sources
-from kvtier.connectors.vllm.order import RankFacts, WorkerOrders
+from kvtier.connectors.kit.copies import BlockCopier
+from kvtier.connectors.kit.guard import guarded
+from kvtier.connectors.vllm.engine_state import own_tier
+from kvtier.connectors.vllm.jobs import RankReport, StepJobs, WorkerReports
+from kvtier.connectors.vllm.key_spaces import KeySpaceResolver
+from kvtier.connectors.vllm.kv_events import KvEvents
+from kvtier.connectors.vllm.messages import (
+    Handshake,
+    KvtierMetrics,
+    KvtierStats,
+    StepMetadata,
+    WorkerMetadata,
+    hit_sources,
+)
 from kvtier.connectors.vllm.plugin import register
-from kvtier.connectors.vllm.pool import own_tier
-from kvtier.connectors.vllm.reports import WorkerReports
-from kvtier.connectors.vllm.routers.events import Events
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
-from kvtier.connectors.vllm.settings import read_settings
-from kvtier.connectors.vllm.site import Site
-from kvtier.connectors.vllm.start import Start
-from kvtier.connectors.vllm.traces import join_traces
-from kvtier.connectors.vllm.transfer.copies import Copies
+from kvtier.connectors.vllm.setup import ConnectorSetup
 from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.connectors.vllm_common.observability import join_log, join_traces
+from kvtier.connectors.vllm_common.settings import read_settings
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
@@ -46,7 +50,7 @@ _log = Log("kvtier.vllm")
 _open = partial(guarded, _log)
 """Has a hook return what is given where it would raise into vLLM."""
 
-_FOREIGN = RankFacts(None, "MultiConnector has passed on another connector's handshake")
+_FOREIGN = RankReport(None, "MultiConnector has passed on another connector's handshake")
 """It passes on that of the first one that has any, to all."""
 
 register()  # MultiConnector looks for the classes of what it counts by their short names
@@ -61,15 +65,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._site: Site | None = None
-        self._facts: RankFacts | None = None
+        self._site: ConnectorSetup | None = None
+        self._facts: RankReport | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._pool: Any = None
-        self._events: Events | None = None
+        self._events: KvEvents | None = None
         self._reports = WorkerReports()
-        self._copies: Copies | None = None
-        self._start: Start | None = None
+        self._copies: BlockCopier | None = None
+        self._start: KeySpaceResolver | None = None
         self._are_workers_told = False
         self._is_reset = False
         self._prepare(role)
@@ -209,12 +213,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_open(lambda: StepMetadata(WorkerOrders(), b""))
+    @_open(lambda: StepMetadata(StepJobs(), b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return this step's orders."""
         self._offer(scheduler_output)
         if self._scheduler is None or self._start is None:
-            return StepMetadata(WorkerOrders(), b"")
+            return StepMetadata(StepJobs(), b"")
         self._are_workers_told = True
         return StepMetadata(self._scheduler.take_orders(), self._start.weights)
 
@@ -333,7 +337,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             if role == KVConnectorRole.SCHEDULER:  # once is enough
                 _log.error("vLLM's blocks are not cached", reason=error)
         else:
-            self._site = Site(self._vllm_config, self._kv_cache_config, settings)
+            self._site = ConnectorSetup(self._vllm_config, self._kv_cache_config, settings)
             if role == KVConnectorRole.SCHEDULER:
                 self._start = self._site.start()
         join_traces(self._vllm_config)

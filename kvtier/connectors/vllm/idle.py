@@ -9,31 +9,9 @@ import abc
 from functools import cache
 from typing import Any
 
-from kvtier.connectors.vllm.log import join_log
-from kvtier.observe.log import Log
+from kvtier.connectors.vllm_common.unserved import say_idle
 
-__all__ = ["UnservedRelease", "idle_connector", "reason_of", "say_idle"]
-
-
-class UnservedRelease(ImportError):
-    """Raised for a vLLM release that kvtier does not support; the message has the remedy."""
-
-
-def reason_of(error: Exception) -> str:
-    """Return why kvtier cannot be used, with the remedy."""
-    if isinstance(error, UnservedRelease):
-        return str(error)
-    return (
-        f"kvtier cannot be imported ({type(error).__name__}: {error}): reinstall it in vLLM's"
-        " environment (pip install --force-reinstall kvtier), and check its dependencies with"
-        " pip check"
-    )
-
-
-def say_idle(reason: str) -> None:
-    """Log in one line that nothing is cached, and why."""
-    join_log()
-    Log("kvtier.vllm").error("vLLM's blocks are not cached", reason=reason)
+__all__ = ["idle_connector"]
 
 
 @cache  # vLLM may ask for the class again, and compares classes

@@ -17,21 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import Announcement, Client
-from kvtier.connectors.vllm.account import RequestAccount
-from kvtier.connectors.vllm.backlog import Backlog
-from kvtier.connectors.vllm.chain import RankChains
-from kvtier.connectors.vllm.clearing import Clearing
-from kvtier.connectors.vllm.identity.extra import can_be_named, extra_keys
-from kvtier.connectors.vllm.loads import OpenLoads
-from kvtier.connectors.vllm.order import Results, WorkerOrders
-from kvtier.connectors.vllm.routers.news import News
-from kvtier.connectors.vllm.search import Search
-from kvtier.connectors.vllm.searches import OpenSearches
-from kvtier.connectors.vllm.settings import Role
-from kvtier.connectors.vllm.stats import ATTACHED, HIT_TOKENS, Counts, StatTally, split_by_tier
-from kvtier.connectors.vllm.steps import StepChunk, StepClock
-from kvtier.connectors.vllm.stores import OpenStores
-from kvtier.connectors.vllm.tracked import Tracked, note_blocks, traits_of
+from kvtier.connectors.kit.chains import RankChains
+from kvtier.connectors.vllm.block_identity import can_be_named, extra_keys
+from kvtier.connectors.vllm.engine_state import Backlog, StepChunk, StepClock
+from kvtier.connectors.vllm.jobs import StepJobs, StepResults
+from kvtier.connectors.vllm.open_lookups import OpenLookups
+from kvtier.connectors.vllm.open_transfers import OpenLoads, OpenStores
+from kvtier.connectors.vllm.prefix_lookup import PrefixLookup
+from kvtier.connectors.vllm.request import RequestTimes, TrackedRequest, note_blocks
+from kvtier.connectors.vllm.reset import CacheReset
+from kvtier.connectors.vllm.router_feed import RouterFeed
+from kvtier.connectors.vllm.stats import ATTACHED, HIT_TOKENS, Counts, StatCounters, split_by_tier
+from kvtier.connectors.vllm_common.settings import Role, traits_of
 from kvtier.core.identity import tenant_digest
 from kvtier.core.residency import TierName
 
@@ -56,23 +53,23 @@ class SchedulerHalf:
         self, ranks: Sequence[Rank], block_tokens: int, ratio: int, role: Role = Role.BOTH
     ) -> None:
         """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
-        self.tally = StatTally()
+        self.tally = StatCounters()
         self.hit_tokens = 0
         """Of prompts, that vLLM had itself; of requests that are over."""
-        self.news: News | None = None
+        self.news: RouterFeed | None = None
         """What routers are told, if any listens to vLLM."""
         self._clients = [rank.client for rank in ranks]
-        self._clearing = Clearing(self._clients)
+        self._clearing = CacheReset(self._clients)
         self._key_spaces = [rank.key_space for rank in ranks]
         self._block_tokens = block_tokens
         self._role = role
         self._deadlines = ranks[0].client.deadlines
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._backlog = Backlog(self._tracked)
-        self._searches = OpenSearches(self._clients, block_tokens, self._backlog, self.tally)
+        self._searches = OpenLookups(self._clients, block_tokens, self._backlog, self.tally)
         self._loads = OpenLoads(len(ranks), block_tokens, ratio)
         self._stores = OpenStores(len(ranks), block_tokens, ratio)
-        self._orders = WorkerOrders()
+        self._orders = StepJobs()
         self._clock = StepClock()
         self._told_attached: bool | None = None
         """What vLLM's metrics say."""
@@ -127,8 +124,8 @@ class SchedulerHalf:
         tenant = tenant_digest(request.cache_salt)
         extra = extra_keys(request, adapter, self._block_tokens)
         chains = RankChains(self._key_spaces, tenant, self._block_tokens, extra)
-        tracked = Tracked(
-            request, tenant, traits_of(request), chains, RequestAccount(time.monotonic())
+        tracked = TrackedRequest(
+            request, tenant, traits_of(request), chains, RequestTimes(time.monotonic())
         )
         self._extend(tracked)
         self._tracked[request.request_id] = tracked
@@ -216,13 +213,13 @@ class SchedulerHalf:
             known = chunks if len(chunks) == num_scheduled else ()
             self._orders.step = self._clock.begin(known, now_s)
 
-    def take_orders(self) -> WorkerOrders:
+    def take_orders(self) -> StepJobs:
         """Take what the workers are to do in this step."""
-        orders, self._orders = self._orders, WorkerOrders()
+        orders, self._orders = self._orders, StepJobs()
         self._backlog.end_step()
         return orders
 
-    def take(self, results: Results) -> None:
+    def take(self, results: StepResults) -> None:
         """Take what workers are done with."""
         now_s = time.monotonic()
         with ExitStack() as parts:  # each is done, also where another one fails
@@ -244,7 +241,7 @@ class SchedulerHalf:
         for client in self._clients:
             client.close()
 
-    def _extend(self, tracked: Tracked) -> None:
+    def _extend(self, tracked: TrackedRequest) -> None:
         """Hash the blocks of a request that are full by now, and know them for routers."""
         tracked.extend()
         if self.news is not None:
@@ -252,8 +249,8 @@ class SchedulerHalf:
 
     def _order_load(
         self,
-        tracked: Tracked | None,
-        search: Search | None,
+        tracked: TrackedRequest | None,
+        search: PrefixLookup | None,
         blocks: Sequence[int],
         num_external: int,
     ) -> None:
@@ -287,7 +284,7 @@ class SchedulerHalf:
                     tracked.account.compute_s += step.share_s(chunk)
                 self._tell_outcomes(tracked, now_s)
 
-    def _tell_outcomes(self, tracked: Tracked, now_s: float) -> None:
+    def _tell_outcomes(self, tracked: TrackedRequest, now_s: float) -> None:
         for client, outcome in zip(self._clients, tracked.take_outcomes(now_s), strict=False):
             if outcome is not None:
                 client.note_outcome(outcome)

@@ -32,8 +32,8 @@ __all__ = [
     "STORE_SECONDS",
     "Counts",
     "Row",
+    "StatCounters",
     "StatKind",
-    "StatTally",
     "add_up",
     "split_by_tier",
     "summary",
@@ -162,7 +162,7 @@ Counts = dict[str, dict[str, list[float]]]
 """By name and label: the sum of a counter, the last value of a gauge, a histogram's samples."""
 
 
-class StatTally:
+class StatCounters:
     """What was counted since it was last taken. May be used from any thread."""
 
     def __init__(self) -> None:

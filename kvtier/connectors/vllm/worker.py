@@ -13,9 +13,10 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.client import Client, LoadedBlock
-from kvtier.connectors.threads import Threads
-from kvtier.connectors.vllm.order import WorkerLoadOrder, WorkerOrders, WorkerStoreOrder
-from kvtier.connectors.vllm.reports import WorkerReports
+from kvtier.connectors.kit.copies import BlockCopier
+from kvtier.connectors.kit.device import Fence, is_reached
+from kvtier.connectors.kit.threads import Threads
+from kvtier.connectors.vllm.jobs import LoadJob, StepJobs, StoreJob, WorkerReports
 from kvtier.connectors.vllm.stats import (
     LOAD_BYTES,
     LOAD_SECONDS,
@@ -24,10 +25,8 @@ from kvtier.connectors.vllm.stats import (
     STORE_BLOCKS,
     STORE_SECONDS,
     Counts,
-    StatTally,
+    StatCounters,
 )
-from kvtier.connectors.vllm.transfer.copies import Copies
-from kvtier.connectors.vllm.transfer.device import Fence, is_reached
 from kvtier.errors import DaemonSlow, DaemonUnavailable
 from kvtier.observe.log import Log
 from kvtier.observe.trace import TRACES
@@ -47,16 +46,20 @@ _CLOSE_S = 5.0
 _QUEUED_MAX = 1024
 """Orders, each with blocks of vLLM's; what is more is not done. vLLM has some hundred requests."""
 
-_Order = TypeVar("_Order", WorkerLoadOrder, WorkerStoreOrder)
+_Order = TypeVar("_Order", LoadJob, StoreJob)
 
 
 class WorkerHalf:
     """Carries out orders with a client, which it closes with itself."""
 
     def __init__(
-        self, client: Client, copies: Copies, rank: int = 0, reports: WorkerReports | None = None
+        self,
+        client: Client,
+        copies: BlockCopier,
+        rank: int = 0,
+        reports: WorkerReports | None = None,
     ) -> None:
-        self.tally = StatTally()
+        self.tally = StatCounters()
         self.reports = reports or WorkerReports()
         self._client = client
         self._copies = copies
@@ -64,11 +67,11 @@ class WorkerHalf:
         self._readers = Threads(_log, "kvtier-load", copies.num_readers, _QUEUED_MAX)
         self._writer = Threads(_log, "kvtier-store", 1, _QUEUED_MAX)
 
-    def load(self, orders: WorkerOrders) -> None:
+    def load(self, orders: StepJobs) -> None:
         """Begin the loads of a step, once what vLLM has begun on their blocks is over."""
         self._begin(self._readers, self._load, orders.loads)
 
-    def store(self, orders: WorkerOrders) -> None:
+    def store(self, orders: StepJobs) -> None:
         """Begin the stores of a step, once its blocks, which vLLM has begun on, are computed.
 
         What cannot begin within the time of a store from now on is left: the step itself may have
@@ -110,7 +113,7 @@ class WorkerHalf:
         finally:
             self.reports.refuse(orders[num_begun:])
 
-    def _load(self, order: WorkerLoadOrder, fence: Fence) -> None:
+    def _load(self, order: LoadJob, fence: Fence) -> None:
         num_filled, began_s = 0, time.monotonic()
         try:
             with TRACES.passing_on("load", order.traceparent) as mark:
@@ -124,7 +127,7 @@ class WorkerHalf:
             self.tally.add(MISSING_BLOCKS, len(order.into) - num_filled)
             self.reports.end_load(order, num_filled)
 
-    def _filled(self, order: WorkerLoadOrder, fence: Fence) -> Iterator[int]:
+    def _filled(self, order: LoadJob, fence: Fence) -> Iterator[int]:
         """Copy blocks as they come, and yield how many are good."""
         left_s = min(self._client.deadlines.load_s, order.good_until_s - time.monotonic())
         if left_s <= 0 or not is_reached(fence, left_s):
@@ -143,7 +146,7 @@ class WorkerHalf:
             self.tally.add(LOAD_BYTES, len(item.payload))
             yield item.index - order.first + 1
 
-    def _store(self, order: WorkerStoreOrder, fence: Fence, begin_until_s: float) -> None:
+    def _store(self, order: StoreJob, fence: Fence, begin_until_s: float) -> None:
         def fill(indexes: Sequence[int], slots: Sequence[memoryview]) -> Generator[None]:
             self._note_staged(slots)
             blocks = [order.blocks[index - order.first] for index in indexes]

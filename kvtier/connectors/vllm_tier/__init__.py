@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(name)
     try:
-        from kvtier.connectors.vllm.release import check_release
+        from kvtier.connectors.vllm_common.release import check_release
 
         check_release()
         if name == "KvtierTier":
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> object:
             return KvtierTier
         from kvtier.connectors.vllm_tier.connector import KvtierOffloadingConnector
     except Exception as error:
-        from kvtier.connectors.vllm.idle import reason_of
+        from kvtier.connectors.vllm_common.unserved import reason_of
         from kvtier.connectors.vllm_tier.idle import idle_offloading_connector, idle_tier
 
         reason = reason_of(error)

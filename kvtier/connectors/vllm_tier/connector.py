@@ -18,10 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.identity.description import arrangement
-from kvtier.connectors.vllm.refusal import layer_specs, refusal
-from kvtier.connectors.vllm.release import local_model, release
+from kvtier.connectors.kit.guard import guarded
+from kvtier.connectors.vllm_common.refusal import layer_specs, refusal
+from kvtier.connectors.vllm_common.release import arrangement, local_model, release
 from kvtier.connectors.vllm_tier.identity import ModelFacts, model_facts, side_by_side
 from kvtier.observe.log import Log
 

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.vllm.identity.facts import model_config
-from kvtier.connectors.vllm.refusal import refusal
+from kvtier.connectors.vllm_common.model_config import model_config
+from kvtier.connectors.vllm_common.refusal import refusal
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from kvtier.connectors.vllm.idle import say_idle
+from kvtier.connectors.vllm_common.unserved import say_idle
 
 __all__ = ["idle_offloading_connector", "idle_tier"]
 

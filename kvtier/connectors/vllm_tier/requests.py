@@ -6,6 +6,7 @@ such block on. Its answer holds for as long as the request does: what is gone by
 loaded is a load that fails, and is then a miss.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,17 +14,68 @@ from enum import Enum, auto
 from functools import partial
 
 from kvtier.client import Announcement, Client
-from kvtier.connectors.guard import note_fault
+from kvtier.connectors.kit.guard import note_fault
 from kvtier.connectors.vllm_tier.chain import ChunkChain
-from kvtier.connectors.vllm_tier.question import LookupQuestion
 from kvtier.connectors.vllm_tier.transfers import ChunkJob
-from kvtier.core.identity import NO_TENANT, chain_root
+from kvtier.core.identity import NO_TENANT, BlockHash, chain_root
 from kvtier.core.request import RequestTraits
+from kvtier.errors import DaemonUnavailable
 from kvtier.observe.log import Log, RateLimitedLog
 
-__all__ = ["ChunkAnswer", "Names", "Requests"]
+__all__ = ["ChunkAnswer", "Names", "PendingChunkLookup", "Requests"]
 
 _log = Log("kvtier.vllm")
+
+_WAIT_SHARE = 1.2
+_WAIT_MARGIN_S = 0.05
+"""The daemon ends a load by its plan, and we do so a fifth and this much later."""
+
+_QUEUE_S = 0.75
+"""A lookup has a deadline of the client's; this much more may pass until its turn has come."""
+
+
+@dataclass(slots=True)
+class PendingChunkLookup:
+    """``ask`` runs on a thread; all else may be read once ``is_over``."""
+
+    client: Client
+    hashes: Sequence[BlockHash]
+    first: int
+    traits: RequestTraits
+    num_found: int = 0
+    """Blocks from ``first`` on that the daemon has and advises to load."""
+    decision: int = 0
+    wait_s: float = 0.0
+    asked_s: float = field(default_factory=time.monotonic)
+    _is_answered: bool = False
+
+    def ask(self) -> None:
+        """Ask; ends by the client's deadline, and without an answer nothing is found."""
+        try:
+            if not self.is_over:
+                self._ask()
+        except DaemonUnavailable:
+            pass  # the client has said so, and vLLM computes
+        finally:
+            self._is_answered = True
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether there is an answer, or its time is up."""
+        ends_s = self.asked_s + self.client.deadlines.lookup_s + _QUEUE_S
+        return self._is_answered or time.monotonic() > ends_s
+
+    def _ask(self) -> None:
+        found = self.client.lookup(NO_TENANT, self.hashes, self.first, self.traits)
+        num_found, wait_s = len(found.tiers), self.client.deadlines.load_s
+        if found.plan is not None:
+            num_found = min(num_found, found.plan.num_blocks)
+            self.decision = found.plan.decision
+            if found.plan.wait_ns:
+                wait_s = min(wait_s, _WAIT_SHARE * found.plan.wait_ns / 1e9 + _WAIT_MARGIN_S)
+        self.wait_s = wait_s
+        self.num_found = num_found
+
 
 _NUM_ASKERS = 4
 
@@ -51,7 +103,7 @@ class _Tracked:
     chain: ChunkChain
     names: Names
     wanted: set[bytes] = field(default_factory=set)
-    question: LookupQuestion | None = None
+    question: PendingChunkLookup | None = None
     num_questions: int = 0
     answered: range = range(0)
     """The places that an answer was for."""
@@ -90,7 +142,7 @@ class Requests:
         self._tracked: dict[str, _Tracked] = {}
         self._asking: set[str] = set()
         self._unknown: set[str] = set()
-        self._questions: list[LookupQuestion] = []
+        self._questions: list[PendingChunkLookup] = []
         self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
@@ -173,7 +225,7 @@ class Requests:
         if not known or len(self._questions) >= _OPEN_QUESTIONS_MAX:
             tracked.num_questions = _QUESTIONS_MAX
             return
-        question = LookupQuestion(
+        question = PendingChunkLookup(
             self._client, tuple(tracked.chain.hashes), min(known), tracked.traits
         )
         tracked.question = question

@@ -19,17 +19,14 @@ from vllm.v1.kv_offload.base import (
     OffloadPolicy,
     RequestOffloadingContext,
 )
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client import Client
-from kvtier.connectors.guard import guarded
-from kvtier.connectors.vllm.identity.fingerprint import Fingerprint, began_ns, record_path
-from kvtier.connectors.vllm.identity.weights import FileDigests
-from kvtier.connectors.vllm.log import join_log
-from kvtier.connectors.vllm.settings import Settings, read_settings, why_kept
-from kvtier.connectors.vllm.tracked import traits_of
+from kvtier.connectors.kit.guard import guarded
+from kvtier.connectors.kit.weights import FileDigests, WeightsFingerprint, began_ns, record_path
+from kvtier.connectors.vllm_common.observability import join_log
+from kvtier.connectors.vllm_common.settings import Settings, read_settings, traits_of, why_kept
 from kvtier.connectors.vllm_tier.identity import ModelFacts, chunk_layout
-from kvtier.connectors.vllm_tier.release import chunk_ids, names_from, result
 from kvtier.connectors.vllm_tier.requests import ChunkAnswer, Requests
 from kvtier.connectors.vllm_tier.transfers import ChunkTransfers, Ended
 from kvtier.core.layout import KVLayout
@@ -37,7 +34,7 @@ from kvtier.core.request import RequestTraits
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
 
-__all__ = ["KvtierTier"]
+__all__ = ["KvtierTier", "chunk_ids", "names_from", "result"]
 
 _log = Log("kvtier.vllm")
 
@@ -215,7 +212,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         self, said: Settings, model: ModelFacts, layout: KVLayout, chunks: memoryview
     ) -> None:
         """Have the weights read, which takes its time, and then look for the daemon."""
-        fingerprint = Fingerprint(model.find_files, began_ns(), self._digests)
+        fingerprint = WeightsFingerprint(model.find_files, began_ns(), self._digests)
         fingerprint.start()
         while not fingerprint.wait(_LOOK_S):
             if self._is_closed:
@@ -291,4 +288,41 @@ def _traits(context: Any) -> RequestTraits:
             num_tokens=0,
             kv_transfer_params=context.kv_transfer_params,
         )
+    )
+
+
+def chunk_ids(job: Any) -> list[int]:
+    """Return which chunks of vLLM's CPU tier a job is about, in the order of its keys."""
+    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # 0.28
+    return [int(each) for each in ids]
+
+
+def names_from(context: Any, block_tokens: int, first: int) -> Sequence[bytes]:
+    """Return the names of a request's chunks from place ``first`` on, as many as there are.
+
+    From 0.32 on a request's context has them, in order, with the place where each one ends. Before
+    that vLLM touches them all each time that it looks for hits, and this returns none.
+    """
+    positions: dict[bytes, int] = getattr(context, "_offload_key_positions", {})
+    names: list[bytes] = []
+    for name, end_token in reversed(positions.items()):
+        if end_token <= first * block_tokens:
+            break
+        names.append(name)
+    is_next = bool(names) and positions[names[-1]] == (first + 1) * block_tokens
+    return names[::-1] if is_next else ()
+
+
+def result(ended: Ended) -> Any:
+    """Return what vLLM is told of a job that is over."""
+    more: dict[str, Any] = {}
+    if "transfer_bytes" in JobResult.__dataclass_fields__:  # from 0.32 on
+        more["transfer_bytes"] = ended.num_bytes
+    names = ended.names if ended.is_load and not ended.is_whole else ()
+    return JobResult(
+        job_id=ended.job,
+        success=ended.is_whole,
+        successful_keys=names or None,
+        transfer_time=ended.seconds,
+        **more,
     )

@@ -1,4 +1,4 @@
-"""The daemon's sockets: HTTP for probes and the status page, the arena's door, and gRPC."""
+"""The daemon's sockets: HTTP for probes and the status page, ticket servers, and gRPC."""
 
 import asyncio
 import os
@@ -29,8 +29,8 @@ from kvtier.runtime.scrubber import TierScrubber
 from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.secret import Secret
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.door import Door
 from kvtier.transfer.shm import ArenaServer, arena_socket
+from kvtier.transfer.ticket_server import TicketServer
 
 __all__ = ["Sockets"]
 
@@ -117,8 +117,8 @@ class Sockets:
             self._config.daemon.allowed_uids,
         )
         await passing.start(path)
-        self._listeners[path] = passing.door
-        self._closing.add("closing the arena's door", passing.stop, most_s=_CALLS_END_S)
+        self._listeners[path] = passing.ticket_server
+        self._closing.add("closing the arena's ticket server", passing.stop, most_s=_CALLS_END_S)
 
     async def open_rpc(
         self,
@@ -131,13 +131,17 @@ class Sockets:
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
         operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, tier_admin)
-        door = Door(daemon.allowed_uids, OPERATORS_MAX)
-        door_path = operator_ticket_socket(daemon.socket)
-        await door.start(door_path)
-        self._listeners[door_path] = door
-        self._closing.add("closing the operators' door", door.stop, most_s=_CALLS_END_S)
+        ticket_server = TicketServer(daemon.allowed_uids, OPERATORS_MAX)
+        ticket_path = operator_ticket_socket(daemon.socket)
+        await ticket_server.start(ticket_path)
+        self._listeners[ticket_path] = ticket_server
+        self._closing.add(
+            "closing the operators' ticket server", ticket_server.stop, most_s=_CALLS_END_S
+        )
         engine = EngineServicer(self._driver, self._passing)
-        server = await open_unix(daemon.socket, door, daemon.allowed_uids, engine, operator)
+        server = await open_unix(
+            daemon.socket, ticket_server, daemon.allowed_uids, engine, operator
+        )
         self._listeners[daemon.socket] = server
         self._close_calls(server.stop)
         secrets: Sequence[Secret[Any]] = ()

@@ -1,1 +1,0 @@
-"""What makes blocks the same: weights, layout, settings, and what a request adds to its tokens."""

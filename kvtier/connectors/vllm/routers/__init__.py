@@ -1,1 +1,0 @@
-"""What routers that listen to vLLM's KV events hear of the daemon's tiers."""

@@ -1,0 +1,157 @@
+"""Where a half begins: in a process of vLLM, by its configuration and what its user says of us.
+
+Needs vLLM.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.client import Client, OwnTier
+from kvtier.connectors.kit.copies import BlockCopier, open_copies
+from kvtier.connectors.kit.pages import Pages
+from kvtier.connectors.vllm.block_identity import BlockFacts, block_ratio
+from kvtier.connectors.vllm.jobs import RankReport, WorkerReports
+from kvtier.connectors.vllm.key_spaces import KeySpaceResolver
+from kvtier.connectors.vllm.kv_events import KvEvents, open_events
+from kvtier.connectors.vllm.router_feed import RouterFeed
+from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
+from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.connectors.vllm_common.model_config import model_config
+from kvtier.connectors.vllm_common.refusal import layer_specs, refusal
+from kvtier.connectors.vllm_common.release import arrangement, layout_name, local_model, release
+from kvtier.connectors.vllm_common.settings import Settings, why_kept
+from kvtier.core.identity import KeySpace
+from kvtier.core.layout import KVLayout
+from kvtier.tiers.base import Removed
+
+__all__ = ["ConnectorSetup", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSetup:
+    """What each half is made of; nothing of it changes."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    settings: Settings
+
+    @property
+    def model_name(self) -> str:
+        """Return the last part of what vLLM calls its model."""
+        return Path(self.vllm_config.model_config.model).name
+
+    def start(self) -> KeySpaceResolver:
+        """Begin to find out what the model is, for the scheduler half."""
+        config = self.vllm_config
+        return KeySpaceResolver(lambda: local_model(config), refusal(config, self.kv_cache_config))
+
+    def describe(
+        self, kv_caches: Mapping[str, torch.Tensor]
+    ) -> tuple[RankReport, BlockCopier | None]:
+        """Return what a worker's blocks are, and what copies them if they are served."""
+        config, blocks = self.vllm_config, self.kv_cache_config
+        if refused := refusal(config, blocks):
+            return RankReport(None, refused), None
+        try:
+            pages = Pages(kv_caches, blocks.num_blocks)
+            facts = RankReport(describe(config, blocks, kv_caches, pages))
+            return facts, open_copies(pages)
+        except (ValueError, KeyError, OSError, AttributeError) as error:
+            return RankReport(None, str(error)), None  # the scheduler half says it
+
+    def open_events(self, spaces: Sequence[KeySpace], ratio: int) -> KvEvents | None:
+        """Return what makes vLLM's KV events of these key spaces, if they were asked for."""
+        tokens, num_ranks = spaces[0].layout.block_tokens, len(spaces)
+        return open_events(self.vllm_config, self.kv_cache_config, tokens, ratio, num_ranks)
+
+    def scheduler_half(
+        self,
+        spaces: Sequence[KeySpace],
+        ratio: int,
+        news: RouterFeed | None,
+        own_tier: Callable[[KVLayout, int], OwnTier],
+    ) -> SchedulerHalf:
+        """Make it, with a client for each rank's key space, whose own tier is asked for by rank."""
+        ranks = [
+            Rank(
+                self._client(
+                    space,
+                    "scheduler",
+                    rank,
+                    watch=news.hear(rank) if news else None,
+                    own_tier=partial(own_tier, space.layout, rank),
+                    drop=Removed if rank else why_kept,  # an engine says it once
+                ),
+                space.digest,
+            )
+            for rank, space in enumerate(spaces)
+        ]
+        half = SchedulerHalf(ranks, spaces[0].layout.block_tokens, ratio, self.settings.role)
+        half.news = news
+        return half
+
+    def worker_half(
+        self, facts: RankReport, weights: bytes, copies: BlockCopier, reports: WorkerReports
+    ) -> WorkerHalf:
+        """Begin it, now that the scheduler half has begun. Raises where no thread is to be had."""
+        assert facts.blocks is not None, "there are copies of blocks that are served"
+        rank = facts.blocks.parallel_rank
+        client = self._client(facts.blocks.space(weights), "worker", rank, pin=copies.arena)
+        client.start()
+        return WorkerHalf(client, copies, rank, reports)
+
+    def _client(self, space: KeySpace, half: str, rank: int, **more: Any) -> Client:
+        settings, name = self.settings, f"vllm {self.model_name} {half}"
+        return Client(settings.socket, space, name, deadlines=settings.deadlines, rank=rank, **more)
+
+
+def describe(
+    vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, torch.Tensor], pages: Pages
+) -> BlockFacts:
+    """Return what the blocks in ``tensors`` are. Raises ValueError where that cannot be told."""
+    whole_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    spec = layer_specs(whole_spec)[0]
+    ratio = block_ratio(spec.block_size)
+    arranged = arrangement(vllm_config, spec, tensors, next(iter(tensors.values())).device)
+    pages_of = f"{pages.num_layers} of {_pages(tensors)}, {_names(tensors)}"
+    layout = KVLayout(
+        name=f"vllm-{layout_name(vllm_config).lower()}",
+        version=1,
+        block_tokens=ratio * spec.block_size,
+        block_bytes=ratio * pages.block_bytes,
+        dtype=_dtype(next(iter(tensors.values())).dtype),
+        detail=f"{ratio}x({pages_of}),{arranged}",
+    )
+    parallel = vllm_config.parallel_config
+    return BlockFacts(
+        model_config=model_config(vllm_config),
+        layout=layout,
+        compute_dtype=_dtype(vllm_config.model_config.dtype),
+        engine=f"vllm {'.'.join(map(str, release()))} {type(whole_spec).__name__}",
+        codec=str(vllm_config.cache_config.cache_dtype),
+        parallel_size=parallel.world_size,
+        parallel_rank=parallel.rank,
+        num_engine_blocks=ratio,
+    )
+
+
+def _pages(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the shapes of all layers' pages, equal neighbours together."""
+    each = [f"{_dtype(t.dtype)}[{'x'.join(map(str, t.shape[1:]))}]" for t in tensors.values()]
+    return ",".join(f"{len(list(equal))}*{page}" for page, equal in groupby(each))
+
+
+def _names(layers: Iterable[str]) -> str:
+    """Return what stands for the names of layers: a stage of a pipeline may have any of them."""
+    return hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
