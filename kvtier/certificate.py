@@ -1,4 +1,4 @@
-"""Certificates: PEM files read whole and checked, and the time within which they hold."""
+"""Reads and checks PEM files of certificates, and warns before they expire."""
 
 import re
 from collections.abc import Callable
@@ -16,47 +16,47 @@ from kvtier.errors import StartError, reason_of
 __all__ = ["Certificates", "read_authorities", "read_chain"]
 
 _BYTES_MAX = 1 << 20
-"""Four times a system's authorities; a file given by mistake is mostly larger."""
+"""Four times the size of a system's CA bundle; a wrong file is usually larger."""
 
 _DUE_S = 14 * 86_400
 _DUE_SHARE = 0.25
-"""What is renewed by a machine is so when a third of its lifetime is left: then less is late."""
+"""Automatic renewal happens when a third of the lifetime is left, so a quarter is late."""
 
 _END = re.compile(rb"-----END [A-Z0-9 ]+-----")
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Those of one file, and within which time they are of use."""
+    """The certificates of one file, and the time in which they are valid."""
 
     pem: bytes
-    """They alone, without what else the file says."""
+    """Only the certificates, without the other contents of the file."""
     not_before_s: int
     not_after_s: int
     first_key: CertificatePublicKeyTypes = field(repr=False, compare=False)
-    """The public key of the first one."""
+    """Public key of the first certificate."""
 
     def complaint(self, now_s: float) -> str:
-        """Return what is wrong with the time: no more, not yet, or not for long; else nothing."""
+        """Return a warning if the certificates are invalid or expire soon, else ``""``."""
         left_s = self.not_after_s - now_s
         if left_s <= 0:
             return f"expired on {_date(self.not_after_s)}"
         if now_s < self.not_before_s:
-            return f"does not hold before {_date(self.not_before_s)}"
+            return f"is not valid before {_date(self.not_before_s)}"
         if left_s < min(_DUE_S, _DUE_SHARE * (self.not_after_s - self.not_before_s)):
             return f"expires on {_date(self.not_after_s)}"
         return ""
 
 
 def read_chain(path: Path, field: str) -> Certificates:
-    """Read a certificate and those it descends from: the first to expire ends it. StartError."""
+    """Read a certificate chain: valid until the first certificate expires. Raises StartError."""
     return _read(path, field, min)
 
 
 def read_authorities(path: Path, field: str) -> Certificates:
-    """Read those to be trusted: of use until the last one expires. Raises StartError.
+    """Read trusted CA certificates: valid until the last one expires. Raises StartError.
 
-    While an authority is being exchanged the file has the old one and the new one.
+    During the rotation of a CA the file contains both the old and the new certificate.
     """
     return _read(path, field, max)
 
@@ -71,10 +71,12 @@ def _read(path: Path, field: str, decisive: Callable[[list[_Span]], _Span]) -> C
         key = found[0].public_key()
         spans = [(each.not_valid_after_utc, each.not_valid_before_utc) for each in found]
     except (ValueError, UnsupportedAlgorithm) as error:
-        problem = "has a certificate that is none" if b"-----BEGIN" in pem else "has no certificate"
+        problem = (
+            "has an invalid certificate" if b"-----BEGIN" in pem else "contains no certificate"
+        )
         raise _refusal(field, f"{path} {problem}") from error
-    if pem.count(b"-----BEGIN") != len(_END.findall(pem)):  # its reader takes what comes before
-        raise _refusal(field, f"{path} has a certificate that is cut short")
+    if pem.count(b"-----BEGIN") != len(_END.findall(pem)):  # the library ignores a truncated one
+        raise _refusal(field, f"{path} has a truncated certificate")
     until, since = decisive(spans)
     return Certificates(
         b"".join(each.public_bytes(Encoding.PEM) for each in found),
@@ -85,20 +87,20 @@ def _read(path: Path, field: str, decisive: Callable[[list[_Span]], _Span]) -> C
 
 
 def _bytes_of(path: Path, field: str) -> bytes:
-    if path.exists() and not path.is_file():  # a FIFO would keep us waiting for its writer
-        raise _refusal(field, f"{path} is no file")
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
+        raise _refusal(field, f"{path} is not a regular file")
     try:
         with path.open("rb") as file:
             content = file.read(_BYTES_MAX + 1)
     except OSError as error:
-        raise _refusal(field, f"{path} cannot be read: {reason_of(error)}") from error
+        raise _refusal(field, f"cannot read {path}: {reason_of(error)}") from error
     if len(content) > _BYTES_MAX:
         raise _refusal(field, f"{path} is larger than 1 MiB")
     return content
 
 
 def _refusal(field: str, problem: str) -> StartError:
-    return StartError(field, problem, "give a file of certificates in PEM")
+    return StartError(field, problem, "give a file of PEM certificates")
 
 
 def _date(time_s: float) -> str:

@@ -1,19 +1,19 @@
-"""Every exception kvtier raises, as one tree.
+"""All exceptions of kvtier, as one tree.
 
-Outcomes are values (a miss, a reject and a throttle never raise); these are faults, and each says
-whose fault it is:
+Outcomes are values (a miss, a reject and a throttle never raise). Exceptions are faults, and the
+type says whose:
 
     KvtierError
     ├── StartError              the operator's: bad input or a missing resource; exit code 2
-    │   ├── ConfigError         one key of the configuration
-    │   └── LockHeld            another process holds a lock that is needed
-    ├── TierError               a medium's: the disk, the network, a server
+    │   ├── ConfigError         an invalid configuration value
+    │   └── LockHeld            another process holds a required lock
+    ├── TierError               a storage device's: the disk, the network, a server
     │   ├── TierTimeout         no answer before the deadline
-    │   └── TierFull            no room, although the tier tried to make some
-    ├── RegistrationRefused     the client's: the daemon will not serve this layout or identity
-    └── DaemonUnavailable       nobody's: no daemon, or another one
-        ├── DaemonSlow          there is one, and it is too slow to wait for
-        └── CallRefused         it does not take this very call
+    │   └── TierFull            out of space although the tier tried to evict
+    ├── RegistrationRefused     the client's: the daemon does not support its layout or identity
+    └── DaemonUnavailable       nobody's: the daemon is missing or was replaced
+        ├── DaemonSlow          the daemon is too slow to wait for
+        └── CallRefused         the daemon refuses this call
 """
 
 __all__ = [
@@ -37,7 +37,7 @@ class KvtierError(Exception):
 
 
 class StartError(KvtierError):
-    """A process cannot start: ``field`` names what is wrong, ``remedy`` what to do about it."""
+    """A process cannot start: ``problem`` with ``field``, and ``remedy`` to fix it."""
 
     def __init__(self, field: str, problem: str, remedy: str) -> None:
         super().__init__(f"{field}: {problem}; {remedy}")
@@ -47,7 +47,7 @@ class StartError(KvtierError):
 
 
 class ConfigError(StartError):
-    """One key of the configuration has a value that cannot be used."""
+    """A key of the configuration has an invalid value."""
 
 
 class LockHeld(StartError):
@@ -55,19 +55,19 @@ class LockHeld(StartError):
 
 
 class TierError(KvtierError):
-    """A tier could not do what was asked; the caller treats the blocks as missing."""
+    """A tier operation failed; the caller treats the blocks as missing."""
 
 
 class TierTimeout(TierError):
-    """A tier gave no answer before the deadline."""
+    """A tier did not answer before the deadline."""
 
 
 class TierFull(TierError):
-    """A tier has no room left and nothing it may evict."""
+    """A tier has no free space and cannot evict any block."""
 
 
 class RegistrationRefused(KvtierError):
-    """The daemon will not serve this client; the message says why and what to change."""
+    """The daemon refuses to serve this client; the message says why and what to change."""
 
 
 class DaemonUnavailable(KvtierError):
@@ -75,13 +75,13 @@ class DaemonUnavailable(KvtierError):
 
 
 class DaemonSlow(DaemonUnavailable):
-    """The daemon did not answer, or let go of a lease, before the engine was done."""
+    """The daemon did not answer, or ended a lease, before the engine was done."""
 
 
 class CallRefused(DaemonUnavailable):
-    """The daemon does not take a call, and says which part of it is wrong; others go on."""
+    """The daemon refused a call and named the invalid field; other calls still work."""
 
 
 def reason_of(error: OSError) -> str:
-    """Return what the system says of a fault, in words that fit into a sentence."""
+    """Return the system's message for an error, for use within a sentence."""
     return (error.strerror or str(error) or type(error).__name__).lower()

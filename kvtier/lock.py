@@ -1,4 +1,4 @@
-"""A file lock that names its holder, and is released when its holder exits, however it exits."""
+"""A file lock that names its holder, and is released when the holder exits for any reason."""
 
 import contextlib
 import errno
@@ -16,18 +16,16 @@ __all__ = ["PathLock", "acquire_lock", "release_lock"]
 _NOTE_BYTES_MAX = 256
 
 _LOOK_S = 0.05
-"""Who holds it no longer than that has only looked whether somebody does."""
+"""A process that checks whether the lock is held holds it for less than this."""
 
 _PAUSE_S = 0.005
 
 
 def acquire_lock(path: Path, field: str, subject: str, note: str = "") -> int:
-    """Hold the lock file ``path``, made where needed; returns what ``release_lock`` takes.
+    """Lock the file ``path``, creating it if missing; returns a handle for ``release_lock``.
 
-    The file tells who holds it, and ``note``, where that can be written.
-
-    Raises StartError about ``field``; LockHeld, which names the holder, if another process holds
-    ``subject``.
+    Writes the holder and ``note`` to the file if possible. Raises StartError about ``field``, or
+    LockHeld with the holder's name if another process holds ``subject``.
     """
     try:
         fd = _open(path)
@@ -35,7 +33,7 @@ def acquire_lock(path: Path, field: str, subject: str, note: str = "") -> int:
         raise StartError(
             field,
             f"cannot write to {path.parent}: {error.strerror}",
-            "make it writable for this user or name another one",
+            "make it writable for this user or use another one",
         ) from None
     try:
         _lock(fd)
@@ -49,7 +47,7 @@ def acquire_lock(path: Path, field: str, subject: str, note: str = "") -> int:
         raise LockHeld(
             field,
             f"{subject} is held by {holder or 'another process'}",
-            "stop that one or name another one",
+            "stop that process or use another path",
         ) from None
     holder = f"pid {os.getpid()} on host {socket.gethostname()} {note}".strip() + "\n"
     _write_note(fd, holder.encode()[:_NOTE_BYTES_MAX])
@@ -57,13 +55,13 @@ def acquire_lock(path: Path, field: str, subject: str, note: str = "") -> int:
 
 
 def release_lock(lock: int) -> None:
-    """Let another process in."""
+    """Release a lock."""
     _write_note(lock, b"")
     os.close(lock)
 
 
 class PathLock:
-    """A lock like that of ``acquire_lock``, which can be renewed if its file is removed."""
+    """A lock as from ``acquire_lock``, which can be renewed if its file is removed."""
 
     def __init__(self, path: Path, field: str, subject: str, note: str = "") -> None:
         self.path = path
@@ -102,7 +100,7 @@ def _open(path: Path) -> int:
 
 
 def _lock(fd: int) -> None:
-    """Lock an open file. Raises BlockingIOError where another has it, and OSError."""
+    """Lock an open file. Raises BlockingIOError if another process holds it, or OSError."""
     until_s = time.monotonic() + _LOOK_S
     while True:
         try:
@@ -116,7 +114,7 @@ def _lock(fd: int) -> None:
 
 
 def _write_note(fd: int, content: bytes) -> None:
-    """Have the file say this, or where the disk is full or read-only nothing: the lock counts."""
+    """Replace the note in the file; a full or read-only disk is ignored, the lock still counts."""
     with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)  # first: an earlier holder's note must not pass for this one's
+        os.ftruncate(fd, 0)  # first, so that an earlier holder's note does not stay
         os.pwrite(fd, content, 0)

@@ -1,12 +1,11 @@
-"""Directories that no other user may change, like those that hold keys for sshd.
+"""Checks that no other user can change a directory, as sshd does for its keys.
 
-Whoever can write to a directory can replace what is in it: they can plant blocks that engines are
-then served, or replace a socket. Whoever can write to a parent directory can replace the directory
+A user who can write to a directory can replace its contents: plant blocks that engines are then
+served, or replace a socket. A user who can write to a parent directory can replace the directory
 itself, unless the parent is sticky like /tmp.
 
 The root of a mounted volume is not checked as a parent. In a container it belongs to root and is
-often writable by everybody (an emptyDir has mode 0777), and whoever mounts it decides who can reach
-it.
+often writable by everybody (an emptyDir has mode 0777); access to it is decided by the mount.
 """
 
 import os
@@ -66,12 +65,12 @@ def check_parents(path: Path, field: str, uid: int) -> None:
 
 
 def is_foreign(found: os.stat_result) -> bool:
-    """Tell whether a file belongs to neither this user nor root."""
+    """Return whether a file belongs to neither this user nor root."""
     return found.st_uid not in {0, os.geteuid()}
 
 
 def is_writable_by_others(found: os.stat_result) -> bool:
-    """Tell whether other users may replace what is in a directory.
+    """Return whether other users may replace what is in a directory.
 
     This process's own group does not count as other users: many systems give each user a group.
     """

@@ -1,12 +1,12 @@
-"""Files that hold secrets: read whole, in one place, and only where nobody else could read them.
+"""Reads files with secrets, and reloads them when they change.
 
 Theory
 ------
-A secret is exchanged while the daemon runs: by an editor, by ``install``, or by Kubernetes, which
-points a link at a new folder. So what counts is kept apart from what lies there: a ``Secret`` has
-the value of the last time that its files were good, all of them together. Nobody says when they
-are whole: they count as such once they are the same at two looks, and a certificate whose key is
-still the old one does not fit it, and is looked at again.
+Secrets are replaced while the daemon runs: by an editor, by ``install``, or by Kubernetes, which
+redirects a symbolic link. So a ``Secret`` keeps the value of the last time that all its files were
+valid. Nothing signals that a new file is complete: it counts as complete once it is the same at two
+checks. A new certificate whose key is not there yet does not match the old key, and is checked
+again later.
 """
 
 import os
@@ -22,33 +22,35 @@ __all__ = ["Secret", "read_secret", "read_tokens", "secret_lines"]
 T = TypeVar("T")
 
 _MAX_BYTES = 1 << 20
-"""Thousands of keys; a file given by mistake is mostly larger."""
+"""Enough for thousands of keys; a wrong file is usually larger."""
 
 _TOKEN_CHARACTERS_MIN = 16
 _TOKENS_MAX = 8
-"""The old and the new one while one is exchanged, and some for others' tools."""
+"""Enough for the old and the new token during a rotation, and a few per tool."""
 
 
 def read_secret(path: Path, field: str) -> str:
-    """Return the text of a secret file. Raises StartError, which never tells what is in it.
+    """Return the text of a secret file. Raises StartError, which never contains the secret.
 
-    As PostgreSQL has it: a file of this user must be closed to everybody else, one of root's may
-    be read by its group, for that is how a container gets its secrets.
+    As in PostgreSQL, a file of this user must not be accessible to others. A file of root may be
+    readable by its group, because containers get their secrets that way.
     """
     try:
-        # A FIFO must not keep us waiting for its writer.
+        # Nonblocking: opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise StartError(
             field,
-            f"{path} cannot be read: {reason_of(error)}",
-            "give a file that this user may read",
+            f"cannot read {path}: {reason_of(error)}",
+            "give a file that this user can read",
         ) from error
     try:
         _check_rights(os.fstat(descriptor), path, field)
         content = os.read(descriptor, _MAX_BYTES + 1)
     except OSError as error:
-        raise StartError(field, f"{path}: {error.strerror}", "give a readable file") from error
+        raise StartError(
+            field, f"cannot read {path}: {reason_of(error)}", "give a readable file"
+        ) from error
     finally:
         os.close(descriptor)
     if len(content) > _MAX_BYTES:
@@ -60,63 +62,63 @@ def read_secret(path: Path, field: str) -> str:
 
 
 def secret_lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines of a secret file with their numbers, without blank ones and comments."""
+    """Return the lines of a secret file with their numbers, without blank lines and comments."""
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in lines if line and not line.startswith("#")]
 
 
 def read_tokens(path: Path, field: str) -> tuple[str, ...]:
-    """Return the tokens in a file that only this user reads, one a line; raises StartError."""
-    remedy = f"write one line there: openssl rand -hex 32 > {path}"
+    """Return the tokens in a secret file, one per line; raises StartError."""
+    remedy = f"create a token: openssl rand -hex 32 > {path}"
     lines = secret_lines(read_secret(path, field))
     if not lines:
-        raise StartError(field, f"{path} has no token", remedy)
+        raise StartError(field, f"{path} contains no token", remedy)
     if len(lines) > _TOKENS_MAX:
-        problem = f"{path} has {len(lines)} lines, and not one to {_TOKENS_MAX}"
-        raise StartError(field, problem, "leave the tokens that count")
+        problem = f"{path} has {len(lines)} tokens, the maximum is {_TOKENS_MAX}"
+        raise StartError(field, problem, "remove the tokens that are no longer used")
     for number, token in lines:
         where = f"line {number} of {path}"
         if len(token) < _TOKEN_CHARACTERS_MIN:
-            problem = f"{where} is a token of fewer than {_TOKEN_CHARACTERS_MIN} characters"
+            problem = f"the token on {where} has fewer than {_TOKEN_CHARACTERS_MIN} characters"
             raise StartError(field, problem, remedy)
         if not token.isascii() or not token.isprintable() or " " in token:
-            problem = f"{where} is a token with blanks or characters beyond ASCII"
+            problem = f"the token on {where} has blanks or non-ASCII characters"
             raise StartError(field, problem, remedy)
     return tuple(token for _, token in lines)
 
 
 class Secret(Generic[T]):
-    """What files say, as of the last time that it was good: ``value``. ``name`` is for people.
+    """The last valid ``value`` of one or more files, and ``name`` for messages.
 
-    One thread at a time has it read; any may ask for the value.
+    Any thread may read the value, but only one at a time may call the methods.
     """
 
     def __init__(
         self, name: str, paths: Callable[[], Sequence[Path]], read: Callable[[], T]
     ) -> None:
-        """``paths`` are looked at for changes; ``read`` raises StartError, and so does this."""
+        """Watch ``paths``, and read them with ``read``. Raises StartError if ``read`` does."""
         self.name = name
         self.fault = ""
-        """Why what lies there now does not count; empty where it does."""
+        """Why the current files are invalid; empty if they are valid."""
         self._paths = paths
         self._read = read
-        self._seen = self._counted = self._marks()
+        self._seen = self._loaded = self._stamps()
         self.value = read()
 
     def reload(self) -> bool:
-        """Read the files; True where they say something else, StartError where they are no good."""
-        return self._take(self._marks())
+        """Read the files, and return whether the value changed. Raises StartError if invalid."""
+        return self._load(self._stamps())
 
     def look(self) -> bool:
-        """Do the same if they have changed, and are as they were at the last look."""
-        before, self._seen = self._seen, self._marks()
+        """Reload if the files changed, and not since the previous call."""
+        before, self._seen = self._seen, self._stamps()
         is_settled = before == self._seen
-        if not is_settled or (self._seen == self._counted and not self.fault):
+        if not is_settled or (self._seen == self._loaded and not self.fault):
             return False
-        return self._take(self._seen)
+        return self._load(self._seen)
 
-    def _take(self, marks: Hashable) -> bool:
-        """Have the files count that bear ``marks``, which were seen before they are read."""
+    def _load(self, stamps: Hashable) -> bool:
+        """Read the files, whose ``stamps`` were taken before."""
         try:
             value = self._read()
         except StartError as error:
@@ -125,15 +127,15 @@ class Secret(Generic[T]):
         is_changed = value != self.value
         if is_changed:
             self.value = value
-        self._counted, self.fault = marks, ""
+        self._loaded, self.fault = stamps, ""
         return is_changed
 
-    def _marks(self) -> Hashable:
-        """Return what differs once a file is another, or has other contents or rights."""
-        return tuple((str(path), _marks_of(path)) for path in self._paths())
+    def _stamps(self) -> Hashable:
+        """Return a value that changes if a file is replaced or its contents or mode change."""
+        return tuple((str(path), _stamp_of(path)) for path in self._paths())
 
 
-def _marks_of(path: Path) -> Hashable:
+def _stamp_of(path: Path) -> Hashable:
     try:
         found = path.stat()
     except OSError as error:
@@ -143,13 +145,11 @@ def _marks_of(path: Path) -> Hashable:
 
 def _check_rights(found: os.stat_result, path: Path, field: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise StartError(field, f"{path} is no file", "give a file")
+        raise StartError(field, f"{path} is not a regular file", "give a file")
     if found.st_uid not in {0, os.geteuid()}:
         raise StartError(
-            field, f"{path} belongs to another user", "give a file of this user's, or of root's"
+            field, f"{path} belongs to another user", "give a file that this user or root owns"
         )
     closed = 0o037 if found.st_uid == 0 else 0o077
     if stat.S_IMODE(found.st_mode) & closed:
-        raise StartError(
-            field, f"{path} is open to other users", f"take their rights away: chmod 600 {path}"
-        )
+        raise StartError(field, f"other users can access {path}", f"chmod 600 {path}")

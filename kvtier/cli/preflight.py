@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.config import Config, ListenAddress
-from kvtier.config.load import with_url
+from kvtier.config.model import with_url
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
 from kvtier.daemon.supervisor import engine_is_running

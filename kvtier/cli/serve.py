@@ -12,7 +12,7 @@ from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import check_limits, check_start
 from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config
-from kvtier.config.load import with_url
+from kvtier.config.model import with_url
 from kvtier.config.toml_text import document
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.reload import Reload

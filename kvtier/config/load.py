@@ -27,98 +27,127 @@ from kvtier.config.section import (
     key_of,
     kind_of,
 )
-from kvtier.config.tiers import RemoteConfig
-from kvtier.config.toml_text import example_of
-from kvtier.config.units import format_duration, format_size, parse_duration, parse_size
-from kvtier.errors import ConfigError, StartError
-from kvtier.secret import read_secret, secret_lines
+from kvtier.config.toml_text import as_toml, example_of
+from kvtier.config.units import parse_duration, parse_size
+from kvtier.errors import ConfigError
 
-__all__ = [
-    "Faults",
-    "Given",
-    "Layer",
-    "from_environment",
-    "from_file",
-    "from_overrides",
-    "load_config",
-    "read_config",
-    "url_in",
-    "with_url",
-]
+__all__ = ["load_config", "read_config"]
 
 _PREFIX = "KVTIER_"
 
-# Kubernetes sets these in every pod beside a Service named kvtier or kvtier-engine: not ours.
+# Kubernetes sets these in every pod next to a Service named kvtier or kvtier-engine.
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
-_MAX_FILE_BYTES = 1 << 20  # a configuration has some dozen lines; a model given by mistake has not
+_MAX_FILE_BYTES = 1 << 20  # a configuration has a few dozen lines; a larger file is a mistake
 
 _SECTION_LINE = re.compile(r"\s*\[\s*(\w+)\s*\]")
 _KEY_LINE = re.compile(r"\s*(\w+)\s*=")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A value as it was given, and where."""
+class _Given:
+    """A value before it is checked."""
 
     value: object
     source: str
 
 
-Layer = Mapping[str, Mapping[str, Given]]
-"""Section to key to value."""
+_Layer = Mapping[str, Mapping[str, _Given]]
+"""The values of one source, by section and key."""
 
-Faults = list[ConfigError]
-"""What was found wrong so far; the functions here add to it, and leave out what is wrong."""
+_Errors = list[ConfigError]
 
 
-def from_file(path: Path, faults: Faults) -> Layer:
-    """Return what a TOML file sets."""
+def load_config(
+    path: Path | None,
+    overrides: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Return the configuration from ``path``, the environment and ``section.key`` overrides.
+
+    Reads no other file. Raises ConfigError for the first invalid value.
+    """
+    read = read_config(path, overrides, environment)
+    if not isinstance(read, Config):
+        raise read[0]
+    return read
+
+
+def read_config(
+    path: Path | None,
+    overrides: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+) -> Config | tuple[ConfigError, ...]:
+    """Return the same configuration, or all errors in it."""
+    errors: _Errors = []
+    given: dict[str, dict[str, _Given]] = {name: {} for name in Config.model_fields}
+    for layer in (
+        _from_file(path, errors) if path else {},
+        _from_environment(os.environ if environment is None else environment, errors),
+        _from_overrides(overrides, errors),
+    ):
+        for section, keys in layer.items():
+            given[section] |= keys
+    sources = {
+        f"{section}.{key}": each.source
+        for section, keys in given.items()
+        for key, each in keys.items()
+    }
+    sections = {name: _build(name, keys, sources, errors) for name, keys in given.items()}
+    whole = {name: section for name, section in sections.items() if section is not None}
+    if len(whole) == len(sections):
+        conflicts = Config.model_construct(None, **whole).conflicts()
+        errors += [_located(conflict, sources) for conflict in conflicts]
+    return tuple(errors) or Config.from_sections(whole, sources)
+
+
+def _from_file(path: Path, errors: _Errors) -> _Layer:
+    """Return the values in a TOML file."""
     try:
         text = _file_text(path)
         tables = _parsed(path, text)
     except ConfigError as error:
-        faults.append(error)
+        errors.append(error)
         return {}
-    lines = _lines(text)
-    layer: dict[str, dict[str, Given]] = {}
+    lines = _line_numbers(text)
+    layer: dict[str, dict[str, _Given]] = {}
     for section, table in tables.items():
-        if not _is_known(section, Config.model_fields, section, str(path), faults):
+        if not _is_known(section, Config.model_fields, section, str(path), errors):
             continue
         if not isinstance(table, dict):
-            remedy = f"write [{section}] above its keys"
-            faults.append(ConfigError(section, f"is a section, not a value ({path})", remedy))
+            remedy = f"write [{section}] on a line above its keys"
+            errors.append(ConfigError(section, f"is a section, not a key ({path})", remedy))
             continue
         layer[section] = {}
         for key, value in table.items():
             line = lines.get((section, key))
             source = f"{path}:{line}" if line else str(path)
-            if _is_known(key, _fields(section), f"{section}.{key}", source, faults):
-                layer[section][key] = Given(value, source)
+            if _is_known(key, _fields(section), f"{section}.{key}", source, errors):
+                layer[section][key] = _Given(value, source)
     return layer
 
 
-def from_environment(environment: Mapping[str, str], faults: Faults) -> Layer:
-    """Return what variables named ``KVTIER_SECTION_KEY`` set."""
-    layer: dict[str, dict[str, Given]] = {}
+def _from_environment(environment: Mapping[str, str], errors: _Errors) -> _Layer:
+    """Return the values of variables named ``KVTIER_SECTION_KEY``."""
+    layer: dict[str, dict[str, _Given]] = {}
     for variable in sorted(environment):
         section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
         if not variable.startswith(_PREFIX) or _KUBERNETES.fullmatch(key.upper()):
             continue
         if section not in Config.model_fields:
-            _suspect(variable, section, key, faults)
+            _check_misspelling(variable, section, key, errors)
             continue
-        _take(layer, f"{section}.{key}", Given(environment[variable], variable), faults)
+        _take(layer, f"{section}.{key}", _Given(environment[variable], variable), errors)
     return layer
 
 
-def from_overrides(overrides: Mapping[str, str], faults: Faults) -> Layer:
-    """Return what options set, by ``section.key``."""
-    layer: dict[str, dict[str, Given]] = {}
+def _from_overrides(overrides: Mapping[str, str], errors: _Errors) -> _Layer:
+    """Return the values of options, by ``section.key``."""
+    layer: dict[str, dict[str, _Given]] = {}
     for name, value in overrides.items():
         section = name.partition(".")[0]
-        if _is_known(section, Config.model_fields, name, "command line", faults):
-            _take(layer, name, Given(value, "command line"), faults)
+        if _is_known(section, Config.model_fields, name, "command line", errors):
+            _take(layer, name, _Given(value, "command line"), errors)
     return layer
 
 
@@ -127,44 +156,46 @@ def _fields(section: str) -> dict[str, str]:
     return {key_of(name): name for name in section_models()[section].model_fields}
 
 
-def _is_known(word: str, words: Collection[str], field: str, source: str, faults: Faults) -> bool:
-    """Tell whether there is such a key or section, and note it where there is not."""
+def _is_known(word: str, words: Collection[str], field: str, source: str, errors: _Errors) -> bool:
+    """Return whether a key or section exists; adds an error if not."""
     if word in words:
         return True
+    noun = "sections" if words is Config.model_fields else "keys"
     near = difflib.get_close_matches(word, words, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(words))}"
-    faults.append(ConfigError(field, f"unknown ({source})", remedy))
+    remedy = f"did you mean {near[0]}?" if near else f"valid {noun} are {', '.join(sorted(words))}"
+    errors.append(ConfigError(field, f"unknown {noun.removesuffix('s')} ({source})", remedy))
     return False
 
 
-def _suspect(variable: str, section: str, key: str, faults: Faults) -> None:
-    """Note a variable that would be one of ours with a section spelled right; others are not."""
+def _check_misspelling(variable: str, section: str, key: str, errors: _Errors) -> None:
+    """Add an error if a variable would be ours with a similar section name; ignore all others."""
     for near in difflib.get_close_matches(section, Config.model_fields, n=1):
         if key in _fields(near):
             meant = f"{_PREFIX}{near}_{key}".upper()
-            faults.append(ConfigError(section, f"unknown ({variable})", f"did you mean {meant}?"))
+            problem = f"unknown section ({variable})"
+            errors.append(ConfigError(section, problem, f"did you mean {meant}?"))
 
 
-def _take(layer: dict[str, dict[str, Given]], name: str, given: Given, faults: Faults) -> None:
-    """Take a value from where there are only strings: numbers and truth are spelled as in TOML."""
+def _take(layer: dict[str, dict[str, _Given]], name: str, given: _Given, errors: _Errors) -> None:
+    """Add a value from a source that has only strings, converted to its type."""
     section, _, key = name.partition(".")
     fields = _fields(section)
-    if not _is_known(key, fields, name, given.source, faults):
+    if not _is_known(key, fields, name, given.source, errors):
         return
     field = section_models()[section].model_fields[fields[key]]
     value = _typed(str(given.value), kind_of(fields[key], field))
-    layer.setdefault(section, {})[key] = Given(value, given.source)
+    layer.setdefault(section, {})[key] = _Given(value, given.source)
 
 
 def _typed(text: str, kind: ValueKind) -> object:
     match kind:
         case ValueKind.FLAG:
             return {"true": True, "false": False}.get(text.lower(), text)
-        case ValueKind.NUMBERS:
+        case ValueKind.INTEGERS:
             return [_number(item) for item in _items(text)]
-        case ValueKind.TEXTS:
+        case ValueKind.STRINGS:
             return [item.strip("\"'") for item in _items(text)]
-        case ValueKind.WHOLE | ValueKind.NUMBER | ValueKind.SIZE:
+        case ValueKind.INTEGER | ValueKind.NUMBER | ValueKind.SIZE:
             return _number(text)
         case _:
             return text
@@ -194,7 +225,7 @@ def _file_text(path: Path) -> str:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(str(path), reason, "give the path of a readable TOML file") from error
     if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(str(path), "is larger than 1 MiB", "give a TOML file")
+        raise ConfigError(str(path), "is larger than 1 MiB", "give the path of a TOML file")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -207,14 +238,14 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        # The message says where: "… (at line 3, column 5)".
+        # The message contains the place: "… (at line 3, column 5)".
         problem = " ".join(str(error).split())
-        raise ConfigError(str(path), f"is no TOML: {problem}", "correct that line") from error
+        raise ConfigError(str(path), f"is not valid TOML: {problem}", "fix that line") from error
 
 
-def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return the lines in which keys stand; none rather than a wrong one."""
-    if '"""' in text or "'''" in text:  # what looks like a key may be part of a text
+def _line_numbers(text: str) -> dict[tuple[str, str], int]:
+    """Return the line number of each key, or nothing if the numbers could be wrong."""
+    if '"""' in text or "'''" in text:  # a multi-line string may contain what looks like a key
         return {}
     found: dict[tuple[str, str], int] = {}
     section = ""
@@ -226,84 +257,10 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
     return found
 
 
-_URL_FILE = "remote.url_file"
-
-
-def with_url(config: Config) -> Config:
-    """Return ``config`` with the URL that ``remote.url_file`` holds; itself without such a file.
-
-    Reads the file each time. Raises ConfigError, which never tells what is in it.
-    """
-    path = config.remote.url_file
-    return config if path is None else config.with_url(url_in(path), str(path))
-
-
-def url_in(path: Path) -> str:
-    """Return the URL in a file; raises ConfigError likewise."""
-    try:
-        lines = [line for _, line in secret_lines(read_secret(path, _URL_FILE))]
-    except StartError as error:
-        raise ConfigError(error.field, error.problem, error.remedy) from None
-    if len(lines) != 1:
-        raise _url_refusal(f"{path} has {len(lines)} lines and not one")
-    try:
-        RemoteConfig(url=lines[0])
-    except ValidationError:  # it would repeat what is there
-        raise _url_refusal(f"{path} has no URL of a Redis server") from None
-    return lines[0]
-
-
-def _url_refusal(problem: str) -> ConfigError:
-    return ConfigError(_URL_FILE, problem, "write one line there, such as remote.url would be")
-
-
-def load_config(
-    path: Path | None,
-    overrides: Mapping[str, str],
-    environment: Mapping[str, str] | None = None,
-) -> Config:
-    """Return the configuration from ``path``, the environment and ``section.key`` overrides.
-
-    Raises ConfigError for the first value that cannot be used. Looks at no file but ``path``.
-    """
-    read = read_config(path, overrides, environment)
-    if not isinstance(read, Config):
-        raise read[0]
-    return read
-
-
-def read_config(
-    path: Path | None,
-    overrides: Mapping[str, str],
-    environment: Mapping[str, str] | None = None,
-) -> Config | tuple[ConfigError, ...]:
-    """Return the same configuration, or all that is wrong with it."""
-    faults: Faults = []
-    given: dict[str, dict[str, Given]] = {name: {} for name in Config.model_fields}
-    for layer in (
-        from_file(path, faults) if path else {},
-        from_environment(os.environ if environment is None else environment, faults),
-        from_overrides(overrides, faults),
-    ):
-        for section, keys in layer.items():
-            given[section] |= keys
-    sources = {
-        f"{section}.{key}": each.source
-        for section, keys in given.items()
-        for key, each in keys.items()
-    }
-    sections = {name: _build(name, keys, sources, faults) for name, keys in given.items()}
-    whole = {name: section for name, section in sections.items() if section is not None}
-    if len(whole) == len(sections):
-        conflicts = Config.model_construct(None, **whole).conflicts()
-        faults += [_located(conflict, sources) for conflict in conflicts]
-    return tuple(faults) or Config.from_sections(whole, sources)
-
-
 def _build(
-    section: str, given: Mapping[str, Given], sources: Mapping[str, str], faults: Faults
+    section: str, given: Mapping[str, _Given], sources: Mapping[str, str], errors: _Errors
 ) -> Section | None:
-    """Return a section, or None and note all that is wrong with it."""
+    """Return a section, or None after adding all errors in it."""
     model = section_models()[section]
     names = {key_of(name): name for name in model.model_fields}
     values: dict[str, object] = {}
@@ -311,53 +268,53 @@ def _build(
     for key, each in given.items():
         name = names[key]
         try:
-            values[name] = _read(name, model.model_fields[name], each.value)
+            values[name] = _parse(name, model.model_fields[name], each.value)
         except ValueError as error:
-            found[name] = _refusal(section, name, each, str(error))
+            found[name] = _error(section, name, each, str(error))
     conflicts: list[ConfigError] = []
     try:
         built = model(**values)
     except ValidationError as error:
         for each_error in error.errors():
             name = str(each_error["loc"][0])
-            problem = _problem(name, each_error)
-            found.setdefault(name, _refusal(section, name, given[key_of(name)], problem))
+            problem = _problem(name, model.model_fields[name], each_error)
+            found.setdefault(name, _error(section, name, given[key_of(name)], problem))
     except ConfigError:
         conflicts = list(model.model_construct(None, **values).conflicts())
-    # Values that are no good by themselves come first.
+    # Values that are invalid by themselves come first.
     wrong = list(found.values()) or [_located(conflict, sources) for conflict in conflicts]
-    faults += wrong
+    errors += wrong
     return None if wrong else built
 
 
 def _located(conflict: ConfigError, sources: Mapping[str, str]) -> ConfigError:
-    """Add where the value of a key came from that does not fit another one's."""
+    """Add the source of a key's value to its error."""
     source = sources.get(conflict.field, "default")
     return ConfigError(conflict.field, f"{conflict.problem} ({source})", conflict.remedy)
 
 
-def _refusal(section: str, name: str, given: Given, problem: str) -> ConfigError:
+def _error(section: str, name: str, given: _Given, problem: str) -> ConfigError:
     field = section_models()[section].model_fields[name]
     if extra_of(field).get("secret"):
-        problem = "is not of the right form"  # its value stays out of every message
+        problem = "has an invalid value"  # never shows the value
     key = key_of(name)
     remedy = f"for example {key} = {example_of(name, field)}"
     return ConfigError(f"{section}.{key}", f"{problem} ({given.source})", remedy)
 
 
-def _read(name: str, field: FieldInfo, value: object) -> object:
-    """Turn a value as given into the field's type where it is written another way."""
+def _parse(name: str, field: FieldInfo, value: object) -> object:
+    """Convert a value to the field's type if the file writes it differently."""
     kind = kind_of(name, field)
     if kind is ValueKind.SIZE:
         return parse_size(value)
     if kind is ValueKind.DURATION:
         return parse_duration(value)
-    if kind in {ValueKind.NUMBERS, ValueKind.TEXTS} and isinstance(value, list):
+    if kind in {ValueKind.INTEGERS, ValueKind.STRINGS} and isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
         return value
     if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError("is no text in UTF-8")
+        raise ValueError("is not valid UTF-8")
     if is_optional(field) and not value:
         return None
     if kind is ValueKind.PATH:
@@ -367,8 +324,8 @@ def _read(name: str, field: FieldInfo, value: object) -> object:
 
 def _path(text: str) -> Path:
     if not text or "\0" in text:
-        raise ValueError(f"{text!r} is no path")
-    # Relative paths are taken from where the command was given, once: both processes see the same.
+        raise ValueError(f"{text!r} is not a path")
+    # Relative paths refer to the command's directory, so that all processes see the same path.
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
@@ -376,38 +333,48 @@ def _address(text: str) -> ListenAddress:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not a HOST:PORT address")
     return ListenAddress(host, int(port))
 
 
-def _problem(name: str, error: ErrorDetails) -> str:
-    """Say in the user's terms what the model did not like."""
-    value = error["input"]
+def _problem(name: str, field: FieldInfo, error: ErrorDetails) -> str:
+    """Describe in the user's terms why the model refused a value."""
     limits = error.get("ctx", {})
-    shown = _shown(name, value)
+    shown = _shown(name, error["input"])
     match error["type"]:
         case "greater_than_equal":
-            return f"{shown} is less than {_shown(name, limits['ge'])}"
+            return f"{shown} is below the minimum of {_shown(name, limits['ge'])}"
         case "less_than_equal":
-            return f"{shown} is more than {_shown(name, limits['le'])}"
+            return f"{shown} is above the maximum of {_shown(name, limits['le'])}"
         case "multiple_of":
-            return f"{shown} is no multiple of {_shown(name, limits['multiple_of'])}"
+            return f"{shown} is not a multiple of {_shown(name, limits['multiple_of'])}"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_too_long":
+            return f"has more than {limits['max_length']} characters"
         case "literal_error":
-            return f"{shown} is none of {limits['expected']}"
-        case "int_type":
-            return f"{shown} is no whole number"
-        case "tuple_type":
-            return f"{shown} is no list"
-        case "bool_type":
-            return f"{shown} is neither true nor false"
+            return f"{shown} is not one of {limits['expected']}"
+        case "string_pattern_mismatch":
+            return f"{shown} is not a valid value"
+        case _ if len(error["loc"]) > 1 and kind_of(name, field) in _ITEMS:
+            return f"expected a list of {_ITEMS[kind_of(name, field)]}s, got the item {shown}"
         case _:
-            return f"{shown} is not of the right form"
+            kind = kind_of(name, field)
+            return f"expected {_EXPECTED.get(kind, f'a {kind}')}, got {shown}"
+
+
+_ITEMS: Mapping[ValueKind, str] = {ValueKind.INTEGERS: "integer", ValueKind.STRINGS: "string"}
+
+_EXPECTED: Mapping[ValueKind, str] = {
+    ValueKind.FLAG: "true or false",
+    ValueKind.CHOICE: "a string",
+    ValueKind.INTEGER: "an integer",
+    ValueKind.ADDRESS: "a HOST:PORT address",
+}
 
 
 def _shown(name: str, value: object) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        if name.endswith("_bytes"):
-            return format_size(value)
-        if name.endswith("_ns"):
-            return format_duration(value)
+    """Return a value for a message, as the file would write it."""
+    if isinstance(value, bool | int | float):
+        return as_toml(name, value).strip('"')
     return repr(value)

@@ -21,10 +21,9 @@ from kvtier.config.section import (
     ListenAddress,
     Section,
     key_of,
-    live,
-    why,
+    setting,
 )
-from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig
+from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig, read_url
 from kvtier.core.eviction import EVICTION_POLICIES, policy_help
 from kvtier.errors import ConfigError
 
@@ -44,11 +43,12 @@ __all__ = [
     "default_socket",
     "find_socket",
     "section_models",
+    "with_url",
 ]
 
 
 def default_socket(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where the daemon listens: the user's run-time directory, or one of its own."""
+    """Return the default socket: in the user's runtime directory, or in /tmp."""
     if run_time := environment.get("XDG_RUNTIME_DIR"):
         return Path(run_time) / "kvtier" / "kvtier.sock"
     return Path(f"/tmp/kvtier-{os.getuid()}/kvtier.sock")  # noqa: S108 - short, and mode 0700
@@ -57,71 +57,72 @@ def default_socket(environment: Mapping[str, str] = os.environ) -> Path:
 class DaemonConfig(Section):
     """The daemon process: one per node."""
 
-    socket: Path = Field(
+    socket: Path = setting(
+        None,
+        "Unix socket that the daemon listens on; without XDG_RUNTIME_DIR it is "
+        "/tmp/kvtier-UID/kvtier.sock. At most 101 bytes: Linux allows 107, and the name of the "
+        "arena's socket is longer by .arena.",
+        why="Only this user can access it, and it does not survive a reboot.",
+        shown="$XDG_RUNTIME_DIR/kvtier/kvtier.sock",
+        example="/run/kvtier/kvtier.sock",
         default_factory=default_socket,
-        json_schema_extra=why(
-            "Private to the user, and gone with the machine's next start.",
-            shown="$XDG_RUNTIME_DIR/kvtier/kvtier.sock",
-            example="/run/kvtier/kvtier.sock",
-        ),
-        description="Unix socket on which the daemon serves its clients; without "
-        "XDG_RUNTIME_DIR it is /tmp/kvtier-UID/kvtier.sock. At most 101 bytes: Linux takes 107, "
-        "and the arena has a socket beside it, with .arena at the end.",
     )
-    lease_ns: int = Field(
-        default=30 * SECOND,
+    lease_ns: int = setting(
+        30 * SECOND,
+        "How long a client may keep blocks pinned without renewing its lease. Attached engines "
+        "keep the lease time that they were given when they registered.",
+        why="Long enough for the slowest load, and short enough that a hung client does not fill "
+        "the CPU tier.",
+        live=True,
         ge=100 * MS,
         le=HOUR,
-        json_schema_extra=live(
-            "Long enough for the slowest load, short enough that a client that hangs does not "
-            "fill the CPU tier."
-        ),
-        description="How long a client may hold blocks pinned without renewing. Engines that are "
-        "attached keep the lease they were told when they came.",
     )
-    stop_grace_ns: int = Field(
-        default=20 * SECOND,
+    stop_grace_ns: int = setting(
+        20 * SECOND,
+        "Time from SIGTERM until the process exits, even if something hangs. Running requests get "
+        "0.7 of it (0.9 in an engine without a daemon). Keep it below systemd's TimeoutStopSec and "
+        "Kubernetes' terminationGracePeriodSeconds.",
+        why="Below the defaults of Kubernetes (30 s) and systemd (90 s).",
+        live=True,
         ge=SECOND,
         le=10 * 60 * SECOND,
-        json_schema_extra=live("Below the 30 s that Kubernetes gives and the 90 s of systemd."),
-        description="Time from SIGTERM to the end of the process, whatever hangs; running requests "
-        "get 0.7 of it (0.9 in an engine without a daemon). Keep it below systemd's TimeoutStopSec "
-        "and Kubernetes' terminationGracePeriodSeconds.",
     )
-    allowed_uids: tuple[Annotated[int, Field(ge=0, le=2**32 - 2)], ...] = Field(
-        default=(),
-        json_schema_extra=why(
-            "Whoever may attach reads every prompt on the node.",
-            shown="none",
-            example="[1000, 65532]",
-        ),
-        description="Users who may attach and operate besides root and the daemon's own; with any, "
-        "the sockets are open to all and the kernel says who calls.",
+    allowed_uids: tuple[Annotated[int, Field(ge=0, le=2**32 - 2)], ...] = setting(
+        (),
+        "Users who may attach engines and operate the daemon, besides root and the daemon's own "
+        "user. If any are set, all users can connect to the sockets, and the daemon checks the "
+        "caller's user ID, which it gets from the kernel.",
+        why="A user who can attach an engine can read every prompt on the node.",
+        shown="none",
+        example="[1000, 65532]",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info",
-        json_schema_extra=live("At info an idle daemon writes some lines a day."),
-        description="The least serious lines that are written to standard error. An engine takes "
-        "it when it starts; one that the daemon starts takes what the daemon was started with.",
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info",
+        "Lowest level of the log lines that are written to standard error. An engine reads it when "
+        "it starts; an engine started by the daemon gets the value that the daemon started with.",
+        why="At info, an idle daemon writes a few lines a day.",
+        live=True,
     )
-    log_format: Literal["text", "json"] = Field(
-        default="text",
-        json_schema_extra=why("People read it first."),
-        description="How a line of the log is written: key=value pairs, or a JSON object for "
-        "collectors. The daemon and its engines write the same form.",
+    log_format: Literal["text", "json"] = setting(
+        "text",
+        "Format of log lines: key=value pairs, or one JSON object per line for log collectors. The "
+        "daemon and its engines use the same format.",
+        why="Text is easier to read without a collector.",
     )
-    traces: bool = Field(
-        default=False,
-        json_schema_extra=why("It needs kvtier[otel], and a collector."),
-        description="Whether requests are traced by OpenTelemetry; the OTEL_* variables say where "
-        "traces go and how many. An engine takes it when it starts.",
+    traces: bool = setting(
+        False,
+        "Whether to trace requests with OpenTelemetry. The OTEL_* environment variables set the "
+        "endpoint and the sampling rate. An engine reads it when it starts.",
+        why="Tracing needs kvtier[otel] and a collector.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that the socket has a name: others, and the lock beside it, are named after it."""
+        """Check that the socket has a file name; its lock and other sockets are named after it."""
         if not self.socket.name:
             yield ConfigError(
-                "daemon.socket", f"{self.socket} is no file", "name one in a directory of its own"
+                "daemon.socket",
+                f"{self.socket} has no file name",
+                "give a path in a directory of its own",
             )
 
 
@@ -132,139 +133,142 @@ else:
 
 
 class PolicyConfig(Section):
-    """What is kept, and how deep into a prompt."""
+    """Which blocks are kept, and up to which depth of a prompt."""
 
-    eviction: EvictionName = Field(
-        default=next(iter(EVICTION_POLICIES)),
-        json_schema_extra=why("Saved most time on every trace that was tried."),
-        description="Which blocks leave the CPU tier first, and the SSD tier unless ssd.eviction "
-        "says otherwise. " + policy_help(),
+    eviction: EvictionName = setting(
+        next(iter(EVICTION_POLICIES)),
+        "Which blocks are evicted from the CPU tier first, and from the SSD tier unless "
+        "ssd.eviction is set. " + policy_help(),
+        why="It saved the most time on every trace tested.",
     )
-    max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
-        default="auto",
-        json_schema_extra=live("No fixed number is right for two kinds of traffic."),
-        description="How many leading tokens of a request are kept, rounded down to blocks; 0: "
-        "none. auto: as deep as the tokens of its class of traffic came back so far.",
+    max_offload_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = setting(
+        "auto",
+        "How many leading tokens of a request are kept, rounded down to blocks; 0 keeps none. "
+        "auto: up to the depth at which the request's traffic class has reused tokens so far.",
+        why="No fixed number suits two kinds of traffic.",
+        live=True,
     )
-    answers: bool = Field(
-        default=True,
-        json_schema_extra=live("The next turn of a conversation begins with the last answer."),
-        description="Whether blocks with generated tokens are kept. false: only prompts are, as "
-        "where the next turn leaves out what was thought; an answer is then kept once it comes "
-        "again in a prompt.",
+    answers: bool = setting(
+        True,
+        "Whether blocks with generated tokens are kept. false: only prompts are kept, for example "
+        "because the next turn omits the reasoning; an answer is then kept once it appears in a "
+        "later prompt.",
+        why="The next prompt of a conversation contains the last answer.",
+        live=True,
     )
-    pin_share: float = Field(
-        default=0.25,
+    pin_share: float = setting(
+        0.25,
+        "Share of the CPU tier that pins, priorities, TTLs and waiting requests together may "
+        "protect from eviction. Lowering it revokes no protection that was already granted.",
+        why="Protected blocks leave less room for all others.",
+        live=True,
         ge=0.0,
         le=0.5,
-        json_schema_extra=live("What is kept for some is missing to all others."),
-        description="Share of the CPU tier that pins, priorities, times to live and requests that "
-        "wait may keep from being evicted, all together; the rest always serves the others. A "
-        "smaller one takes back nothing that was promised before.",
     )
 
 
 class CostConfig(Section):
-    """Whether restoring pays."""
+    """When blocks are restored instead of recomputed."""
 
-    restore: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        json_schema_extra=live("What was measured here knows better than any fixed rule."),
-        description="auto: restore as much as ends sooner than computing it, as both were "
-        "measured; always: whatever is there; never: nothing, though blocks are still stored.",
+    restore: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "auto: restore as many blocks as is faster than computing them, according to measurements; "
+        "always: restore every cached block; never: restore nothing, but still store blocks.",
+        why="Measurements on this node are better than any fixed rule.",
+        live=True,
     )
-    split: bool = Field(
-        default=True,
-        json_schema_extra=live("It is done only where it is predicted to end sooner."),
-        description="Whether the integrated engine may compute the front of a prompt while the "
-        "back is being loaded.",
+    split: bool = setting(
+        True,
+        "Whether the integrated engine may compute the start of a prompt while the rest is being "
+        "loaded.",
+        why="It is used only if it is predicted to finish sooner.",
+        live=True,
     )
-    guard: bool = Field(
-        default=True,
-        json_schema_extra=live("A tier that has become slow is noticed by its first victims only."),
-        description="Whether a tier from which restores lately took longer than computing would "
-        "have is left alone for a while.",
+    guard: bool = setting(
+        True,
+        "Whether a tier is skipped for a while after restores from it took longer than computing "
+        "would have.",
+        why="Without it, a tier that becomes slow keeps delaying requests.",
+        live=True,
     )
-    wait_max_ns: int = Field(
-        default=5 * SECOND,
+    wait_max_ns: int = setting(
+        5 * SECOND,
+        "Longest time that a request waits for its blocks, whatever was predicted.",
+        why="Longer than any restore that pays off on the machines measured.",
+        live=True,
         ge=10 * MS,
         le=10 * 60 * SECOND,
-        json_schema_extra=live("Longer than any restore that pays on the machines measured."),
-        description="The longest time a request waits for its blocks, whatever was predicted.",
     )
-    probe: Literal["start", "off"] = Field(
-        default="start",
-        json_schema_extra=live("Without it the first decisions are guesses."),
-        description="Whether each tier is measured when the daemon starts, so that the first "
-        "decisions are sane: a few MiB are written and read. What was measured before is kept "
-        "with the SSD tier.",
+    probe: Literal["start", "off"] = setting(
+        "start",
+        "Whether each tier is benchmarked when the daemon starts: a few MiB are written and read. "
+        "Earlier measurements are stored with the SSD tier.",
+        why="Without it, the first decisions are guesses.",
+        live=True,
     )
 
 
 class RpcConfig(Section):
-    """The operator's calls over TCP: off unless told otherwise, always with TLS and a token."""
+    """Operator calls over TCP: off by default, and always with TLS and a token."""
 
-    listen: ListenAddress | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "Nobody reaches a daemon from elsewhere unless somebody wants it.",
-            shown="off",
-            example="0.0.0.0:9465",
-        ),
-        description="Host and port for kvtier stat, drop and fsck from elsewhere; empty: the "
-        "Unix socket alone.",
+    listen: ListenAddress | None = setting(
+        None,
+        "Host and port for kvtier stat, drop and fsck from other machines; empty: only the Unix "
+        "socket.",
+        why="Remote access must be enabled explicitly.",
+        shown="off",
+        example="0.0.0.0:9465",
     )
-    tls_cert: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "Only the operator has one.", shown="none", example="/etc/kvtier/tls.crt"
-        ),
-        description="Certificate chain of the daemon, PEM. A new one counts without a restart.",
+    tls_cert: Path | None = setting(
+        None,
+        "Certificate chain of the daemon, in PEM. A changed file is used without a restart.",
+        why="Only the operator can provide one.",
+        shown="none",
+        example="/etc/kvtier/tls.crt",
     )
-    tls_key: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "Only the operator has one.", shown="none", example="/etc/kvtier/tls.key"
-        ),
-        description="Its private key, PEM: RSA, P-256 or P-384.",
+    tls_key: Path | None = setting(
+        None,
+        "Private key of the certificate, in PEM: RSA, P-256 or P-384.",
+        why="Only the operator can provide one.",
+        shown="none",
+        example="/etc/kvtier/tls.key",
     )
-    token_file: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "A token that is made up for you would have to be told to you.",
-            shown="none",
-            example="/etc/kvtier/token",
-        ),
-        description="File with the token that every call must carry, or with some, one a line; at "
-        "least 16 characters each.",
+    token_file: Path | None = setting(
+        None,
+        "File with the token that every call must carry, or with several, one per line; at least "
+        "16 characters each.",
+        why="A generated token would have to be copied to the clients anyway.",
+        shown="none",
+        example="/etc/kvtier/token",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that what listens is protected."""
+        """Check that certificate, key and token are set if the server listens."""
         for key in ("tls_cert", "tls_key", "token_file"):
             if self.listen is not None and getattr(self, key) is None:
-                yield ConfigError(f"rpc.{key}", "is not set, but rpc.listen is", "set both")
+                yield ConfigError(
+                    f"rpc.{key}", "is required if rpc.listen is set", "set it or unset rpc.listen"
+                )
 
 
 class HttpConfig(Section):
-    """The daemon's own HTTP server: health, metrics and the status page, nothing else."""
+    """The daemon's HTTP server: health, metrics and the status page only."""
 
-    listen: ListenAddress | None = Field(
-        default=ListenAddress("127.0.0.1", 9464),
-        json_schema_extra=why("Loopback, because this port has no authentication."),
-        description="Host and port for /healthz, /readyz, /metrics and the status page; empty: no "
-        "such server.",
+    listen: ListenAddress | None = setting(
+        ListenAddress("127.0.0.1", 9464),
+        "Host and port for /healthz, /readyz, /metrics and the status page; empty: no HTTP server.",
+        why="Loopback, because this port has no authentication.",
     )
-    status_page: bool = Field(
-        default=True,
-        json_schema_extra=why("On: it is read-only, and shows little that /metrics does not."),
-        description="Whether / serves a page that shows what kvtier stat does.",
+    status_page: bool = setting(
+        True,
+        "Whether / serves a status page with the contents of kvtier stat.",
+        why="The page is read-only and shows little more than /metrics.",
     )
     allowed_hosts: HostNames = ()
 
 
 class Config(Section):
-    """The whole configuration of a node, and where each value came from."""
+    """The whole configuration of a node, and the source of each value."""
 
     daemon: DaemonConfig = Field(default_factory=DaemonConfig)
     cpu: CpuConfig = Field(default_factory=CpuConfig)
@@ -281,64 +285,70 @@ class Config(Section):
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that there are keys for what is to be sealed."""
+        """Check that there are keys if blocks are to be sealed."""
         for tier, mode in (("ssd", self.ssd.seal), ("remote", self.remote.seal)):
             if mode != "off" and self.seal.key_file is None:
                 yield ConfigError(
                     "seal.key_file",
-                    f'is not set, but {tier}.seal is "{mode}"',
-                    "name a file of keys",
+                    f'is required if {tier}.seal is "{mode}"',
+                    "set it to a file of keys",
                 )
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Section], sources: Mapping[str, str]) -> Self:
-        """Put checked sections together; ``sources`` maps ``section.key`` to where it was set."""
+        """Combine checked sections; ``sources`` maps ``section.key`` to where it was set."""
         config = cls.model_validate(dict(sections))
         config._sources = dict(sources)
         return config
 
     def with_url(self, url: str, source: str) -> Self:
-        """Return the same with another ``remote.url``, and where that was found."""
+        """Return a copy with another ``remote.url`` that was found in ``source``."""
         config = self.model_copy(update={"remote": self.remote.model_copy(update={"url": url})})
         config._sources = {**self._sources, "remote.url": source}
         return config
 
     def source_of(self, key: str) -> str:
-        """Tell where ``section.key`` was set: a file, a variable, an option, or ``default``."""
+        """Return where ``section.key`` was set: a file, a variable, an option, or ``default``."""
         return self._sources.get(key, "default")
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return the class of each section by its name, in the order of the documents."""
+    """Return the class of each section by name, in the order of the documentation."""
     models: dict[str, type[Section]] = {}
     for name, field in Config.model_fields.items():
         model = field.annotation
         assert isinstance(model, type), f"section {name} has no class"
-        assert issubclass(model, Section), f"section {name} is no Section"
+        assert issubclass(model, Section), f"section {name} is not a Section"
         models[name] = model
     return models
 
 
 def all_settings() -> Iterator[tuple[str, str, str, FieldInfo]]:
-    """Yield each key of the file with its section's name, its field's name and the field."""
+    """Yield each ``section.key`` with its section's name, its field's name and the field."""
     for section, model in section_models().items():
         for name, field in model.model_fields.items():
             yield f"{section}.{key_of(name)}", section, name, field
 
 
 SYSTEM_SOCKET = Path("/run/kvtier/kvtier.sock")
-"""Where it serves; the folder has to be root's, or the daemon's own."""
+"""Socket of a daemon that runs as a system service, as set up by ``deploy/``."""
 
 SYSTEM_CONFIG = Path("/etc/kvtier/kvtier.toml")
-"""What it is started with."""
+"""Configuration of a daemon that runs as a system service."""
 
 
-def find_socket(socket: Path, machine: Path = SYSTEM_SOCKET) -> Path:
-    """Return where to look for a daemon now: at ``socket``, or else at the machine's.
+def find_socket(socket: Path, system: Path = SYSTEM_SOCKET) -> Path:
+    """Return ``system`` if ``socket`` is the default and only the system's socket exists."""
+    is_default = socket == default_socket()
+    if is_default and not os.access(socket, os.F_OK) and os.access(system, os.F_OK):
+        return system
+    return socket
 
-    That is only meant where nobody named a socket, so that it is the user's, and none is there.
+
+def with_url(config: Config) -> Config:
+    """Return ``config`` with the URL from ``remote.url_file``, if that is set.
+
+    Reads the file on each call. Raises ConfigError.
     """
-    is_named = socket != default_socket()
-    if is_named or os.access(socket, os.F_OK) or not os.access(machine, os.F_OK):
-        return socket
-    return machine
+    path = config.remote.url_file
+    return config if path is None else config.with_url(read_url(path), str(path))

@@ -3,11 +3,10 @@
 Rules
 -----
 * A field's name ends in its unit (``capacity_bytes``, ``lease_ns``). Its key in the file does not
-  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps the name
-  to the key.
-* Every field has a default. The description says what the field does, ``why`` the reason for the
-  default.
-* ``live`` instead of ``why`` marks fields that a reload applies. All others need a restart.
+  (``capacity = "2GiB"``), because there the value carries the unit. ``key_of`` maps the name to the
+  key.
+* Every field is a ``setting``: it has a default, says what it does, and why that is the default.
+* A reload applies the settings marked ``live``. All others need a restart.
 * Rules between keys are in ``conflicts``, one error for each.
 """
 
@@ -35,21 +34,20 @@ __all__ = [
     "ListenAddress",
     "Section",
     "ValueKind",
-    "above",
+    "at_most",
     "choices_of",
     "extra_of",
     "is_optional",
     "key_of",
     "kind_of",
-    "live",
-    "why",
+    "setting",
 ]
 
 MS = 10**6
 SECOND = 10**9
 HOUR = 3600 * SECOND
 PAGE = 4096
-"""Bytes; what direct I/O and mappings are aligned to."""
+"""Bytes; the alignment of direct I/O and mappings."""
 MIB = 2**20
 GIB = 2**30
 
@@ -59,22 +57,24 @@ def key_of(field_name: str) -> str:
     return field_name.removesuffix("_bytes").removesuffix("_ns")
 
 
-def why(reason: str, *, shown: str = "", **more: str | bool) -> dict[str, Any]:
-    """Say why a field's default is what it is.
+def setting(
+    default: object, description: str, *, why: str, live: bool = False, shown: str = "", **more: Any
+) -> Any:
+    """Return a field with its documentation.
 
-    ``shown`` stands in documents for a default that depends on the machine or is no value. More:
-    ``example``, a value that it takes, and ``secret``, which keeps it from being shown.
+    ``why`` is the reason for the default. ``shown`` replaces the default in documents if it depends
+    on the machine or is empty. ``more`` may contain ``example``, ``secret`` (the value is never
+    shown), and arguments of pydantic's ``Field``; with ``default_factory``, ``default`` is ignored.
     """
-    return {"reason": reason, "shown_default": shown, **more}
-
-
-def live(reason: str, **more: str) -> dict[str, Any]:
-    """Say the same of a field that a running daemon takes anew."""
-    return why(reason, **more) | {"live": True}
+    extra: dict[str, Any] = {"reason": why, "live": live, "shown_default": shown}
+    extra |= {name: more.pop(name) for name in ("example", "secret") if name in more}
+    if "default_factory" not in more:
+        more["default"] = default
+    return Field(description=description, json_schema_extra=extra, **more)
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:
-    """Return what ``why`` or ``live`` says of a field."""
+    """Return the documentation of a field besides its description; see ``setting``."""
     extra = field.json_schema_extra
     return dict(extra) if isinstance(extra, dict) else {}
 
@@ -92,12 +92,12 @@ class ListenAddress:
 
 
 class Section(BaseModel):
-    """What the sections share: nothing unknown, nothing coerced, nothing changed afterwards."""
+    """Base class of sections: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Return what keys have against each other; nothing where they fit."""
+        """Return the errors of values that do not fit together."""
         return ()
 
     @model_validator(mode="after")
@@ -109,55 +109,54 @@ class Section(BaseModel):
 
 HostNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(\*|[\w.-]+)$")], ...],
-    Field(
-        json_schema_extra=why(
-            "Any web site can make its own name resolve to loopback.",
-            shown="none",
-            example='["kvtier.example"]',
-        ),
-        description="Names, without a port, that are accepted as Host in requests over loopback, "
-        "such as the one that a reverse proxy on this machine passes on. IP addresses, localhost "
-        "and the machine's host name are always accepted; * accepts any.",
+    setting(
+        (),
+        "Host names, without a port, that are accepted as Host in requests over loopback, for "
+        "example the name that a reverse proxy on this machine passes on. IP addresses, localhost "
+        "and the machine's host name are always accepted; * accepts any name.",
+        why="Any web site can make its own name resolve to loopback.",
+        shown="none",
+        example='["kvtier.example"]',
     ),
 ]
 """The type of a server's ``allowed_hosts``."""
 
 
-def above(field: str, size_bytes: int, limit_name: str, limit_bytes: int) -> Iterable[ConfigError]:
-    """Return the fault of a size above what bounds it, if it is."""
+def at_most(field: str, size_bytes: int, limit: str, limit_bytes: int) -> Iterable[ConfigError]:
+    """Yield an error if a size is above the value of another key."""
     if size_bytes > limit_bytes:
         yield ConfigError(
             field,
-            f"{format_size(size_bytes)} is more than {limit_name}, {format_size(limit_bytes)}",
-            f"lower {field} or raise {limit_name.removeprefix('half of ')}",
+            f"{format_size(size_bytes)} is more than {limit}, {format_size(limit_bytes)}",
+            f"lower {field} or raise {limit.removeprefix('half of ')}",
         )
 
 
 class ValueKind(StrEnum):
-    """Each is what the documents call it."""
+    """The kind of a setting's value, in the words of the documentation."""
 
     SIZE = "size"
     DURATION = "duration"
     FLAG = "true or false"
-    WHOLE = "whole number"
+    INTEGER = "integer"
     NUMBER = "number"
-    NUMBERS = "list of numbers"
-    TEXTS = "list of texts"
+    INTEGERS = "list of integers"
+    STRINGS = "list of strings"
     CHOICE = "one of"
     PATH = "path"
     ADDRESS = "host:port"
-    TEXT = "text"
+    STRING = "string"
 
 
 _BY_TYPE = (
     (bool, ValueKind.FLAG),
-    (int, ValueKind.WHOLE),
+    (int, ValueKind.INTEGER),
     (float, ValueKind.NUMBER),
-    (tuple[int], ValueKind.NUMBERS),
-    (tuple[str], ValueKind.TEXTS),
+    (tuple[int], ValueKind.INTEGERS),
+    (tuple[str], ValueKind.STRINGS),
     (Path, ValueKind.PATH),
     (ListenAddress, ValueKind.ADDRESS),
-    (str, ValueKind.TEXT),
+    (str, ValueKind.STRING),
 )
 
 
@@ -172,13 +171,13 @@ def kind_of(name: str, field: FieldInfo) -> ValueKind:
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that a field takes, where it does not take any."""
+    """Return the words that a field accepts; empty if it is not limited to some."""
     literals = [each for each in _members(field.annotation) if get_origin(each) is Literal]
     return tuple(str(word) for each in literals for word in get_args(each))
 
 
 def is_optional(field: FieldInfo) -> bool:
-    """Tell whether a field may have no value, which is written as an empty text."""
+    """Return whether a field may be None, which is written as an empty string."""
     return type(None) in _members(field.annotation)
 
 

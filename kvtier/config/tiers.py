@@ -1,49 +1,55 @@
-"""The tiers' sections, and that of the keys that protect them."""
+"""Sections of the tiers, and of the keys that encrypt their blocks."""
 
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import ValidationError
 
-from kvtier.config.section import GIB, HOUR, MIB, MS, PAGE, SECOND, Section, above, live, why
+from kvtier.config.section import GIB, HOUR, MIB, MS, PAGE, SECOND, Section, at_most, setting
 from kvtier.core.eviction import EVICTION_POLICIES
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StartError
+from kvtier.secret import read_secret, secret_lines
 
-__all__ = ["CpuConfig", "RemoteConfig", "SealConfig", "SsdConfig", "default_cache_directory"]
+__all__ = [
+    "CpuConfig",
+    "RemoteConfig",
+    "SealConfig",
+    "SsdConfig",
+    "default_cache_directory",
+    "read_url",
+]
 
 
 def default_cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where the SSD tier keeps its blocks: the user's cache directory."""
+    """Return the default directory of the SSD tier: in the user's cache directory."""
     home = environment.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "kvtier"
 
 
 class CpuConfig(Section):
-    """The CPU tier: the arena that engines map."""
+    """The CPU tier: shared memory that engines map."""
 
-    capacity_bytes: int = Field(
-        default=2 * GIB,
+    capacity_bytes: int = setting(
+        2 * GIB,
+        "Memory of the tier, allocated at start.",
+        why="Fits a workstation; on a GPU node use most of the free memory.",
         ge=MIB,
-        json_schema_extra=why("Fits a workstation; a GPU node gives it most of its free memory."),
-        description="Memory of the arena, taken at start.",
     )
-    slab_bytes: int = Field(
-        default=64 * MIB,
+    slab_bytes: int = setting(
+        64 * MIB,
+        "Unit in which memory is assigned to block sizes.",
+        why="Large enough that little is wasted at the end of a slab, and small enough that memory "
+        "can move between block sizes.",
         ge=64 * 1024,
         le=16 * GIB,
         multiple_of=PAGE,
-        json_schema_extra=why(
-            "Large against any block so that little is wasted at its end; small against the "
-            "capacity so that sizes can change."
-        ),
-        description="Unit in which the arena is given to block sizes.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that a slab fits."""
-        return above("cpu.slab", self.slab_bytes, "cpu.capacity", self.capacity_bytes)
+        """Check that a slab fits into the tier."""
+        return at_most("cpu.slab", self.slab_bytes, "cpu.capacity", self.capacity_bytes)
 
 
 if TYPE_CHECKING:
@@ -56,292 +62,309 @@ else:
 class SsdConfig(Section):
     """The SSD tier: segment files in one directory."""
 
-    enabled: bool = Field(
-        default=True,
-        json_schema_extra=why("It keeps blocks across restarts."),
-        description="Whether there is an SSD tier.",
+    enabled: bool = setting(
+        True,
+        "Whether there is an SSD tier.",
+        why="It keeps blocks across restarts.",
     )
-    required: bool = Field(
-        default=False,
-        json_schema_extra=why("A cache without its disk is better than no cache."),
-        description="Whether the daemon refuses to start without this tier. false: the daemon "
-        "serves without the tier while the directory cannot be used, and opens it as soon as it "
-        "can; on a volume with less room than ssd.capacity it uses the room there is.",
+    required: bool = setting(
+        False,
+        "Whether the daemon refuses to start without this tier. false: it starts without the tier "
+        "and opens it once the directory can be used; on a volume with less space than "
+        "ssd.capacity the tier uses the space that is available.",
+        why="A cache without its disk is better than no cache.",
     )
-    directory: Path = Field(
+    directory: Path = setting(
+        None,
+        "Directory of the segment files. It is created if missing (mode 0700), and used by one "
+        "daemon at a time. Without XDG_CACHE_HOME it is ~/.cache/kvtier.",
+        why="The user's directory for files that can be recreated.",
+        shown="$XDG_CACHE_HOME/kvtier",
+        example="/var/cache/kvtier",
         default_factory=default_cache_directory,
-        json_schema_extra=why(
-            "Where a user's programs keep what they can make again.",
-            shown="$XDG_CACHE_HOME/kvtier",
-            example="/var/cache/kvtier",
-        ),
-        description="Where the segment files are; made if missing (mode 0700), used by one daemon "
-        "at a time. Without XDG_CACHE_HOME it is ~/.cache/kvtier.",
     )
-    capacity_bytes: int = Field(
-        default=20 * GIB,
+    capacity_bytes: int = setting(
+        20 * GIB,
+        "Total size of all files, including metadata; a hard limit.",
+        why="Fits a workstation; `kvtier plan` computes what pays off on a node.",
         ge=4 * MIB,
-        json_schema_extra=why("Fits a workstation; `kvtier plan` says what pays on a node."),
-        description="Bytes that all files together may take, metadata included; a hard limit.",
     )
-    segment_bytes: int = Field(
-        default=256 * MIB,
+    segment_bytes: int = setting(
+        256 * MIB,
+        "Size of a segment file, which is also the unit of reclaiming.",
+        why="Large files keep the drive's garbage collection cheap; small ones evict fewer blocks "
+        "at a time.",
         ge=MIB,
         le=16 * GIB,
         multiple_of=PAGE,
-        json_schema_extra=why(
-            "Large files keep the drive's own clean-up cheap; small ones evict fewer blocks at a "
-            "time."
-        ),
-        description="Size of one segment file, which is also the unit that is reclaimed.",
     )
-    free_space_floor_bytes: int = Field(
-        default=GIB,
+    free_space_floor_bytes: int = setting(
+        GIB,
+        "Free space to leave on the volume; below it nothing is written.",
+        why="A full volume would break other programs and their logs.",
+        live=True,
         ge=0,
-        json_schema_extra=live("A full volume would stop others, logs among them."),
-        description="Free space of the volume that is left to others; below it nothing is written.",
     )
-    free_inodes_floor: int = Field(
-        default=1000,
+    free_inodes_floor: int = setting(
+        1000,
+        "Free inodes to leave on the volume. A segment takes one.",
+        why="Other programs can still create files until someone has a look.",
+        live=True,
         ge=0,
-        json_schema_extra=live("Others can make files for a while before somebody must look."),
-        description="Free inodes of the volume that are left to others. A segment takes one.",
     )
-    keep: bool = Field(
-        default=True,
-        json_schema_extra=why("A restart that finds its blocks again is what the tier is for."),
-        description="Whether blocks outlive the daemon. false: the tier is emptied when the daemon "
-        "stops or the tier is detached, and after a crash by the next start.",
+    keep: bool = setting(
+        True,
+        "Whether blocks outlive the daemon. false: the tier is emptied when the daemon stops or "
+        "the tier is detached, and after a crash at the next start.",
+        why="Finding the blocks again after a restart is the purpose of the tier.",
     )
-    durability: Literal["segment", "batch"] = Field(
-        default="segment",
-        json_schema_extra=why("What a power loss takes can be computed again; syncs cost always."),
-        description="What a power loss may take: segment: the blocks since the last full segment; "
-        "batch: none that counts as written, for a sync each. A killed process loses none in "
-        "either.",
+    durability: Literal["segment", "batch"] = setting(
+        "segment",
+        "What a power failure may lose. segment: the blocks since the last full segment; batch: "
+        "nothing that was reported as written, at the cost of a sync per batch. A killed process "
+        "loses nothing in either mode.",
+        why="Lost blocks can be recomputed, but every sync costs time.",
     )
-    write: Literal["demote", "second_use", "store"] = Field(
-        default="demote",
-        json_schema_extra=why("Most blocks never come back, and each write wears the drive."),
-        description="When a block is written. demote: when the CPU tier is about to let it go and "
-        "its predicted reuse is in the best share (ssd.gate); second_use: once it is asked for a "
-        "second time; store: at once, whatever it is worth.",
+    write: Literal["demote", "second_use", "store"] = setting(
+        "demote",
+        "When a block is written. demote: when the CPU tier is about to evict it and its predicted "
+        "reuse is in the best share (ssd.gate); second_use: when it is requested for the second "
+        "time; store: immediately.",
+        why="Most blocks are never used again, and every write wears the drive.",
     )
-    gate: float = Field(
-        default=0.75,
+    gate: float = setting(
+        0.75,
+        "With ssd.write demote: share of the blocks leaving the CPU tier that is written. A write "
+        "budget lowers it.",
+        why="Saves a fifth of the writes and loses hardly any hits.",
+        live=True,
         ge=0.0,
         le=1.0,
-        json_schema_extra=live("Writes a fifth less than everything and costs hardly a hit."),
-        description="With ssd.write demote: share of what leaves the CPU tier that is written. A "
-        "write budget lowers it.",
     )
-    eviction: SsdEvictionName = Field(
-        default="auto",
-        json_schema_extra=why("What is right for one tier mostly is for the other."),
-        description="Which blocks leave the SSD tier first, as policy.eviction says it for the "
-        "CPU tier. auto: the same as there if that is ranked by predicted reuse, else lru.",
+    eviction: SsdEvictionName = setting(
+        "auto",
+        "Which blocks are evicted from the SSD tier first; see policy.eviction. auto: the policy "
+        "of the CPU tier if it ranks blocks by predicted reuse, else lru.",
+        why="A policy that suits one tier usually suits the other.",
     )
-    flush_after_ns: int = Field(
-        default=300 * SECOND,
+    flush_after_ns: int = setting(
+        300 * SECOND,
+        "With ssd.write demote: blocks that have been in the CPU tier for this long are written "
+        "too, if the gate accepts them, so that a crash does not lose them; 0: never.",
+        why="A crash then loses at most five minutes of work.",
+        live=True,
         ge=0,
         le=24 * HOUR,
-        json_schema_extra=live("What a crash takes is five minutes' work at most."),
-        description="With ssd.write demote: what has been in the CPU tier for so long is written "
-        "as well, if the gate takes it, so that a crash does not lose it; 0: never.",
     )
-    write_budget_bytes: int = Field(
-        default=0,
+    write_budget_bytes: int = setting(
+        0,
+        "Bytes per day that may be written to the drive, including relocated blocks and metadata, "
+        "as a token bucket of one day; 0: no limit. Set it to the drive's rated endurance divided "
+        "by its lifetime in days.",
+        why="Only the operator knows the drive; until it is set, ssd.gate limits the writes.",
+        live=True,
         ge=0,
-        json_schema_extra=live("Only the operator knows the drive; ssd.gate spares it meanwhile."),
-        description="Bytes a day that may be written to the drive, moves and metadata included, "
-        "as a token bucket of one day; 0: no limit. Set it to the drive's endurance divided by its "
-        "days.",
     )
-    max_age_ns: int = Field(
-        default=0,
+    max_age_ns: int = setting(
+        0,
+        "Blocks older than this are not served and are removed; 0: no limit. For operators who "
+        "must limit how long prompts are stored.",
+        why="Blocks do not get worse with age.",
+        live=True,
         ge=0,
         le=3650 * 24 * HOUR,
-        json_schema_extra=live("Age alone makes no block worse."),
-        description="Blocks written longer ago are not served and are removed; 0: no limit. For "
-        "those who must promise how long prompts are kept.",
     )
-    scrub_rate_bytes: int = Field(
-        default=4 * MIB,
+    scrub_rate_bytes: int = setting(
+        4 * MIB,
+        "Bytes per second that are read in the background to find damaged blocks before they are "
+        "requested; 0: none.",
+        why="That is 337 GiB a day, which no drive notices.",
+        live=True,
         ge=0,
-        json_schema_extra=live("Reads 337 GiB a day, which no drive feels."),
-        description="Bytes a second that are read in the background to find damaged blocks before "
-        "they are asked for; 0: none.",
     )
-    seal: Literal["off", "encrypt"] = Field(
-        default="off",
-        json_schema_extra=why("It needs keys that somebody keeps."),
-        description="Whether blocks are encrypted at rest, with AES-256-GCM and the first key of "
-        "seal.key_file. KV can be turned back into text.",
+    seal: Literal["off", "encrypt"] = setting(
+        "off",
+        "Whether blocks are encrypted at rest, with AES-256-GCM and the first key of "
+        "seal.key_file. Without encryption, prompts can be reconstructed from the blocks.",
+        why="Encryption needs keys that someone manages.",
     )
-    direct_io: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        json_schema_extra=why("Through the page cache blocks would be in memory twice."),
-        description="Whether to go around the page cache. auto: where the file system can.",
+    direct_io: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Whether to bypass the page cache. auto: if the file system supports it.",
+        why="With the page cache, blocks would be in memory twice.",
     )
-    io_threads: int = Field(
-        default=4,
+    io_threads: int = setting(
+        4,
+        "Number of concurrent reads and writes.",
+        why="A drive needs a few for its full bandwidth; more only lengthen the queue.",
         ge=1,
         le=64,
-        json_schema_extra=why(
-            "A drive needs a few for its full bandwidth; more only lengthen the queue."
-        ),
-        description="Reads and writes in flight.",
     )
-    deadline_ns: int = Field(
-        default=2 * SECOND,
+    deadline_ns: int = setting(
+        2 * SECOND,
+        "A read or write fails after this time, plus the time to transfer its bytes.",
+        why="Recomputing a few thousand tokens takes about as long.",
+        live=True,
         ge=10 * MS,
         le=10 * 60 * SECOND,
-        json_schema_extra=live("Recomputing a few thousand tokens takes about as long."),
-        description="After this, and the time for its bytes, a read or write counts as failed.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:
         """Check that two segments fit: one is written while another is reclaimed."""
         half_bytes = self.capacity_bytes // 2
-        return above("ssd.segment", self.segment_bytes, "half of ssd.capacity", half_bytes)
+        return at_most("ssd.segment", self.segment_bytes, "half of ssd.capacity", half_bytes)
 
 
 class RemoteConfig(Section):
     """The remote tier: a Redis or Valkey server that nodes share."""
 
-    url: str = Field(
-        default="",
-        pattern=r"^$|^(rediss?|rediss?\+cluster|rediss?\+sentinel|unix)://.",
-        repr=False,
-        json_schema_extra=why(
-            "Only the operator knows a server.",
-            shown="off",
-            secret=True,
-            example="redis://user:password@host:6379/0",
-        ),
-        description="redis://, rediss:// or unix:// URL of the server, with user and password "
-        "where it wants them; redis+cluster://host:port,host:port for a cluster and "
+    url: str = setting(
+        "",
+        "URL of the server, with user and password if it requires them: redis://, rediss:// or "
+        "unix://; redis+cluster://host:port,host:port for a cluster and "
         "redis+sentinel://host:port,host:port/service for Sentinel (rediss+… with TLS); empty: no "
         "remote tier. It is never logged.",
+        why="There is no server to assume.",
+        shown="off",
+        secret=True,
+        example="redis://user:password@host:6379/0",
+        pattern=r"^$|^(rediss?|rediss?\+cluster|rediss?\+sentinel|unix)://.",
+        repr=False,
     )
-    url_file: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "A URL without a password may stand in the open.",
-            shown="none",
-            example="/etc/kvtier/redis-url",
-        ),
-        description="File with the URL on one line, instead of url: then a password is neither in "
-        "this file nor in the environment. Another login in it counts without a restart. Must not "
-        "be readable for others.",
+    url_file: Path | None = setting(
+        None,
+        "File with the URL on one line, instead of url: this keeps a password out of the "
+        "configuration file and the environment. A changed user or password is used without a "
+        "restart. Must not be readable by others.",
+        why="A URL without a password needs no protection.",
+        shown="none",
+        example="/etc/kvtier/redis-url",
     )
-    key_prefix: str = Field(
-        default="kvtier:",
+    key_prefix: str = setting(
+        "kvtier:",
+        "Prefix of all keys, so that the server can be shared and an ACL can refer to them.",
+        why="Tells other users of the server whose keys these are.",
         min_length=1,
         max_length=64,
-        json_schema_extra=why("Says to others who share the server whose keys these are."),
-        description="Prefix of all keys, so that the server can be shared and an ACL can name it.",
     )
-    ttl_ns: int = Field(
-        default=24 * HOUR,
+    ttl_ns: int = setting(
+        24 * HOUR,
+        "Time to live of every key, so that a server without nodes empties itself. Reading a key "
+        "renews it.",
+        why="Most conversations are continued within a day or not at all.",
+        live=True,
         ge=SECOND,
         le=365 * 24 * HOUR,
-        json_schema_extra=live("A conversation is taken up again within a day, or hardly ever."),
-        description="Every key expires after this, so that a server whose nodes are gone empties "
-        "itself. What is asked for is renewed.",
     )
-    deadline_ns: int = Field(
-        default=250 * MS,
+    deadline_ns: int = setting(
+        250 * MS,
+        "A call fails after this time.",
+        why="A slower server takes longer than recomputing a few hundred tokens.",
         ge=MS,
         le=60 * SECOND,
-        json_schema_extra=why(
-            "A server that needs longer is slower than recomputing a few hundred tokens."
-        ),
-        description="After this a call counts as failed.",
     )
-    io_threads: int = Field(
-        default=4,
+    io_threads: int = setting(
+        4,
+        "Number of connections, each with one call at a time.",
+        why="A few hide the round trips; each costs the server memory.",
         ge=1,
         le=64,
-        json_schema_extra=why("A few hide the way there and back; each costs the server memory."),
-        description="Connections, each with one call at a time.",
     )
-    value_bytes: int = Field(
-        default=MIB,
+    value_bytes: int = setting(
+        MIB,
+        "Largest value in the server; a larger block is split into several.",
+        why="A server handles nothing else while it transfers a value: this size takes about a "
+        "millisecond.",
         ge=64 * 1024,
         le=512 * MIB,
-        json_schema_extra=why(
-            "While a server moves one value it serves nobody else: this takes it about a "
-            "millisecond."
-        ),
-        description="Largest value in the server; a larger block takes several.",
     )
-    min_tokens: int = Field(
-        default=256,
+    min_tokens: int = setting(
+        256,
+        "A lookup asks the server only if at least this many tokens are missing.",
+        why="Fewer tokens are computed faster than they are looked up and fetched.",
+        live=True,
         ge=0,
         le=2**20,
-        json_schema_extra=live("Fewer are computed sooner than they are asked for and fetched."),
-        description="A lookup asks the server only where at least so many tokens are missing.",
     )
-    max_age_ns: int = Field(
-        default=0,
+    max_age_ns: int = setting(
+        0,
+        "Blocks written longer ago than this are not served, however often they were renewed; 0: "
+        "only ttl limits their age.",
+        why="Blocks do not get worse with age.",
+        live=True,
         ge=0,
         le=3650 * 24 * HOUR,
-        json_schema_extra=live("Age alone makes no block worse."),
-        description="Blocks written longer ago are not served, however often they were renewed; 0: "
-        "no limit but ttl.",
     )
-    tls_ca: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "Right for a certificate that was bought.",
-            shown="the system's",
-            example="/etc/kvtier/redis-ca.pem",
-        ),
-        description="Certificates that a rediss:// server's own must descend from. Others in the "
-        "file count without a restart.",
+    tls_ca: Path | None = setting(
+        None,
+        "CA certificates that the certificate of a rediss:// server must chain to. A changed file "
+        "is used without a restart.",
+        why="Fits a certificate from a public CA.",
+        shown="the system's",
+        example="/etc/kvtier/redis-ca.pem",
     )
-    seal: Literal["off", "sign", "encrypt"] = Field(
-        default="off",
-        json_schema_extra=why("It needs keys that somebody keeps."),
-        description="sign: a value that was not written with one of our keys is never served; "
-        "encrypt: nor can it be read. Both with AES-256-GCM and the first key of seal.key_file. "
-        "Set it wherever others can write to the server.",
+    seal: Literal["off", "sign", "encrypt"] = setting(
+        "off",
+        "sign: a value that was not written with one of our keys is never served; encrypt: in "
+        "addition nobody else can read it. Both use AES-256-GCM and the first key of "
+        "seal.key_file. Set it if others can write to the server.",
+        why="It needs keys that someone manages.",
     )
-    write: Literal["demote", "second_use", "store"] = Field(
-        default="second_use",
-        json_schema_extra=why("What was asked for twice here is what other nodes will ask for."),
-        description="When a block is written; see ssd.write.",
+    write: Literal["demote", "second_use", "store"] = setting(
+        "second_use",
+        "When a block is written; see ssd.write.",
+        why="Blocks requested twice on this node are likely to be requested on others.",
     )
-    gate: float = Field(
-        default=0.75,
+    gate: float = setting(
+        0.75,
+        "With remote.write demote: share of the blocks leaving the CPU tier that is written.",
+        why="As ssd.gate.",
+        live=True,
         ge=0.0,
         le=1.0,
-        json_schema_extra=live("As ssd.gate."),
-        description="With remote.write demote: share of what leaves the CPU tier that is written.",
     )
-    in_flight_bytes: int = Field(
-        default=64 * MIB,
+    in_flight_bytes: int = setting(
+        64 * MIB,
+        "Bytes that may wait to be written; beyond it, no more blocks are accepted.",
+        why="A slow server must not fill the node's memory.",
+        live=True,
         ge=MIB,
-        json_schema_extra=live("A slow server must not fill the node's memory."),
-        description="Bytes that may wait to be written; beyond it offers are throttled.",
     )
 
     def conflicts(self) -> Iterable[ConfigError]:
-        """Check that there is one URL."""
+        """Check that only one of ``url`` and ``url_file`` is set."""
         if self.url and self.url_file is not None:
-            yield ConfigError("remote.url_file", "is set, and so is remote.url", "set one of them")
+            yield ConfigError(
+                "remote.url_file", "cannot be used together with remote.url", "unset one of them"
+            )
 
 
 class SealConfig(Section):
     """Keys that protect blocks at rest, in the SSD and the remote tier."""
 
-    key_file: Path | None = Field(
-        default=None,
-        json_schema_extra=why(
-            "Only the operator has keys.", shown="none", example="/etc/kvtier/keys"
-        ),
-        description="One key a line: a name and 64 hexadecimal digits. The first one seals, all "
-        "of them open: to rotate, put a new line first, and take the old one out once nothing "
-        "needs it. Must not be readable for others.",
+    key_file: Path | None = setting(
+        None,
+        "File of keys, one per line: a name and 64 hexadecimal digits. The first key encrypts, all "
+        "of them decrypt. To rotate keys, insert a new first line, and remove the old line once "
+        "no stored block needs it. Must not be readable by others.",
+        why="Only the operator can provide keys.",
+        shown="none",
+        example="/etc/kvtier/keys",
     )
+
+
+def read_url(path: Path) -> str:
+    """Return the URL in a ``remote.url_file``. Raises ConfigError, which never contains the URL."""
+    field, remedy = "remote.url_file", "write the URL on one line, as in remote.url"
+    try:
+        lines = [line for _, line in secret_lines(read_secret(path, field))]
+    except StartError as error:
+        raise ConfigError(error.field, error.problem, error.remedy) from None
+    if len(lines) != 1:
+        raise ConfigError(field, f"{path} must have exactly one line, not {len(lines)}", remedy)
+    try:
+        RemoteConfig(url=lines[0])
+    except ValidationError:  # its message would contain the URL
+        problem = f"{path} does not contain the URL of a Redis server"
+        raise ConfigError(field, problem, remedy) from None
+    return lines[0]

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def as_toml(name: str, value: object) -> str:
-    """Return a field's value as it stands in the file."""
+    """Return a field's value as the file writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -39,31 +39,31 @@ def as_toml(name: str, value: object) -> str:
 
 
 def toml_of(value: object) -> str:
-    """Return a text, a number, a truth or a list of them in TOML."""
-    # As in JSON, but for this letter.
+    """Return a string, number, boolean or a list of them in TOML."""
+    # TOML is like JSON here, except for this character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def default_of(name: str, field: FieldInfo) -> str:
-    """Return the default of a field for people: in TOML, or in words where it has no fixed one."""
+    """Return the default of a field in TOML, or in words if it has no fixed one."""
     return extra_of(field)["shown_default"] or as_toml(name, field.default)
 
 
 def example_of(name: str, field: FieldInfo) -> str:
-    """Return a value that the field would take, in TOML."""
+    """Return a valid value of the field, in TOML."""
     if example := extra_of(field).get("example"):
-        is_list = kind_of(name, field) in {ValueKind.NUMBERS, ValueKind.TEXTS}
+        is_list = kind_of(name, field) in {ValueKind.INTEGERS, ValueKind.STRINGS}
         return str(example) if is_list else f'"{example}"'
     return as_toml(name, field.default)
 
 
 _PLACE = r"(?:[\w.-]+|\[[0-9a-fA-F:]+\])(?::\d+)?"
 _PLACES = re.compile(rf"{_PLACE}(?:,{_PLACE})*(?:/[\w.-]*)*|(?:/[\w.-]+)+(?:\?db=\d+)?")
-"""Hosts with ports and a database or service behind them, or the path of a socket."""
+"""Matches hosts with ports and a database or service, or the path of a socket."""
 
 
 def document(config: Config) -> dict[str, dict[str, Any]]:
-    """Return each key's value with its source, and whether a running daemon takes a new one."""
+    """Return the value and source of each key, and whether a reload applies it."""
     return {
         key: {
             "value": json.loads(_text(config, section, name, field)),  # JSON reads such TOML
@@ -75,7 +75,7 @@ def document(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def shown(key: str, config: Config) -> str:
-    """Return a key's value in TOML; of a secret only what is none."""
+    """Return a key's value in TOML, with secrets masked."""
     return next(
         _text(config, section, name, field)
         for each, section, name, field in all_settings()
@@ -84,7 +84,7 @@ def shown(key: str, config: Config) -> str:
 
 
 def changes(before: Config, after: Config) -> Iterator[tuple[str, bool]]:
-    """Yield each key that differs, and whether a running daemon takes a new value of it."""
+    """Yield each key that differs, and whether a reload applies it."""
     for key, section, name, field in all_settings():
         values = [getattr(getattr(config, section), name) for config in (before, after)]
         if values[0] != values[1]:
@@ -92,9 +92,9 @@ def changes(before: Config, after: Config) -> Iterator[tuple[str, bool]]:
 
 
 def render_toml(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a ``document`` as a file, each value with its source in a comment.
+    """Return a ``document`` as a TOML file, with the source of each value in a comment.
 
-    A secret is commented out, since what stands for it must not be taken for it.
+    Secrets are commented out, so that a mask is never used as a value.
     """
     secrets = {key for key, _, _, field in all_settings() if extra_of(field).get("secret")}
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -118,7 +118,7 @@ def _text(config: Config, section: str, name: str, field: FieldInfo) -> str:
 
 
 def _masked(url: str) -> str:
-    """Return a URL without user and password, and without what might be a part of them."""
+    """Return a URL without user and password, and without anything that may be part of them."""
     scheme, slashes, rest = url.partition("://")
     credentials, at, places = rest.rpartition("@")
     if not _PLACES.fullmatch(places):

@@ -1,7 +1,7 @@
-"""Sizes and durations as people write them: ``64GiB``, ``500MB``, ``250ms``, ``1h``.
+"""Parses and formats sizes and durations such as ``64GiB``, ``500MB``, ``250ms``, ``1h``.
 
-Units are spelled exactly, for a slip costs a factor: ``Gb`` is gigabits to some and gigabytes to
-others, and ``64G`` may mean either of two sizes, so both are refused with the right spellings.
+Units must be spelled exactly. ``Gb`` may mean gigabits or gigabytes, and ``64G`` either of two
+sizes, so both are refused with a list of the valid units.
 """
 
 import re
@@ -29,7 +29,7 @@ SIZE_UNITS: Mapping[str, int] = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-"""Units of a size, in bytes."""
+"""Size units in bytes."""
 
 DURATION_UNITS: Mapping[str, int] = {
     "ns": 1,
@@ -40,13 +40,13 @@ DURATION_UNITS: Mapping[str, int] = {
     "h": 3600 * 10**9,
     "d": 86400 * 10**9,
 }
-"""Units of a duration, in nanoseconds."""
+"""Duration units in nanoseconds."""
 
 _QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 def parse_size(value: object) -> int:
-    """Return bytes from ``"64GiB"`` or from a whole number of bytes; raises ValueError."""
+    """Return bytes from ``"64GiB"`` or from an integer; raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     text = str(value).strip()
@@ -63,24 +63,25 @@ def parse_duration(value: object) -> int:
 def _parse(text: str, units: Mapping[str, int], noun: str, spelled: str) -> int:
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no {noun}")
+        shown = text.lower() if text in {"True", "False"} else repr(text)
+        raise ValueError(f"{shown} is not a {noun}")
     number, unit = match.groups()
     if unit not in units:
-        named = f"unit {unit!r} in {text!r} is unknown" if unit else f"{text!r} has no unit"
-        raise ValueError(f"{named}; a {noun} has one of {spelled}")
+        named = f"unknown unit {unit!r} in {text!r}" if unit else f"{text!r} has no unit"
+        raise ValueError(f"{named}, use one of {spelled}")
     amount = Fraction(number) * units[unit]
     if amount.denominator != 1:
-        raise ValueError(f"{text!r} is no whole number of {next(iter(units))}")
+        raise ValueError(f"{text!r} is not a whole number of {next(iter(units))}")
     return int(amount)
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a size in the largest binary unit that divides it: exact, and parsed back equal."""
+    """Return a size in the largest binary unit that divides it, so that it parses back equal."""
     return _format(size_bytes, ("TiB", "GiB", "MiB", "KiB"), SIZE_UNITS, "B")
 
 
 def format_duration(duration_ns: int) -> str:
-    """Write a duration in the largest unit that divides it: exact, and parsed back equal."""
+    """Return a duration in the largest unit that divides it, so that it parses back equal."""
     return _format(duration_ns, ("h", "min", "s", "ms", "us"), DURATION_UNITS, "ns")
 
 

@@ -44,9 +44,9 @@ class SecretRotation:
         except StartError as error:
             if self._said.get(secret.name) != secret.fault:
                 self._said[secret.name] = secret.fault
-                _log.error("a secret is refused, the one of before counts", error=error)
+                _log.error("new secret rejected, keeping the previous one", error=error)
             return
         if not secret.fault:
             self._said.pop(secret.name, None)
         if is_changed:
-            _log.info("a secret has changed", secret=secret.name)
+            _log.info("secret reloaded", secret=secret.name)

@@ -437,6 +437,6 @@ def test_certificates_that_are_not_there_are_refused_at_the_start(tmp_path: Path
         RedisTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "none.pem"))
     assert raised.value.field == "remote.tls_ca"
     (tmp_path / "empty.pem").write_text("no certificate")
-    with pytest.raises(StartError, match="has no certificate") as raised:
+    with pytest.raises(StartError, match="contains no certificate") as raised:
         RedisTier("rediss://h", replace(OPTIONS, tls_ca=tmp_path / "empty.pem"))
     assert raised.value.field == "remote.tls_ca"

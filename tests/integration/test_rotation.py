@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 OLD, NEW = "token-of-old-0123456789", "token-of-new-0123456789"
 
-_SAYS = "a secret is refused, the one of before counts"
+_SAYS = "new secret rejected, keeping the previous one"
 
 
 class Volume:
@@ -245,11 +245,14 @@ def test_who_asks_is_told_what_is_wrong(
     pair, chain = openssl.pair("old"), openssl.authority("old")
     with port.node.daemon() as daemon:
         for files, words in (
-            ({"tls_crt": pair["tls_crt"] + chain[:-40]}, "rpc.tls_cert: .* is cut short"),
-            ({"tls_crt": b""}, "rpc.tls_cert: .* has no certificate"),
+            (
+                {"tls_crt": pair["tls_crt"] + chain[:-40]},
+                "rpc.tls_cert: .* has a truncated certificate",
+            ),
+            ({"tls_crt": b""}, "rpc.tls_cert: .* contains no certificate"),
             (pair | {"tls_key": b"\0\1\2"}, "rpc.tls_key: .* is no private key"),
             (openssl.pair("old", "secp521r1"), "rpc.tls_key: .* of a kind that gRPC does not take"),
-            ({**pair, "token": ""}, "rpc.token_file: .* has no token"),
+            ({**pair, "token": ""}, "rpc.token_file: .* contains no token"),
         ):
             port.volume.write(**files)
             capsys.readouterr()
@@ -259,11 +262,11 @@ def test_who_asks_is_told_what_is_wrong(
             assert port.answers(OLD, port.authority) is grpc.StatusCode.OK
         port.volume.write(mode=0o644, token=NEW)
         daemon.send(signal.SIGHUP)
-        daemon.await_log(r"rpc\.token_file: .* is open to other users")
+        daemon.await_log(r"rpc\.token_file: other users can access")
         assert port.answers(NEW, port.authority) is grpc.StatusCode.PERMISSION_DENIED
         port.volume.write()
         daemon.send(signal.SIGHUP)
-        daemon.await_log(r"a secret has changed.* secret=rpc_token")
+        daemon.await_log(r"secret reloaded.* secret=rpc_token")
         assert port.answers(NEW, port.authority) is grpc.StatusCode.OK
         assert daemon.stop() == 0
 
@@ -279,7 +282,7 @@ def test_one_that_expires_is_told_of(
         assert checks["files"]["verdict"] == "warn"
         assert "rpc.tls_cert expires on " in checks["files"]["found"]
         port.volume.write(**openssl.pair("old", age_days=100))
-        daemon.await_log("a secret has changed")
+        daemon.await_log("secret reloaded")
         assert "rpc_certificate: expired on " in checked(port.node, capsys)
         assert port.answers(OLD, port.authority) is grpc.StatusCode.UNAVAILABLE
         port.volume.write(**openssl.pair("old"))
@@ -388,7 +391,7 @@ def test_the_password_of_redis_is_exchanged_without_a_restart(shared: Shared) ->
         )
         shared.await_work()
         shared.volume.write(url="nonsense")
-        daemon.await_log(f"{_SAYS}.*has no URL of a Redis server")
+        daemon.await_log(f"{_SAYS}.*does not contain the URL of a Redis server")
         shared.volume.write(url=shared.url(NEW))
         await_true(
             lambda: shared.node.metric(SECRET_REFUSED.name, secret="remote_url") == 0,
@@ -406,7 +409,7 @@ def test_the_authority_of_redis_is_exchanged_without_a_restart(shared: Shared) -
     with shared.serving() as daemon:
         shared.await_work()
         shared.volume.write(ca_crt=new[:-30])
-        daemon.await_log(f"{_SAYS}.*remote.tls_ca: .* is none")
+        daemon.await_log(f"{_SAYS}.*remote.tls_ca: .* has an invalid certificate")
         shared.await_work()
         assert shared.node.metric(SECRET_REFUSED.name, secret="remote_ca") == 1
         shared.have_certificate("new")
@@ -429,13 +432,13 @@ def test_keys_are_exchanged_without_a_signal(directory: Path) -> None:
         assert engine.store(1) == 4
         node.await_blocks("ssd", 4)
         keys.write(keys=two + one)
-        daemon.await_log("a secret has changed.* secret=seal_keys")
+        daemon.await_log("secret reloaded.* secret=seal_keys")
         assert engine.store(2) == 4
         node.await_blocks("ssd", 8)
         node.drop("cpu")
         assert [engine.load(prompt)[1] for prompt in (1, 2)] == ["complete"] * 2
         keys.write(keys=two)
-        await_true(lambda: daemon.log.count("a secret has changed") == 2, "one is retired", 20)
+        await_true(lambda: daemon.log.count("secret reloaded") == 2, "one is retired", 20)
         node.await_idle()
         node.drop("cpu")
         assert engine.load(2) == (["ssd"] * 4, "complete")

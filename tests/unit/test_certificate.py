@@ -67,7 +67,7 @@ def test_only_certificates_are_taken_over(tmp_path: Path) -> None:
         (7, 2, "expires on"),
         (90, 0, "expired on 2027-01-15 08:00 UTC"),
         (90, -1, "expired on"),
-        (-1, 90, "does not hold before 2027-01-16"),
+        (-1, 90, "is not valid before 2027-01-16"),
     ],
 )
 def test_what_is_said_of_its_time(tmp_path: Path, before: int, after: int, words: str) -> None:
@@ -80,10 +80,10 @@ def test_what_is_said_of_its_time(tmp_path: Path, before: int, after: int, words
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        (slice(0), "has no certificate"),
-        (slice(100), "has a certificate that is none"),
-        (slice(-8), "has a certificate that is cut short"),
-        (slice(-300), "has a certificate that is cut short"),
+        (slice(0), "contains no certificate"),
+        (slice(100), "has an invalid certificate"),
+        (slice(-8), "has a truncated certificate"),
+        (slice(-300), "has a truncated certificate"),
     ],
 )
 def test_a_file_that_is_half_written(tmp_path: Path, cut: slice, words: str) -> None:
@@ -97,9 +97,9 @@ def test_a_file_that_is_half_written(tmp_path: Path, cut: slice, words: str) -> 
 def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, words in (
-        (tmp_path / "fifo", "is no file"),
-        (tmp_path, "is no file"),
-        (tmp_path / "missing", "cannot be read"),
+        (tmp_path / "fifo", "is not a regular file"),
+        (tmp_path, "is not a regular file"),
+        (tmp_path / "missing", "cannot read"),
         (written(tmp_path / "large", certificate(1, 30), bytes(1 << 20)), "larger than 1 MiB"),
     ):
         with pytest.raises(StartError, match=words):

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import load_config
-from kvtier.config.toml_text import document, render_example, render_reference
+from kvtier.config.reference import render_example, render_reference
+from kvtier.config.toml_text import document
 from kvtier.errors import ConfigError
 
 KEY = "daemon.allowed_uids"
@@ -34,12 +35,12 @@ def test_a_list_is_spelled_as_its_place_has_it(tmp_path):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("1000;2", "is no whole number"),
-        ("x", "is no whole number"),
-        ("1,,2", "is no whole number"),
-        ("1.5", "is no whole number"),
-        ("-1", "is less than 0"),
-        ("4294967295", "is more than 4294967294"),
+        ("1000;2", "expected a list of integers"),
+        ("x", "expected a list of integers"),
+        ("1,,2", "expected a list of integers"),
+        ("1.5", "expected a list of integers"),
+        ("-1", "is below the minimum of 0"),
+        ("4294967295", "is above the maximum of 4294967294"),
     ],
 )
 def test_what_is_no_list_of_users_is_refused(value, problem):
@@ -57,7 +58,7 @@ def test_a_file_is_taken_at_its_word(tmp_path, value):
 
 def test_the_documents_show_it_as_it_is_written():
     assert "# allowed_uids = [1000, 65532]\n" in render_example()
-    assert "| `allowed_uids` | list of numbers | `none` |" in render_reference()
+    assert "| `allowed_uids` | list of integers | `none` |" in render_reference()
 
 
 def test_a_list_of_texts_is_spelled_the_same_way(tmp_path):
@@ -75,7 +76,7 @@ def test_a_list_of_texts_is_spelled_the_same_way(tmp_path):
         assert load_config(None, {"engine.cors_origins": text}, {}).engine.cors_origins == ()
     assert load_config(None, {"http.allowed_hosts": "*"}, {}).http.allowed_hosts == ("*",)
     assert '# cors_origins = ["https://chat.example"]\n' in render_example()
-    assert "| `cors_origins` | list of texts | `none` |" in render_reference()
+    assert "| `cors_origins` | list of strings | `none` |" in render_reference()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,6 @@ def test_a_list_of_texts_is_spelled_the_same_way(tmp_path):
     ],
 )
 def test_what_no_browser_sends_is_refused(key, value):
-    with pytest.raises(ConfigError, match="is not of the right form") as refused:
+    with pytest.raises(ConfigError, match="is not a valid value") as refused:
         load_config(None, {key: value}, {})
     assert f"{key.partition('.')[2]} = [" in refused.value.remedy

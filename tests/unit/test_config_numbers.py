@@ -19,7 +19,12 @@ def test_a_share_is_spelled_as_its_place_has_it(tmp_path: Path, text: str, gate:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("1.5", "is more than 1.0"), ("-0.1", "is less than 0.0"), ("x", "is not"), ("nan", "is not")],
+    [
+        ("1.5", "is above the maximum of 1.0"),
+        ("-0.1", "is below the minimum of 0.0"),
+        ("x", "expected a number"),
+        ("nan", "expected a number"),
+    ],
 )
 def test_what_is_no_share_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"ssd\.gate.*{said}.*gate = 0\.75"):

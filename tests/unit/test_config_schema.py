@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 
 from kvtier.config import Config, read_config
 from kvtier.config.model import all_settings
-from kvtier.config.reference import schema
-from kvtier.config.toml_text import example_of, render_example
+from kvtier.config.reference import render_example, schema
+from kvtier.config.toml_text import example_of
 
 VALIDATOR = Draft202012Validator(schema())
 FIELDS = list(all_settings())
@@ -24,7 +24,7 @@ BAD: tuple[Any, ...] = (-1, 1.5, "", "x y", "5 parsecs", "12Gb", True, [], ["a"]
 
 
 CONFLICT = re.compile(
-    r"is not set, but|is set, and so is|is (more than (half of )?|no multiple of )[a-z]+\."
+    r"is required if|used together|is (more than (half of )?|not a multiple of )[a-z]+\."
 )
 """What the loader says of two keys; a schema knows of one only."""
 

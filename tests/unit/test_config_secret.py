@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, load_config, read_config
-from kvtier.config.load import with_url
+from kvtier.config.model import with_url
 from kvtier.config.toml_text import changes, document, render_toml
 from kvtier.core.residency import TierName
 from kvtier.daemon.tiers.device import devices_of
@@ -50,11 +50,11 @@ def test_without_such_a_file_nothing_is_read() -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "words"),
     [
-        ("", 0o600, "has 0 lines and not one"),
-        (f"{URL}\n{URL}\n", 0o600, "has 2 lines and not one"),
-        (f"http://{SECRET}@cache", 0o600, "has no URL of a Redis server"),
-        (SECRET, 0o600, "has no URL of a Redis server"),
-        (URL, 0o644, "open to other users"),
+        ("", 0o600, "must have exactly one line, not 0"),
+        (f"{URL}\n{URL}\n", 0o600, "must have exactly one line, not 2"),
+        (f"http://{SECRET}@cache", 0o600, "does not contain the URL of a Redis server"),
+        (SECRET, 0o600, "does not contain the URL of a Redis server"),
+        (URL, 0o644, "other users can access"),
         ("x" * (2 << 20), 0o600, "larger than 1 MiB"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_file_that_will_not_do(tmp_path: Path, content: str, mode: int, words:
 
 def test_a_file_that_is_not_there_or_waits_for_its_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name, words in (("absent", "cannot be read"), ("pipe", "is no file")):
+    for name, words in (("absent", "cannot read"), ("pipe", "is not a regular file")):
         config = load_config(None, {"remote.url_file": str(tmp_path / name)}, {})
         with pytest.raises(ConfigError, match=words):
             with_url(config)
@@ -82,7 +82,7 @@ def test_there_is_one_url() -> None:
     assert not isinstance(faults, Config)
     (fault,) = faults
     assert fault.field == "remote.url_file"
-    assert "so is remote.url" in fault.problem
+    assert "remote.url" in fault.problem
     assert SECRET not in str(fault)
 
 

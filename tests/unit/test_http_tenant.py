@@ -138,7 +138,7 @@ def test_a_file_of_keys_that_will_not_do(tmp_path, text, mode, said):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(StartError, match=r"api_keys_file.*cannot be read"):
+    with pytest.raises(StartError, match=r"api_keys_file.*cannot read"):
         api_keys(tmp_path / f"missing-{os.getpid()}")
 
 

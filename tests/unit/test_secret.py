@@ -57,9 +57,9 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
-    assert "is no file" in _refused(tmp_path / "fifo")
-    assert "is no file" in _refused(tmp_path)
-    assert "cannot be read" in _refused(tmp_path / "missing")
+    assert "is not a regular file" in _refused(tmp_path / "fifo")
+    assert "is not a regular file" in _refused(tmp_path)
+    assert "cannot read" in _refused(tmp_path / "missing")
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_file_may_have_some_tokens(tmp_path: Path) -> None:
         old,
     )
     for text, words in (
-        ("", "has no token"),
+        ("", "contains no token"),
         (f"{new}\nshort", "line 2 of"),
-        (f"{new}\n" * 9, "has 9 lines"),
+        (f"{new}\n" * 9, "has 9 tokens"),
         (f"{new} {old}", "line 1 of"),
     ):
         with pytest.raises(StartError, match=words) as refused:
@@ -181,9 +181,9 @@ def test_a_file_that_is_gone_or_opened_to_others_is_refused(volume: Volume) -> N
     both = both_of(volume)
     path = (volume.path / "one").resolve()
     for change, words in (
-        (lambda: path.chmod(0o644), "open to other users"),
-        (path.unlink, "cannot be read"),
-        (path.mkdir, "is no file"),
+        (lambda: path.chmod(0o644), "other users can access"),
+        (path.unlink, "cannot read"),
+        (path.mkdir, "is not a regular file"),
     ):
         change()
         both.look()
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_said_once(volume: Volume, caplog: pytest.LogCaptureFix
     volume.write(one="4", two="5")
     for _ in range(5):
         rotation.look([both])
-    refused = "a secret is refused, the one of before counts"
-    assert caplog.messages == [refused, "a secret has changed", refused]
+    refused = "new secret rejected, keeping the previous one"
+    assert caplog.messages == [refused, "secret reloaded", refused]
     assert rotation.reload([both]) == [both.fault]
     assert caplog.messages[3:] == [refused], "who asks is told again"

@@ -25,8 +25,7 @@ from kvtier.cli.doctor.check import (
 )
 from kvtier.cli.options import add_config_options, config_from
 from kvtier.config import Config
-from kvtier.config.load import with_url
-from kvtier.config.model import SYSTEM_CONFIG, default_socket
+from kvtier.config.model import SYSTEM_CONFIG, default_socket, with_url
 from kvtier.errors import ConfigError
 from kvtier.observe.log import start_log
 

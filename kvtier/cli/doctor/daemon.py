@@ -18,7 +18,7 @@ from kvtier.cli.call import call_daemon
 from kvtier.cli.doctor.check import CheckContext, Finding, RunningDaemon, fail, ok, warn
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Config, ListenAddress
-from kvtier.config.load import with_url
+from kvtier.config.model import with_url
 from kvtier.daemon.tiers.opening import load_keys
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError

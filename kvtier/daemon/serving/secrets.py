@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.api.rpc.credentials import Identity
 from kvtier.certificate import Certificates
-from kvtier.config.load import url_in
+from kvtier.config.tiers import read_url
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.tiers.opening import authorities_of
@@ -90,7 +90,7 @@ class DaemonSecrets:
         return () if path is None else (path,)
 
     def _read_url(self) -> str:
-        return "".join(map(url_in, self._url_files()))
+        return "".join(map(read_url, self._url_files()))
 
     def _take_url(self) -> None:
         """Have the URL hold that the file has; each one is tried once."""
@@ -100,7 +100,7 @@ class DaemonSecrets:
         source = "".join(map(str, self._url_files()))
         self._url_stays = self._reload.take_url(self._url_tried, source)
         if self._url_stays:
-            _log.error("a secret is refused, the one of before counts", error=self._url_stays)
+            _log.error("new secret rejected, keeping the previous one", error=self._url_stays)
 
     def _fault_of(self, secret: Secret[Any]) -> str:
         is_stuck = secret is self._url and self._url.value != self._reload.config.remote.url
