@@ -32,9 +32,9 @@ __all__ = [
     "WAS_REFUSED",
     "WAS_USED",
     "BlockIndex",
+    "MoveListener",
     "NewBlocks",
     "Scope",
-    "Watch",
 ]
 
 NO_SLOT = -1
@@ -59,8 +59,8 @@ NEEDED_BY: Mapping[TierName, int] = {tier: 32 << n for n, tier in enumerate(SLOW
 """In ``past``: the tier was given a child of the block, that is found through it alone."""
 assert max(NEEDED_BY.values()) < 256, "``past`` has a byte a block: widen it for a fourth slow tier"
 
-Watch = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
-"""Called with rows, the tier, their states before, and the one they have now."""
+MoveListener = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
+"""Called after a move with the rows, the tier, their states before, and their state now."""
 
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 _FACTS = np.dtype(
@@ -104,8 +104,8 @@ class BlockIndex:
     """Every block the daemon knows of, in the CPU, SSD and remote tiers."""
 
     def __init__(self) -> None:
-        self.watch: Watch = _look_away
-        """Told each change of residency but those of ``restore``."""
+        self.listeners: tuple[MoveListener, ...] = ()
+        """Called after every change of residency except those of ``restore``, in this order."""
         self.num_restored = 0
         """How many blocks were added by ``restore``, be they there still or not."""
         self.key_space_usage = KeySpaceUsage()
@@ -270,10 +270,19 @@ class BlockIndex:
         is_free &= self.past[rows] & IS_KEPT == 0
         return is_free
 
+    def add_listener(self, listener: MoveListener) -> None:
+        """Call ``listener`` after each move from now on."""
+        self.listeners = (*self.listeners, listener)
+
+    def remove_listener(self, listener: MoveListener) -> None:
+        """Stop calling a listener that was added."""
+        self.listeners = tuple(each for each in self.listeners if each != listener)
+
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
         """Set the state of rows, each given once, in a tier."""
         before = self._set(rows, tier, state)
-        self.watch(np.atleast_1d(rows), tier, before, state)
+        for listener in self.listeners:
+            listener(np.atleast_1d(rows), tier, before, state)
 
     def _set(self, rows: Rows | int, tier: TierName, state: Residency) -> npt.NDArray[np.uint8]:
         column = _COLUMN[tier]
@@ -364,7 +373,3 @@ class BlockIndex:
             self._facts = facts
             for name in _FACTS.names or ():
                 setattr(self, name, self._facts[name])
-
-
-def _look_away(_rows: Rows, _tier: TierName, _before: object, _state: Residency) -> None:
-    """Be nobody who watches."""

@@ -63,7 +63,7 @@ class DaemonComponents:
         self.spaces = SavedKeySpaces(driver, directory)
         self._config = config
         self._log = RateLimitedLog(Log("kvtier.daemon"))
-        driver.on_register = self._registered
+        driver.add_register_listener(self._registered)
         self.benchmarks = BenchmarkRunner(driver, policies.planner, devices_of(now, driver.tiers))
         self.status = Status(
             driver,

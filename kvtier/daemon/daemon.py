@@ -40,9 +40,8 @@ from kvtier.observe.log import Log, set_level
 from kvtier.observe.metrics import Metrics
 from kvtier.observe.secret_rotation import LOOK_EVERY_S
 from kvtier.runtime.driver import Driver
-from kvtier.runtime.scrubber import TierScrubber
+from kvtier.runtime.scrubber import TierScrubber, Verifier
 from kvtier.runtime.tier_executor import TierExecutor
-from kvtier.runtime.verifier import Verifier
 from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena

@@ -32,24 +32,31 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import as_keys
-from kvtier.node.flow.completion import Completions
+from kvtier.node.flow.completion import Completions, Measurements
+from kvtier.node.flow.cpu_allocator import CpuAllocator
 from kvtier.node.flow.decision import Decisions
-from kvtier.node.flow.demotion import Demotion
-from kvtier.node.flow.flush import Flush
+from kvtier.node.flow.demotion import Demotion, Flush
 from kvtier.node.flow.load import Loads
-from kvtier.node.flow.measurement import Measurements
 from kvtier.node.flow.miss_fates import MissFates
 from kvtier.node.flow.pending_lookup import PendingLookup, PendingLookups
+from kvtier.node.flow.retention import Retention
 from kvtier.node.flow.store import Stores
 from kvtier.node.flow.tier_writes import TierWrites
 from kvtier.node.flow.token_counters import count_lookup
 from kvtier.node.flow.use_counter import UseCounter, use_of
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.actions import Action, CallReply, Refused, Registration, ReleaseResult
+from kvtier.node.messages.actions import (
+    Action,
+    CallReply,
+    Refused,
+    Registration,
+    ReleaseResult,
+    StoreResult,
+)
 from kvtier.node.messages.slow_tier import AdminState, SlowTier
 from kvtier.node.operations.admin_state import AdminStates
 from kvtier.node.operations.drop import Drops
-from kvtier.node.operations.lookahead import Lookahead
+from kvtier.node.operations.prefetcher import Prefetcher
 from kvtier.node.operations.residency_feed import ResidencyFeeds
 from kvtier.node.state.block_run import BlockRun, PromptChain, chain_fault, find_run, has_repeats
 from kvtier.node.state.cache import Cache
@@ -108,34 +115,28 @@ class Node:
         self.history, self.planner, self.depth = history, planner, depth
         self.uses = UseCounter(history, depth, self.cache.residency_listener)
         self.miss_fates = MissFates(self.cache, self.transfers, history, self.decision_log)
+        self.retention = Retention(self.cache, settings.pin_share)
+        self._demotion = Demotion(self.cache, self.transfers, self.writes)
+        allocator = CpuAllocator(self.cache, self.retention, self._demotion)
         self.decisions = Decisions(self.transfers, planner, self.decision_log, metrics)
         self.measurements = Measurements(self.cache, planner)
-        self.loads = Loads(self.cache, self.transfers, self.miss_fates)
+        self.loads = Loads(allocator, self.transfers, self.miss_fates)
         self.stores = Stores(
-            self.cache,
-            self.loads,
-            self.transfers,
-            admission,
-            history=history,
-            depth=depth,
+            allocator, self.loads, self.transfers, admission, history=history, depth=depth
         )
-        self.stores.on_published = self._published
         self.drops = Drops(self.cache, self.transfers, self.sessions)
         self._admin_states = AdminStates(self.cache, self.transfers, self.loads)
         self.feeds = ResidencyFeeds(self.cache.index, self._is_up)
         self.pending_lookups = PendingLookups(self.cache)
-        self.lookahead = Lookahead(
-            self.cache,
+        self.prefetcher = Prefetcher(
+            allocator,
             self.transfers,
-            self.writes,
-            self.find,
+            self.retention,
             self.decisions,
-            pin_share=settings.pin_share,
+            find_run=self.find,
+            block_bytes_of=self.writes.payload_bytes_of,
             history=history,
         )
-        self._demotion = Demotion(self.cache, self.transfers, self.writes)
-        self.cache.before_eviction = self._demotion.note_evicted
-        self.cache.hold_back = self._demotion.hold_back
         self._completions = Completions(
             self.cache,
             self.transfers,
@@ -159,7 +160,7 @@ class Node:
             for row in rows:
                 self.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
                 actions += self.loads.block_missed(row, Fate.TIER_DOWN, now_ns)
-        self.lookahead.advance(now_ns)
+        self.prefetcher.advance(now_ns)
         self._demotion.advance(now_ns)
         self.flush.advance(now_ns)
         actions += self.drops.advance(now_ns)
@@ -287,7 +288,7 @@ class Node:
                 actions += self.loads.release(session, number, outcome="cancelled")[1]
             actions += self.stores.abandon(session)
             self.drops.session_ended(session.token)
-            self.lookahead.session_ended(session.token)
+            self.prefetcher.session_ended(session.token)
         return actions
 
     # Lookups and loads
@@ -305,9 +306,9 @@ class Node:
             chain = PromptChain.of(
                 Scope(session.key_space, each.tenant), each.hashes, session.layout.block_bytes
             )
-            self.lookahead.announced(session, use, chain, each.first, now_ns)
+            self.prefetcher.announce(session, use, chain, each.first, now_ns)
         for name in event.over:
-            self.lookahead.over(session.token, name)
+            self.prefetcher.request_over(session.token, name)
         self.metrics.add(ANNOUNCED_REQUESTS, len(event.requests))
         return [CallReply(event.call, None)]
 
@@ -392,7 +393,9 @@ class Node:
         num_found = event.first + len(run)
         num_known = self.uses.count(session.token, use, num_found if len(run) else 0, now_ns)
         self.writes.used(chain.keys[:num_known], now_ns)
-        self.lookahead.looked_up(session.token, use, now_ns)
+        if event.traits.request_id:
+            self.prefetcher.request_over(session.token, event.traits.request_id)
+        self.retention.keep_request(use, now_ns)
         missed = self.miss_fates.of_lookup(
             chain, num_found, run, num_known, is_late=is_late, now_ns=now_ns
         )
@@ -422,7 +425,7 @@ class Node:
         chain = _chain_of(session, event)
         use = use_of(session, event.tenant, event.hashes, event.traits, event.num_prompt_blocks)
         self.uses.store(session.token, use, now_ns)
-        self.lookahead.stored(use, now_ns)
+        self.retention.keep_request(use, now_ns)
         return [
             CallReply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
         ]
@@ -430,26 +433,24 @@ class Node:
     def _complete_store(
         self, event: ev.CompleteStore, session: Session, now_ns: int
     ) -> list[Action]:
-        stored, actions = self.stores.complete(session, event, now_ns)
-        session.counters.stored_tokens += stored.num_blocks * session.layout.block_tokens
-        return [CallReply(event.call, stored), *actions]
-
-    def _published(self, rows: list[int], now_ns: int) -> None:
-        """Have blocks that a store brought written below, now or later."""
-        self.writes.stored(rows, now_ns)
-        self.flush.stored(rows, now_ns)
+        rows, actions = self.stores.complete(session, event)
+        session.counters.stored_tokens += len(rows) * session.layout.block_tokens
+        if rows:
+            self.writes.stored(rows, now_ns)
+            self.flush.stored(rows, now_ns)
+        return [CallReply(event.call, StoreResult(len(rows))), *actions]
 
     # The rest
 
     def _pin(self, event: ev.PinBlocks, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, 0):
             return [CallReply(event.call, Refused("chain", fault))]
-        return [CallReply(event.call, self.lookahead.pin(event, now_ns))]
+        return [CallReply(event.call, self.prefetcher.pin(event, now_ns))]
 
     def _warm(self, event: ev.Warm, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, 0):
             return [CallReply(event.call, Refused("chain", fault))]
-        return [CallReply(event.call, self.lookahead.warm(event, now_ns))]
+        return [CallReply(event.call, self.prefetcher.warm(event, now_ns))]
 
     def _allowance(self, event: ev.SetWriteAllowance, _now_ns: int) -> list[Action]:
         self.writes.note_allowance(event.tier, event.bytes_per_s)
@@ -457,7 +458,7 @@ class Node:
 
     def _tuned(self, event: ev.SettingsChanged, _now_ns: int) -> list[Action]:
         self._lease_ns = event.lease_ns
-        self.lookahead.retention.share = event.pin_share
+        self.retention.share = event.pin_share
         for tier in event.tiers:
             if tier.name in self.transfers.lanes:
                 self.transfers.lanes[tier.name].tier = tier

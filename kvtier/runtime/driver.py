@@ -66,8 +66,7 @@ class Driver:
         """Those that are used now: they come and go as operators say."""
         self.executors = {name: TierExecutor(tier, node.metrics) for name, tier in tiers.items()}
         self._arena = arena
-        self.on_register: Callable[[ev.Register], None] = lambda _event: None
-        """Called for each engine that was let in."""
+        self._register_listeners: list[Callable[[ev.Register], None]] = []
         self._log = RateLimitedLog(Log("kvtier.node"))
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
@@ -82,6 +81,10 @@ class Driver:
         self._quiet.set()
         self._moved_ns = dict.fromkeys(tiers, time.monotonic_ns())
         """When a tier last ended a transfer, or had none to do."""
+
+    def add_register_listener(self, listener: Callable[[ev.Register], None]) -> None:
+        """Call ``listener`` with the registration of each engine that was accepted."""
+        self._register_listeners.append(listener)
 
     async def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
         """Hand the node a call and wait for its answer."""
@@ -167,7 +170,8 @@ class Driver:
             self._perform(action)
         sessions = self.node.sessions.values()
         if isinstance(event, ev.Register) and any(s.ticket == event.ticket for s in sessions):
-            self.on_register(event)
+            for listener in self._register_listeners:
+                listener(event)
         self._arm()
         now_ns = time.monotonic_ns()
         lanes = self.node.transfers.lanes.values()

@@ -15,7 +15,7 @@ from kvtier.core.plan import (
 from kvtier.core.residency import TierName
 from kvtier.daemon.status.recent_requests import recent_requests
 from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
-from kvtier.node.state.request_counters import RequestCounters
+from kvtier.node.state.session import RequestCounters
 
 CPU, SSD = TierName.CPU, TierName.SSD
 FOUND = ((CPU, 2), (SSD, 3), (CPU, 1))

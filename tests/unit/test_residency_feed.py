@@ -151,10 +151,9 @@ def test_one_look_is_short_however_much_there_is():
 
 def test_where_nobody_watches_nobody_listens():
     index = BlockIndex()
-    quiet = index.watch
     feeds = feeds_on(index)
     one, two = (feeds.open(SCOPE.key_space, lambda: None) for _ in range(2))
-    assert index.watch != quiet
+    assert index.listeners
     feeds.close(one)
     rows = new_blocks(index, 1)
     index.move(rows, CPU, Residency.READY)
@@ -162,12 +161,12 @@ def test_where_nobody_watches_nobody_listens():
     read(two, heard)
     check(index, heard)
     feeds.close(two)
-    assert index.watch == quiet
+    assert not index.listeners
 
 
 def test_who_listened_before_still_hears_all():
     index, told = BlockIndex(), []
-    index.watch = lambda rows, *_: told.extend(rows.tolist())
+    index.add_listener(lambda rows, *_: told.extend(rows.tolist()))
     feed, _ = opened(index)
     rows = new_blocks(index, 3)
     index.move(rows, CPU, Residency.READY)
@@ -260,7 +259,7 @@ def in_time(work):
 def test_what_happens_meanwhile_goes_in_one_batch_and_who_leaves_is_forgotten():
     async def watch():
         driver, session, index = driver_on()
-        quiet, heard = index.watch, ResidencyModel()
+        quiet, heard = index.listeners, ResidencyModel()
         async with contextlib.aclosing(driver.watch(session)) as batches:
             rows = new_blocks(index, 40)
             index.move(rows[:1], CPU, Residency.READY)
@@ -270,7 +269,7 @@ def test_what_happens_meanwhile_goes_in_one_batch_and_who_leaves_is_forgotten():
                 index.move(row, CPU, Residency.READY)
             assert await heard_of(batches, heard, 40) == 1
         assert not driver.is_watching(session)
-        assert index.watch == quiet
+        assert index.listeners == quiet
 
     in_time(watch())
 

@@ -57,7 +57,7 @@ def here(stage, blocks):
 
 
 def retained_bytes(stage):
-    return stage.node.lookahead.retention.retained_bytes()
+    return stage.node.retention.retained_bytes()
 
 
 def test_a_pin_outlives_pressure_until_its_time_is_over():
@@ -335,7 +335,7 @@ def test_what_is_kept_and_not_there_is_given_up_before_what_is_if_it_is_older():
     assert pin(stage, engine, kept) == ac.PinResult(80)
     load = engine.load(held)
     assert load.announced() == 80
-    retention = stage.node.lookahead.retention
+    retention = stage.node.retention
     assert engine.store(engine.chain([900])).lease
     assert here(stage, kept) == 79
     named = [retention.is_kept(block.header.block_hash) for block in elsewhere + kept]
@@ -352,7 +352,7 @@ def test_any_store_finds_room_whatever_is_kept(steps):
     """Everything is kept as far as the budget goes, by all means there are, in any order."""
     stage = open_stage(SSD)
     engine = engine_on(stage)
-    retention = stage.node.lookahead.retention
+    retention = stage.node.retention
     for number, (where, length, how) in enumerate(steps):
         blocks = engine.chain(range(where * 10, where * 10 + length))
         if how == 0:

@@ -46,7 +46,7 @@ class BenefitAccount:
         return {
             "eviction": self._policies.rule,
             "remembered_blocks": self._policies.history.num_remembered,
-            "retained_bytes": self._node.lookahead.retention.retained_bytes(),
+            "retained_bytes": self._node.retention.retained_bytes(),
             "gates": {
                 tier.value: {
                     "share": round(gate.share, 4),

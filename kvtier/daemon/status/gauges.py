@@ -68,7 +68,7 @@ class Gauges:
         for transport in dict(SESSIONS.labels)["transport"]:
             metrics.set(SESSIONS, transports.count(transport), transport=transport)
         metrics.set(REMEMBERED_BLOCKS, self._policies.history.num_remembered)
-        metrics.set(RETAINED_BYTES, node.lookahead.retention.retained_bytes())
+        metrics.set(RETAINED_BYTES, node.retention.retained_bytes())
         ssd = self._gates.get(TierName.SSD)
         metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
 

@@ -1,4 +1,9 @@
-"""Completions: what tiers say of the work that they were given, taken in exactly once."""
+"""Handles completions: what tiers report about reads, writes and checks, each exactly once.
+
+A failed transfer does not tell how fast it would have been, unless it took longer than expected of
+a whole one: then it took at least that long. So a tier that hangs counts as slow, and one that
+refuses at once does not count as fast.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,16 +11,17 @@ import numpy as np
 
 from kvtier.core.fate import Fate
 from kvtier.core.identity import HASH_BYTES
+from kvtier.core.plan import TransferSample
+from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows, as_keys
 from kvtier.node.flow.load import Loads
-from kvtier.node.flow.measurement import Measurements
 from kvtier.node.flow.pending_lookup import PendingLookups
 from kvtier.node.flow.tier_writes import TierWrites
 from kvtier.node.messages.actions import Action
 from kvtier.node.messages.events import BlocksLost, BlocksVerified, ReadDone, WriteDone
 from kvtier.node.state.cache import Cache
-from kvtier.node.state.transfer import TierTransfers, TransferLane
+from kvtier.node.state.transfer import InFlightTransfer, TierTransfers, TransferLane
 from kvtier.observe.daemon_metrics import (
     EVICTED_BLOCKS,
     MISS_BLOCKS,
@@ -25,7 +31,7 @@ from kvtier.observe.daemon_metrics import (
 )
 from kvtier.tiers.base import MissReason, WriteOutcome
 
-__all__ = ["Completions"]
+__all__ = ["Completions", "Measurements"]
 
 _DAMAGE = frozenset(
     {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
@@ -38,6 +44,50 @@ _FATES: Mapping[str, Fate] = {
     MissReason.IDENTITY: Fate.IDENTITY,
 } | dict.fromkeys(_DAMAGE, Fate.FAILED_CHECK)
 """By why a tier let blocks go, or has them not, what became of them; else they were evicted."""
+
+
+class Measurements:
+    """Hands each transfer to the planner, once."""
+
+    def __init__(self, cache: Cache, planner: Planner | None) -> None:
+        self._cache = cache
+        self._planner = planner
+
+    def ended(
+        self,
+        lane: TransferLane,
+        transfer: InFlightTransfer,
+        event: ReadDone | WriteDone,
+        now_ns: int,
+    ) -> None:
+        """Take in a transfer that ended; one that was late before counts no more."""
+        if self._planner is None or transfer.is_overdue:
+            return
+        if event.fault:
+            self._at_least(lane, transfer, now_ns)
+            return
+        # A block that was not there, or not wanted, took no time to speak of.
+        results = zip(transfer.rows, event.results, strict=True)
+        moved = [row for row, result in results if _has_moved(result)]
+        if moved:
+            sample = self._sample(transfer, moved, event.seconds)
+            self._planner.note_transfer(lane.tier.name, transfer.is_read, sample, now_ns)
+
+    def overdue(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
+        """Take in a transfer that is past its deadline, and may never end."""
+        self._at_least(lane, transfer, now_ns)
+
+    def _at_least(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
+        if self._planner is None:
+            return
+        sample = self._sample(transfer, transfer.rows, (now_ns - transfer.started_ns) / 1e9)
+        self._planner.note_unfinished(lane.tier.name, transfer.is_read, sample, now_ns)
+
+    def _sample(
+        self, transfer: InFlightTransfer, rows: Sequence[int], seconds: float
+    ) -> TransferSample:
+        num_bytes = sum(self._cache.size_of(row) for row in rows)
+        return TransferSample(len(rows), num_bytes, transfer.depth, seconds)
 
 
 class Completions:
@@ -165,3 +215,7 @@ class Completions:
     def _count_bytes(self, route: str, rows: Sequence[int], outcome: str) -> None:
         num_bytes = self._cache.payload_bytes(rows)
         self._metrics.add(TRANSFER_BYTES, num_bytes, route=route, outcome=outcome)
+
+
+def _has_moved(result: bytes | MissReason | WriteOutcome | None) -> bool:
+    return result is WriteOutcome.STORED or isinstance(result, bytes)

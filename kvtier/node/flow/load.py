@@ -20,12 +20,12 @@ from kvtier.core.limits import ENGINE_SHARE, LEASES_PER_SESSION_MAX
 from kvtier.core.plan import RestorePlan
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Rows
+from kvtier.node.flow.cpu_allocator import CpuAllocator
 from kvtier.node.flow.miss_fates import MissFates
 from kvtier.node.flow.token_counters import count_load
 from kvtier.node.messages.actions import Action, CallReply, LoadUpdate, Refused, ReleaseResult
 from kvtier.node.messages.events import Load
 from kvtier.node.state.block_run import BlockRun
-from kvtier.node.state.cache import Cache
 from kvtier.node.state.session import LoadLease, Session
 from kvtier.node.state.transfer import TierTransfers
 from kvtier.observe.daemon_metrics import MISS_BLOCKS, TRANSFER_BYTES, TransferRoute
@@ -36,11 +36,17 @@ __all__ = ["Loads"]
 class Loads:
     """All open loads."""
 
-    def __init__(self, cache: Cache, transfers: TierTransfers, miss_fates: MissFates) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        allocator: CpuAllocator,
+        transfers: TierTransfers,
+        miss_fates: MissFates,
+    ) -> None:
+        self._cache = allocator.cache
+        self._allocator = allocator
         self._transfers = transfers
         self._miss_fates = miss_fates
-        self._metrics = cache.metrics
+        self._metrics = self._cache.metrics
         self._num_leases = 0
         self._waiting: dict[int, dict[int, LoadLease]] = defaultdict(dict)
         """By row, the leases that wait for it, by number."""
@@ -184,7 +190,7 @@ class Loads:
     ) -> None:
         """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
         used = np.concatenate([before, run.rows])
-        mark = self._cache.touch(used, run.payload_bytes, now_ns)
+        mark = self._allocator.touch(used, run.payload_bytes, now_ns)
         self._cache.note_loaded(run.rows)
         for place in places:
             row, tiers = int(run.rows[place]), run.sources(place)
@@ -218,7 +224,7 @@ class Loads:
         if self._cache.state(row, TierName.CPU) != Residency.ABSENT:
             self._transfers.want_too(row, lease.number, now_ns)
             return True
-        if not self._cache.claim(row, mark):
+        if not self._allocator.claim(row, mark):
             return False
         self._remaining[row] = list(tiers[1:])
         self._transfers.read(row, tiers[0], lease.number, now_ns)

@@ -6,7 +6,7 @@ still be writing into the slots; it counts against the client's share of the are
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,11 @@ from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows
+from kvtier.node.flow.cpu_allocator import CpuAllocator
 from kvtier.node.flow.load import Loads
-from kvtier.node.messages.actions import Action, StoreGrant, StoreResult
+from kvtier.node.messages.actions import Action, StoreGrant
 from kvtier.node.messages.events import CompleteStore
 from kvtier.node.state.block_run import PromptChain, find_own
-from kvtier.node.state.cache import Cache
 from kvtier.node.state.session import Session, StoreLease
 from kvtier.node.state.transfer import TierTransfers
 from kvtier.observe.daemon_metrics import (
@@ -59,7 +59,7 @@ class Stores:
 
     def __init__(
         self,
-        cache: Cache,
+        allocator: CpuAllocator,
         loads: Loads,
         transfers: TierTransfers,
         admission: Admission,
@@ -67,15 +67,14 @@ class Stores:
         history: History | None = None,
         depth: DepthCurves | None = None,
     ) -> None:
-        self._cache = cache
+        self._cache = allocator.cache
+        self._allocator = allocator
         self._loads = loads
         self._transfers = transfers
         self._admission = admission
-        self.on_published: Callable[[list[int], int], object] = lambda _rows, _now_ns: None
-        """Told the rows of each store that became readable, and when."""
         self._history = history
         self._depth = depth
-        self._metrics = cache.metrics
+        self._metrics = self._cache.metrics
         self._num_leases = 0
         self._held_bytes = 0
         """Of all stores that are not completed."""
@@ -95,14 +94,14 @@ class Stores:
         not be reached.
         """
         before, rows = self._rows_of(chain, first)
-        mark = self._cache.touch(np.concatenate([before, rows]), chain.payload_bytes, now_ns)
+        mark = self._allocator.touch(np.concatenate([before, rows]), chain.payload_bytes, now_ns)
         lacking = self._lacking(rows, chain.scope, now_ns)
         if use is not None and self._depth is not None:
             self._depth.note_generated(use, first, now_ns)
         answer = self._judge(session, lacking, first, use, now_ns)
         if self._cache.is_closed(chain.scope):
             answer = _Answer(0, reason="dropping")
-        num_claimed = self._cache.claim_all(rows[lacking[: answer.num_blocks]], mark)
+        num_claimed = self._allocator.claim_all(rows[lacking[: answer.num_blocks]], mark)
         if num_claimed < answer.num_blocks:
             answer = _Answer(num_claimed, reason="no_room")
         claimed = lacking[:num_claimed]
@@ -125,13 +124,14 @@ class Stores:
             reason=reason,
         )
 
-    def complete(
-        self, session: Session, event: CompleteStore, now_ns: int
-    ) -> tuple[StoreResult, list[Action]]:
-        """Publish the leading blocks of a lease that were copied whole, and abandon the others."""
+    def complete(self, session: Session, event: CompleteStore) -> tuple[list[int], list[Action]]:
+        """Publish the leading blocks of a lease that were copied whole, and abandon the others.
+
+        Returns the rows that were published.
+        """
         lease = session.stores.pop(event.lease, None)
         if lease is None:
-            return StoreResult(0), []
+            return [], []
         self._held_bytes -= lease.num_bytes
         actions: list[Action] = []
         whole = lease.rows[: len(event.checksums)]
@@ -144,9 +144,7 @@ class Stores:
             actions += self._loads.block_ready(row)
         for row in lease.rows[len(whole) :]:
             actions += self._loads.block_lost(row, "failed")
-        if ready:
-            self.on_published(ready, now_ns)
-        return StoreResult(len(ready)), actions
+        return ready, actions
 
     def abandon(self, session: Session) -> list[Action]:
         """Give up every store of a client that is gone."""

@@ -1,12 +1,27 @@
-"""Writes: which blocks are offered to the slower tiers, and when.
+"""Writes blocks from the CPU tier to the slower tiers: who triggers it, and how it ends.
 
-A tier is written to at one of three moments, as its operator chose: when blocks are stored, when
-they are asked for a second time, or when the CPU tier is about to let them go (``Demotion``, and
-``Flush`` for what would be lost with the process). What may go then is up to the admission; here
-the outcome is counted.
+Theory
+------
+Every write goes through ``TierWrites.offer``. What differs is the trigger, by the write mode of the
+tier (``WriteMode``)::
 
-A block is found through its parent. So once a tier was given a block, its parent is needed there
-too, and says so to the admission when its own turn comes.
+    Stores.complete      -> TierWrites.stored     store: at once; second_use: if used before
+    UseCounter (a hit)   -> TierWrites.used       second_use
+    slots given out      -> Demotion.advance      demote, and what mode store has missed
+    CpuAllocator evicts  -> Demotion.hold_back    demote: the last chance of a victim
+    idle tier, timer     -> Flush.advance         demote with flush_after_ns
+    daemon stops         -> Flush.close           demote, persistent tiers only
+    tier lost blocks     -> TierWrites.lost       store, second_use; demote offers them again
+
+    offer: admission judges -> TierTransfers.write: rows are pinned and queued in the tier's lane
+        -> TierTransfers.pump: ``Write`` action -> a tier thread copies the bytes
+        -> ``WriteDone`` -> Completions.written: unpins the rows, updates the index
+
+Rules
+-----
+* A block is found through its parent. So once a tier was given a block, its parent is needed there
+  too, and admission is told so when the parent's turn comes.
+* Refusals are counted here, by rule.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.identity import Selection
-from kvtier.core.index import BlockIndex, Watch
+from kvtier.core.index import BlockIndex
 from kvtier.core.limits import FEED_BLOCKS_MAX, FEED_ROWS_AT_ONCE
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.residency_change import RESYNC, ResidencyChange
@@ -107,12 +107,11 @@ class ResidencyFeeds:
         self._index = index
         self._is_up = is_up
         self._feeds: list[ResidencyFeed] = []
-        self._passed_on: Watch = index.watch
 
     def open(self, key_space: bytes, on_news: Callable[[], None]) -> ResidencyFeed:
         """Return a feed that begins with all that is there."""
         if not self._feeds:
-            self._passed_on, self._index.watch = self._index.watch, self._moved
+            self._index.add_listener(self._moved)
         feed = ResidencyFeed(self._index, key_space, self._is_up, on_news)
         self._feeds.append(feed)
         return feed
@@ -121,7 +120,7 @@ class ResidencyFeeds:
         """End a feed."""
         self._feeds.remove(feed)
         if not self._feeds:
-            self._index.watch = self._passed_on
+            self._index.remove_listener(self._moved)
 
     def begin(self) -> None:
         """Have all begin again: more has changed than the index tells, or other tiers are up."""
@@ -131,7 +130,6 @@ class ResidencyFeeds:
     def _moved(
         self, rows: Rows, tier: TierName, before: npt.NDArray[np.uint8], state: Residency
     ) -> None:
-        self._passed_on(rows, tier, before, state)
         is_there = state == Residency.READY
         changed = rows[(before == Residency.READY) != is_there]
         if not len(changed) or not self._is_up(tier):

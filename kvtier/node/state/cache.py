@@ -10,16 +10,14 @@ Rules
 * A block that is *expelled* is served no more, and leaves once nobody reads or fills its slot.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvtier.core.eviction import Eviction
 from kvtier.core.fate import Fate
-from kvtier.core.identity import Selection, split_hashes
+from kvtier.core.identity import Selection
 from kvtier.core.index import (
-    IS_KEPT,
     NO_SLOT,
     WAS_DEMOTED,
     WAS_REFUSED,
@@ -27,16 +25,10 @@ from kvtier.core.index import (
     BlockIndex,
     Scope,
 )
-from kvtier.core.limits import (
-    DRAINS_MAX,
-    INDEX_ROWS_MAX,
-    SIZE_KEPT_NS,
-    SLAB_VICTIMS_MAX,
-    VICTIMS_TAKEN_AT_ONCE,
-)
+from kvtier.core.limits import INDEX_ROWS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
-from kvtier.core.slots import SlabAllocator, donors, slot_bytes
+from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows, as_keys
 from kvtier.node.state.residency_listener import ResidencyListener
 from kvtier.observe.daemon_metrics import EVICTED_BLOCKS
@@ -68,27 +60,10 @@ class Cache:
         """Whose blocks are being dropped: none is served, and none comes in."""
         self.expelled: set[int] = set()
         """Rows that leave once they are unpinned, or written."""
-        self._used_ns: dict[int, int] = {}
-        """By slot size, when a block of it was last used."""
-        self.before_eviction: Callable[[Rows], object] = len
-        """Told the rows that are evicted to make room, while they are still there."""
-        self.hold_back: Callable[[Rows, int], Rows] = lambda rows, _now_ns: rows
-        """Asked which of the next rows to go may go just now: others are to be written first."""
-        self.is_kept: Callable[[bytes], bool] = lambda _key: False
-        """Whether a block is passed over by eviction as long as another can go."""
-        self.give_way: Callable[[int], bool] = lambda _size: False
-        """Asked to let a kept block in a slot of that size go; False: there is none."""
-        self._now_ns = 0
 
     def is_closed(self, scope: Scope) -> bool:
         """Tell whether a scope's blocks are being dropped from the CPU tier."""
         return any(each.has(scope.key_space, scope.tenant) for each in self.closed)
-
-    def touch(self, rows: Rows, payload_bytes: int, now_ns: int) -> int:
-        """Note one use of a chain's known leading blocks; returns its mark for ``claim``."""
-        self._used_ns[slot_bytes(payload_bytes)] = self._now_ns = now_ns
-        self.residency_listener.tell()
-        return self.eviction.touch(self.index, rows)
 
     def note_loaded(self, rows: Rows) -> None:
         """Note that blocks proved worth keeping.
@@ -114,26 +89,6 @@ class Cache:
             index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
             index.forget_absent(forgettable)
         return max(0, INDEX_ROWS_MAX - len(index))
-
-    def claim(self, row: int, mark: int) -> bool:
-        """Claim one row; False: there is no room."""
-        return self.claim_all(np.array([row]), mark) == 1
-
-    def claim_all(self, rows: Rows, mark: int) -> int:
-        """Give rows that are absent from the CPU tier slots to be written, evicting if need be.
-
-        For rows of one size. Spares blocks touched at ``mark`` or later. Returns for how many
-        leading rows there is room: nothing has changed for the others.
-        """
-        assert (self.index.slot[rows] == NO_SLOT).all()
-        size = self.size_of(int(rows[0])) if len(rows) else 0
-        num_claimed = self._take(rows, size)
-        while num_claimed < len(rows) and self._make_room(size, mark, len(rows) - num_claimed):
-            num_more = self._take(rows[num_claimed:], size)
-            if not num_more:
-                break
-            num_claimed += num_more
-        return num_claimed
 
     def publish(self, row: int, checksum: bytes) -> bool:
         """Publish one row; False if it was expelled meanwhile."""
@@ -258,15 +213,14 @@ class Cache:
         offsets: list[int] = self.index.slot[np.array(rows, np.int64)].tolist()
         return tuple(offsets)
 
-    def _take(self, rows: Rows, size: int) -> int:
-        """Give leading rows the slots that are free; returns how many."""
+    def take_slots(self, rows: Rows, size: int) -> int:
+        """Give free slots to leading rows that have none, in state writing; returns how many."""
         offsets = self.slots.take_some(size, rows)
         rows, index = rows[: len(offsets)], self.index
         if len(rows):
             self.num_claims += len(rows)
             index.slot[rows] = offsets
-            kept = [self.is_kept(key) for key in split_hashes(index.keys_of(rows).tobytes())]
-            index.past[rows] = np.where(kept, IS_KEPT, 0)
+            index.past[rows] = 0
             index.move(rows, TierName.CPU, Residency.WRITING)
         return len(rows)
 
@@ -291,92 +245,3 @@ class Cache:
         self.index.move(rows, TierName.CPU, Residency.ABSENT)
         self.expelled.difference_update(rows.tolist())
         self.index.forget_absent(rows)
-
-    # Making room
-
-    def _make_room(self, size: int, mark: int, num_wanted: int) -> bool:
-        """Evict so that a slot of ``size`` is free, if that can be, or more that are wanted."""
-        slabs_of = {each: self.slots.num_slabs_of(each) for each in self.slots.sizes()}
-        oldest_ns = self._now_ns - SIZE_KEPT_NS
-        in_use = {each for each, used_ns in self._used_ns.items() if used_ns > oldest_ns}
-        for donor in donors(size, slabs_of, in_use, self.slots.num_reserved):
-            if donor == size:
-                has_room = self._evict_oldest(size, mark, num_wanted)
-            else:
-                has_room = self._empty_slab(donor)
-            if has_room:
-                return True
-        while self.give_way(size):
-            if self._evict_oldest(size, mark, num_wanted):
-                return True
-        self._begin_drain(size, slabs_of)
-        return False
-
-    def _evict_oldest(self, size: int, mark: int, count: int) -> bool:
-        victims = self.eviction.victims(self.index, self.slots, size, mark)
-        while len(rows := _next_of(victims, min(count, VICTIMS_TAKEN_AT_ONCE))):
-            going = self.hold_back(rows, self._now_ns)
-            self._evict_for_room(going)
-            if len(going):
-                break
-        else:
-            going = rows
-        victims.close()  # not before, or they would be proposed again
-        self.metrics.add(EVICTED_BLOCKS, len(going), tier=TierName.CPU, reason="capacity")
-        return len(going) > 0
-
-    def _evict_for_room(self, rows: Rows) -> None:
-        """Evict rows, and have remembered of each whether a slower tier did not want it."""
-        self.before_eviction(rows)
-        is_refused = self.index.past[rows] & WAS_REFUSED != 0
-        if is_refused.any():
-            with self.residency_listener.leaving(Fate.REFUSED_BUDGET):
-                self.evict(rows[is_refused])
-        if not is_refused.all():
-            self.evict(rows[~is_refused])
-
-    def _empty_slab(self, size: int) -> bool:
-        """Empty one slab of a size, all of which can go, so that another size may use it.
-
-        Evicting by age alone would empty nearly the whole arena before one slab came free.
-        """
-        idle = {slab for num_held, slab in self.slots.slabs_by_held(size) if num_held == 0}
-        if not idle:
-            return False
-        victims = self.eviction.victims(self.index, self.slots, size)
-        slabs = (
-            self.slots.slab_at(int(self.index.slot[row]))
-            for row in islice(victims, SLAB_VICTIMS_MAX)
-        )
-        number = next((slab for slab in slabs if slab in idle), min(idle))
-        rows = self.slots.owners_in(number)
-        if len(rows):
-            self._evict_for_room(rows)
-            self.metrics.add(EVICTED_BLOCKS, len(rows), tier=TierName.CPU, reason="capacity")
-        else:
-            self.slots.clear(number)
-        return True
-
-    def _begin_drain(self, size: int, slabs_of: dict[int, int]) -> None:
-        """Let no more blocks be used in one slab, so that a size without any gets it.
-
-        Where a block that many read sits in every slab, none would ever be free of pins. Now the
-        slab is once the leases of today have ended, which have deadlines.
-        """
-        if size in slabs_of or self.slots.num_draining_for(size) >= DRAINS_MAX:
-            return
-        for _, number in sorted(
-            pair for each in slabs_of for pair in self.slots.slabs_by_held(each)
-        ):
-            rows = self.slots.owners_in(number)
-            if (self.index.residency(rows, TierName.CPU) == Residency.READY).all():
-                num_held = int((self.index.pins[rows] > 0).sum())
-                self.slots.drain(number, size)
-                self.expel(rows)
-                gone = len(rows) - num_held
-                self.metrics.add(EVICTED_BLOCKS, gone, tier=TierName.CPU, reason="capacity")
-                return
-
-
-def _next_of(victims: Iterator[int], count: int) -> Rows:
-    return np.array(list(islice(victims, count)), np.int64)

@@ -41,7 +41,7 @@ class ResidencyListener:
         self._fate = Fate.EVICTED
         """Of what leaves now."""
         if history is not None:
-            index.watch = self._moved
+            index.add_listener(self._moved)
 
     def tell(self) -> None:
         """Let the history know of all that came."""

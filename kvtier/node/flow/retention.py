@@ -33,6 +33,7 @@ from kvtier.core.limits import (
 )
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.reuse.history import Use
 from kvtier.core.slots import slot_bytes
 from kvtier.core.table import Rows, as_keys
 from kvtier.node.messages.actions import PinResult
@@ -93,18 +94,17 @@ class Retention:
         claim = _Claim(_PIN_PRIORITY, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
         return self._make(name, claim)
 
-    def wish(
-        self, keys: Sequence[bytes], payload_bytes: int, traits: RequestTraits, now_ns: int
-    ) -> None:
-        """Keep the blocks of a request that has a priority, or a time to live."""
-        if not keys or (traits.priority <= 0 and not traits.ttl_s):
+    def keep_request(self, use: Use, now_ns: int) -> None:
+        """Keep the blocks of a request that has a priority or a time to live."""
+        traits = use.traits
+        if not use.keys or (traits.priority <= 0 and not traits.ttl_s):
             return
         ttl_ns = (
             PRIORITY_KEPT_NS if traits.ttl_s is None else int(min(traits.ttl_s, GAP_MAX_S) * 1e9)
         )
         priority = min(max(traits.priority, 0), PRIORITY_MAX)
-        claim = _Claim(priority, now_ns + ttl_ns, [*keys], slot_bytes(payload_bytes))
-        self._make(("request", keys[-1]), claim)
+        claim = _Claim(priority, now_ns + ttl_ns, [*use.keys], slot_bytes(use.payload_bytes))
+        self._make(("request", use.keys[-1]), claim)
 
     def announce(
         self,
@@ -125,7 +125,7 @@ class Retention:
         )
         return self._make(("announced", session, traits.request_id), claim).num_blocks
 
-    def over(self, session: str, request_id: str) -> None:
+    def request_over(self, session: str, request_id: str) -> None:
         """Note that an announced request had its turn, or that it will not come."""
         self._end(("announced", session, request_id))
         self._settle()
