@@ -118,7 +118,7 @@ class TierExecutor:
         if health.state is not before:
             self._log_change(health)
             on_change(before, health.state)
-        if not self.is_probing and self.tier.needs_probe(_PROBE_PERIOD_NS):
+        if not self.is_probing and self.tier.needs_health_check(_PROBE_PERIOD_NS):
             self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
 
     def has_new_generation(self) -> bool:
@@ -156,7 +156,7 @@ class TierExecutor:
     def _probe(self) -> None:
         """Touch the medium, so that the breaker learns how it does; on the spare thread."""
         try:
-            self.tier.probe(time.monotonic_ns() + _PROBE_LIMIT_NS)
+            self.tier.health_check(time.monotonic_ns() + _PROBE_LIMIT_NS)
         except TierError as error:
             name = self.tier.properties.name
             self._warnings.warning("a probe failed", tier=name, error=error)

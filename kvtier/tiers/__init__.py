@@ -1,1 +1,1 @@
-"""Where bytes live. Tiers keep and return blocks and decide nothing."""
+"""Storage tiers. A tier stores and returns blocks; it takes no policy decisions."""

@@ -1,21 +1,21 @@
-"""The one interface of every tier below the CPU: real, fake and wrapped.
+"""The interface of every tier below the CPU tier, real, fake or wrapped.
 
-Contract (tests/contract runs it over every implementation)
------------------------------------------------------------
+Contract (tests/contract runs it against every implementation)
+--------------------------------------------------------------
 * Calls block, may come from several threads at once, and take whole batches.
-* ``write`` publishes a block only when it is complete; one that fails leaves no trace. Writing a
-  hash that is there already is ``STORED`` and changes nothing.
-* ``read`` fills a buffer and returns a header only for bytes whose header names the very block that
-  was asked for and whose checksum holds. Anything else is a ``MissReason``; the buffer is then
-  garbage. A block that is found damaged is forgotten, and may be written again at once. A question
-  that names the wrong key space, tenant or length is a miss and changes nothing.
-* Outcomes are values. A fault of the medium (no disk, no server, no answer) raises ``TierError``
-  for the whole batch; nothing in the tier is then more wrong than before. Blocks of the batch may
-  have been stored all the same; what was evicted for them is reported by the next write.
-* Each call ends by its ``deadline_ns`` (on the monotonic clock), or raises ``TierTimeout``. A
-  system call cannot be interrupted, so a medium that hangs may keep its caller: run calls on
-  threads that may be lost.
-* Once a call has returned or raised, the tier touches the memory it was given no more.
+* ``write`` publishes a block only when it is complete; a failed write leaves no trace. Writing a
+  hash that is already stored returns ``STORED`` and changes nothing.
+* ``read`` fills a buffer and returns a header only if the stored header identifies the requested
+  block and the checksum matches. Anything else is a ``MissReason`` and leaves the buffer undefined.
+  A damaged block is forgotten and may be written again at once. A request with the wrong key space,
+  tenant or length is a miss and changes nothing.
+* Outcomes are values. A device fault (no disk, no server, no answer) raises ``TierError`` for the
+  whole batch and corrupts nothing. Some blocks of the batch may have been stored; the next write
+  reports what was evicted for them.
+* Each call ends by its ``deadline_ns`` (monotonic clock) or raises ``TierTimeout``. A system call
+  cannot be interrupted, so a hung device may hold its caller: run calls on threads that may be
+  lost.
+* After a call has returned or raised, the tier no longer touches the memory it was given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,19 +45,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TierProperties:
-    """Facts of the medium, so that callers never switch on a tier's type."""
+    """Properties of the device, so that callers never switch on a tier's type."""
 
     name: TierName
     is_persistent: bool
-    """Blocks outlive the process."""
+    """Blocks survive the process."""
     is_shared: bool
-    """Other nodes read and write it too, so only the tier itself knows what it holds."""
+    """Other nodes read and write the tier too, so only the tier itself knows what it holds."""
     num_workers: int
-    """How many calls may usefully be in flight at once."""
+    """Number of calls that may usefully be in flight at once."""
 
 
 class MissReason(StrEnum):
-    """Why a block was not served; a closed set, each one a metric label."""
+    """Why a block was not served. A closed set; each value is a metric label."""
 
     ABSENT = "absent"
     IDENTITY = "identity"
@@ -65,23 +65,22 @@ class MissReason(StrEnum):
     LENGTH = "length"
     HEADER = "header"
     SEAL = "seal"
-    """Encrypted or signed with a key that is not ours, not at all where it should be, or altered
-    since."""
+    """The block is not protected as required, its key is unknown, or it was altered."""
     EXPIRED = "expired"
-    """Older than the tier may serve it."""
+    """The block is older than the tier may serve."""
 
 
 class WriteOutcome(StrEnum):
-    """What became of one block of a write."""
+    """Result of writing one block."""
 
     STORED = "stored"
     REJECTED = "rejected"
-    """No room, or larger than this tier takes."""
+    """The tier has no room, or the block is larger than it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    """One block to keep: its header with checksum, and its payload."""
+    """A block to store: its header with checksum, and its payload."""
 
     header: BlockHeader
     payload: memoryview
@@ -89,11 +88,11 @@ class BlockWrite:
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """One block to fetch: who it must be, and where its payload goes.
+    """A block to read: its expected identity and the buffer for its payload.
 
     ``key_space`` and ``tenant`` must equal those of the stored header, or the read is a miss.
-    ``into`` is at least as long as the payload; if it is longer, the rest is left alone or
-    overwritten with padding.
+    ``into`` is at least as long as the payload; bytes beyond it are left alone or overwritten with
+    padding.
     """
 
     block_hash: BlockHash
@@ -105,7 +104,7 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """Per block what became of it, in the order given, and which blocks were evicted for them."""
+    """The outcome of each block in the order given, and the blocks evicted to make room."""
 
     outcomes: tuple[WriteOutcome, ...]
     evicted: tuple[BlockHash, ...] = ()
@@ -113,7 +112,7 @@ class WriteReport:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a removal took away; bytes are those of payloads."""
+    """Number and payload bytes of removed blocks."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -124,38 +123,38 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """What one step of a scrub saw; of a pass, the steps add up."""
+    """Result of one scrub step. Results of the steps of a pass add up."""
 
     num_blocks: int = 0
     num_bytes: int = 0
-    """Read from the medium."""
+    """Bytes read from the device."""
     damaged: tuple[BlockHash, ...] = ()
-    """Blocks that failed their check: quarantined, no longer served, free to be stored again."""
+    """Blocks that failed verification: quarantined, no longer served, free to be stored again."""
     expired: tuple[BlockHash, ...] = ()
     """Blocks forgotten because of their age."""
     evicted: tuple[BlockHash, ...] = ()
-    """Blocks that went otherwise, and of which no write has told: with files that somebody took."""
+    """Other lost blocks that no write has reported, such as those in deleted files."""
     is_pass_over: bool = True
-    """The next step begins anew with the first block."""
+    """The next step starts a new pass with the first block."""
 
 
 class HealthState(StrEnum):
-    """How well a tier does; a closed set, each one a metric label."""
+    """State of a tier. A closed set; each value is a metric label."""
 
     UP = "up"
     DEGRADED = "degraded"
-    """It serves, but not all of what it is for: read-only, say."""
+    """The tier serves some operations only; it may be read-only, for example."""
     OUT = "out"
-    """Nothing is asked of it but, now and then, whether it is back."""
+    """The tier receives no calls except occasional health checks."""
     DRAINED = "drained"
-    """It is read, and an operator lets nothing new be written to it."""
+    """An operator stopped new writes; reads continue."""
     DETACHED = "detached"
-    """An operator took it off: nothing is asked of it, and others may have its medium."""
+    """An operator detached the tier: it receives no calls, and others may use its device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How well a tier does and, unless it is up, why, in words for an operator."""
+    """State of a tier and, unless it is up, the reason in words for an operator."""
 
     state: HealthState = HealthState.UP
     reason: str = ""
@@ -163,7 +162,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Occupancy; bytes are those that the medium has allocated, padding and headers included.
+    """Occupancy of a tier. Bytes are those allocated on the device, with padding and headers.
 
     A shared tier reports zeros: only its server knows.
     """
@@ -173,64 +172,64 @@ class TierUsage:
     capacity_bytes: int
     detail: dict[str, str | int | float | bool] = field(default_factory=dict)
     generation: int = 0
-    """Changes when the medium may have lost blocks, because a server restarted or failed over."""
+    """Changes when the device may have lost blocks, as after a server restart or failover."""
 
 
 class Tier(Protocol):
-    """A place for blocks. See the module's contract."""
+    """A place that stores blocks. See the module's contract."""
 
     @property
     def properties(self) -> TierProperties:
-        """Return the facts of this medium."""
+        """Return the properties of the device."""
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
-        """Keep blocks; publish each one only when it is complete."""
+        """Store blocks; publish each one only when it is complete."""
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
-        """Fetch blocks: for each its verified header, or why it is a miss."""
+        """Read blocks. Returns the verified header of each one, or why it is a miss."""
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Sequence[bool | None]:
-        """Tell for each hash whether a read may hit, None if unknown; changes nothing."""
+        """Return for each hash whether a read may hit; None if unknown. Changes nothing."""
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Forget blocks; unknown hashes are ignored."""
+        """Remove blocks. Unknown hashes are ignored."""
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Forget all blocks of a selection, and let none of their bytes be read again.
+        """Remove all blocks of a selection so that none of their bytes can be read again.
 
-        An operator's verb: may take long, and may need all of its deadline. Raises TierTimeout with
-        what was removed until then removed.
+        An operator's command: it may use its whole deadline. Raises TierTimeout; blocks removed
+        until then stay removed.
         """
 
-    def probe(self, deadline_ns: int) -> None:
-        """Touch the medium as reads and writes do; raises TierError if that fails."""
+    def health_check(self, deadline_ns: int) -> None:
+        """Access the device as reads and writes do. Raises TierError if that fails."""
 
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> "AbstractContextManager[Tier]":
-        """Open a temporary tier on the same medium, to measure transfers with.
+        """Open a temporary tier on the same device, to measure transfers with.
 
         It has room for ``num_blocks`` blocks of ``block_bytes`` without evicting any block of this
         tier, and its blocks do not count as blocks of this tier. Raises TierFull if there is not
-        enough free room. Blocks that are left in it are removed soon after the end of the context,
-        even if that is a crash.
+        enough free room. Blocks left in it are removed soon after the context ends, even if it ends
+        in a crash.
         """
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify the next blocks, about ``max_bytes`` of them, and quarantine damaged ones.
+        """Verify the next ``max_bytes`` or so of blocks and quarantine damaged ones.
 
-        Goes on where the last step ended; with 0 nothing is verified, only what is due is done, and
-        told. A shared tier has nothing to scrub.
+        Continues where the last step ended. With 0 it verifies nothing, but still expires and
+        reports blocks that are due. A shared tier has nothing to scrub.
         """
 
     def health(self) -> Health:
-        """Return how the tier does, from memory; never blocks."""
+        """Return the tier's state from memory. Never blocks."""
 
     def headers(self) -> Iterator[Headers]:
-        """Yield what is kept, in batches, older blocks first; nothing for a shared tier."""
+        """Yield the headers of stored blocks in batches, older first; nothing for a shared tier."""
 
     def usage(self) -> TierUsage:
-        """Return occupancy from memory; never blocks."""
+        """Return occupancy from memory. Never blocks."""
 
     def close(self) -> None:
-        """Make kept blocks durable where that is meant, and let go of the medium. Idempotent."""
+        """Make persistent blocks durable and release the device. Idempotent."""

@@ -1,16 +1,16 @@
-"""BreakerTier: a medium that keeps failing is left alone until a probe has found it well.
+"""BreakerTier: a circuit breaker that stops calling a device that keeps failing.
 
-Closed, every call goes through. After ``faults_max`` faults in a row it opens: every call is a
-TierError at once, so that nobody spends a deadline on a dead server. After ``cool_down_ns`` one
-probe goes through, and no other call; it closes the breaker, or opens it for as long again.
+While closed, all calls pass. After ``faults_max`` faults in a row it opens: every call raises
+TierError at once, so that no caller spends its deadline on a dead server. After ``cool_down_ns``
+one health check passes, and no other call. It closes the breaker, or opens it for as long again.
 
 Rules
 -----
-* Nobody's call is an experiment: only ``probe`` goes to a medium that failed.
-* Probes have a count of their own. A medium from which a few reads still come, out of files that
-  are open or a cache, is not well as long as it cannot be written.
-* An operator's verb or a scrub, which may ask too much, does not count; nor does a call that came
-  after its own deadline, since it asked the medium nothing.
+* No caller's request is used as an experiment: only ``health_check`` reaches a device that failed.
+* Health checks are counted separately. A device from which a few reads still succeed, from open
+  files or a cache, is not healthy as long as it cannot be written.
+* Operators' commands and scrubs do not count, since they may ask too much. Nor does a call that
+  came after its own deadline, since it never reached the device.
 """
 
 import threading
@@ -28,20 +28,20 @@ __all__ = ["BreakerState", "BreakerTier"]
 T = TypeVar("T")
 
 _COUNTED = frozenset({Operation.READ, Operation.WRITE, Operation.CONTAINS, Operation.REMOVE})
-"""Calls whose faults and successes tell how the medium does, besides probes."""
+"""Calls whose results count, besides health checks."""
 
 
 class BreakerState(StrEnum):
-    """Which calls go through."""
+    """Which calls pass."""
 
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-    """A probe is under way."""
+    """A health check is under way."""
 
 
 class BreakerTier(TierWrapper):
-    """Gives up on ``inner`` after ``faults_max`` faults in a row, for ``cool_down_ns``."""
+    """Stops calling ``inner`` for ``cool_down_ns`` after ``faults_max`` faults in a row."""
 
     def __init__(
         self,
@@ -58,26 +58,26 @@ class BreakerTier(TierWrapper):
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED
         self._num_faults = 0
-        self._num_probe_faults = 0
+        self._num_check_faults = 0
         self._opened_ns = 0
-        self._probed_ns = clock_ns()
+        self._checked_ns = clock_ns()
         self._last_fault = ""
 
     @property
     def state(self) -> BreakerState:
-        """Return which calls go through now."""
+        """Return which calls pass now."""
         return self._state
 
     def health(self) -> Health:
-        """Return out with the last fault while the breaker is open, else the inner tier's."""
+        """Return OUT with the last fault while the breaker is open, else the inner health."""
         if self._state is BreakerState.CLOSED:
             return self.inner.health()
         return Health(HealthState.OUT, self._last_fault)
 
-    def needs_probe(self, period_ns: int) -> bool:
-        """Tell whether it is time to touch the medium: at once after a fault, else once a period.
+    def needs_health_check(self, period_ns: int) -> bool:
+        """Tell whether a health check is due: at once after a fault, else once per period.
 
-        While the breaker is open, once the medium has cooled down.
+        While the breaker is open, one is due after the cool-down.
         """
         with self._lock:
             now_ns = self._clock_ns()
@@ -86,8 +86,8 @@ class BreakerTier(TierWrapper):
                     return now_ns - self._opened_ns >= self._cool_down_ns
                 case BreakerState.HALF_OPEN:
                     return False
-            is_in_doubt = self._num_faults + self._num_probe_faults > 0
-            return is_in_doubt or now_ns - self._probed_ns >= period_ns
+            is_in_doubt = self._num_faults + self._num_check_faults > 0
+            return is_in_doubt or now_ns - self._checked_ns >= period_ns
 
     def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
         """Make the call unless the breaker is open."""
@@ -100,46 +100,50 @@ class BreakerTier(TierWrapper):
             self._count_fault(call.operation, str(error))
             raise
         except BaseException as error:
-            if call.operation is Operation.PROBE:  # a bug, and no proof that the medium is well
+            if (
+                call.operation is Operation.HEALTH_CHECK
+            ):  # a bug, and no proof that the device works
                 self._count_fault(call.operation, repr(error))
             raise
         self._count_success(call.operation)
         return result
 
     def _enter(self, operation: Operation) -> None:
-        """Let a call in, or raise."""
+        """Let a call pass, or raise."""
         with self._lock:
             now_ns = self._clock_ns()
-            if operation is Operation.PROBE:
-                self._probed_ns = now_ns
+            if operation is Operation.HEALTH_CHECK:
+                self._checked_ns = now_ns
             if self._state is BreakerState.CLOSED:
                 return
             is_cool = now_ns - self._opened_ns >= self._cool_down_ns
-            if self._state is BreakerState.OPEN and is_cool and operation is Operation.PROBE:
+            if self._state is BreakerState.OPEN and is_cool and operation is Operation.HEALTH_CHECK:
                 self._state = BreakerState.HALF_OPEN
                 return
             fault = self._last_fault
-        raise TierError(f"{self.properties.name}: left alone after faults, the last one: {fault}")
+        raise TierError(f"{self.properties.name}: circuit breaker open, last fault: {fault}")
 
     def _count_fault(self, operation: Operation, fault: str) -> None:
         with self._lock:
-            if operation is Operation.PROBE:
-                self._num_probe_faults += 1
+            if operation is Operation.HEALTH_CHECK:
+                self._num_check_faults += 1
             elif operation in _COUNTED:
                 self._num_faults += 1
             else:
                 return
             self._last_fault = fault
-            is_over = max(self._num_faults, self._num_probe_faults) >= self._faults_max
-            is_probed = operation is Operation.PROBE and self._state is BreakerState.HALF_OPEN
+            is_over = max(self._num_faults, self._num_check_faults) >= self._faults_max
+            is_probed = (
+                operation is Operation.HEALTH_CHECK and self._state is BreakerState.HALF_OPEN
+            )
             if is_probed or (self._state is BreakerState.CLOSED and is_over):
                 self._state = BreakerState.OPEN
                 self._opened_ns = self._clock_ns()
 
     def _count_success(self, operation: Operation) -> None:
         with self._lock:
-            if operation is Operation.PROBE:
+            if operation is Operation.HEALTH_CHECK:
                 self._state = BreakerState.CLOSED
-                self._num_faults = self._num_probe_faults = 0
+                self._num_faults = self._num_check_faults = 0
             elif operation in _COUNTED and self._state is BreakerState.CLOSED:
                 self._num_faults = 0

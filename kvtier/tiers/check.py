@@ -1,4 +1,4 @@
-"""What every tier checks: who a block is, whether it is whole, and whether there is still time."""
+"""Checks shared by all tiers: block identity, payload integrity and deadlines."""
 
 import time
 
@@ -13,7 +13,7 @@ NO_DEADLINE_NS = (1 << 63) - 1
 
 
 def seconds_left(deadline_ns: int) -> float:
-    """Return the time until ``deadline_ns``; raises TierTimeout where there is none."""
+    """Return the time until ``deadline_ns``. Raises TierTimeout once it has passed."""
     left_ns = deadline_ns - time.monotonic_ns()
     if left_ns <= 0:
         raise TierTimeout("the deadline has passed")
@@ -21,7 +21,7 @@ def seconds_left(deadline_ns: int) -> float:
 
 
 def check_header(wanted: BlockRead, packed: bytes | memoryview) -> BlockHeader | MissReason:
-    """Return the header in ``packed`` where it is that of the block wanted, else why it is not."""
+    """Return the header in ``packed`` if it identifies the wanted block, else the mismatch."""
     try:
         header = BlockHeader.unpack(packed)
     except HeaderError:
@@ -38,5 +38,5 @@ def check_header(wanted: BlockRead, packed: bytes | memoryview) -> BlockHeader |
 
 
 def check_payload(header: BlockHeader, payload: memoryview) -> BlockHeader | MissReason:
-    """Return ``header`` where its checksum holds for ``payload``."""
+    """Return ``header`` if its checksum matches ``payload``."""
     return header if header.matches(payload) else MissReason.CHECKSUM

@@ -1,7 +1,7 @@
 """The host arena: the memory of the CPU tier, which engines map into their own processes.
 
-A memfd rather than a named file in /dev/shm: it has no name to collide with or to be left behind,
-does not count against the size of /dev/shm, and goes with the last process that maps it. It is
+It is a memfd, not a named file in /dev/shm: it has no name that could collide or be left behind,
+does not count against the size of /dev/shm, and is freed with the last process that maps it. It is
 sealed against shrinking, so no client can make the daemon fault by truncating it.
 """
 
@@ -15,13 +15,13 @@ from kvtier.errors import StartError, reason_of
 __all__ = ["HostArena"]
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: make page table entries now rather than by faults."""
+"""MADV_POPULATE_WRITE (Linux 5.14): create page table entries now instead of by faults."""
 
 
 class HostArena:
-    """``num_slabs * slab_bytes`` bytes for blocks, and one page for handshakes behind them.
+    """``num_slabs * slab_bytes`` bytes for blocks, followed by one page for handshakes.
 
-    Raises StartError where the process may not make it.
+    Raises StartError if the process may not create it.
     """
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
@@ -38,15 +38,15 @@ class HostArena:
             os.close(self.fd)
             raise StartError(
                 "cpu.capacity",
-                f"no arena of {self.size_bytes} bytes may be made: {reason_of(error)}",
-                "raise the limit of a file's size (ulimit -f, LimitFSIZE=) or of memory (-v, "
+                f"cannot create an arena of {self.size_bytes} bytes: {reason_of(error)}",
+                "raise the limit on file size (ulimit -f, LimitFSIZE=) or memory (-v, "
                 "LimitAS=), or lower it",
             ) from error
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core file is not to hold what users wrote
         self._view = memoryview(self._mapping)
 
     def reserve(self, slab: int) -> None:
-        """Put memory behind a slab, so that shortage is an error here and no SIGBUS later.
+        """Allocate memory for a slab, so that a shortage is an error here and not a SIGBUS later.
 
         Blocks for about 20 ms per 64 MiB. Raises StartError.
         """
@@ -56,7 +56,7 @@ class HostArena:
         except OSError as error:
             raise StartError(
                 "cpu.capacity",
-                f"the machine has no memory for slab {slab} of {self.num_slabs}: {error.strerror}",
+                f"out of memory for slab {slab} of {self.num_slabs}: {error.strerror}",
                 "lower cpu.capacity or free memory",
             ) from error
         try:
@@ -65,7 +65,7 @@ class HostArena:
             return  # an older kernel: pages are then mapped as they are first used
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a writable view of the arena; it must be released before ``close``."""
+        """Return a writable view of the arena, to be released before ``close``."""
         return self._view[offset : offset + num_bytes]
 
     @property
@@ -74,7 +74,7 @@ class HostArena:
         return self._view[self.capacity_bytes :]
 
     def close(self) -> None:
-        """Unmap the arena. Clients that map it keep their mapping until they end."""
+        """Unmap the arena. Clients keep their own mappings until they exit."""
         os.close(self.fd)
         self._view.release()
         try:

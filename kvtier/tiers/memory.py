@@ -1,7 +1,7 @@
-"""A tier in a dict: the verified fake.
+"""A tier that stores blocks in a dict: the verified fake.
 
-It passes the same contract suite as the real tiers, so that whatever is tested against it may
-rely on what it saw. It copies payloads in and out and checks them like any other tier.
+It passes the same contract suite as the real tiers, so tests may rely on its behaviour. It copies
+and verifies payloads like any other tier.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _DAMAGE = frozenset({MissReason.HEADER, MissReason.CHECKSUM})
 
 
 class EvictionOrder(StrEnum):
-    """Which block a full MemoryTier gives up first."""
+    """Which block a full MemoryTier evicts first."""
 
     FIFO = "fifo"
     LRU = "lru"
@@ -68,7 +68,7 @@ class MemoryTier:
         self._is_closed = False
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
-        """Keep blocks; the ones named in this call are never evicted for each other."""
+        """Store blocks; those named in this call are never evicted for each other."""
         with self._opened(deadline_ns):
             named = {block.header.block_hash for block in blocks}
             evicted: list[BlockHash] = []
@@ -86,7 +86,7 @@ class MemoryTier:
             return [block_hash in self._blocks for block_hash in hashes]
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Forget blocks."""
+        """Remove blocks."""
         with self._opened(deadline_ns):
             sizes = [
                 self._forget(block_hash) for block_hash in hashes if block_hash in self._blocks
@@ -94,15 +94,15 @@ class MemoryTier:
         return Removed(len(sizes), sum(sizes))
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Forget the blocks of a selection."""
+        """Remove the blocks of a selection."""
         with self._opened(deadline_ns):
             headers = self._headers()
             meant = headers["block_hash"][selection.mask(headers["space"])]
             sizes = [self._forget(BlockHash(block_hash.tobytes())) for block_hash in meant]
         return Removed(len(sizes), sum(sizes))
 
-    def probe(self, deadline_ns: int) -> None:
-        """Raise TierError if closed."""
+    def health_check(self, deadline_ns: int) -> None:
+        """Raise TierError if the tier is closed."""
         with self._opened(deadline_ns):
             return
 
@@ -110,15 +110,15 @@ class MemoryTier:
     def scratch(
         self, block_bytes: int, num_blocks: int, deadline_ns: int
     ) -> Iterator["MemoryTier"]:
-        """Open a separate memory tier, if the capacity leaves room for it."""
+        """Open a separate memory tier if the capacity leaves room for it."""
         num_bytes = num_blocks * (HEADER_BYTES + block_bytes)
         with self._opened(deadline_ns):
             if self._used_bytes + num_bytes > self._capacity_bytes:
-                raise TierFull(f"{num_bytes} bytes are not free")
+                raise TierFull(f"fewer than {num_bytes} bytes are free")
         yield MemoryTier(num_bytes, name=self.properties.name)
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify every block at once, and forget damaged ones."""
+        """Verify all blocks at once and remove damaged ones."""
         with self._opened(deadline_ns):
             sizes = [len(block) for block in self._blocks.values()]
             damaged = tuple(each for each, block in self._blocks.items() if not _is_whole(block))
@@ -127,13 +127,13 @@ class MemoryTier:
         return Scrubbed(len(sizes), sum(sizes), damaged)
 
     def headers(self) -> Iterator[Headers]:
-        """Yield what is kept, as of now."""
+        """Yield the headers of all blocks as of now."""
         with self._lock:
             headers = self._headers()
         yield headers
 
     def health(self) -> Health:
-        """Return that it is up."""
+        """Return that the tier is up."""
         return Health()
 
     def usage(self) -> TierUsage:
@@ -141,7 +141,7 @@ class MemoryTier:
         return TierUsage(len(self._blocks), self._used_bytes, self._capacity_bytes)
 
     def close(self) -> None:
-        """Let go of every block."""
+        """Reject all further calls."""
         self._is_closed = True
 
     def _opened(self, deadline_ns: int) -> threading.Lock:

@@ -1,24 +1,25 @@
-"""Seals: blocks that are signed or encrypted where they rest, with AES-256-GCM.
+"""Signs or encrypts blocks at rest with AES-256-GCM.
 
 Theory
 ------
 A stored block is a header, a *stamp* and a payload. The stamp says how and when the block was
-written. Where it is sealed, the header's checksum field holds the GCM tag instead, and the tag
-covers the header's identity, the stamp, and the payload: an altered bit in any of them, a payload
-under another block's header, another tenant's, or a stamp of another time, and the block is a miss.
+written. In a sealed block, the header's checksum field holds the GCM tag. The tag covers the
+header's identity, the stamp and the payload, so an altered bit, a payload under another block's or
+tenant's header, or a stamp of another time is a miss.
 
-Every key of the key file is a master. HKDF-SHA256 draws one key a purpose from it, so that what
-lies on the SSD says nothing about what lies in a server, and a value cannot be carried over.
+Each key of the key file is a master key. HKDF-SHA256 derives one key per purpose from it, so that
+SSD contents reveal nothing about Redis contents, and values cannot be carried over.
 
 Rules
 -----
 * Nonces are 96 random bits, so no counter has to survive a crash or be shared between nodes. Two
-  blocks of one key must not draw the same: after 2**32 blocks the odds are 2**-33, which is NIST's
-  bound (SP 800-38D). At 1 GB/s and 1 MiB a block that is 52 days of writing: rotate monthly.
-* The mode says what may be served. Reading is safe as soon as it is raised: what was written
-  before, with less, is a miss.
-* A key is in no message, no log and no repr.
-* The stamp of a plain block has no tag; a CRC keeps a rotten one from being believed.
+  blocks of one key must not draw the same nonce: after 2**32 blocks the odds are 2**-33, which is
+  NIST's bound (SP 800-38D). At 1 GB/s and 1 MiB per block that is 52 days of writing: rotate keys
+  monthly.
+* The mode sets the least protection that is served. Raising it takes effect at once for reads:
+  blocks written earlier with less protection are misses.
+* No message, log line or repr contains a key.
+* The stamp of a plain block has no tag; a CRC detects a corrupted one.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ __all__ = ["STAMP_BYTES", "Codec", "KeyRing", "Seal", "SealMode", "Stamp"]
 
 _STAMP = struct.Struct("<B3xIQ12s")  # codec, key id, written, nonce; a CRC-32 of them follows
 STAMP_BYTES = 32
-"""A stamp's size; the same behind a header on SSD and in Redis."""
+"""Size of a stamp, which follows the header on SSD and in Redis."""
 assert _STAMP.size + 4 == STAMP_BYTES
 
 _NONCE_BYTES = 12
@@ -60,7 +61,7 @@ _LINE = re.compile(r"([\w.-]{1,64})[ \t]+([0-9A-Fa-f]{64})", re.ASCII)
 
 
 class Codec(IntEnum):
-    """How the payload of a stored block is written."""
+    """How the payload of a stored block is protected."""
 
     PLAIN = 0
     SIGNED = 1
@@ -68,24 +69,24 @@ class Codec(IntEnum):
 
 
 class SealMode(StrEnum):
-    """What a tier writes, and the least it serves."""
+    """What a tier writes, and the least protection that it serves."""
 
     OFF = "off"
-    """Writes plain blocks; serves all that it can open."""
+    """Writes plain blocks; serves every block that it can open."""
     SIGN = "sign"
-    """Signs; a block that is not at least signed is a miss."""
+    """Signs blocks; a block that is not signed or encrypted is a miss."""
     ENCRYPT = "encrypt"
-    """Encrypts; any other block is a miss."""
+    """Encrypts blocks; any other block is a miss."""
 
     @property
     def codec(self) -> Codec:
-        """Return how blocks are written in this mode, and the least that is served."""
+        """Return the codec for writing, which is also the least that is served."""
         return Codec(list(SealMode).index(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """How and when a stored block was written; ``key_id`` and ``nonce`` are 0 for a plain one."""
+    """How and when a stored block was written. ``key_id`` and ``nonce`` are 0 for a plain block."""
 
     codec: Codec
     key_id: int
@@ -99,7 +100,7 @@ class Stamp:
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> "Stamp | None":
-        """Read a stamp back; None where the bytes are none."""
+        """Unpack a stamp; None if the bytes are not a stamp."""
         if len(packed) < STAMP_BYTES:
             return None
         codec, key_id, written_s, nonce = _STAMP.unpack_from(packed)
@@ -111,14 +112,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys of one reading of the file, by id; the first one seals."""
+    """The keys of one version of the file, by id; the first one seals."""
 
     first_id: int
     by_id: Mapping[int, bytes] = field(repr=False)
 
 
 class KeyRing(Secret[_Keys]):
-    """The master keys of one key file; ``value`` is the same object until they are others."""
+    """The master keys of a key file. ``value`` is the same object until the keys change."""
 
     def __repr__(self) -> str:
         return f"KeyRing({len(self.value.by_id)} keys)"
@@ -137,13 +138,15 @@ def _read_keys(path: Path) -> _Keys:
         where = f"line {number} of {path}"
         if not match:
             raise StartError(
-                _FIELD, f"{where} is no key", "write a name, a space and 64 hexadecimal digits"
+                _FIELD, f"{where} is not a key", "write a name, a space and 64 hexadecimal digits"
             )
         name, key = match[1], bytes.fromhex(match[2])
         if name in names:
-            raise StartError(_FIELD, f"{where} has the name of an earlier one", "give another name")
+            raise StartError(
+                _FIELD, f"{where} repeats the name of an earlier key", "use another name"
+            )
         if _key_id(key) in by_id:
-            raise StartError(_FIELD, f"{where} repeats an earlier key, or its id", "make a new key")
+            raise StartError(_FIELD, f"{where} repeats an earlier key or its id", "make a new key")
         names.add(name)
         by_id[_key_id(key)] = key
     if not by_id:
@@ -156,16 +159,17 @@ def _read_keys(path: Path) -> _Keys:
 
 
 def _key_id(key: bytes) -> int:
-    """Return what a stamp calls a key: 4 bytes of its SHA-256, from which nobody gets it back.
+    """Return the id of a key in stamps: 4 bytes of its SHA-256, which do not reveal the key.
 
-    Not of its name: a wrong key under a right name would make sound blocks look altered.
+    It is not derived from the name: a wrong key under a right name would make sound blocks look
+    altered.
     """
     digest = hashlib.sha256(b"kvtier.key_id\0" + key).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 class Seal:
-    """Seals and opens the blocks of one tier; may be used from any thread.
+    """Seals and opens the blocks of one tier. Thread-safe.
 
     ``purpose`` ("ssd", "remote") separates the keys of tiers. Without a ``ring`` the mode is OFF.
     """
@@ -179,16 +183,16 @@ class Seal:
 
     @property
     def needs_buffer(self) -> bool:
-        """Tell whether sealing writes into a buffer: ciphertext, as long as the payload."""
+        """Tell whether sealing writes ciphertext into a buffer as long as the payload."""
         return self._mode is SealMode.ENCRYPT
 
     def seal(
         self, header: BlockHeader, payload: memoryview, written_s: int, into: memoryview | None
     ) -> tuple[bytes, Stamp, memoryview]:
-        """Return the packed header, the stamp and the bytes to store; changes ``into`` alone.
+        """Return the packed header, the stamp and the bytes to store. Changes only ``into``.
 
-        ``into`` is at least as long as the payload where ``needs_buffer``. The bytes to store are
-        the payload itself in the other modes.
+        ``into`` is at least as long as the payload if ``needs_buffer``. In the other modes the
+        bytes to store are the payload itself.
         """
         codec = self._mode.codec
         if codec is Codec.PLAIN:
@@ -211,11 +215,11 @@ class Seal:
     def open(
         self, header: BlockHeader, stamp: Stamp, payload: memoryview
     ) -> BlockHeader | MissReason:
-        """Verify a block as it was stored, and decrypt it in place where it is encrypted.
+        """Verify a block as it was stored; decrypt it in place if it is encrypted.
 
-        Returns the header with the checksum of the plain payload; SEAL where the mode demands more,
-        the key is not ours or the tag fails; CHECKSUM for a plain block that fails its own. After a
-        miss the payload is garbage.
+        Returns the header with the checksum of the plain payload; SEAL if the mode demands more,
+        the key is unknown or the tag fails; CHECKSUM if a plain block fails its own. After a miss
+        the payload is undefined.
         """
         if stamp.codec < self._mode.codec:
             return MissReason.SEAL
@@ -237,7 +241,10 @@ class Seal:
         return replace(header, checksum=payload_checksum(header, payload))
 
     def may_open(self, stamp: Stamp) -> bool:
-        """Tell whether the mode takes such a block and the key is here: else it is no damage."""
+        """Tell whether the mode accepts such a block and its key is known.
+
+        If so, a block that does not open is damaged.
+        """
         if stamp.codec < self._mode.codec:
             return False
         if stamp.codec is Codec.PLAIN:
@@ -245,7 +252,7 @@ class Seal:
         return self._ring is not None and stamp.key_id in self._ring.value.by_id
 
     def _keys_of(self, keys: _Keys) -> Mapping[int, AES]:
-        """Return the keys of this purpose, drawn anew when the file was read again."""
+        """Return the keys derived for this purpose, derived again after the file has changed."""
         drawn_from, drawn = self._drawn
         if drawn_from is not keys:
             drawn = {key_id: AES(self._draw(key)) for key_id, key in keys.by_id.items()}

@@ -1,4 +1,4 @@
-"""AroundTier: the base class of wrappers that do something around every call of a tier."""
+"""TierWrapper: the base class of tiers that do something around every call of another tier."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 class Operation(StrEnum):
-    """The calls that reach the medium; a closed set, each one a metric label."""
+    """Calls that access the device. A closed set; each value is a metric label."""
 
     WRITE = "write"
     READ = "read"
     CONTAINS = "contains"
     REMOVE = "remove"
     PURGE = "purge"
-    PROBE = "probe"
+    HEALTH_CHECK = "probe"
     SCRUB = "scrub"
 
 
 @dataclass(frozen=True, slots=True)
 class TierCall:
-    """What is being asked of the inner tier."""
+    """A call of the inner tier."""
 
     operation: Operation
     num_blocks: int
@@ -48,7 +48,7 @@ class TierCall:
 
 
 class TierWrapper:
-    """A tier that gives every call to ``inner``, by way of ``intercept``."""
+    """A tier that passes every call to ``inner`` through ``intercept``."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -59,7 +59,7 @@ class TierWrapper:
         return self.inner.properties
 
     def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
-        """Make a call of the inner tier: ``step`` does it. This is what a wrapper overrides."""
+        """Call the inner tier by calling ``step``. Wrappers override this."""
         return step()
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
@@ -89,14 +89,14 @@ class TierWrapper:
         call = TierCall(Operation.PURGE, 0, 0, deadline_ns)
         return self.intercept(call, lambda: self.inner.purge(selection, deadline_ns))
 
-    def probe(self, deadline_ns: int) -> None:
-        """Probe through ``intercept``."""
-        call = TierCall(Operation.PROBE, 0, 0, deadline_ns)
-        self.intercept(call, lambda: self.inner.probe(deadline_ns))
+    def health_check(self, deadline_ns: int) -> None:
+        """Check through ``intercept``."""
+        call = TierCall(Operation.HEALTH_CHECK, 0, 0, deadline_ns)
+        self.intercept(call, lambda: self.inner.health_check(deadline_ns))
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
-        """Open a scratch tier of the inner tier; its calls go through this tier's ``intercept``."""
+        """Open a scratch tier of the inner tier; its calls pass through ``intercept``."""
         with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as scratch:
             yield _Scratch(scratch, self)
 
@@ -123,7 +123,7 @@ class TierWrapper:
 
 
 class _Scratch(TierWrapper):
-    """A scratch tier whose calls go through the wrapper of its tier."""
+    """A scratch tier whose calls pass through the wrapper of its tier."""
 
     def __init__(self, inner: Tier, outer: TierWrapper) -> None:
         super().__init__(inner)

@@ -33,7 +33,7 @@ def test_without_redis_a_url_says_what_to_install(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "kvtier: remote.url: needs the package redis; pip install 'kvtier[redis]'" in done.stderr
+    assert "kvtier: remote.url: needs the redis package; pip install 'kvtier[redis]'" in done.stderr
 
 
 def test_vllm_is_asked_for_in_the_range_that_is_served() -> None:

@@ -59,7 +59,7 @@ def remote(cluster: RedisCluster) -> Iterator[RedisTier]:
 
 def _is_up(tier: RedisTier) -> bool:
     with contextlib.suppress(TierError):
-        tier.probe(soon())
+        tier.health_check(soon())
         return tier.health() == Health()
     return False
 
@@ -263,7 +263,7 @@ def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> Non
     tier = RedisTier(f"redis://127.0.0.1:{cluster.ports[0]}", OPTIONS)
     for _ in range(2):
         with pytest.raises(TierError, match=r"begin remote.url with redis\+cluster://"):
-            tier.probe(soon())
+            tier.health_check(soon())
         assert tier.health().state is HealthState.OUT
     tier.close()
 
@@ -271,8 +271,8 @@ def test_one_node_alone_is_refused_with_the_remedy(cluster: RedisCluster) -> Non
 def test_a_wrong_password_is_told_from_a_cluster_that_is_away(cluster: RedisCluster) -> None:
     tier = RedisTier(cluster.url.replace("://", "://:wrong@"), OPTIONS)
     for _ in range(2):
-        with pytest.raises(TierError, match="it refuses the user or the password, "):
-            tier.probe(soon())
+        with pytest.raises(TierError, match="it rejects the user or the password, "):
+            tier.health_check(soon())
     tier.close()
 
 

@@ -185,7 +185,7 @@ def _use(
 def test_no_sentinel_knows_the_service(trio: SentinelTrio) -> None:
     tier = RedisTier(trio.url.replace(SERVICE, "another"), RedisOptions(timeout_s=TIMEOUT_S))
     try:
-        with pytest.raises(TierError, match="no Sentinel knows a primary") as raised:
+        with pytest.raises(TierError, match="no Sentinel knows the primary") as raised:
             fetch(tier, *make_chain([1]))
         assert PASSWORD not in str(raised.value)
         assert tier.health().state is HealthState.OUT

@@ -144,7 +144,7 @@ def test_a_full_server_rejects(tier: RedisTier, client: redis.Redis) -> None:
         report = tier.write([make_block(2), kept], soon())
         assert report.outcomes == (WriteOutcome.REJECTED, WriteOutcome.STORED)
         assert fetch(tier, kept) == [None]
-        tier.probe(soon())
+        tier.health_check(soon())
         assert tier.health().state is HealthState.DEGRADED
         assert "full: maxmemory is reached" in tier.health().reason
         before = client.info("stats")["total_net_input_bytes"]
@@ -165,11 +165,11 @@ def test_a_replica_rejects_and_serves(tier: RedisTier, client: redis.Redis) -> N
         assert tier.health().state is HealthState.DEGRADED
         assert "read-only: it is a replica" in tier.health().reason
         assert fetch(tier, kept) == [None]
-        tier.probe(soon())
+        tier.health_check(soon())
         assert tier.health().state is HealthState.DEGRADED
     finally:
         client.replicaof("NO", "ONE")
-    tier.probe(soon())
+    tier.health_check(soon())
     assert tier.health() == Health()
     store(tier, make_block(2))
 
@@ -351,7 +351,7 @@ def test_the_documented_rights_are_enough(redis_server: str, client: redis.Redis
     assert fetch(tier, *blocks) == [None] * 3
     hashes = [block.header.block_hash for block in blocks]
     assert tier.contains(hashes, soon()) == [True] * 3
-    tier.probe(soon())
+    tier.health_check(soon())
     assert tier.remove(hashes[:1], soon()).num_blocks == 1
     assert tier.purge(Selection(tenant=NO_TENANT), soon()).num_blocks == 2
     assert tier.health() == Health()

@@ -42,7 +42,7 @@ class Closed(MemoryTier):
 
     is_closed = False
 
-    def probe(self, deadline_ns: int) -> None:
+    def health_check(self, deadline_ns: int) -> None:
         raise ZeroDivisionError
 
     def close(self) -> None:

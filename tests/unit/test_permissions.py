@@ -60,7 +60,7 @@ def test_one_that_others_may_only_read_stays_as_it_is(directory: Path, mode: int
 def test_a_directory_is_narrowed_while_the_tier_is_open(directory: Path) -> None:
     tier = opened(directory)
     directory.chmod(0o777)
-    tier.probe(soon())
+    tier.health_check(soon())
     assert mode_of(directory) == 0o700
     tier.close()
 
@@ -96,9 +96,9 @@ def test_the_directory_of_another_user_is_refused(directory: Path) -> None:
     tier = opened(directory)
     os.chown(directory, STRANGER, STRANGER)
     with pytest.raises(TierError, match=f"user {STRANGER}"):
-        tier.probe(soon())
+        tier.health_check(soon())
     os.chown(directory, 0, 0)
-    tier.probe(soon())
+    tier.health_check(soon())
     tier.close()
 
 

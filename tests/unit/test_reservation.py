@@ -60,7 +60,7 @@ def test_a_kernel_without_memory_says_so_and_nobody_is_killed_by_it_later(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(StartError, match="no memory for slab 1 of 4") as raised:
+    with pytest.raises(StartError, match="out of memory for slab 1 of 4") as raised:
         arena.reserve(1)
     assert raised.value.field == "cpu.capacity"
     assert not os.fstat(arena.fd).st_blocks, "nothing was touched either"

@@ -274,7 +274,7 @@ def test_a_bad_file_leaves_the_keys_as_they_were(tmp_path: Path, block: Block) -
         (f"a/b {KEY_A}", "line 1"),
         (f"{'n' * 65} {KEY_A}", "line 1"),
         (f"a {KEY_A[:-1]}g", "line 1"),
-        (f"a {KEY_A}\na {KEY_B}", "line 2 of .* has the name of an earlier one"),
+        (f"a {KEY_A}\na {KEY_B}", "line 2 of .* repeats the name of an earlier key"),
         (f"a {KEY_A}\nb {KEY_A}", "line 2 of .* repeats"),
     ],
 )

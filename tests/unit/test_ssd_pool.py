@@ -201,11 +201,11 @@ def test_it_is_read_only_below_a_floor_whether_somebody_writes_or_not(
     assert write_one(tier, 1) is WriteOutcome.REJECTED
     for _ in range(3):
         volume.now_s += 40
-        tier.probe(soon())
+        tier.health_check(soon())
         assert_read_only(tier, "ssd.free_inodes_floor")
     volume.free_inodes = 200
     volume.now_s += 1
-    tier.probe(soon())
+    tier.health_check(soon())
     assert_writable(tier)
 
 

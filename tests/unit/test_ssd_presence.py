@@ -18,9 +18,9 @@ from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 @pytest.mark.parametrize("mode", [DirectIO.AUTO, DirectIO.OFF])
 def test_a_probe_touches_the_directory_and_leaves_nothing(ssd: Opener, mode: DirectIO) -> None:
     tier = ssd(options=SsdOptions(mode))
-    tier.probe(soon())
+    tier.health_check(soon())
     store(tier, *blocks_of(range(3)))
-    tier.probe(soon())
+    tier.health_check(soon())
     assert sorted(path.name for path in ssd.directory.iterdir()) == [f"{1:016x}.segment", "lock"]
     assert fetch(tier, *blocks_of(range(3))) == [None] * 3
 
@@ -30,9 +30,9 @@ def test_a_deleted_directory_is_made_again_and_used(ssd: Opener) -> None:
     blocks = blocks_of(range(15))
     store(tier, *blocks)
     shutil.rmtree(ssd.directory)
-    with pytest.raises(TierError, match="2 files were taken away"):
-        tier.probe(soon())
-    tier.probe(soon())
+    with pytest.raises(TierError, match="2 files were removed"):
+        tier.health_check(soon())
+    tier.health_check(soon())
     assert present(tier, blocks) == [False] * 15
     assert (tier.usage().num_blocks, tier.usage().used_bytes) == (0, 0)
     report = tier.write([make_block(99)], soon())
@@ -52,7 +52,7 @@ def test_what_was_taken_away_is_told_without_a_write(ssd: Opener) -> None:
     store(tier, *blocks)
     shutil.rmtree(ssd.directory)
     with pytest.raises(TierError):
-        tier.probe(soon())
+        tier.health_check(soon())
     seen = tier.scrub(0, soon())
     assert (seen.num_blocks, set(seen.evicted)) == (0, {each.header.block_hash for each in blocks})
     assert tier.scrub(0, soon()).evicted == ()
@@ -64,14 +64,14 @@ def test_while_it_cannot_be_made_again_the_probe_fails(ssd: Opener) -> None:
     shutil.rmtree(ssd.directory)
     ssd.directory.write_text("a file in its place")
     for _ in range(2):
-        with pytest.raises(TierError, match="is no directory"):
-            tier.probe(soon())
+        with pytest.raises(TierError, match="is not a directory"):
+            tier.health_check(soon())
     with pytest.raises(TierError):
         tier.write([make_block(99)], soon())
     ssd.directory.unlink()
-    with pytest.raises(TierError, match="taken away"):
-        tier.probe(soon())
-    tier.probe(soon())
+    with pytest.raises(TierError, match="removed or replaced"):
+        tier.health_check(soon())
+    tier.health_check(soon())
     store(tier, make_block(99))
     assert fetch(tier, make_block(99)) == [None]
 
@@ -83,8 +83,8 @@ def test_an_emptied_directory_is_used_again(ssd: Opener) -> None:
     for path in ssd.directory.iterdir():
         path.unlink()
     with pytest.raises(TierError, match="3 files"):
-        tier.probe(soon())
-    tier.probe(soon())
+        tier.health_check(soon())
+    tier.health_check(soon())
     store(tier, *blocks)
     assert fetch(tier, *blocks) == [None] * 25
     assert ssd.disk_bytes() <= CAPACITY_BYTES
@@ -104,7 +104,9 @@ def test_another_directory_in_its_place_counts_from_nothing(ssd: Opener, tmp_pat
     assert len(damaged) == 3
     tier_verdicts = fetch(tier, *blocks)
     assert set(tier_verdicts) <= {MissReason.IDENTITY, MissReason.HEADER}
-    tier.probe(soon())  # files of these numbers are there, and all that is in them is checked
+    tier.health_check(
+        soon()
+    )  # files of these numbers are there, and all that is in them is checked
     assert len(ssd.segments()) == 2
     for block in blocks_of(range(200, 260)):
         tier.write([block], soon())
@@ -116,7 +118,7 @@ def test_a_lost_lock_is_taken_again_without_losing_a_block(ssd: Opener) -> None:
     blocks = blocks_of(range(15))
     store(tier, *blocks)
     (ssd.directory / "lock").unlink()
-    tier.probe(soon())
+    tier.health_check(soon())
     assert fetch(tier, *blocks) == [None] * 15
     with pytest.raises(StartError, match="held by pid"):
         SsdTier(ssd.directory, CAPACITY_BYTES, SEGMENT_BYTES)
@@ -135,9 +137,9 @@ def test_the_file_that_is_written_to_is_looked_at(ssd: Opener, way: str) -> None
             os.truncate(active, 0)
         case "exchanged":
             shutil.copy(full, active)
-    with pytest.raises(TierError, match="1 files"):
-        tier.probe(soon())
-    tier.probe(soon())
+    with pytest.raises(TierError, match="1 file was"):
+        tier.health_check(soon())
+    tier.health_check(soon())
     assert present(tier, blocks) == [True] * 10 + [False] * 5
     store(tier, *blocks)
     assert fetch(tier, *blocks) == [None] * 15
@@ -157,7 +159,7 @@ def test_a_volume_that_takes_no_more_is_degraded_and_not_out(ssd: Opener, error:
     store(tier, *blocks)
     assert tier.health().state is HealthState.UP
     full.append(error)
-    tier.probe(soon())
+    tier.health_check(soon())
     health = tier.health()
     assert health.state is HealthState.DEGRADED
     assert health.reason.startswith("read-only: ")
@@ -184,6 +186,6 @@ def test_a_page_that_reads_otherwise_than_written_is_a_fault(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", flipping)
-        with pytest.raises(TierError, match="does not read the same"):
-            tier.probe(soon())
-    tier.probe(soon())
+        with pytest.raises(TierError, match="differs from what was written"):
+            tier.health_check(soon())
+    tier.health_check(soon())

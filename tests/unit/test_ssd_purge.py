@@ -232,7 +232,7 @@ def test_a_truncated_segment_does_not_stop_a_purge(ssd: Opener) -> None:
     assert [each is None for each in fetch(tier, *blocks[:10])] == [True] * 3 + [False] * 7
     tier.purge(Selection(key_space=TEST_KEY_SPACE), soon())
     assert present(tier, blocks) == [False] * 24
-    tier.probe(soon())
+    tier.health_check(soon())
     store(tier, other)
     assert fetch(tier, other) == [None]
 

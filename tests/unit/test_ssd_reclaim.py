@@ -245,7 +245,7 @@ def test_reads_are_counted_to_a_limit_and_wear_off() -> None:
     for _ in range(300):
         index.touch(rows)
     assert index.reads[rows].tolist() == [READS_MAX]
-    index.forget_reads()
+    index.halve_reads()
     assert index.reads[rows].tolist() == [READS_MAX // 2]
     index.put(entries_of(range(1), 100), 2)
     assert index.reads[rows].tolist() == [0]

@@ -439,7 +439,7 @@ def test_closing_does_not_wait_for_ever_for_a_write_that_hangs(
         report = writer.submit(tier.write, [make_block(50)], soon())
         assert reached.wait(30)
         try:
-            with pytest.raises(TierTimeout, match="did not end"):
+            with pytest.raises(TierTimeout, match="did not finish"):
                 tier.close()
         finally:
             released.set()

@@ -101,7 +101,7 @@ def test_what_gave_up_is_not_waited_for() -> None:
 def test_what_is_no_transfer_is_not_slowed() -> None:
     tier, block = throttled(latency_s=1000.0)
     began_s = time.monotonic()
-    tier.probe(soon())
+    tier.health_check(soon())
     tier.scrub(1 << 20, soon())
     assert tier.remove([block.header.block_hash], soon()).num_blocks == 1
     assert tier.purge(EVERYTHING, soon()).num_blocks == 0

@@ -12,7 +12,7 @@ from kvtier.tiers.breaker import BreakerState, BreakerTier
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
 from kvtier.tiers.wrapper import Operation, TierCall
 
-READ, WRITE, PROBE = Operation.READ, Operation.WRITE, Operation.PROBE
+READ, WRITE, HEALTH_CHECK = Operation.READ, Operation.WRITE, Operation.HEALTH_CHECK
 CAPACITY_BYTES = 1 << 20
 
 
@@ -41,20 +41,20 @@ def opened(*more: tuple[Operation, Fault]) -> tuple[BreakerTier, Clock]:
     return tier, clock
 
 
-def test_breaker_opens_probes_and_closes() -> None:
-    tier, clock = opened((PROBE, Fault.FAIL_BEFORE))
+def test_breaker_opens_checks_and_closes() -> None:
+    tier, clock = opened((HEALTH_CHECK, Fault.FAIL_BEFORE))
     calls = len(tier.inner.log)
-    with pytest.raises(TierError, match="left alone"):
+    with pytest.raises(TierError, match="circuit breaker open"):
         fetch(tier, make_block(1))
     assert len(tier.inner.log) == calls
     clock.now_ns = 100
     with pytest.raises(TierError, match="injected"):
-        tier.probe(soon())  # it fails: open for as long again
+        tier.health_check(soon())  # it fails: open for as long again
     clock.now_ns = 199
-    with pytest.raises(TierError, match="left alone"):
-        tier.probe(soon())
+    with pytest.raises(TierError, match="circuit breaker open"):
+        tier.health_check(soon())
     clock.now_ns = 200
-    tier.probe(soon())
+    tier.health_check(soon())
     assert tier.state is BreakerState.CLOSED
     assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
 
@@ -69,10 +69,10 @@ def test_nobodys_call_is_the_experiment() -> None:
         lambda: tier.purge(EVERYTHING, soon()),
         lambda: tier.scrub(1, soon()),
     ):
-        with pytest.raises(TierError, match="left alone"):
+        with pytest.raises(TierError, match="circuit breaker open"):
             call()
     assert tier.state is BreakerState.OPEN
-    assert tier.needs_probe(10**12)
+    assert tier.needs_health_check(10**12)
 
 
 def test_breaker_counts_faults_in_a_row_only() -> None:
@@ -86,11 +86,11 @@ def test_breaker_counts_faults_in_a_row_only() -> None:
 
 
 def test_reads_that_still_come_do_not_hide_a_medium_that_cannot_be_touched() -> None:
-    tier, _ = breaker((PROBE, Fault.FAIL_BEFORE), (PROBE, Fault.FAIL_BEFORE))
+    tier, _ = breaker((HEALTH_CHECK, Fault.FAIL_BEFORE), (HEALTH_CHECK, Fault.FAIL_BEFORE))
     for _ in range(2):
         assert fetch(tier, make_block(1)) == [MissReason.ABSENT]
         with pytest.raises(TierError):
-            tier.probe(soon())
+            tier.health_check(soon())
     assert tier.state is BreakerState.OPEN
     assert tier.health() == Health(HealthState.OUT, "a fault was injected before the call")
 
@@ -117,30 +117,30 @@ def test_a_call_after_its_own_deadline_asks_nobody_and_tells_nothing() -> None:
 
 def test_a_medium_is_touched_once_a_period_and_soon_after_a_fault() -> None:
     tier, clock = breaker((READ, Fault.FAIL_BEFORE))
-    assert not tier.needs_probe(50)
+    assert not tier.needs_health_check(50)
     clock.now_ns = 50
-    assert tier.needs_probe(50)
-    tier.probe(soon())
-    assert not tier.needs_probe(50)
+    assert tier.needs_health_check(50)
+    tier.health_check(soon())
+    assert not tier.needs_health_check(50)
     with pytest.raises(TierError):
         fetch(tier, make_block(1))
-    assert tier.needs_probe(50)
-    tier.probe(soon())
-    assert not tier.needs_probe(50)
+    assert tier.needs_health_check(50)
+    tier.health_check(soon())
+    assert not tier.needs_health_check(50)
 
 
-def test_breaker_lets_one_probe_through_at_a_time() -> None:
-    tier, clock = opened((PROBE, Fault.WAIT))
+def test_breaker_lets_one_health_check_through_at_a_time() -> None:
+    tier, clock = opened((HEALTH_CHECK, Fault.WAIT))
     clock.now_ns = 100
-    probe = threading.Thread(target=tier.probe, args=(soon(),))
-    probe.start()
+    check = threading.Thread(target=tier.health_check, args=(soon(),))
+    check.start()
     while len(tier.inner.log) < 3:
-        assert probe.is_alive()
-    assert not tier.needs_probe(0)
-    with pytest.raises(TierError, match="left alone"):
-        tier.probe(soon())
+        assert check.is_alive()
+    assert not tier.needs_health_check(0)
+    with pytest.raises(TierError, match="circuit breaker open"):
+        tier.health_check(soon())
     tier.inner.release.set()
-    probe.join(30)
+    check.join(30)
     assert tier.state is BreakerState.CLOSED
 
 

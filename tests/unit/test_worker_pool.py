@@ -122,7 +122,7 @@ class Deaf(MemoryTier):
         super().__init__(1 << 20)
         self.answer = threading.Event()
 
-    def probe(self, deadline_ns: int) -> None:
+    def health_check(self, deadline_ns: int) -> None:
         assert self.answer.wait(30)
 
 
@@ -152,7 +152,7 @@ def test_a_medium_that_does_not_answer_is_out_until_it_does() -> None:
 
         with pytest.raises(TierTimeout, match="no answer to a scrub"):
             await executor.run_in_background(
-                "scrub", lambda t, _: t.probe(time.monotonic_ns() + LATER_NS), 1
+                "scrub", lambda t, _: t.health_check(time.monotonic_ns() + LATER_NS), 1
             )
         await until(executor.late_calls, "the call is late")
         health = executor.health()
@@ -173,7 +173,7 @@ def test_a_medium_that_does_not_answer_is_out_until_it_does() -> None:
 
 def test_a_probe_finds_a_medium_that_nobody_uses_and_finds_it_again() -> None:
     async def scenario() -> None:
-        probe = (Operation.PROBE, Fault.FAIL_BEFORE)
+        probe = (Operation.HEALTH_CHECK, Fault.FAIL_BEFORE)
         medium = FaultyTier(MemoryTier(1 << 20), scripted_faults(probe, probe))
         clock = [0]
         tier = BreakerTier(medium, faults_max=1, cool_down_ns=100, clock_ns=lambda: clock[0])
@@ -199,7 +199,7 @@ def test_a_probe_finds_a_medium_that_nobody_uses_and_finds_it_again() -> None:
 class Broken(MemoryTier):
     """A tier with a bug."""
 
-    def probe(self, deadline_ns: int) -> None:
+    def health_check(self, deadline_ns: int) -> None:
         raise RuntimeError("a bug")
 
 

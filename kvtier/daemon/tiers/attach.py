@@ -137,7 +137,7 @@ def _is_temporary(config: Config, name: TierName, error: BaseException | None) -
 def _open(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
     tier = open_tier(config, name)
     try:
-        tier.probe(time.monotonic_ns() + _TOUCH_LIMIT_NS)
+        tier.health_check(time.monotonic_ns() + _TOUCH_LIMIT_NS)
     except BaseException as error:
         tier.close()
         if isinstance(error, TierError):

@@ -193,7 +193,7 @@ def _ssd_options(config: Config) -> SsdOptions:
     return SsdOptions(
         direct_io=DirectIO(ssd.direct_io),
         durability=Durability(ssd.durability),
-        is_kept=ssd.keep,
+        is_persistent=ssd.keep,
         free_space_floor_bytes=ssd.free_space_floor_bytes,
         free_inodes_floor=ssd.free_inodes_floor,
         write_budget_bytes=ssd.write_budget_bytes,

@@ -9,7 +9,7 @@ import importlib.util
 from kvtier.errors import StartError
 
 if importlib.util.find_spec("redis") is None:
-    raise StartError("remote.url", "needs the package redis", "pip install 'kvtier[redis]'")
+    raise StartError("remote.url", "needs the redis package", "pip install 'kvtier[redis]'")
 
 from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 

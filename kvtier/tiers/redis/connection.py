@@ -192,7 +192,7 @@ class ServerConnection:
                 if note:
                     note(reply)
         except ProtocolError:
-            raise TierError("it does not answer as a Redis server does") from None
+            raise TierError("it does not answer like a Redis server") from None
         except TimeoutError:
             raise TierTimeout("no answer in time") from None
         except OSError as error:

@@ -131,17 +131,17 @@ class ReplyReader:
             return self._string(_number(rest), into)
         if kind == b"*":
             return self._array(_number(rest), depth + 1)
-        raise ProtocolError("unknown kind of reply")
+        raise ProtocolError("unknown reply type")
 
     def _array(self, length: int, depth: int) -> Reply:
         if length > _ARRAY_LENGTH_MAX or depth > _DEPTH_MAX:
-            raise ProtocolError("an array that is too long or too deep")
+            raise ProtocolError("array too long or nested too deep")
         return None if length < 0 else [self._read((), depth) for _ in range(length)]
 
     def _take_memory(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes
         if self._left_bytes < 0:
-            raise ProtocolError("a reply that is too large")
+            raise ProtocolError("reply too large")
 
     def _string(self, length: int, into: Sequence[memoryview]) -> Reply:
         if length < 0:
@@ -161,13 +161,13 @@ class ReplyReader:
             text = bytearray()
             self._skip(length)
         if self._take(2) != b"\r\n":
-            raise ProtocolError("a string that does not end where it says")
+            raise ProtocolError("string with a wrong length")
         return length if into else bytes(text)
 
     def _line(self) -> bytes:
         while (at := self._bytes.find(b"\r\n", self._start, self._end)) < 0:
             if self._end - self._start > _LINE_BYTES_MAX:
-                raise ProtocolError("a line without end")
+                raise ProtocolError("unterminated line")
             self._more()
         line = bytes(self._view[self._start : at])
         self._start = at + 2
@@ -208,7 +208,7 @@ def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ProtocolError("no number where one belongs") from None
+        raise ProtocolError("not a number") from None
 
 
 def _code(text: bytes) -> str:

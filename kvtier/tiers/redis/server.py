@@ -46,10 +46,10 @@ def warn_about_settings(place: ServerAddress, memory: Reply) -> None:
     """Warn of a server that will fill up, or will use all memory of its machine."""
     facts = facts_of(memory)
     if facts.get("maxmemory") == "0":
-        _log.warning("the server has no maxmemory and may take its whole machine", server=place)
+        _log.warning("server has no maxmemory; it may use all memory of its machine", server=place)
     elif facts.get("maxmemory_policy") == "noeviction":
         _log.warning(
-            "the server evicts nothing: when it is full it takes no more blocks until some expire",
+            "server evicts nothing; once full, it rejects blocks until some expire",
             server=place,
             maxmemory=facts["maxmemory"],
         )
@@ -58,7 +58,7 @@ def warn_about_settings(place: ServerAddress, memory: Reply) -> None:
 def check_not_cluster(cluster: Reply) -> None:
     """Raise TierError for a node of a cluster: alone it has some of the slots only."""
     if facts_of(cluster).get("cluster_enabled") == "1":
-        raise TierError("it is a node of a cluster: begin remote.url with redis+cluster://")
+        raise TierError("it is a cluster node: use redis+cluster:// in remote.url")
 
 
 def free_bytes(memory: Reply) -> float | None:
@@ -81,9 +81,9 @@ def facts_of(reply: Reply) -> dict[str, str]:
 _OF_A_KEY = frozenset({"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE"})
 
 _LIMITS: Mapping[str, str] = {
-    "OOM": "full: maxmemory is reached and nothing may be evicted",
+    "OOM": "full: maxmemory reached and eviction is off",
     "READONLY": "read-only: it is a replica",
-    "MISCONF": "read-only: it cannot save to its disk",
+    "MISCONF": "read-only: it cannot write to its disk",
     "NOREPLICAS": "read-only: it has too few replicas",
 }
 """Error replies after which reads go on."""
@@ -92,11 +92,11 @@ _FAULTS: Mapping[str, str] = {
     "BUSY": "busy with a script",
     "CLUSTERDOWN": "its cluster is down",
     "LOADING": "still loading its database",
-    "MAXCLIENTS": "it has as many clients as it takes",
+    "MAXCLIENTS": "it has reached its client limit",
     "MASTERDOWN": "it has lost its primary",
     "NOAUTH": "it asks for a password",
-    "NOPERM": "the user may not do what the tier needs",
-    "WRONGPASS": "it refuses the user or the password",
+    "NOPERM": "the user lacks permissions that the tier needs",
+    "WRONGPASS": "it rejects the user or the password",
 }
 
 _SILENCE_S = 0.1
@@ -188,7 +188,7 @@ class Server:
             if code in _LIMITS:
                 self.limit = f"{_LIMITS[code]} (-{code}), {self.place}"
             elif code and code not in _OF_A_KEY:
-                fault = _fault(code, "it refuses a command")
+                fault = _fault(code, "it rejects a command")
             elif command.words[0] == b"SET" and not code:
                 self.limit = ""
         if fault:
@@ -202,7 +202,7 @@ class Server:
 
     def _borrow(self, deadline_ns: int) -> ServerConnection:
         if self._num_lost >= self._num_links:
-            raise self._faulty(TierError("connecting to it hangs"))
+            raise self._faulty(TierError("connection attempts hang"))
         if not self._free.acquire(timeout=self._patience_s(deadline_ns)):
             raise TierTimeout(f"remote: every connection to {self.place} is busy")
         try:
@@ -257,7 +257,7 @@ class Server:
         try:
             making.start()
         except RuntimeError as error:
-            raise TierError(f"it cannot be connected to: {error}") from None
+            raise TierError(f"cannot connect: {error}") from None
 
     def _make(self, made: "Future[ServerConnection]") -> None:
         try:
@@ -287,7 +287,7 @@ class Server:
         replies = link.ask(questions, deadline_ns)
         for reply in replies[: len(login)]:
             if isinstance(reply, ErrorReply):
-                raise TierError(_fault(reply.code, "it refuses the login or the database"))
+                raise TierError(_fault(reply.code, "it rejects the login or the database"))
         if not self._is_inspected:
             memory, cluster = replies[len(login) + 1 :]
             if self._is_alone:
@@ -347,4 +347,4 @@ def _reason(error: Exception) -> str:
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
-    return "it cannot be reached"
+    return "unreachable"

@@ -197,7 +197,7 @@ class FanOut:
         except RuntimeError as error:  # no thread is to be had, or this is closed
             # The pool may have taken in what it found no thread for, and come to it later.
             wait([part for part in parts if not part.cancel()])
-            raise TierError(f"remote: not every server can be asked: {error}") from None
+            raise TierError(f"remote: cannot query all servers: {error}") from None
         wait(parts)
         return [part.result() for part in parts]
 

@@ -65,10 +65,14 @@ class RedisOptions:
 
     def __post_init__(self) -> None:
         if self.ttl_s < 0.001:
-            raise StartError("remote.ttl", f"{self.ttl_s} s is no time to live", "set 1ms or more")
+            raise StartError(
+                "remote.ttl", f"{self.ttl_s} s is not a valid time to live", "set 1ms or more"
+            )
         if {"{", "}"} & set(self.key_prefix):
             raise StartError(
-                "remote.key_prefix", "it has a brace, which chooses slots", "leave braces away"
+                "remote.key_prefix",
+                "it contains a brace, which selects cluster slots",
+                "remove the braces",
             )
 
 
@@ -168,7 +172,7 @@ class RedisTier:
         removed = Removed()
         for server, indexes in self._parts(hashes, deadline_ns).items():
             if server is None:
-                raise TierError("remote: nobody has the slots of some blocks")
+                raise TierError("remote: no server owns the slots of some blocks")
             heads = dict.fromkeys(self._values.key(hashes[index]) for index in indexes)
             removed += unlink(server, list(heads), deadline_ns)
         return removed
@@ -192,7 +196,7 @@ class RedisTier:
             raise faults[0]
         return removed
 
-    def probe(self, deadline_ns: int) -> None:
+    def health_check(self, deadline_ns: int) -> None:
         """Ask each primary whether it would take a block; raises TierError where none answers."""
         faults: list[TierError] = []
         servers = self._primaries(deadline_ns)
@@ -315,10 +319,10 @@ class RedisTier:
     ) -> list[T]:
         if server is None:
             self._topology.report()
-            raise TierError("remote: nobody has the slots of some blocks")
+            raise TierError("remote: no server owns the slots of some blocks")
         if server.fault and self._topology.changes:
             self._topology.report()
-            raise TierError(f"remote: left alone: {server.fault}")
+            raise TierError(f"remote: not retried yet after a fault: {server.fault}")
         exchange = self._exchange(server, deadline_ns)
         try:
             return say(exchange, part)

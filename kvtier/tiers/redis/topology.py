@@ -138,7 +138,7 @@ class Topology:
         if not chart.servers:
             if self.fault:
                 raise TierError(f"remote: {self.fault}")
-            raise TierTimeout("remote: the servers were not found in time")
+            raise TierTimeout("remote: servers not discovered in time")
         return chart
 
     def _start(self) -> None:
@@ -215,7 +215,7 @@ def _ask_sentinels(address: RedisAddress, connector: Connector) -> _Layout:
                 return _Layout((ServerAddress(host, int(port)),))
             except _UNFIT:
                 continue
-    raise TierError(f"no Sentinel knows a primary of {address}")
+    raise TierError(f"no Sentinel knows the primary of {address}")
 
 
 def _ask_cluster(places: Iterable[ServerAddress], connector: Connector) -> _Layout:
@@ -230,7 +230,7 @@ def _ask_cluster(places: Iterable[ServerAddress], connector: Connector) -> _Layo
                 return _layout_of(parse_cluster_slots(answer, current_host=place.host))
         except _UNFIT as error:
             why = f"{_reason(error)}, {place}"
-    raise TierError(f"no node of the cluster answers and knows its slots: {why}")
+    raise TierError(f"no cluster node answers with a slot map: {why}")
 
 
 def _reason(error: Exception) -> str:
@@ -239,13 +239,13 @@ def _reason(error: Exception) -> str:
         case RedisTimeout():
             return "no answer in time"
         case AuthenticationError():
-            return "it refuses the user or the password"
+            return "it rejects the user or the password"
         case NoPermissionError():
-            return "the user may not do what the tier needs"
+            return "the user lacks permissions that the tier needs"
         case ResponseError():
-            return "it refuses a command"
+            return "it rejects a command"
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
-    return str(getattr(cause, "strerror", None) or "it cannot be reached").lower()
+    return str(getattr(cause, "strerror", None) or "unreachable").lower()
 
 
 def _layout_of(answer: Mapping[tuple[int, int], Mapping[str, tuple[str, int]]]) -> _Layout:

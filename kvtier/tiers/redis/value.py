@@ -149,7 +149,7 @@ class ValueFormat:
         checked = check_header(wanted, head)
         payload = wanted.into[: wanted.payload_bytes]
         if isinstance(checked, MissReason):
-            is_owned = checked is not MissReason.HEADER and self._is_owned(wanted, head)
+            is_owned = checked is not MissReason.HEADER and self._has_wanted_hash(wanted, head)
             return ReadOutcome(checked, is_over=not is_owned)
         is_first_try = split_bytes == self.value_bytes
         stored_bytes = length - HEAD_BYTES
@@ -168,7 +168,7 @@ class ValueFormat:
         is_foreign = result is MissReason.SEAL and not self.seal.may_open(stamp)
         return ReadOutcome(result, is_over=isinstance(result, MissReason) and not is_foreign)
 
-    def _is_owned(self, wanted: BlockRead, head: memoryview) -> bool:
+    def _has_wanted_hash(self, wanted: BlockRead, head: memoryview) -> bool:
         """Tell whether it is a block of that hash, only not the one that was asked for."""
         return BlockHeader.unpack(head).block_hash == wanted.block_hash
 

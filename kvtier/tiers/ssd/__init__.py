@@ -1,22 +1,26 @@
-"""The SSD tier: blocks packed into append-only files, read and written past the page cache.
+"""The SSD tier: blocks in append-only segment files, read and written with direct I/O.
 
 ::
 
-store.py       SsdTier: what the tier does
-options.py     what it may be told
-append.py      writing                        reclaim.py   keeping what is read when space is made
-fetch.py       reading                        victim.py    which segment goes
-purge.py       erasing                        volume.py    what the file system has left
-quarantine.py  marking what is damaged        budget.py    what may be written in a day
-scrub.py       looking for damage             verdict.py   is a record what it says?
-presence.py    is it still our directory?     recovery.py  from files back to segments and index
-fsck.py        a store that nobody has open   checkup.py   all records of one of its files
-index.py       which block is where, in numpy columns
-pool.py        the segments there are
-segment.py     one file: its header page, its records, its footer
-resync.py      the next record behind a bad one
-record.py      one block in a segment, byte by byte
-disk.py        the only calls to the operating system
+    store.py          SsdTier: the tier's operations
+    options.py        its options
+    append.py         writes blocks
+    fetch.py          reads blocks
+    purge.py          removes and erases blocks
+    reclaim.py        moves valuable blocks when space is reclaimed
+    victim.py         which segment is reclaimed next
+    scrub.py          looks for damaged blocks
+    damage.py         verifies single records and quarantines damaged ones
+    directory.py      locks the directory and checks that it is still there
+    store_limits.py   free space of the volume, write budget, age of blocks
+    recovery.py       rebuilds segments and index from files
+    fsck.py           checks a store that is not open
+    segment_check.py  checks all records of one file
+    pool.py           the segments of a store
+    index.py          location of each block, in numpy columns
+    segment.py        one file: its header page, records and footer
+    record.py         one block in a segment, byte by byte
+    disk.py           all calls to the operating system
 """
 
 from kvtier.tiers.ssd.disk import DirectIO

@@ -1,8 +1,8 @@
-"""Writing blocks: which segment each run of them goes to, and when they count as stored.
+"""Writes blocks: chooses a segment for each run of them and publishes them.
 
-A run is one operation: header page, payload, header page, payload… from the tail of a segment. The
-blocks are published in the index once it has returned. A header page may reach the disk before
-its payload; after a crash such a block is found by its checksum when it is read.
+A run is one write operation (header page, payload, header page, payload, ...) at the tail of a
+segment. Its blocks are published in the index after the operation has returned. A header page may
+reach the disk before its payload; after a crash, the checksum reveals such a block when it is read.
 """
 
 import contextlib
@@ -26,28 +26,32 @@ from kvtier.tiers.ssd.store_limits import NO_SPACE, AgeLimit
 __all__ = ["Appender", "StoredRecord", "note_fault", "write_records"]
 
 _RUN_BYTES_MAX = 32 << 20
-"""Bytes of one run: the deadline is looked at between runs."""
+"""Maximum size of a run; the deadline is checked between runs."""
 
 _SEALED_RUN_BYTES_MAX = 8 << 20
-"""Bytes of one run of encrypted blocks, buffered in memory; a larger block is a run of its own."""
+"""Maximum size of a run of encrypted blocks, which is buffered in memory. A larger block is a run
+of its own.
+"""
 
 _FAULTS_MAX = 2
-"""Failed runs in a row after which a new segment is used: the next pages of this may be bad."""
+"""After this many failed runs in a row a new segment is used, since the next pages of the current
+one may be bad.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A block as it lies on the disk: wherever it is copied to, it stays what it is."""
+    """A block as stored on the disk. Moving it does not change it."""
 
     header: bytes
-    """Packed."""
+    """The packed header."""
     stamp: Stamp
     payload: memoryview
-    """Ciphertext where the stamp says so."""
+    """The payload as stored: ciphertext if the stamp says so."""
 
 
 class Appender:
-    """The one that appends blocks to a pool's segments; one call at a time."""
+    """Appends blocks to a pool's segments; one call at a time."""
 
     def __init__(self, pool: SegmentPool, seal: Seal, age: AgeLimit, *, is_synced: bool) -> None:
         self.staging = new_staging()
@@ -58,18 +62,18 @@ class Appender:
         self._ciphertext = memoryview(bytearray())
 
     def append(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> tuple[WriteOutcome, ...]:
-        """Store what is not there yet; raises OSError or TierTimeout with the rest unwritten."""
+        """Store the absent blocks. Raises OSError or TierTimeout with the rest unwritten."""
         pool = self._pool
         absent, protected = self._absent(blocks)
         rejected = {name for name, block in absent.items() if _is_too_large(pool, block)}
         waiting = [block for name, block in absent.items() if name not in rejected]
-        if waiting and pool.volume.takes_writes():
+        if waiting and pool.volume.accepts_writes():
             try:
                 self._append_all(waiting, protected, deadline_ns)
             except OSError as error:
                 if error.errno != errno.EROFS:
                     raise
-                pool.volume.stop("the file system has become read-only")
+                pool.volume.set_read_only("the file system became read-only")
         if pool.volume.read_only is not None:
             pool.volume.num_refused += len(waiting)
         rejected.update(block.header.block_hash for block in waiting)
@@ -79,7 +83,7 @@ class Appender:
         )
 
     def _append_all(self, waiting: list[BlockWrite], protected: set[int], deadline_ns: int) -> None:
-        """Write blocks in order and take them off ``waiting``; stops where there is no room."""
+        """Write blocks in order and remove them from ``waiting``; stop when there is no room."""
         pool, may_retry = self._pool, True
         while waiting and pool.budget.allows(record_bytes(len(waiting[0].payload))):
             seconds_left(deadline_ns)
@@ -94,19 +98,21 @@ class Appender:
                 if error.errno not in NO_SPACE:
                     raise
                 if not may_retry:
-                    pool.volume.note_in_vain()
-                if not may_retry or not pool.relieve(protected):
-                    pool.volume.stop(f"the volume takes no more: {error.strerror}")
+                    pool.volume.note_failed_reclaim()
+                if not may_retry or not pool.reclaim_for_others(protected):
+                    pool.volume.set_read_only(
+                        f"the volume accepts no more writes: {error.strerror}"
+                    )
                     return
                 may_retry = False
                 continue
             segment.num_faults = 0
-            pool.volume.resume()
+            pool.volume.set_writable()
             protected.add(segment.number)
             del waiting[: len(run)]
 
     def _absent(self, blocks: Sequence[BlockWrite]) -> tuple[dict[bytes, BlockWrite], set[int]]:
-        """Return which blocks must be written, and the segments that hold the others."""
+        """Return the blocks to write, and the segments that hold the others."""
         oldest_s = self._age.oldest_s()
         with self._pool.lock:
             index = self._pool.index
@@ -134,7 +140,7 @@ class Appender:
         self._pool.disk.written.blocks_bytes += sum(padded(len(each.payload)) for each in records)
 
     def _sealed(self, run: list[BlockWrite]) -> list[StoredRecord]:
-        """Return what goes to the disk; ciphertext stays valid until the next run."""
+        """Return the records to write. Their ciphertext is valid until the next run."""
         written_s = self._age.stamp_s()
         if self._seal.needs_buffer:
             self._reserve(sum(padded(len(block.payload)) for block in run))
@@ -161,9 +167,9 @@ def write_records(
     *,
     is_synced: bool,
 ) -> None:
-    """Append records that fit to a segment in one operation, and publish their blocks.
+    """Append records that fit to a segment in one operation and publish their blocks.
 
-    Counts the header pages as metadata; what the payloads are is the caller's to count.
+    Counts header pages as metadata; the caller counts payloads.
     """
     with pool.disk.opened(segment.path, writing=True) as fd:
         writer = PageWriter(pool.disk, fd, segment.tail_bytes, staging)
@@ -185,11 +191,11 @@ def write_records(
 
 
 def note_fault(pool: SegmentPool, segment: Segment, error: OSError) -> None:
-    """Make what was written of a run void, and leave a segment that cannot be written to."""
+    """Invalidate what a failed run has written; after repeated faults, stop using the segment."""
     segment.epoch += 1
     segment.num_faults += 1
     if isinstance(error, FileNotFoundError):
-        pool.give_up(segment)
+        pool.evict(segment)
     elif segment.num_faults >= _FAULTS_MAX and pool.active is segment:
         with contextlib.suppress(OSError):  # without a footer, recovery walks the records
             pool.seal()

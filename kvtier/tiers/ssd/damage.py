@@ -1,7 +1,11 @@
-"""What a record as it lies on the disk is worth, for whoever has not been asked for it.
+"""Verifies records found by location, and quarantines damaged ones.
 
-Readers know whom they want and check for that (fetch.py). Reclaim, scrub and fsck know only where
-a record is; they let it say who it is, and check that it is so.
+Readers know which block they want and check for it (fetch.py). Reclaim, scrub and fsck know only
+where a record is: they take its identity from its header and verify that.
+
+A reader that finds a damaged record must not wait for a write. It adds the record to the
+quarantine, and the next writer marks it on disk, so that it does not return after a restart. A mark
+lost in a crash or for lack of room costs one more miss.
 """
 
 import contextlib
@@ -22,18 +26,18 @@ __all__ = ["Quarantine", "RecordCheck", "check_record", "read_record"]
 
 @dataclass(frozen=True, slots=True)
 class RecordCheck:
-    """What was found; ``head`` and ``header`` as far as they can be read."""
+    """Result of checking a record; ``head`` and ``header`` as far as they are readable."""
 
     head: RecordHead | None = None
     header: BlockHeader | None = None
     fault: MissReason | None = None
-    """Why it would be a miss; None for a sound block, ABSENT for a record that does not count."""
+    """Why it would be a miss. None for a sound block, ABSENT for a record that no longer counts."""
     is_damage: bool = False
-    """It is the record that is at fault, and not a key that we do not have."""
+    """The record itself is damaged; it is not a matter of a missing key."""
 
 
 def read_record(disk: Disk, fd: int, page: int, into: memoryview) -> None:
-    """Fill ``into``, aligned whole pages, from a record's first page on; raises OSError."""
+    """Read a record into ``into``, aligned whole pages, from its first page on. Raises OSError."""
     reader = PageReader(disk, fd, page * PAGE_BYTES, into)
     reader.add(into)
     reader.flush()
@@ -41,7 +45,7 @@ def read_record(disk: Disk, fd: int, page: int, into: memoryview) -> None:
 
 
 def check_record(record: memoryview, segment_number: int, seal: Seal) -> RecordCheck:
-    """Judge a record by itself. Changes nothing: what is encrypted is opened as a copy."""
+    """Verify a record. Changes nothing: encrypted payloads are opened in a copy."""
     head = RecordHead.unpack(bytes(record[:RECORD_HEAD_BYTES]), segment_number)
     if head is None:
         return RecordCheck(fault=MissReason.HEADER, is_damage=True)
@@ -64,24 +68,26 @@ def check_record(record: memoryview, segment_number: int, seal: Seal) -> RecordC
 
 
 _WAITING_MAX = 4096
-"""Records that wait to be marked: more damaged ones than that at once are a broken drive."""
+"""Records waiting to be marked. More damaged ones at once mean a broken drive."""
 
 _MARKED_MAX = 256
-"""Records marked at a time, two operations each: 50 ms on a drive that does 10,000 a second."""
+"""Records marked at a time, two operations each: 50 ms on a drive with 10,000 operations per
+second.
+"""
 
 
 class Quarantine:
-    """Counts damaged records, and marks them when asked to. May be added to from any thread."""
+    """Counts damaged records and marks them on request. ``add`` may be called from any thread."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        """Found damaged since the start."""
+        """Damaged blocks found since startup."""
         self._lock = threading.Lock()
         self._waiting: dict[Segment, set[int]] = {}
         self._num_waiting = 0
 
     def add(self, segment: Segment, pages: Iterable[int]) -> None:
-        """Count the records of a segment that start at ``pages``, and remember to mark them."""
+        """Count the records of a segment that start at ``pages`` and queue them for marking."""
         with self._lock:
             waiting = self._waiting.setdefault(segment, set())
             for page in pages:
@@ -91,9 +97,9 @@ class Quarantine:
                     self._num_waiting += 1
 
     def mark(self, disk: Disk) -> bool:
-        """Mark some of what waits, in one segment; False where nothing does. For the one writer.
+        """Mark some of the waiting records of one segment; False if none wait. For the writer only.
 
-        A page that cannot be written is left as it is.
+        A page that cannot be written stays as it is.
         """
         with self._lock:
             segment = next(iter(self._waiting), None)

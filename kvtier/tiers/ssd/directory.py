@@ -1,4 +1,9 @@
-"""One process a directory, and still the same directory."""
+"""Locks the directory of a store, and checks that the directory and its files still exist.
+
+One process may use a directory. Files are opened by name for each operation; if the directory was
+deleted, emptied or replaced, the check finds it, and the store drops the missing files. A read may
+find it earlier: a block whose file is missing is a miss.
+"""
 
 import contextlib
 import os
@@ -19,7 +24,7 @@ _FIELD = "ssd.directory"
 
 
 class DirectoryLock:
-    """Locks a directory until ``release``, and creates it with mode 0700. Raises StartError."""
+    """Locks a directory until ``release``; creates it with mode 0700. Raises StartError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,7 +32,7 @@ class DirectoryLock:
         self._lock = self._hold()
 
     def is_in_place(self) -> bool:
-        """Tell whether what is held is what the directory's name still leads to."""
+        """Tell whether the directory's name still leads to the locked file."""
         try:
             found = self._path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -35,24 +40,24 @@ class DirectoryLock:
         return os.path.samestat(found, os.fstat(self._lock))
 
     def renew(self) -> None:
-        """Hold what the directory's name leads to now, making it where it is gone.
+        """Lock what the directory's name leads to now; create it if it is missing.
 
-        Raises StartError, and FileNotFoundError where the name leads to another volume: the one
-        that was there is not mounted, and its place is not for our bytes.
+        Raises StartError. Raises FileNotFoundError if the name leads to another volume: the
+        original one is not mounted, and its mount point must not receive our data.
         """
         nearest = next(
             each for each in (self._directory, *self._directory.parents) if each.exists()
         )
         if nearest.stat().st_dev != os.fstat(self._lock).st_dev:
             raise FileNotFoundError(
-                f"{self._directory} is not on the volume it was on at the start"
+                f"{self._directory} is no longer on the volume it was on at startup"
             )
         renewed = self._hold()
         release_lock(self._lock)
         self._lock = renewed
 
     def release(self) -> None:
-        """Let another process in."""
+        """Release the lock."""
         release_lock(self._lock)
 
     def _hold(self) -> int:
@@ -60,25 +65,25 @@ class DirectoryLock:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
-            raise StartError(_FIELD, f"{directory} is no directory", "name another one") from None
+            raise StartError(_FIELD, f"{directory} is not a directory", "set another one") from None
         except NotADirectoryError:
             raise StartError(
-                _FIELD, f"a part of {directory} is no directory", "name another one"
+                _FIELD, f"a parent of {directory} is not a directory", "set another one"
             ) from None
         except OSError as error:
             raise StartError(
                 _FIELD,
-                f"cannot make {directory}: {error.strerror}",
-                "make its parent writable for this user or name another one",
+                f"cannot create {directory}: {error.strerror}",
+                "make its parent writable for this user or set another one",
             ) from None
         return acquire_lock(self._path, _FIELD, str(directory))
 
 
 def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:
-    """Touch the directory as reads and writes do, and keep it private. Only the writer calls this.
+    """Access the directory as reads and writes do, and keep it private. For the writer only.
 
-    Raises OSError if it does not work, and TierError if something was gone and the store goes on
-    without it. A volume that takes no more writes is not a fault here, as long as it can be read.
+    Raises OSError if that fails, and TierError if files were missing and the store continues
+    without them. A volume that accepts no more writes is no fault here, as long as it is readable.
     """
     with contextlib.suppress(FileNotFoundError):  # it is created again
         try:
@@ -91,25 +96,24 @@ def check_directory(pool: SegmentPool, lock: DirectoryLock) -> None:
             lock.renew()
         except StartError as error:
             raise TierError(f"ssd: {error}") from error
-        num_lost = _give_up_missing(pool, list(pool.segments.values()))
-        remove_unknown_files(
-            pool
-        )  # what came with another directory takes space that nobody counts
+        num_lost = _evict_missing(pool, list(pool.segments.values()))
+        remove_unknown_files(pool)  # files of a new directory take space that is not counted
     elif pool.active is not None:
-        num_lost = _give_up_missing(pool, [pool.active])
+        num_lost = _evict_missing(pool, [pool.active])
     try:
-        pool.disk.probe()
+        pool.disk.check_io()
     except OSError as error:
         if error.errno not in NO_WRITES:
             raise
-        pool.volume.stop(f"the volume takes no more: {error.strerror}")
-        num_lost += _give_up_missing(pool, list(pool.segments.values())[:1])
+        pool.volume.set_read_only(f"the volume accepts no more writes: {error.strerror}")
+        num_lost += _evict_missing(pool, list(pool.segments.values())[:1])
     if num_lost:
-        raise TierError(f"ssd: {num_lost} files were taken away or exchanged; goes on without them")
+        files = "1 file was" if num_lost == 1 else f"{num_lost} files were"
+        raise TierError(f"ssd: {files} removed or replaced; continuing without")
 
 
-def _give_up_missing(pool: SegmentPool, segments: list[Segment]) -> int:
+def _evict_missing(pool: SegmentPool, segments: list[Segment]) -> int:
     missing = [segment for segment in segments if not is_in_place(pool.disk, segment)]
     for segment in missing:
-        pool.give_up(segment)
+        pool.evict(segment)
     return len(missing)

@@ -1,8 +1,8 @@
-"""The only calls to the operating system that touch the block store's files.
+"""All calls to the operating system that touch the block store's files.
 
-Pieces go straight between the caller's memory and the device where they are aligned, and through
-a staging buffer where they are not. Each step first passes the ``hook``, by name: tests stop the
-process or raise an OSError there.
+Aligned data moves directly between the caller's memory and the device; other data goes through a
+staging buffer. Each step first calls the ``hook`` with its name: tests stop the process or raise an
+OSError there.
 """
 
 import contextlib
@@ -39,18 +39,20 @@ StepHook = Callable[[str], None]
 """Called with the name of each step before it is taken."""
 
 STAGING_BYTES = 4 << 20
-"""One staging buffer: larger gains nothing once an operation is several MiB (bench/ssd.py)."""
+"""Size of a staging buffer. Larger ones gain nothing once an operation is several MiB
+(bench/ssd.py).
+"""
 
 _PIECES_MAX = 1000
-"""Pieces of one operation; Linux takes 1024."""
+"""Maximum number of buffers per operation; Linux accepts 1024."""
 
 _FALLOC_FL_ZERO_RANGE = 0x10
-"""linux/falloc.h; Python has no name for it."""
+"""From linux/falloc.h; Python has no name for it."""
 
 _ZEROS_BYTES_MAX = 1 << 20
-"""Zeros written at a time where the file system has no better way."""
+"""Zeros written at a time if the file system cannot zero ranges."""
 
-_PROBE_NAME = "probe"
+_CHECK_NAME = "probe"
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -58,25 +60,25 @@ class DirectIO(StrEnum):
     """Whether the page cache is bypassed."""
 
     AUTO = "auto"
-    """Where the directory's file system allows it."""
+    """Use direct I/O if the file system supports it."""
     ON = "on"
-    """Or do not start."""
+    """Require direct I/O; refuse to start without it."""
     OFF = "off"
-    """Buffered; written pages are synced and dropped at the end of each write."""
+    """Buffered I/O; written pages are synced and dropped from the cache after each write."""
 
 
 class ShortRead(OSError):
-    """A file ended before the bytes that should be in it."""
+    """The file ended before the requested bytes."""
 
 
 @dataclass(slots=True)
 class WriteCounters:
-    """What went to the disk since the start; written by the one that changes files."""
+    """Bytes written since startup; updated by the writer."""
 
     blocks_bytes: int = 0
-    """Payloads that were offered, with their padding."""
+    """Payloads of stored blocks, with padding."""
     moved_bytes: int = 0
-    """Payloads that were written once more, to be kept."""
+    """Payloads moved to another segment, with padding."""
     metadata_bytes: int = 0
 
     @property
@@ -86,12 +88,12 @@ class WriteCounters:
 
 
 def new_staging() -> memoryview:
-    """Return a staging buffer, which takes memory once it is used."""
+    """Return a staging buffer. Its memory is allocated on first use."""
     return memoryview(mmap.mmap(-1, STAGING_BYTES))
 
 
 def no_hook(_step: str) -> None:
-    """Let every step pass."""
+    """Do nothing."""
 
 
 class Disk:
@@ -101,25 +103,25 @@ class Disk:
         self.directory = directory
         self.hook = hook
         self.written = WriteCounters()
-        self.is_direct = mode is not DirectIO.OFF and self._probe_direct()
+        self.is_direct = mode is not DirectIO.OFF and self._supports_direct()
         if mode is DirectIO.ON and not self.is_direct:
             raise StartError(
                 "ssd.direct_io",
-                f"the file system of {directory} refuses direct I/O",
+                f"the file system of {directory} does not support direct I/O",
                 'set "auto" or use another directory',
             )
 
-    def probe(self) -> None:
-        """Write a page and read it back, as blocks are; raises OSError."""
-        self._probe(os.O_DIRECT if self.is_direct else 0)
+    def check_io(self) -> None:
+        """Write a page and read it back, as blocks are. Raises OSError."""
+        self._write_and_read_page(os.O_DIRECT if self.is_direct else 0)
 
-    def _probe_direct(self) -> bool:
+    def _supports_direct(self) -> bool:
         """Tell whether direct I/O works, by writing and reading a page in the directory.
 
-        On a volume that takes no writes, a file is opened instead. Raises OSError.
+        On a volume that accepts no writes it opens a file instead. Raises OSError.
         """
         try:
-            self._probe(os.O_DIRECT)
+            self._write_and_read_page(os.O_DIRECT)
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, *NO_WRITES}:
                 raise
@@ -133,8 +135,8 @@ class Disk:
         except OSError:
             return False
 
-    def _probe(self, flags: int) -> None:
-        path = self.directory / _PROBE_NAME
+    def _write_and_read_page(self, flags: int) -> None:
+        path = self.directory / _CHECK_NAME
         written, found = mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES)
         written[:] = os.urandom(PAGE_BYTES)
         self.hook("probe")
@@ -145,11 +147,11 @@ class Disk:
         finally:
             path.unlink(missing_ok=True)
         if num_bytes < PAGE_BYTES or found[:] != written[:]:
-            raise OSError(errno.EIO, "a page that was written does not read the same")
+            raise OSError(errno.EIO, "a page read back differs from what was written")
 
     @contextlib.contextmanager
     def opened(self, path: Path, *, writing: bool = False) -> Iterator[int]:
-        """Open a file for whole pages, direct where possible."""
+        """Open a file for whole pages, with direct I/O where possible."""
         flags = os.O_NOFOLLOW | (os.O_RDWR if writing else os.O_RDONLY)
         with _opened(path, flags | (os.O_DIRECT if self.is_direct else 0)) as fd:
             yield fd
@@ -161,7 +163,7 @@ class Disk:
             yield fd
 
     def create(self, path: Path, size_bytes: int, first_page: bytes) -> None:
-        """Make a file of its full size, or none; after a power loss it is still there."""
+        """Create a file of its full size, or none. It survives a power loss."""
         self.hook("segment.create")
         try:
             with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as fd:
@@ -169,7 +171,7 @@ class Disk:
                 self.hook("segment.header")
                 os.pwrite(fd, first_page.ljust(PAGE_BYTES, b"\0"), 0)
                 os.fsync(fd)
-        except FileExistsError:  # somebody else's
+        except FileExistsError:  # not our file
             raise
         except OSError:
             path.unlink(missing_ok=True)
@@ -178,7 +180,7 @@ class Disk:
         self.sync_directory()
 
     def overwrite(self, path: Path, offset: int, content: bytes, step: str) -> None:
-        """Write whole pages of a file's own housekeeping and make them durable."""
+        """Write whole metadata pages of a file and make them durable."""
         self.hook(step)
         with self.opened(path, writing=True) as fd, mmap.mmap(-1, padded(len(content))) as pages:
             pages[: len(content)] = content
@@ -187,7 +189,7 @@ class Disk:
             self.written.metadata_bytes += len(pages)
 
     def rewrite(self, path: Path, pages: list[int], change: Callable[[bytes], bytes]) -> None:
-        """Change single pages in place and make that durable; raises ShortRead past the end."""
+        """Change single pages in place and make that durable. Raises ShortRead past the end."""
         with self.opened(path, writing=True) as fd, mmap.mmap(-1, PAGE_BYTES) as page:
             for number in pages:
                 if os.preadv(fd, [page], number * PAGE_BYTES) < PAGE_BYTES:
@@ -198,7 +200,7 @@ class Disk:
         self.written.metadata_bytes += PAGE_BYTES * len(pages)
 
     def zero(self, path: Path, ranges: Iterable[tuple[int, int]]) -> None:
-        """Let ranges [start, end) of whole pages read as zeros, their space kept; durable."""
+        """Zero the page ranges [start, end) without freeing their space; durable."""
         self.hook("segment.zero")
         with self.opened(path, writing=True) as fd:
             for start, end in ranges:
@@ -214,7 +216,7 @@ class Disk:
                 start += written
 
     def sync(self, path: Path) -> None:
-        """Make what was written to a file durable."""
+        """Make the contents of a file durable."""
         self.hook("segment.sync")
         with _opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
             os.fdatasync(fd)
@@ -222,12 +224,12 @@ class Disk:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def drop_cache(self, fd: int) -> None:
-        """Take what was read by without direct I/O out of the page cache again."""
+        """Drop a file from the page cache after buffered reads."""
         if not self.is_direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, which may be gone already."""
+        """Remove a file, which may be missing."""
         self.hook("segment.unlink")
         path.unlink(missing_ok=True)
 
@@ -237,7 +239,7 @@ class Disk:
             os.fsync(fd)
 
     def measure(self) -> os.statvfs_result:
-        """Return what the volume has, and has left for us."""
+        """Return the file system statistics of the volume."""
         return os.statvfs(self.directory)
 
 
@@ -251,7 +253,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _zero_range(fd: int, start: int, size_bytes: int) -> bool:
-    """Have the file system zero a range without writing it; False where it cannot."""
+    """Let the file system zero a range without writing it; False if it cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64
     if libc.fallocate(fd, _FALLOC_FL_ZERO_RANGE, size(start), size(size_bytes)) == 0:
@@ -269,7 +271,7 @@ def _is_aligned(view: memoryview) -> bool:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], start: int
 ) -> None:
-    """Move all pieces, however little the kernel moves at a time."""
+    """Transfer all buffers, however little the kernel moves at a time."""
     while pieces:
         count = call(fd, pieces, start)
         if count == 0:
@@ -282,7 +284,7 @@ def _transfer(
 
 
 class _Pages:
-    """Pieces that follow one another in a file, moved in as few operations as possible."""
+    """Buffers that are contiguous in a file, transferred in as few operations as possible."""
 
     def __init__(self, disk: Disk, fd: int, start: int, staging: memoryview) -> None:
         self._disk = disk
@@ -300,7 +302,7 @@ class _Pages:
             self.flush()
 
     def _take(self, size_bytes: int) -> memoryview:
-        """Return a part of the staging buffer, emptying it first where it is full."""
+        """Return part of the staging buffer; flush it first if it is full."""
         if self._staged + size_bytes > len(self._staging):
             self.flush()
         part = self._staging[self._staged : self._staged + size_bytes]
@@ -308,7 +310,7 @@ class _Pages:
         return part
 
     def _parts(self, view: memoryview) -> Iterator[tuple[memoryview, bool]]:
-        """Cut a view into what goes straight and what must be staged."""
+        """Split a view into parts that transfer directly and parts to be staged."""
         size = len(view)
         straight = size // PAGE_BYTES * PAGE_BYTES
         if self._disk.is_direct and straight and not _is_aligned(view):
@@ -324,10 +326,10 @@ class _Pages:
 
 
 class PageWriter(_Pages):
-    """Writes pieces one after the other, each padded to whole pages."""
+    """Writes buffers one after another, each padded to whole pages."""
 
     def add(self, view: memoryview) -> None:
-        """Append the bytes of ``view``, which stays unchanged until ``flush``."""
+        """Append the bytes of ``view``, which must not change until ``flush``."""
         for part, is_straight in self._parts(view):
             if is_straight:
                 self._add(part)
@@ -347,14 +349,14 @@ class PageWriter(_Pages):
 
 
 class PageReader(_Pages):
-    """Reads pieces one after the other, each of which fills whole pages in the file."""
+    """Reads buffers one after another, each of which fills whole pages in the file."""
 
     def __init__(self, disk: Disk, fd: int, start: int, staging: memoryview) -> None:
         super().__init__(disk, fd, start, staging)
         self._copies: list[tuple[memoryview, memoryview]] = []
 
     def add(self, into: memoryview) -> None:
-        """Fill ``into`` from the next whole pages, by ``flush`` at the latest."""
+        """Read the next whole pages into ``into``, by ``flush`` at the latest."""
         for part, is_straight in self._parts(into):
             if is_straight:
                 self._add(part)

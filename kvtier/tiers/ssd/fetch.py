@@ -1,8 +1,8 @@
-"""Reading blocks: where they are, neighbours together, and nothing served unchecked.
+"""Reads blocks: locates them, reads neighbours together, and verifies every block.
 
-A block that fails a check is read once more by itself: a fault on the way is not one of the record.
-One that fails again is forgotten and quarantined. Where the medium fails, the blocks are forgotten
-and their records left alone, since they may be readable another time.
+A block that fails verification is read once more alone, since the fault may be in the transfer. If
+it fails again it is forgotten and quarantined. If the device fails, the blocks are forgotten and
+their records left alone, since they may be readable later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ from kvtier.tiers.ssd.segment import Segment
 __all__ = ["Fetcher", "Located", "forget", "locate", "runs_of"]
 
 _RUN_BYTES_MAX = 32 << 20
-"""Bytes of one run: the deadline is looked at between runs."""
+"""Maximum size of a run; the deadline is checked between runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A block of a read, and the record it is in."""
+    """A block to read and the record that holds it."""
 
     position: int
     wanted: BlockRead
@@ -40,7 +40,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What a record turned out to be, and whether that is the record's own fault."""
+    """Result of reading a record, and whether the record itself is damaged."""
 
     result: BlockHeader | MissReason
     is_damage: bool = False
@@ -52,7 +52,7 @@ _Results = list[BlockHeader | MissReason]
 def locate(
     pool: SegmentPool, blocks: Sequence[BlockRead], oldest_s: int
 ) -> tuple[_Results, list[Located]]:
-    """Find the records of blocks; pins each one's segment. The others are misses already.
+    """Find and pin the segments of blocks. The result of other blocks is already a miss.
 
     Blocks written before ``oldest_s`` are forgotten.
     """
@@ -83,7 +83,7 @@ def locate(
 
 
 def runs_of(located: list[Located]) -> list[list[Located]]:
-    """Group records that follow one another in a file, in bounded runs."""
+    """Group records that are contiguous in a file into bounded runs."""
     runs: list[list[Located]] = []
     next_page, run_bytes = -1, 0
     for each in sorted(located, key=lambda each: (each.segment.number, each.page)):
@@ -100,7 +100,7 @@ def runs_of(located: list[Located]) -> list[list[Located]]:
 
 
 class Fetcher:
-    """Reads runs of records and judges them; any number of calls at once."""
+    """Reads and verifies runs of records. Any number of calls may run at once."""
 
     def __init__(self, pool: SegmentPool, seal: Seal, quarantine: Quarantine) -> None:
         self._pool = pool
@@ -108,10 +108,10 @@ class Fetcher:
         self._quarantine = quarantine
 
     def fetch(self, run: list[Located], staging: memoryview, results: _Results) -> None:
-        """Read a run and note each block's result.
+        """Read a run and store each block's result.
 
-        Where the medium fails, the whole run is forgotten before the OSError goes on: a bad sector
-        that is asked for again and again would otherwise take the tier down.
+        If the device fails, the whole run is forgotten before the OSError propagates: repeated
+        requests for a bad sector would otherwise take the tier down.
         """
         try:
             verdicts = self._read(run, staging)
@@ -140,7 +140,7 @@ class Fetcher:
             self._quarantine.add(each.segment, [each.page])
         names = {each.wanted.block_hash for each in found}
         for each in damaged:
-            if each.wanted.block_hash not in names:  # removed while it was read, or moved
+            if each.wanted.block_hash not in names:  # removed or moved during the read
                 results[each.position] = MissReason.ABSENT
 
     def _read(self, run: list[Located], staging: memoryview) -> list[_Verdict]:
@@ -167,7 +167,7 @@ class Fetcher:
         wanted = each.wanted
         header = check_header(wanted, head.header)
         if isinstance(header, MissReason):
-            # Under its own hash it is somebody's who asked in vain; under another it is no record.
+            # With the wanted hash it is another's sound block; with another hash it is damaged.
             found = BlockHeader.unpack(head.header) if header is MissReason.IDENTITY else None
             is_owned = found is not None and found.block_hash == wanted.block_hash
             return _Verdict(header, is_damage=not is_owned)
@@ -175,18 +175,18 @@ class Fetcher:
         return _Verdict(result, is_damage=self._is_damage(result, head))
 
     def _is_damage(self, result: BlockHeader | MissReason, head: RecordHead) -> bool:
-        """Tell a rotten block from one whose key we do not have, which another start may open."""
+        """Tell a damaged block from one whose key is missing and may be given later."""
         if result is MissReason.SEAL:
             return self._seal.may_open(head.stamp)
         return isinstance(result, MissReason)
 
 
 _GONE = frozenset({MissReason.ABSENT, MissReason.LENGTH, MissReason.SEAL})
-"""Misses after which a block is forgotten, although its record is not known to be damaged."""
+"""Misses after which a block is forgotten although its record is not known to be damaged."""
 
 
 def forget(pool: SegmentPool, gone: Iterable[Located]) -> list[Located]:
-    """Drop blocks from the index and return them, but for those that are elsewhere by now."""
+    """Drop blocks from the index and return them, except those that have moved meanwhile."""
     unique = list({each.wanted.block_hash: each for each in gone}.values())
     with pool.lock:
         index = pool.index

@@ -1,26 +1,22 @@
-"""Checking a store that nobody has open: every record of every file, and what can be put right.
+"""Checks and repairs a store that is not open: every record of every file.
 
 ====================  ============================================  ===========================
-fault                 what it means                                 what a repair does
-====================  ============================================  ===========================
-damaged record        fails its check, twice                        quarantines it
-duplicate record      hidden by a later one of the same block       marks it removed
-footer missing        after a crash or a full disk; each start      writes it
+fault                 meaning                                       repair ====================
+============================================  =========================== damaged record
+fails verification twice                      quarantine it duplicate record      hidden by a later
+record of the same block    mark it removed footer missing        after a crash or a full disk; each
+start      write it
                       reads the records one by one
-footer wrong          rotten, or at odds with the records           writes it anew
-unreachable bytes     behind a header that is none; what follows    writes a footer that lists
-                      was found by a look at each page              what follows
-file cut short        its end was taken away                        ends it with a footer
-unreadable file       has the name of a segment, and is none        removes it
-====================  ============================================  ===========================
+footer wrong          damaged, or inconsistent with the records     rewrite it unreachable bytes
+follow an unreadable header; the records      write a footer that lists
+                      behind them were found page by page           these records
+file cut short        its end is missing                            end it with a footer unreadable
+file       named like a segment, but not one             remove it ====================
+============================================  ===========================
 
-A check changes nothing. A repair changes what a check counts as a fault and nothing else. Each of
-its steps leaves a store that is right, so it may be stopped at any of them and begun again. Files
-of another version are no fault: they are set aside, and left for it unless told otherwise.
-
-A record on a sector that cannot be read, and a file that cannot be opened, are faults that are left
-as they are: it may be the drive, a cable, or a permission. Records that are sealed with a key that
-was not given are counted, and believed.
+Unreadable sectors and files that cannot be opened are reported and left as they are: the cause may
+be the drive, a cable or a permission. Records sealed with a key that was not given are counted and
+assumed to be sound.
 """
 
 import os
@@ -33,7 +29,6 @@ from pathlib import Path
 
 from kvtier.core.limits import PAGE_BYTES
 from kvtier.tiers.seal import Seal
-from kvtier.tiers.ssd.checkup import Footer, SegmentCheck, check_segment
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.record import RecordState
@@ -49,6 +44,7 @@ from kvtier.tiers.ssd.segment import (
     walk_records,
     written_since,
 )
+from kvtier.tiers.ssd.segment_check import Footer, SegmentCheck, check_segment
 
 __all__ = ["Fsck", "FsckPurpose", "FsckReport"]
 
@@ -59,11 +55,11 @@ _OURS = frozenset(
 """Names of other files and directories that belong to the store."""
 
 _FOREIGN_SHOWN_MAX = 100
-"""Names of foreign files that are reported; all of them are counted."""
+"""Maximum number of foreign file names reported; all are counted."""
 
 
 class FsckPurpose(Enum):
-    """What is done about faults."""
+    """Whether faults are only reported, or repaired."""
 
     CHECK = "check"
     REPAIR = "repair"
@@ -71,26 +67,26 @@ class FsckPurpose(Enum):
 
 @dataclass(slots=True)
 class FsckReport:
-    """What was found, before anything was repaired."""
+    """Findings, as they were before any repair."""
 
     segments: int = 0
     records: int = 0
     live_blocks: int = 0
     live_bytes: int = 0
-    """Of payloads."""
+    """Payload bytes of the live blocks."""
     removed_records: int = 0
     quarantined_records: int = 0
     unchecked_records: int = 0
-    """Sealed with a key that was not given."""
+    """Records sealed with a key that was not given."""
     used_bytes: int = 0
-    """Allocated by all files."""
+    """Bytes allocated by all files."""
     set_aside_files: int = 0
-    """Of another version."""
+    """Files written by another version."""
     set_aside_bytes: int = 0
     foreign_files: int = 0
     foreign_names: list[str] = field(default_factory=list)
     damaged_records: Counter[str] = field(default_factory=Counter)
-    """By the reason for which a read would miss."""
+    """Damaged records by the reason for which a read would miss."""
     duplicate_records: int = 0
     footers_missing: int = 0
     footers_wrong: int = 0
@@ -98,14 +94,14 @@ class FsckReport:
     files_cut_short: int = 0
     unreadable_files: int = 0
     unreadable_records: int = 0
-    """On sectors that the drive does not return."""
+    """Records on unreadable sectors."""
     repaired: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     """What could not be read or repaired, one line each."""
 
     @property
     def num_faults(self) -> int:
-        """Return how many faults there were; bytes that cannot be reached count as one."""
+        """Return the number of faults; unreachable bytes count as one."""
         counts = (
             self.damaged_records.total(),
             self.duplicate_records,
@@ -118,14 +114,14 @@ class FsckReport:
 
     @property
     def num_left(self) -> int:
-        """Return how many faults no repair can put right, or this one could not."""
+        """Return how many faults cannot be repaired, or were not."""
         return self.unreadable_records + len(self.failed)
 
 
 class Fsck:
-    """One look at all files of a directory, which the caller holds locked.
+    """Checks all files of a directory that the caller holds locked.
 
-    ``keeps_others``: what another version wrote is left for it.
+    ``keeps_others``: keep files written by another version.
     """
 
     def __init__(
@@ -137,36 +133,36 @@ class Fsck:
         self._keeps_others = keeps_others
         self._report = FsckReport()
         self._index = SegmentIndex()
-        self._num_counting = 0
+        self._num_live = 0
         """Records that would be served if each were the only one of its block."""
 
     def run(
         self, note_progress: Callable[[int, int], None] = lambda _done, _all: None
     ) -> FsckReport:
-        """Check, and repair where that is the purpose; calls back with files done, and of how many.
+        """Check, and repair if that is the purpose. Calls back with files done and their total.
 
-        Raises OSError only where the directory itself cannot be read.
+        Raises OSError only if the directory itself cannot be read.
         """
         paths = self._segment_paths()
         last = next((path for path in reversed(paths) if not self._is_others(path)), None)
         for done, path in enumerate(paths):
             note_progress(done, len(paths))
-            with self._noting(path):
+            with self._recording_faults(path):
                 self._take(path, is_last=path is last)
         report, index = self._report, self._index
         index.drop(index.expired_rows(TOMBSTONE_S + 1))
         report.live_blocks, report.live_bytes = len(index), index.payload_total_bytes
-        report.duplicate_records = self._num_counting - len(index)
+        report.duplicate_records = self._num_live - len(index)
         if self._is_repair and report.duplicate_records:
             for path in paths:
-                with self._noting(path):
+                with self._recording_faults(path):
                     self._remove_duplicates(path)
         if report.repaired:
             self._disk.sync_directory()
         return report
 
     def _segment_paths(self) -> list[Path]:
-        """Return the files that are named as segments, oldest first; counts the others."""
+        """Return the files named like segments, oldest first; count the others."""
         report, paths = self._report, []
         for path in sorted(self._disk.directory.iterdir()):
             report.used_bytes += path.lstat().st_blocks * 512
@@ -179,8 +175,8 @@ class Fsck:
         return paths
 
     @contextmanager
-    def _noting(self, path: Path) -> Iterator[None]:
-        """Note a fault of the medium in a file, and go on with the next."""
+    def _recording_faults(self, path: Path) -> Iterator[None]:
+        """Record a device fault in a file and continue with the next."""
         try:
             yield
         except OSError as error:
@@ -196,7 +192,7 @@ class Fsck:
             self._repair(found)
 
     def _is_others(self, path: Path) -> bool:
-        """Tell whether another version wrote a file, as far as it can be read."""
+        """Tell whether another version wrote a file, as far as it is readable."""
         with suppress(OSError):
             return is_of_other_version(self._disk, path)
         return False
@@ -216,7 +212,7 @@ class Fsck:
     def _count(self, found: SegmentCheck) -> None:
         report, entries = self._report, found.entries
         self._index.put(entries, found.segment.number)
-        self._num_counting += len(written_since(entries, 0))
+        self._num_live += len(written_since(entries, 0))
         report.segments += 1
         report.records += len(entries)
         report.removed_records += found.num_removed
@@ -245,7 +241,7 @@ class Fsck:
         self._report.repaired["footers written"] += 1
 
     def _end(self, segment: Segment) -> None:
-        """Make a file that was cut short a whole one of the size that it has."""
+        """Turn a truncated file into a complete one of its present size."""
         whole = Segment(segment.path, segment.number, segment.size_bytes & -PAGE_BYTES)
         walked, entries = walk_records(self._disk, whole)
         is_worth_it = len(written_since(entries, 0)) > 0
@@ -262,7 +258,7 @@ class Fsck:
         self._report.repaired[what] += 1
 
     def _remove_duplicates(self, path: Path) -> None:
-        """Mark the records of a file that count and that a later one of their block hides."""
+        """Mark the live records of a file that a later record of their block hides."""
         loaded = load_segment(self._disk, path) if path.exists() else None
         if loaded is None:
             return

@@ -1,7 +1,7 @@
-"""Which block is where, in numpy columns beside a hash table: 49 bytes a block.
+"""Maps block hashes to records, in numpy columns beside a hash table: 49 bytes per block.
 
-The index has only what a lookup needs. The rest of a block's header is read from the disk together
-with its payload and is authoritative: if a row is wrong, the block is a miss.
+The index holds only what a lookup needs. The rest of a block's header is read from the disk with
+its payload and is authoritative: if a row is wrong, the block is a miss.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ from kvtier.tiers.ssd.segment import Entries
 __all__ = ["NOWHERE", "READS_MAX", "SegmentIndex", "Weights", "space_mark"]
 
 NOWHERE = 0
-"""The segment of a row that is not in use; segments count from 1."""
+"""Segment number of an unused row; segments count from 1."""
 
 READS_MAX = 3
-"""As far as reads of a block are counted: two bits, as S3-FIFO has it (SOSP'23)."""
+"""Reads of a block are counted up to this: two bits, as in S3-FIFO (SOSP'23)."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -30,11 +30,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 _Column = npt.NDArray[np.uint32]
 
 Weights = npt.NDArray[np.int64]
-"""Blocks, or bytes, by segment."""
+"""Blocks or bytes per segment."""
 
 
 def space_mark(spaces: npt.NDArray[np.uint64]) -> _Column:
-    """Return 32 bits of each (key space, tenant), both digests: tells a stranger without a read."""
+    """Return 32 bits of each (key space, tenant) digest, to detect a mismatch without a read."""
     mixed = (spaces[:, 0] ^ (spaces[:, 2] * _ODD)) & _LOW
     return mixed.astype(np.uint32)
 
@@ -53,38 +53,38 @@ class SegmentIndex:
         self.reads: npt.NDArray[np.uint8] = np.zeros(capacity, np.uint8)
         """Reads since the block was written or last moved, up to ``READS_MAX``."""
         self._num_blocks: Counter[int] = Counter()
-        """Blocks by segment. Not an array, as file names can give a segment any number."""
+        """Blocks per segment. Not an array, as file names can give a segment any number."""
         self.payload_total_bytes = 0
-        """Of all blocks; kept up to date because monitoring reads it every second."""
+        """Payload bytes of all blocks, kept current because monitoring reads it every second."""
 
     def __len__(self) -> int:
         return len(self._table)
 
     def find(self, hashes: Sequence[BlockHash]) -> Rows:
-        """Return the row of each block, -1 where it is absent."""
+        """Return the row of each block, -1 if it is absent."""
         return self._table.find(as_keys(b"".join(hashes)))
 
     def find_keys(self, keys: Keys) -> Rows:
-        """Return the row of each block, -1 where it is absent; ``keys`` is a column of hashes."""
+        """Return the row of each block, -1 if it is absent; ``keys`` is a column of hashes."""
         return self._table.find(np.ascontiguousarray(keys))
 
     def find_entries(self, entries: Entries) -> Rows:
-        """Return the row of each entry's block, -1 where it is absent."""
+        """Return the row of each entry's block, -1 if it is absent."""
         return self.find_keys(entries["header"]["block_hash"])
 
     def rows_at(self, entries: Entries, segment: int) -> Rows:
-        """Return the rows of those entries' blocks whose record is this very one."""
+        """Return the rows of those entries' blocks that point at exactly these records."""
         return self.find_entries(entries[self.is_at(entries, segment)])
 
     def is_at(self, entries: Entries, segment: int) -> npt.NDArray[np.bool_]:
-        """Tell of which entries the block is here in this very record."""
+        """Tell for each entry whether its block points at exactly this record."""
         rows = self.find_entries(entries)
         is_here = (self.segment[rows] == segment) & (self.page[rows] == entries["page"])
         is_at: npt.NDArray[np.bool_] = (rows >= 0) & is_here
         return is_at
 
     def put(self, entries: Entries, segments: _Column | int) -> None:
-        """Point each entry's block at its record; of several, the last one stays."""
+        """Point each entry's block at its record; the last one of a block wins."""
         headers = entries["header"]
         rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         if len(self.segment) < self._table.capacity:
@@ -130,11 +130,11 @@ class SegmentIndex:
         return int(sizes.sum(dtype=np.int64)) + PAGE_BYTES * len(sizes)
 
     def touch(self, rows: Rows) -> None:
-        """Note a read of each row."""
+        """Count a read of each row."""
         self.reads[rows] = np.minimum(self.reads[rows] + 1, READS_MAX)
 
-    def forget_reads(self) -> None:
-        """Halve all read counts, so that reads count less the older they are."""
+    def halve_reads(self) -> None:
+        """Halve all read counts, so that older reads count less."""
         self.reads[: self._table.extent] >>= 1
 
     def count_blocks(self, segments: Sequence[int]) -> Weights:
@@ -160,7 +160,7 @@ class SegmentIndex:
         return [BlockHash(key.tobytes()) for key in self._table.keys[rows]]
 
     def sizes_of(self, rows: Rows) -> Removed:
-        """Count the blocks of rows that are in use, and the bytes of their payloads."""
+        """Return the number of blocks in rows that are in use, and their payload bytes."""
         return Removed(len(rows), int(self.payload_bytes[rows].sum(dtype=np.int64)))
 
     def live_segments(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""What a store may be told, and what of it cannot be."""
+"""Options of an SSD tier and their limits."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,14 +14,14 @@ from kvtier.tiers.ssd.victim import ValuePerByte
 __all__ = ["Durability", "SsdOptions", "check_sizes"]
 
 _SEGMENTS_MIN = 2
-"""One to append to and one to keep: with less, each new segment would empty the tier."""
+"""One to append to and one to keep: with fewer, each new segment would empty the tier."""
 
 _SEGMENT_BYTES_MIN = 4 * PAGE_BYTES
-"""A header, one record of two pages, a footer."""
+"""A header page, one record of two pages, a footer."""
 
 
 class Durability(StrEnum):
-    """When written blocks are made to survive a power loss."""
+    """When written blocks become safe against a power loss."""
 
     BATCH = "batch"
     """Before ``write`` returns."""
@@ -31,42 +31,43 @@ class Durability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SsdOptions:
-    """What has a good default."""
+    """Options with good defaults."""
 
     direct_io: DirectIO = DirectIO.AUTO
     durability: Durability = Durability.SEGMENT
     free_space_floor_bytes: int = 0
-    """Space of the volume that is left to others."""
+    """Free space of the volume left to others."""
     free_inodes_floor: int = 0
-    """Inodes of the volume that are left to others."""
+    """Free inodes of the volume left to others."""
     write_budget_bytes: int = 0
-    """What may be written in a day, all told; 0: no limit."""
+    """Maximum bytes written per day, including metadata; 0: no limit."""
     max_age_s: int = 0
     """Blocks written longer ago are not served; 0: no limit."""
-    is_kept: bool = True
-    """Whether blocks outlive the tier: else it is emptied when it is opened, and when closed."""
+    is_persistent: bool = True
+    """Blocks survive the tier; if False, it is emptied when opened and when closed."""
     seal: Seal = field(default_factory=lambda: Seal(SealMode.OFF, None, "ssd"))
     """How blocks are protected at rest."""
     num_workers: int = 4
-    """Calls that may read at once; each has a staging buffer."""
+    """Reads that may run at once; each has a staging buffer."""
     worth: ValuePerByte | None = None
-    """What a byte of each block is worth keeping; None: what was read lately is. Asked on the
-    threads of writes, for about a thousand blocks or those of one segment."""
+    """Returns the value of keeping a byte of each block; None: recently read blocks are kept.
+    Called on writing threads, for about a thousand blocks or those of one segment.
+    """
     now_s: Clock = wall_clock_s
     hook: StepHook = no_hook
 
 
 def check_sizes(capacity_bytes: int, segment_bytes: int) -> None:
-    """Refuse sizes that no store can have; raises StartError."""
+    """Raise StartError for sizes that no store can have."""
     if segment_bytes % PAGE_BYTES or segment_bytes < _SEGMENT_BYTES_MIN:
         raise StartError(
             "ssd.segment",
-            f"{segment_bytes} bytes are no multiple of {PAGE_BYTES} from {_SEGMENT_BYTES_MIN} up",
+            f"{segment_bytes} bytes are below {_SEGMENT_BYTES_MIN} or no multiple of {PAGE_BYTES}",
             "set a size such as 256MiB",
         )
     if capacity_bytes < _SEGMENTS_MIN * segment_bytes + METADATA_BYTES:
         raise StartError(
             "ssd.capacity",
-            f"{capacity_bytes} bytes have no room for {_SEGMENTS_MIN} segments of {segment_bytes}",
+            f"{capacity_bytes} bytes do not hold {_SEGMENTS_MIN} segments of {segment_bytes}",
             "raise ssd.capacity or lower ssd.segment",
         )

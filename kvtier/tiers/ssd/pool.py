@@ -1,14 +1,14 @@
-"""The segments of a store: which there are, who reads them, and how space is made for one more.
+"""The segments of a store: which exist, who reads them, and how space for a new one is made.
 
 Rules
 -----
-* Sizes of files plus ``metadata_bytes`` never exceed the capacity: room is made before a file is.
-  A file that is being read while its blocks are given up counts until its last reader is done, and
-  one that cannot be removed until it can.
-* Which segment goes is the choice of its ``order``, unless a reader has it pinned or the caller
-  protects it. What is worth keeping of it was moved before, by reclaim.py.
-* ``lock`` guards everything here. Files are made and removed by the one appending thread; only a
-  retired file's last reader may remove it elsewhere.
+* File sizes plus ``metadata_bytes`` never exceed the capacity: space is made before a file is
+  created. A removed segment that is still being read counts until its last reader is done, and a
+  file that cannot be removed counts until it can.
+* ``order`` chooses the segment to remove, unless a reader has pinned it or the caller protects it.
+  Blocks worth keeping were moved before, by reclaim.py.
+* ``lock`` guards all state. Only the appending thread creates and removes files, except that the
+  last reader of a retired segment may remove its file.
 """
 
 import contextlib
@@ -29,21 +29,22 @@ from kvtier.tiers.ssd.victim import Choice, ReclaimOrder
 __all__ = ["METADATA_BYTES", "SegmentPool", "metadata_bytes"]
 
 METADATA_BYTES = 320 << 10
-"""The least kept back for what is no segment: the lock file, the probe, the directory itself, and
-what the daemon keeps beside them: two documents, those that another version kept, and one that is
-just being written, of 64 KiB each."""
+"""Least space reserved for other files: the lock file, the health check's page, the directory
+itself, and the daemon's documents beside them: two documents, those kept by another version, and
+one being written, of 64 KiB each.
+"""
 
 _RECLAIMS_MAX = 2
-"""Segments given up for one new one: more than one where another size was set before."""
+"""Segments removed for one new one; more than one only after the segment size was changed."""
 
 
 def metadata_bytes(num_segments: int) -> int:
-    """Return what is kept back of the capacity: ext4 may spend a page a file on its extents."""
+    """Return the reserved part of the capacity: ext4 may use a page per file for extents."""
     return max(METADATA_BYTES, num_segments * PAGE_BYTES)
 
 
 class SegmentPool:
-    """Segments by number, oldest first, and the index of what is in them."""
+    """Segments by number, oldest first, and the index of their blocks."""
 
     def __init__(
         self,
@@ -68,18 +69,18 @@ class SegmentPool:
         self.next_number = 1
         self.allocated_bytes = 0
         self.is_closed = False
-        """Others may have the directory: no file of it is removed any more, whoever reads still."""
+        """Others may use the directory: no file is removed any more, whoever still reads."""
         self._evicted: list[BlockHash] = []
         self._unremoved: list[Segment] = []
-        """Retired, and their files could not be removed."""
+        """Retired segments whose files could not be removed."""
         self._num_reclaims = 0
-        """Since the counts of reads were halved."""
+        """Segments removed since read counts were last halved."""
         self._instance = os.urandom(16)
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
-        """Return the blocks given up since the last call, also by calls that failed.
+        """Return the blocks evicted since the last call, also by calls that failed.
 
-        One that has been stored anew meanwhile is not among them.
+        A block that has been stored again meanwhile is not included.
         """
         with self.lock:
             evicted, self._evicted = self._evicted, []
@@ -87,55 +88,54 @@ class SegmentPool:
         return tuple(each for each, row in zip(evicted, rows, strict=True) if row < 0)
 
     def open_segment(self, payload_bytes: int, protected: Collection[int]) -> Segment | None:
-        """Return a segment with room for a record, or None where none can be had.
+        """Return a segment with room for a record, or None if none can be had.
 
-        The volume is read-only afterwards where it was the one to lack room. Raises OSError for
-        anything else.
+        If the volume lacked space, it is read-only afterwards. Raises OSError for anything else.
         """
         if self.active is not None:
             if self.active.fitting([payload_bytes]):
                 return self.active
-            self._leave_active()
-        with contextlib.suppress(OSError):  # counted all the while, and tried again next time
-            self.sweep()
+            self._seal_active()
+        with contextlib.suppress(OSError):  # still counted; tried again next time
+            self.remove_retired_files()
         if not self._fit_capacity(protected):
             return None
         made = self._make_segment()
-        if isinstance(made, str) and self.relieve(protected):
+        if isinstance(made, str) and self.reclaim_for_others(protected):
             made = self._make_segment()
             if isinstance(made, str):
-                self.volume.note_in_vain()
+                self.volume.note_failed_reclaim()
         if isinstance(made, str):
-            self.volume.stop(made)
+            self.volume.set_read_only(made)
             return None
         self.adopt(made)
         self.active = made
         return made
 
     def adopt(self, segment: Segment) -> None:
-        """Count a segment in."""
+        """Add a segment."""
         with self.lock:
             self.segments[segment.number] = segment
             self.allocated_bytes += segment.size_bytes
 
     def seal(self) -> None:
-        """End appending to the active segment; it keeps its blocks even where this fails."""
+        """Stop appending to the active segment; it keeps its blocks even if this fails."""
         segment, self.active = self.active, None
         if segment is not None:
             seal_segment(self.disk, segment)
 
     def is_within_capacity(self, num_more: int) -> bool:
-        """Tell whether so many segments more would still be within the capacity."""
+        """Tell whether this many more segments would fit into the capacity."""
         used_bytes = self.allocated_bytes + num_more * self.segment_bytes
         return used_bytes + metadata_bytes(len(self.segments) + num_more) <= self.capacity_bytes
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise TierFull unless that many bytes besides the segments fit without an eviction."""
+        """Raise TierFull unless this many more bytes fit without an eviction."""
         used_bytes = self.allocated_bytes + metadata_bytes(len(self.segments))
         free_bytes = self.capacity_bytes - used_bytes
         if free_bytes < num_bytes:
             free = f"{free_bytes >> 10} KiB of ssd.capacity"
-            raise TierFull(f"{free} are free, but {num_bytes >> 10} KiB are needed")
+            raise TierFull(f"{free} free, {num_bytes >> 10} KiB needed")
         if shortage := self.volume.shortage(num_bytes):
             raise TierFull(shortage)
 
@@ -145,41 +145,48 @@ class SegmentPool:
         return is_full or self.volume.shortage(self.segment_bytes) is not None
 
     def victim(self, protected: Collection[int], choose: Choice) -> Segment | None:
-        """Return the segment to go next by a choice of the order; None where none may."""
+        """Return the segment that ``choose`` selects for removal; None if none may go."""
         with self.lock:
             candidates = sorted(
                 number
                 for number, segment in self.segments.items()
                 if segment.num_pins == 0 and segment is not self.active and number not in protected
             )
-            unknown = [number for number in candidates if self.segments[number].is_unknown]
-        number = choose(self.index, candidates, unknown)
+            unreadable = [number for number in candidates if self.segments[number].is_unreadable]
+        number = choose(self.index, candidates, unreadable)
         return None if number is None else self.segments[number]
 
-    def relieve(self, protected: Collection[int]) -> bool:
-        """Give up a segment for what others took: never the last, nor soon after one in vain."""
-        return len(self.segments) > 1 and self.volume.may_relieve() and self.reclaim(protected)
+    def reclaim_for_others(self, protected: Collection[int]) -> bool:
+        """Remove a segment to replace space that others took.
+
+        Never removes the last one, nor one soon after a removal in vain.
+        """
+        return (
+            len(self.segments) > 1
+            and self.volume.may_reclaim_for_others()
+            and self.reclaim(protected)
+        )
 
     def reclaim(self, protected: Collection[int]) -> bool:
-        """Give up the segment that is to go next; False where none may."""
+        """Remove the next segment in order; False if none may go."""
         victim = self.victim(protected, self.order.to_evict)
         if victim is None:
             return False
-        self.give_up(victim)
+        self.evict(victim)
         return True
 
-    def give_up(self, segment: Segment) -> None:
+    def evict(self, segment: Segment) -> None:
         """Retire a segment and report its blocks as evicted."""
         with self.lock:
             self._evicted += self.index.hashes_of(self.index.rows_of(segment.number))
             self._num_reclaims += 1
-            if self._num_reclaims >= len(self.segments):  # the store has been turned over
+            if self._num_reclaims >= len(self.segments):  # the whole store was replaced
                 self._num_reclaims = 0
-                self.index.forget_reads()
+                self.index.halve_reads()
         self.retire(segment)
 
     def retire(self, segment: Segment) -> Removed:
-        """Forget a segment's blocks and remove its file, at the latest with its last reader."""
+        """Forget a segment's blocks; its file goes with its last reader at the latest."""
         with self.lock:
             removed = self._detach(segment)
             is_unread = segment.num_pins == 0
@@ -187,8 +194,8 @@ class SegmentPool:
             self._remove_file(segment)
         return removed
 
-    def sweep(self) -> None:
-        """Remove the files of retired segments that could not be removed; raises OSError."""
+    def remove_retired_files(self) -> None:
+        """Remove the files of retired segments that could not be removed. Raises OSError."""
         with self.lock:
             unremoved, self._unremoved = self._unremoved, []
         for segment in unremoved:
@@ -197,7 +204,7 @@ class SegmentPool:
             raise OSError(f"{self._unremoved[0].path.name} cannot be removed")
 
     def unpin(self, segment: Segment) -> None:
-        """End reading a segment; pinning is ``num_pins += 1`` under the lock."""
+        """End reading a segment. It was pinned by ``num_pins += 1`` under the lock."""
         with self.lock:
             segment.num_pins -= 1
             is_last = segment.is_retired and segment.num_pins == 0
@@ -214,8 +221,8 @@ class SegmentPool:
             self.active = None
         return removed
 
-    def _leave_active(self) -> None:
-        """Seal the active segment; one that stays without a footer is walked by the next start."""
+    def _seal_active(self) -> None:
+        """Seal the active segment. Without a footer, the next start walks its records."""
         try:
             self.seal()
         except OSError as error:
@@ -223,7 +230,7 @@ class SegmentPool:
                 raise
 
     def _make_segment(self) -> Segment | str:
-        """Return a new segment, or what the volume lacks, in words."""
+        """Return a new segment, or in words what the volume lacks."""
         shortage = self.volume.shortage(self.segment_bytes)
         if shortage is not None:
             return shortage
@@ -236,7 +243,7 @@ class SegmentPool:
             return f"the volume has no room for a segment: {error.strerror}"
 
     def _fit_capacity(self, protected: Collection[int]) -> bool:
-        """Give up segments until one more is within the capacity."""
+        """Remove segments until one more fits into the capacity."""
         for _ in range(_RECLAIMS_MAX):
             if self.is_within_capacity(1):
                 return True

@@ -1,21 +1,20 @@
-"""Taking blocks out for good: by name, or by whose they are and down to the bytes.
+"""Removes blocks by name, or erases those of a key space or tenant down to their bytes.
 
 Theory
 ------
-To remove a block is to forget it, and to mark its record so that it stays forgotten. Its bytes go
-when the file does, and that may be late.
+Removing a block forgets it and marks its record, so that it stays forgotten. Its bytes go with the
+file, which may be late.
 
-A purge leaves none that could be read. The index does not know all that must go: a file also has
-records that were removed, quarantined or stored anew elsewhere, and what a failed write left in its
-free space. So each file is taken by its entries, which name every record. Of a record that is
-meant, its header page keeps no more than recovery needs to hop over it, its payload becomes zeros,
-and its entry loses the header. Space that belongs to no record becomes zeros, whoever wrote it.
+A purge leaves no readable bytes. The index does not list everything that must go: a file also
+contains records that were removed, quarantined or stored again elsewhere, and leftovers of failed
+writes in its free space. So each file is processed by its entries, which list every record. The
+header page of a selected record keeps only what recovery needs to skip it, its payload is zeroed,
+and its entry loses the header. Space that belongs to no record is always zeroed.
 
-A file is done before the next is begun: payloads, then heads, then entries, each made durable. When
-the process dies in between, a block that is meant is there whole or is a miss.
+One file is finished before the next is begun: payloads, then heads, then entries, each made
+durable. If the process dies in between, a selected block is either intact or a miss.
 
-Weakness: zeros are what a reader of the file sees. What a drive still has in cells that it no
-longer shows is out of reach; there, encryption helps.
+A purge does not reach old data in cells that a drive has remapped; encryption protects that.
 """
 
 import contextlib
@@ -42,16 +41,16 @@ __all__ = ["purge_all", "purge_selected", "remove_blocks", "remove_unknown_files
 
 
 def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-    """Forget blocks, also for the time after a restart or a power loss.
+    """Forget blocks, durably against a restart or power loss.
 
-    Raises TierTimeout between two files, with the blocks of the others still there. A file that
-    cannot be marked is removed whole, and its other blocks are reported as evicted.
+    Raises TierTimeout between two files, with the remaining blocks still there. A file that cannot
+    be marked is removed entirely, and its other blocks are reported as evicted.
     """
     with pool.lock:
         rows = pool.index.find(hashes)
         numbers = np.unique(pool.index.segment[rows[rows >= 0]]).tolist()
     removed = Removed()
-    with _settling(pool):
+    with _syncing_removals(pool):
         for segment in [pool.segments[number] for number in numbers]:
             seconds_left(deadline_ns)
             with pool.lock:
@@ -66,42 +65,41 @@ def remove_blocks(pool: SegmentPool, hashes: Sequence[BlockHash], deadline_ns: i
             try:
                 mark_records(pool.disk, segment, pages, RecordState.REMOVED)
             except OSError:
-                pool.give_up(segment)
+                pool.evict(segment)
     remove_unknown_files(pool)
     return removed
 
 
 def purge_all(pool: SegmentPool) -> Removed:
-    """Remove every file; raises OSError where one stays."""
-    with _settling(pool):
+    """Remove every file. Raises OSError if one cannot be removed."""
+    with _syncing_removals(pool):
         removed = sum(map(pool.retire, list(pool.segments.values())), Removed())
     remove_unknown_files(pool)
     return removed
 
 
 def purge_selected(pool: SegmentPool, selection: Selection, deadline_ns: int) -> Removed:
-    """Remove a selection from each file in turn; raises TierTimeout between two files.
+    """Remove a selection from each file in turn. Raises TierTimeout between two files.
 
     A file that cannot be read in time or changed, or that another version wrote, may contain blocks
-    of the selection, and is removed entirely. Raises OSError if a file cannot be removed.
+    of the selection and is removed entirely. Raises OSError if a file cannot be removed.
     """
     removed = Removed()
-    with _settling(pool):
+    with _syncing_removals(pool):
         for segment in sorted(pool.segments.values(), key=lambda each: each.number):
             seconds_left(deadline_ns)
             try:
                 removed += _purge_segment(pool, segment, selection, deadline_ns)
             except (OSError, TierTimeout):
-                removed += _give_up(pool, segment)
+                removed += _evict(pool, segment)
     remove_unknown_files(pool)
     return removed
 
 
 def remove_unknown_files(pool: SegmentPool) -> None:
-    """Remove files of segments that the pool has no more, or never had; raises OSError.
+    """Remove segment files that are not part of the pool. Raises OSError.
 
-    One that is being read while it was given up has its space until its last reader is done, but
-    nobody else finds it.
+    A file that is still being read keeps its space until its last reader is done, but has no name.
     """
     strangers = [
         path
@@ -118,7 +116,7 @@ def _purge_segment(
     pool: SegmentPool, segment: Segment, selection: Selection, deadline_ns: int
 ) -> Removed:
     if segment.is_set_aside:
-        return _give_up(pool, segment)
+        return _evict(pool, segment)
     entries = entries_of(pool.disk, segment, deadline_ns=deadline_ns)
     is_meant = selection.mask(entries["header"]["space"]) & ~is_erased(entries)
     with pool.lock:
@@ -131,18 +129,18 @@ def _purge_segment(
     try:
         erase_records(pool.disk, segment, entries, is_meant)
     except OSError:
-        removed += _give_up(pool, segment)
+        removed += _evict(pool, segment)
     return removed
 
 
 @contextlib.contextmanager
-def _settling(pool: SegmentPool) -> Iterator[None]:
-    """Make the removal of files durable in the end; raises OSError where one stays."""
+def _syncing_removals(pool: SegmentPool) -> Iterator[None]:
+    """Make the removal of files durable at the end. Raises OSError if one cannot be removed."""
     before = set(pool.segments)
     try:
         yield
     finally:
-        pool.sweep()
+        pool.remove_retired_files()
         if before != set(pool.segments):
             pool.disk.sync_directory()
 
@@ -152,8 +150,8 @@ def _is_empty(pool: SegmentPool, segment: Segment) -> bool:
         return not len(pool.index.rows_of(segment.number))
 
 
-def _give_up(pool: SegmentPool, segment: Segment) -> Removed:
+def _evict(pool: SegmentPool, segment: Segment) -> Removed:
     with pool.lock:
         lost = pool.index.sizes_of(pool.index.rows_of(segment.number))
-    pool.give_up(segment)
+    pool.evict(segment)
     return lost

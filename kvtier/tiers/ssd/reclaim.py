@@ -1,27 +1,27 @@
-"""Keeping what is still worth its bytes when a segment is reclaimed.
+"""Moves blocks that are worth keeping before their segment is removed.
 
 Theory
 ------
-A second chance for what is worth it (FIFO with reinsertion, as in S3-FIFO, SOSP'23): such blocks
-of a victim are moved to the segment that is appended to; its other blocks are evicted. Worth it is,
-by the pool's order, what stands out among the store's blocks, or what was read since it was written
-or last moved. A move halves a block's count of reads, so that it stays only as long as it goes on
-being read.
+This is a second chance (FIFO with reinsertion, as in S3-FIFO, SOSP'23): blocks of the victim that
+are worth keeping are moved to the active segment; its other blocks are evicted. By the pool's
+order, a block is worth keeping if it stands out among the store's blocks, or if it was read since
+it was written or last moved. A move halves its read count, so that it stays only while it is being
+read.
 
-Moving takes room, and the cap is hard. So a segment is reclaimed ahead of time, once the active one
-has no more room than a move may need, and only where there is something to move. Otherwise the
-victim goes when its room is needed, and not before.
+Moving needs room, and the capacity is a hard limit. So a segment is reclaimed early, once the
+active one has no more room than a move may need, and only if there is something to move. Otherwise
+the victim is removed when its space is needed.
 
 Rules
 -----
-* At most ``MOVED_SHARE`` of a segment is moved, the best first. Each victim so yields
-  three quarters of a segment, what is written is at most 4/3 of what was offered (plus metadata),
-  and one call waits for one such move at most.
-* A record is moved as it lies there, seal and time of writing included, and only if it verifies.
-* Moved blocks are durable before their old place goes. In between a crash leaves both; of two
-  records of one block the later one counts.
-* Moves count against the write budget; without one left, blocks are evicted instead.
-* Nothing here is worth failing a write for: what cannot be moved is evicted.
+* At most ``MOVED_SHARE`` of a segment is moved, the best blocks first. Each victim thus frees three
+  quarters of a segment, total writes are at most 4/3 of the blocks offered (plus metadata), and a
+  call waits for one such move at most.
+* A record is moved as stored, with its seal and write time, and only if it verifies.
+* Moved blocks are durable before their old segment is removed. A crash in between leaves both; the
+  later of two records counts.
+* Moves count against the write budget. Without budget, blocks are evicted instead.
+* Reclaiming never fails a write: blocks that cannot be moved are evicted.
 """
 
 import mmap
@@ -47,12 +47,12 @@ from kvtier.tiers.ssd.victim import MOVED_SHARE
 __all__ = ["Reclaimer"]
 
 _MOVE_BYTES = 8 << 20
-"""Records read before they are written together; a larger one goes alone."""
+"""Records read before they are written together; a larger one is moved alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A record that is to be moved."""
+    """A record to move."""
 
     block_hash: BlockHash
     page: int
@@ -65,7 +65,7 @@ class _Kept:
 
 
 class Reclaimer:
-    """Reclaims ahead of writes; for the one that changes files."""
+    """Reclaims segments ahead of writes; for the writer only."""
 
     def __init__(self, pool: SegmentPool, seal: Seal, age: AgeLimit, staging: memoryview) -> None:
         self._pool = pool
@@ -73,12 +73,12 @@ class Reclaimer:
         self._age = age
         self._staging = staging
         self._seen_number = 0
-        """The active segment for which this was decided: it is done once for each."""
+        """The active segment for which this was decided; it is decided once per segment."""
 
     def prepare(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> None:
-        """Reclaim a segment that has blocks worth keeping, while the active one has room for them.
+        """Reclaim a segment with blocks worth keeping while the active one has room for them.
 
-        Nothing of a segment that holds one of ``blocks`` is given up.
+        Segments that hold one of ``blocks`` are left alone.
         """
         pool, active = self._pool, self._pool.active
         is_late = time.monotonic_ns() >= deadline_ns
@@ -95,13 +95,13 @@ class Reclaimer:
             rows = pool.index.find([block.header.block_hash for block in blocks])
             protected = set(pool.index.segment[rows[rows >= 0]].tolist())
         victim = pool.victim(protected, pool.order.to_clean)
-        kept = self._worth_keeping(victim, share_bytes, deadline_ns) if victim else []
+        kept = self._records_to_move(victim, share_bytes, deadline_ns) if victim else []
         if victim and kept:
-            # Half of the time is left for the write itself.
+            # Half of the time is reserved for the write itself.
             self._move(victim, kept, active, (time.monotonic_ns() + deadline_ns) // 2)
-            pool.give_up(victim)
+            pool.evict(victim)
 
-    def _worth_keeping(self, victim: Segment, most_bytes: int, deadline_ns: int) -> list[_Kept]:
+    def _records_to_move(self, victim: Segment, most_bytes: int, deadline_ns: int) -> list[_Kept]:
         """Return the records to move, the best first, within the limits."""
         pool, index = self._pool, self._pool.index
         if pool.budget.is_limited:
@@ -110,7 +110,7 @@ class Reclaimer:
             rows = index.rows_of(victim.number)
             rows = rows[index.written_s[rows] >= self._age.oldest_s()]
         try:
-            rows = pool.order.worth_moving(
+            rows = pool.order.blocks_to_move(
                 index, rows, lambda: entries_of(pool.disk, victim, deadline_ns=deadline_ns)
             )
         except (OSError, TierTimeout):
@@ -164,7 +164,7 @@ class Reclaimer:
         return StoredRecord(found.head.header, found.head.stamp, payload)
 
     def _append(self, sound: list[tuple[_Kept, StoredRecord]], active: Segment) -> None:
-        """Write records behind the others, as many as fit, and let the index point at them."""
+        """Append as many records as fit and point the index at them."""
         pool = self._pool
         sound = sound[: active.fitting(len(record.payload) for _, record in sound)]
         if not sound:
@@ -178,7 +178,7 @@ class Reclaimer:
 
 
 def _batches(kept: list[_Kept]) -> Iterator[list[_Kept]]:
-    """Cut records into batches that are read and written together, in the order of the file."""
+    """Group records that are read and written together, in file order."""
     batch: list[_Kept] = []
     batch_bytes = 0
     for each in sorted(kept, key=lambda each: each.page):

@@ -1,30 +1,35 @@
-"""One block in a segment: a header page and its payload, both padded to whole pages.
+"""A record: one block in a segment, a header page and a payload, both padded to whole pages.
 
 ::
 
-    page 0   [0, 128)    the packed BlockHeader; of a sealed block, its checksum field is the tag
-             [128, 136)  mark: magic "KVTRECRD"
-             [136, 144)        segment number, u64
-             [144, 148)        opening, u32
-             [148, 152)        state, u32: 0 live, 1 removed, 2 quarantined
-             [152, 184)  the packed Stamp: codec, key id, when written, nonce
-             [184, 192)  xxh3-64 of [0, 184)
-             [192, 4096) zeros
+    page 0   [0, 128)     packed BlockHeader; in a sealed block its checksum field is the tag
+             [128, 136)   magic "KVTRECRD"
+             [136, 144)   segment number, u64
+             [144, 148)   epoch, u32
+             [148, 152)   state, u32: 0 live, 1 removed, 2 quarantined
+             [152, 184)   packed Stamp: codec, key id, write time, nonce
+             [184, 192)   xxh3-64 of [0, 184)
+             [192, 4096)  zeros
     page 1…  the payload as stored, padded with zeros
 
-Numbers are little-endian. A change of state rewrites page 0 in place, and nothing else of a record
-ever changes but by a purge: that leaves of a header its lengths alone, and of a payload zeros.
+Numbers are little-endian. A change of state rewrites page 0 in place. Otherwise only a purge
+changes a record: it leaves the lengths of the header and zeros the payload.
 
 Theory
 ------
-The block's own checksum covers its payload, so it cannot be verified from the header page alone.
-The mark can: recovery hops from header page to header page and trusts one only if its check holds
-and it was written into this very segment. A record torn in its header ends the segment; one torn
-in its payload is found by whoever reads it.
+The block's checksum covers its payload, so it cannot be verified from the header page alone. The
+mark (bytes 128 to 192) can: recovery steps from header page to header page, and trusts one only if
+its check holds and it was written into this segment. A record torn in its header ends the segment;
+a reader finds one torn in its payload.
 
-*Opening* counts the times that appending to a segment started anew: after a restart, and after a
-write that failed. It never falls from one record to the next, so that a leftover of a failed write
-cannot come back to life behind a newer record that happens to end where the leftover starts.
+The *epoch* counts how often appending to a segment started anew: after a restart, and after a
+failed write. It never decreases from one record to the next, so that a leftover of a failed write
+cannot become valid behind a newer record that happens to end where the leftover starts.
+
+A record states its length, so an unreadable header hides all records that follow it. Since each one
+starts at a page, with a magic, the segment's number and a checksum, ``find_record`` finds the next
+one by looking at every page. No payload page passes for a header by accident, and the found record
+is verified like any other when it is read.
 """
 
 import errno
@@ -57,20 +62,22 @@ _CHECK = struct.Struct("<Q")
 _STAMP_AT = HEADER_BYTES + _MARK.size
 _CHECK_AT = _STAMP_AT + STAMP_BYTES
 RECORD_HEAD_BYTES = _CHECK_AT + _CHECK.size
-"""The used part of a header page."""
+"""Size of the used part of a header page."""
 
 _PAYLOAD_BYTES = struct.Struct("<Q")
 _PAYLOAD_BYTES_AT = 80
-"""Where a packed BlockHeader has it, as in PACKED_HEADER; a test compares both with the header."""
+"""Offset of the payload length in a packed BlockHeader, as in PACKED_HEADER; a test compares
+both.
+"""
 
 
 class RecordState(IntEnum):
-    """Whether a record still counts, and if not, why; a closed set on the disk."""
+    """Whether a record is live. A closed set, stored on disk."""
 
     LIVE = 0
     REMOVED = 1
     QUARANTINED = 2
-    """Failed a check; kept for whoever wants to know, never served."""
+    """Failed verification; kept for inspection, never served."""
 
 
 def padded(size_bytes: int) -> int:
@@ -79,22 +86,22 @@ def padded(size_bytes: int) -> int:
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Return what a block of ``payload_bytes`` takes in a segment."""
+    """Return the size of a block of ``payload_bytes`` in a segment."""
     return PAGE_BYTES + padded(payload_bytes)
 
 
 def redacted(header: bytes) -> bytes:
-    """Return what may stay of a packed header once its block must not be told any more."""
+    """Return what may remain of a packed header once its block must not be identifiable."""
     kept = slice(_PAYLOAD_BYTES_AT, _PAYLOAD_BYTES_AT + _PAYLOAD_BYTES.size)
     return (bytes(_PAYLOAD_BYTES_AT) + header[kept]).ljust(HEADER_BYTES, b"\0")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """The used part of a header page, written and read back."""
+    """The used part of a header page."""
 
     header: bytes
-    """Packed."""
+    """The packed header."""
     stamp: Stamp
     epoch: int
     state: RecordState = RecordState.LIVE
@@ -108,7 +115,7 @@ class RecordHead:
 
     @classmethod
     def unpack(cls, packed: bytes, segment_number: int) -> "RecordHead | None":
-        """Read a head back; None unless it is whole and belongs to that segment."""
+        """Unpack a head; None unless it is intact and belongs to that segment."""
         if len(packed) < RECORD_HEAD_BYTES:
             return None
         magic, number, epoch, state = _MARK.unpack_from(packed, HEADER_BYTES)
@@ -133,13 +140,14 @@ class RecordHead:
         return replace(self, state=state)
 
     def erased(self) -> "RecordHead":
-        """Return the head of a removed record that tells nothing but how to hop over it."""
+        """Return the head of a removed record that only allows skipping it."""
         return replace(self, header=redacted(self.header), state=RecordState.REMOVED)
 
 
 _CHUNK_BYTES = 1 << 20
-"""Read at a time: whole segments pass through, at the drive's speed (0.1 s for 256 MiB, of cached
-pages, half of it for looking at them)."""
+"""Bytes read at a time. Whole segments are read at the drive's speed (0.1 s for 256 MiB of cached
+pages, half of it for checking them).
+"""
 
 
 def find_record(
@@ -151,7 +159,7 @@ def find_record(
     *,
     deadline_ns: int = NO_DEADLINE_NS,
 ) -> int | None:
-    """Return the offset of the first record of a segment in ``[start, end)``, which are pages.
+    """Return the offset of the first record of a segment in ``[start, end)``, both page offsets.
 
     Records of an earlier ``epoch`` are leftovers. Holes and unreadable pages are skipped, so that
     hardly anything is read of a segment that was never filled. The file may be shorter than
@@ -186,7 +194,7 @@ def _next_content(fd: int, start: int, end: int) -> int:
 
 
 def _read(fd: int, start: int, size_bytes: int) -> bytes | None:
-    """Read all bytes, or else only the first page; returns None if neither can be read."""
+    """Read all bytes, or else only the first page; None if neither is readable."""
     for length in (size_bytes, PAGE_BYTES):
         try:
             return os.pread(fd, length, start)

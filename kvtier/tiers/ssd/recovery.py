@@ -1,10 +1,10 @@
-"""Recovery: rebuilds segments and the index from the files of a directory.
+"""Rebuilds segments and index from the files of a directory.
 
-The files are the only source: segments are read oldest first, each by its footer or else record by
-record, and if a block has two records the later one counts. Files that cannot be read as segments
-are removed, because they only take space. Files of another version are set aside until their space
-is needed, so that they are there after a rollback. If the capacity has become smaller, files that
-are set aside are removed, and then the oldest segments, before the first block is served.
+The files are the only source. Segments are read oldest first, each by its footer or else record by
+record; of two records of a block the later one counts. Files that are not readable as segments are
+removed, since they only take space. Files of another version are set aside until their space is
+needed, so that they are available after a rollback. If the capacity was reduced, files that are set
+aside are removed first, and then the oldest segments, before the first block is served.
 """
 
 import contextlib
@@ -30,16 +30,18 @@ from kvtier.tiers.ssd.segment import (
 __all__ = ["RecoveryFindings", "recover"]
 
 _ENTRIES_AT_ONCE = 1 << 14
-"""Entries put into the index together: array operations cost the same for one as for a thousand.
-Four times as many leave 35 MB of holes in the heap behind."""
+"""Entries added to the index together: array operations cost the same for one as for a thousand.
+Four times as many leave 35 MB of holes in the heap.
+"""
 
 
 _NUMBER_MAX = 1 << 31
-"""Highest segment number that is accepted: half of what the index can store, so that numbers are
-left for new segments. Files with a higher number are not segments of a store."""
+"""Highest accepted segment number: half of what the index can store, so that numbers are left for
+new segments. Files with a higher number are not segments of a store.
+"""
 
-_OPENING_MAX = 1 << 31
-"""Most openings of a segment that is appended to: half of what a record can store, likewise."""
+_EPOCH_MAX = 1 << 31
+"""Highest epoch of a segment that is appended to: half of what a record can store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +49,19 @@ class RecoveryFindings:
     """What was wrong with the files found."""
 
     num_dropped: int
-    """Beyond the capacity, or no segments."""
+    """Files that were beyond the capacity or not segments."""
     num_unreadable: int
     num_set_aside: int = 0
     """Files of another version."""
     num_footers_refused: int = 0
-    """Footers that are intact but list records that do not fit into their segment."""
+    """Intact footers that list records which do not fit into their segment."""
 
 
 def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
-    """Fill an empty pool from its directory, with what was not written before ``oldest_s``.
+    """Fill an empty pool from its directory with blocks not written before ``oldest_s``.
 
-    A record that no longer counts hides the earlier ones of its block: of several, some may have
-    been left behind by a crash, or by a sector that could not be read for a while.
+    A record that no longer counts hides earlier ones of its block, which a crash or a temporarily
+    unreadable sector may have left behind.
     """
     num_dropped = 0
     unreadable: set[int] = set()
@@ -72,12 +74,12 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
             continue
         try:
             loaded = load_segment(pool.disk, path)
-            # What must not grow old may not lie where nobody can tell its age.
+            # With an age limit, files whose blocks' ages are unknown must not stay.
             is_kept = loaded is None and not oldest_s and is_of_other_version(pool.disk, path)
         except OSError:
-            # It may be readable again some day. Until it is its turn to go, it takes its space.
+            # It may become readable again. It takes space until it is reclaimed in turn.
             size_bytes = path.lstat().st_size
-            pool.adopt(Segment(path, number, size_bytes, size_bytes, is_unknown=True))
+            pool.adopt(Segment(path, number, size_bytes, size_bytes, is_unreadable=True))
             unreadable.add(number)
             pool.next_number = number + 1
             continue
@@ -87,7 +89,7 @@ def recover(pool: SegmentPool, oldest_s: int = 0) -> RecoveryFindings:
             pool.next_number = number + 1
             continue
         if loaded is None:
-            with contextlib.suppress(OSError):  # on a read-only volume the next start does it
+            with contextlib.suppress(OSError):  # on a read-only volume a later start does it
                 pool.disk.unlink(path)
             num_dropped += 1
             continue
@@ -128,7 +130,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _retire_surplus(pool: SegmentPool, needed: set[int]) -> int:
-    """Remove empty segments, and then others until the rest is within the capacity.
+    """Remove empty segments, and then others until the rest fits into the capacity.
 
     Files larger than the whole capacity go first, then files set aside, then the oldest segments.
     """
@@ -148,7 +150,7 @@ def _retirement_order(pool: SegmentPool, segment: Segment) -> tuple[bool, bool, 
 
 
 class _Batch:
-    """Collects entries of several segments, to add them to the index together."""
+    """Collects entries of several segments and adds them to the index together."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
@@ -172,10 +174,10 @@ class _Batch:
 
 
 def _resume(pool: SegmentPool, segment: Segment) -> None:
-    """Continue to append to the last segment if it has room, and seal the others."""
+    """Continue appending to the last segment if it has room, and seal the others."""
     if segment.has_footer or segment.tail_bytes >= segment.size_bytes:
         segment.entries = bytearray()
-    elif segment.number == max(pool.segments) and segment.epoch < _OPENING_MAX:
+    elif segment.number == max(pool.segments) and segment.epoch < _EPOCH_MAX:
         segment.epoch += 1
         pool.active = segment
     else:

@@ -1,17 +1,16 @@
-"""Finding damaged blocks before they are asked for, a few at a time.
+"""Finds damaged blocks before they are requested, a few at a time.
 
-A pass takes the segments in the order they were made, and the records of each in the order they
-were appended; what is appended meanwhile is for the next pass. The first pass of a process begins
-anywhere, so that one that is restarted often does not always verify the same blocks. Records are
-read as reads do it, one at a time, so that nobody waits for more than one of them.
+A pass visits the segments in order of creation and their records in order of writing; records
+appended meanwhile are left to the next pass. The first pass of a process starts at a random
+segment, so that frequent restarts do not verify the same blocks again and again. Records are read
+one at a time, like reads, so that no read waits for more than one of them.
 
 Rules
 -----
-* A record that fails is read once more, as for a read. Then it is forgotten and quarantined.
-* Where the medium fails the record is left alone and stepped over: it may be readable later, and
-  whoever asks for it will see.
-* Blocks that are too old are forgotten. A segment of which nothing counts any more is given up,
-  and only then do their bytes leave the disk.
+* A record that fails is read once more, as in a read. Then it is forgotten and quarantined.
+* If the device fails, the record is skipped: it may be readable later, and a read will find out.
+* Blocks that are too old are forgotten. A segment without live blocks is removed; only then do
+  their bytes leave the disk.
 """
 
 import contextlib
@@ -39,12 +38,12 @@ from kvtier.tiers.ssd.store_limits import AgeLimit
 __all__ = ["SegmentScrubber"]
 
 _EXPIRED_MAX = 16_384
-"""Blocks forgotten for their age in one step, while everybody else waits: about 5 ms."""
+"""Blocks expired in one step, while all other calls wait: about 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A record that counts, as the index knows it."""
+    """A live record, as the index knows it."""
 
     block_hash: BlockHash
     page: int
@@ -52,7 +51,7 @@ class _Place:
 
 
 class SegmentScrubber:
-    """Verifies a pool's records step by step; calls take turns."""
+    """Verifies a pool's records step by step; one call at a time."""
 
     def __init__(
         self,
@@ -70,15 +69,15 @@ class SegmentScrubber:
         self._start = start
         """Any number: decides where the first pass begins."""
         self._segments: deque[int] = deque()
-        """Left in this pass; of the first of them, from ``_page`` on."""
+        """Segments left in this pass; the first one from ``_page`` on."""
         self._page = 0
         self._turn = threading.Lock()
         self._damaged: list[BlockHash] = []
         self._expired: list[BlockHash] = []
-        """Not reported yet; also what was found by a step that failed."""
+        """Not reported yet, including the findings of a failed step."""
 
     def expire(self) -> None:
-        """Forget blocks that are too old, a bounded number of them; the next step reports them."""
+        """Forget a bounded number of blocks that are too old; the next step reports them."""
         oldest_s = self._age.oldest_s()
         with self._pool.lock:
             index = self._pool.index
@@ -86,28 +85,28 @@ class SegmentScrubber:
             self._expired += index.hashes_of(rows)
             index.drop(rows)
 
-    def drop_dead(self) -> None:
-        """Give up the segments of which nothing counts any more. For the one that changes files."""
+    def remove_dead_segments(self) -> None:
+        """Remove the segments without live blocks. For the writer only."""
         pool = self._pool
         with pool.lock:
             dead = pool.segments.keys() - pool.index.live_segments()
             segments = [pool.segments[number] for number in dead]
-        with contextlib.suppress(OSError):  # counted all the while, and tried again next time
-            pool.sweep()
+        with contextlib.suppress(OSError):  # still counted; tried again next time
+            pool.remove_retired_files()
         for segment in segments:
             is_begun = segment is not pool.active or segment.tail_bytes > PAGE_BYTES
-            is_kept = segment.is_unknown or (segment.is_set_aside and not self._age.oldest_s())
+            is_kept = segment.is_unreadable or (segment.is_set_aside and not self._age.oldest_s())
             if is_begun and not is_kept:
                 pool.retire(segment)
 
     def step(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify the next records: one, and those begun within ``max_bytes`` and the deadline.
+        """Verify the next records: one, and others started within ``max_bytes`` and the deadline.
 
-        Raises OSError where the medium fails; the next step goes on behind that record. Raises
-        TierTimeout where another step is under way all the time.
+        Raises OSError if the device fails; the next step continues behind that record. Raises
+        TierTimeout if another step runs all the time.
         """
         if not self._turn.acquire(timeout=seconds_left(deadline_ns)):
-            raise TierTimeout("ssd: another scrub did not end in time")
+            raise TierTimeout("ssd: another scrub did not finish in time")
         try:
             num_blocks, num_bytes = self._verify(max_bytes, deadline_ns) if max_bytes else (0, 0)
             damaged, self._damaged = tuple(self._damaged), []
@@ -119,7 +118,7 @@ class SegmentScrubber:
             self._turn.release()
 
     def _verify(self, max_bytes: int, deadline_ns: int) -> tuple[int, int]:
-        """Go on with the pass; returns how many blocks, and how many bytes, were read."""
+        """Continue the pass; return how many blocks and bytes were read."""
         num_blocks = num_bytes = 0
         if not self._segments:
             self._begin_pass()
@@ -131,7 +130,7 @@ class SegmentScrubber:
                 self._page = place.page + 1
                 num_blocks += 1
                 num_bytes += record_bytes(place.payload_bytes)
-                if self._take_out_if_damaged(number, place):
+                if self._quarantine_if_damaged(number, place):
                     self._damaged.append(place.block_hash)
             self._segments.popleft()
             self._page = 0
@@ -145,7 +144,7 @@ class SegmentScrubber:
         self._start = 0
 
     def _places(self, number: int) -> list[_Place]:
-        """Return the records of a segment that count, from where the last step ended."""
+        """Return the live records of a segment, from where the last step ended."""
         with self._pool.lock:
             index = self._pool.index
             rows = index.rows_of(number)
@@ -154,16 +153,16 @@ class SegmentScrubber:
             columns = index.page[rows].tolist(), index.payload_bytes[rows].tolist()
             return [_Place(*each) for each in zip(index.hashes_of(rows), *columns, strict=True)]
 
-    def _take_out_if_damaged(self, number: int, place: _Place) -> bool:
-        """Verify a record; where it is damaged, forget and quarantine it, and return True."""
+    def _quarantine_if_damaged(self, number: int, place: _Place) -> bool:
+        """Verify a record; if it is damaged, forget and quarantine it and return True."""
         pool = self._pool
         with pool.lock:
             if not self._is_there(number, place):
-                return False  # given up, removed or moved since
+                return False  # evicted, removed or moved since
             segment = pool.segments[number]
             segment.num_pins += 1
         try:
-            # Twice: a fault on the way is not one of the record.
+            # Twice: the fault may be in the transfer.
             if not (self._is_damaged(segment, place) and self._is_damaged(segment, place)):
                 return False
             with pool.lock:

@@ -1,19 +1,19 @@
-"""One segment: a preallocated file that records are appended to until it is full.
+"""A segment: a preallocated file that records are appended to until it is full.
 
 ::
 
     page 0    header: magic, format version, instance, number, size, xxh3-64 of these;
-              it has this form in every version, so that each can tell the others' files
-    page 1…   records (record.py), one after the other
+              the same in every version, so that each can recognize the others' files
+    page 1…   records (record.py), one after another
     …         free
-    last      footer: one entry a record, then a trailer in the last bytes of the file
+    last      footer: one entry per record, then a trailer in the last bytes of the file
 
-A sealed segment has a footer, so that recovery reads a few pages of it instead of one page a
-record. The footer is a shortcut: without a valid one the records are walked. Room for it is kept
-from the start, so sealing never fails for want of space.
+A sealed segment has a footer, so that recovery reads a few pages of it instead of one page per
+record. The footer is an optimization: without a valid one, the records are walked. Space for it is
+reserved from the start, so sealing never fails for lack of space.
 
-An entry repeats a record's header, its page and when it was written, in seconds since 1970. A
-record that no longer counts keeps its entry and is *struck*: written at 0, before all others.
+An entry repeats a record's header, its page and its write time in seconds since 1970. The entry of
+a record that no longer counts stays as a *tombstone*: its write time is 0, before all others.
 """
 
 import os
@@ -63,7 +63,9 @@ __all__ = [
 ]
 
 _FORMAT_VERSION = 2
-"""Of segments; a file of another version is not read, and is the first to give its space."""
+"""Version of the segment format. Files of another version are not read, and are the first to be
+removed for space.
+"""
 
 _HEADER = struct.Struct("<8sHH4x16sQQ")
 _HEADER_MAGIC = b"KVTSEGMT"
@@ -75,7 +77,7 @@ _PLACE = struct.Struct("<II")
 _SUFFIX = ".segment"
 
 ENTRY_DTYPE = np.dtype([("header", PACKED_HEADER), ("page", "<u4"), ("written_s", "<u4")])
-"""One record in a footer: its block's header, the page its record starts at, and its time."""
+"""A record in a footer: its block's header, its first page, and its write time."""
 
 TOMBSTONE_S = 0
 """``written_s`` of a record that no longer counts."""
@@ -90,36 +92,36 @@ _LATEST_S = (1 << 32) - 1
 """Latest time that an entry can store."""
 
 Entries = npt.NDArray[np.void]
-"""An array of ``ENTRY_DTYPE``, in the order of appending."""
+"""An array of ``ENTRY_DTYPE`` in the order of appending."""
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One file. Guarded by the pool's lock, but for the appending part: that has one writer."""
+    """One segment file. Guarded by the pool's lock, except for appending, which has one writer."""
 
     path: Path
     number: int
     size_bytes: int
     tail_bytes: int = PAGE_BYTES
-    """Where the next record goes."""
+    """Offset of the next record."""
     epoch: int = 0
     entries: bytearray = field(default_factory=bytearray)
-    """Packed ``ENTRY_DTYPE`` of a segment that is appended to; empty once it is sealed."""
+    """Packed ``ENTRY_DTYPE`` while the segment is appended to; empty once it is sealed."""
     has_footer: bool = False
     is_footer_refused: bool = False
-    """Whether the footer is intact but lists records that cannot be in this file."""
-    is_unknown: bool = False
-    """Whether it could not be read at the start, so that the index does not have its blocks."""
+    """The footer is intact but lists records that cannot be in this file."""
+    is_unreadable: bool = False
+    """The file was unreadable at startup, so the index lacks its blocks."""
     is_set_aside: bool = False
-    """Another version wrote it: it is not read or changed, and goes before all others."""
+    """Another version wrote the file: it is not read or changed, and is removed first."""
     num_faults: int = 0
-    """Failed appends since the last that succeeded."""
+    """Failed appends since the last success."""
     num_pins: int = 0
     is_retired: bool = False
-    """No longer part of the store; the file goes with the last pin."""
+    """No longer part of the store; the file is removed with the last pin."""
 
     def fitting(self, payload_sizes: Iterable[int]) -> int:
-        """Return how many leading records of these sizes fit, their footer entries included."""
+        """Return how many leading records of these sizes fit, with their footer entries."""
         count, end = 0, self.tail_bytes
         num_records = len(self.entries) // ENTRY_DTYPE.itemsize
         for payload_bytes in payload_sizes:
@@ -130,7 +132,7 @@ class Segment:
         return count
 
     def note(self, header: bytes, payload_bytes: int, written_s: int) -> int:
-        """Append an entry for a record that starts at the tail; returns its page."""
+        """Append an entry for a record that starts at the tail; return its page."""
         page = self.tail_bytes // PAGE_BYTES
         self.entries += header + _PLACE.pack(page, min(written_s, _LATEST_S))
         self.tail_bytes += record_bytes(payload_bytes)
@@ -138,7 +140,7 @@ class Segment:
 
 
 def written_since(entries: Entries, oldest_s: int) -> Entries:
-    """Return the entries that count and are not older than ``oldest_s``."""
+    """Return the live entries that are not older than ``oldest_s``."""
     is_kept = entries["written_s"] >= max(oldest_s, TOMBSTONE_S + 1)
     return entries if is_kept.all() else entries[is_kept]
 
@@ -157,7 +159,7 @@ def segment_number(path: Path) -> int | None:
 
 
 def create_segment(disk: Disk, number: int, size_bytes: int, instance: bytes) -> Segment:
-    """Make the file of a segment, with all its space."""
+    """Create a segment's file with all its space."""
     path = disk.directory / f"{number:016x}{_SUFFIX}"
     packed = _HEADER.pack(_HEADER_MAGIC, _FORMAT_VERSION, 0, instance, number, size_bytes)
     disk.create(path, size_bytes, packed + _CHECK.pack(xxhash.xxh3_64_intdigest(packed)))
@@ -165,7 +167,7 @@ def create_segment(disk: Disk, number: int, size_bytes: int, instance: bytes) ->
 
 
 def seal_segment(disk: Disk, segment: Segment) -> None:
-    """Write the footer and make the whole segment durable; nothing is appended afterwards."""
+    """Write the footer and make the segment durable; nothing is appended afterwards."""
     _write_footer(disk, segment, bytes(segment.entries), "segment.footer")
     segment.has_footer = True
     segment.entries = bytearray()
@@ -181,10 +183,10 @@ def _write_footer(disk: Disk, segment: Segment, packed: bytes, step: str) -> Non
 
 
 def mark_records(disk: Disk, segment: Segment, pages: list[int], state: RecordState) -> None:
-    """Make it durable that records no longer count, so that recovery does not find them again.
+    """Durably mark records as not live, so that recovery does not find them again.
 
-    Strikes each entry, and then marks its record. The other way round, a restart between the two
-    would find entries of records that do not count, and their blocks could not be stored again.
+    Writes the tombstones before the marks. In the opposite order, a restart in between would find
+    entries of dead records, and their blocks could not be stored again.
     """
     add_tombstones(disk, segment, pages)
     disk.hook("record.remove")
@@ -192,15 +194,15 @@ def mark_records(disk: Disk, segment: Segment, pages: list[int], state: RecordSt
 
 
 def add_tombstones(disk: Disk, segment: Segment, pages: list[int]) -> None:
-    """Let the entries of records no longer count, on the disk where there is a footer."""
+    """Turn the entries of records into tombstones, on disk if there is a footer."""
     if not segment.has_footer:
-        # Sealed and yet without a footer: recovery walks the records, and needs no entries.
+        # Sealed without a footer: recovery walks the records and needs no entries.
         _set_tombstones(np.frombuffer(segment.entries, ENTRY_DTYPE), pages)
         return
     with disk.opened_buffered(segment.path) as fd:
         read = _read_footer(fd, segment)
     if read is None:
-        segment.has_footer = False  # rotten since: recovery walks the records
+        segment.has_footer = False  # now damaged: recovery walks the records
         return
     entries = read.copy()
     _set_tombstones(entries, pages)
@@ -214,7 +216,7 @@ def _set_tombstones(entries: Entries, pages: list[int]) -> None:
 def _marked(page: bytes, number: int, state: RecordState) -> bytes:
     head = RecordHead.unpack(page[:RECORD_HEAD_BYTES], number)
     if head is None:
-        return page  # damaged: recovery will not take it for a record either
+        return page  # damaged: recovery ignores it as well
     return head.marked(state).pack(number)
 
 
@@ -227,16 +229,14 @@ def is_erased(entries: Entries) -> npt.NDArray[np.bool_]:
 def erase_records(
     disk: Disk, segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
 ) -> None:
-    """Leave nothing of some records but what it takes to hop over them, and zero free space.
+    """Erase records except what is needed to skip them, and zero free space.
 
-    ``entries`` are all of the segment, which nobody appends to meanwhile.
+    ``entries`` are all entries of the segment, to which nothing is appended meanwhile.
     """
     pages = entries["page"][is_meant].tolist()
-    add_tombstones(
-        disk, segment, pages
-    )  # first, or a restart could take what is half erased to be there
+    add_tombstones(disk, segment, pages)  # first, or a restart could find half-erased records
     disk.zero(segment.path, _free_ranges(segment, entries, is_meant))
-    # Only now: whoever finds a head erased takes the payload to be.
+    # Only now: an erased head implies an erased payload.
     disk.hook("record.erase")
     disk.rewrite(segment.path, pages, lambda page: _erased(page, segment.number))
     changed = entries.copy()
@@ -259,7 +259,7 @@ def _erased(page: bytes, number: int) -> bytes:
 def _free_ranges(
     segment: Segment, entries: Entries, is_meant: npt.NDArray[np.bool_]
 ) -> list[tuple[int, int]]:
-    """Return [start, end) of the payloads that are meant, and of what belongs to no record."""
+    """Return [start, end) of selected payloads and of space that belongs to no record."""
     ranges = []
     end = PAGE_BYTES
     columns = (entries["page"], entries["header"]["payload_bytes"], is_meant)
@@ -275,7 +275,7 @@ def _free_ranges(
 
 
 def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:
-    """Read a segment back: as much of it as is whole; None where nothing can be made of it."""
+    """Read a segment as far as it is intact; None if nothing is usable."""
     with disk.opened_buffered(path) as fd:
         size_bytes = declared_size(fd, segment_number(path))
         file_bytes = os.fstat(fd).st_size
@@ -286,12 +286,12 @@ def load_segment(disk: Disk, path: Path) -> tuple[Segment, Entries] | None:
         if entries is None:
             entries = _walk(fd, segment)
             if file_bytes < size_bytes:
-                segment.tail_bytes = file_bytes  # cut short by someone: nothing more goes in
+                segment.tail_bytes = file_bytes  # truncated: nothing more is appended
     return segment, entries
 
 
 def is_in_place(disk: Disk, segment: Segment) -> bool:
-    """Tell whether a segment's file is there, and as large as it was; raises OSError."""
+    """Tell whether a segment's file exists with unchanged size. Raises OSError."""
     try:
         with disk.opened_buffered(segment.path) as fd:
             is_there = _read_header(fd, segment.number) is not None
@@ -307,14 +307,14 @@ def declared_size(fd: int, number: int | None) -> int | None:
 
 
 def is_of_other_version(disk: Disk, path: Path) -> bool:
-    """Tell whether a file is a whole segment of a version that this one does not read."""
+    """Tell whether a file is a segment of a version that cannot be read here."""
     with disk.opened_buffered(path) as fd:
         header = _read_header(fd, segment_number(path))
     return header is not None and header[0] != _FORMAT_VERSION
 
 
 def _read_header(fd: int, number: int | None) -> tuple[int, int] | None:
-    """Return format version and size; None where that is not the header of this segment."""
+    """Return format version and size; None if it is not the header of this segment."""
     packed = os.pread(fd, _HEADER.size + _CHECK.size, 0)
     if len(packed) < _HEADER.size + _CHECK.size:
         return None
@@ -327,10 +327,10 @@ def _read_header(fd: int, number: int | None) -> tuple[int, int] | None:
 
 
 def entries_of(disk: Disk, segment: Segment, *, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
-    """Return the entries of all records, including struck ones, from memory or from the file.
+    """Return the entries of all records, with tombstones, from memory or from the file.
 
-    If the segment is appended to, the caller must keep others from appending. Raises TierTimeout
-    if the records have to be walked and that takes too long.
+    If the segment is appended to, the caller must prevent that. Raises TierTimeout if the records
+    have to be walked and that takes too long.
     """
     if segment.entries:
         return np.frombuffer(bytes(segment.entries), ENTRY_DTYPE)
@@ -343,7 +343,7 @@ def entries_of(disk: Disk, segment: Segment, *, deadline_ns: int = NO_DEADLINE_N
 
 
 def walk_records(disk: Disk, segment: Segment) -> tuple[Segment, Entries]:
-    """Return the segment as its records alone tell it, ready to be sealed, and their entries."""
+    """Return the segment as its records alone describe it, ready to seal, and their entries."""
     walked = Segment(segment.path, segment.number, segment.size_bytes)
     with disk.opened_buffered(segment.path) as fd:
         return walked, _walk(fd, walked)
@@ -372,7 +372,7 @@ def _read_footer(fd: int, segment: Segment) -> Entries | None:
 
 
 def _are_within(entries: Entries, end: int) -> bool:
-    """Tell whether the records lie one after another between the header page and ``end``.
+    """Tell whether records lie one after another between the header page and ``end``.
 
     A valid checksum does not guarantee that, and later code allocates memory by these sizes.
     """
@@ -386,7 +386,7 @@ def _are_within(entries: Entries, end: int) -> bool:
 
 
 def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entries:
-    """Walk from record to record, skipping anything that is not a record; sets the tail."""
+    """Walk from record to record, skipping anything else; sets the tail."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     end = segment.tail_bytes
     while True:
@@ -414,7 +414,7 @@ def _walk(fd: int, segment: Segment, deadline_ns: int = NO_DEADLINE_NS) -> Entri
 
 
 def _head_at_tail(fd: int, segment: Segment) -> RecordHead | None:
-    """Return the head of the record that begins there; None of a leftover, or an unreadable one."""
+    """Return the head of the record at the tail; None for a leftover or an unreadable one."""
     try:
         packed = os.pread(fd, RECORD_HEAD_BYTES, segment.tail_bytes)
     except OSError:

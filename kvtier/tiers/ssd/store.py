@@ -1,19 +1,18 @@
-"""SsdTier: blocks kept in segment files of one directory, surviving the process.
+"""SsdTier: blocks in segment files of one directory, which survive the process.
 
-What may be lost
-----------------
-* Killed process (also by SIGKILL or for memory): no block that ``write`` reported as stored. Of a
-  call that was under way, each block is there and whole, or a miss when it is read.
-* Power loss, with ``Durability.BATCH``: the same. With ``Durability.SEGMENT``, the default for a
-  cache: also blocks written since the last full segment or clean stop, those before a lost one
-  included or not, as the drive happened to write them. Buffered (without direct I/O) each ``write``
-  is synced, so there ``SEGMENT`` loses no more than ``BATCH``.
-* Nothing wrong is ever served after either: a block that reached the disk in part is a miss.
+Durability
+----------
+* Process killed (also by SIGKILL or out of memory): no block is lost that ``write`` reported as
+  stored. A block of an unfinished call is either complete or a miss when read.
+* Power loss with ``Durability.BATCH``: the same. With ``Durability.SEGMENT``, the default for a
+  cache, blocks written since the last full segment or clean stop may also be lost, in any order.
+  With buffered I/O each ``write`` is synced, so ``SEGMENT`` loses no more than ``BATCH``.
+* A wrong block is never served: a block that reached the disk in part is a miss.
 * Removal is durable once ``remove`` or ``purge`` returns, also against power loss: removed blocks
-  do not come back. Of a purge, nor do their bytes. Blocks given up for space may come back after a
-  power loss, within the capacity. So may damaged ones before they are marked, as misses.
+  do not return, and after a purge nor do their bytes. Evicted blocks may return after a power loss,
+  within the capacity; damaged ones that are not marked yet may return as misses.
 
-A block costs a page more than its payload, and each segment a page and a footer.
+A block takes one page more than its payload, and each segment a page and a footer.
 """
 
 import contextlib
@@ -71,18 +70,18 @@ from kvtier.tiers.ssd.victim import ReadOrder, ValueOrder
 __all__ = ["SCRATCH_NAME", "SsdTier"]
 
 SCRATCH_NAME = "scratch"
-"""The directory of a scratch tier, beside the segments."""
+"""Directory of a scratch tier, beside the segments."""
 
 _log = Log("kvtier.tiers")
 
 _CLOSE_S = 10
-"""How long ``close`` waits for a write to end, which is what a slow drive may need for one."""
+"""How long ``close`` waits for a running write, which may need that on a slow drive."""
 
 
 class SsdTier:
-    """Blocks in ``directory``, in files of ``segment_bytes``, never more than ``capacity_bytes``.
+    """Blocks in ``directory``, in files of ``segment_bytes``, at most ``capacity_bytes`` in all.
 
-    Recovers what is there before it returns. Raises StartError where the directory cannot be used.
+    Recovers existing blocks before it returns. Raises StartError if the directory is not usable.
     """
 
     def __init__(
@@ -112,15 +111,15 @@ class SsdTier:
         self._is_closed = False
 
     def tune(self, options: SsdOptions) -> None:
-        """Go by other floors, another write budget and age from now on; from any thread.
+        """Apply the floors, write budget and maximum age of ``options``. Thread-safe.
 
-        The rest of ``options`` is for those who open a store.
+        Its other values apply only when a store is opened.
         """
         pool, volume, budget = self._pool, self._pool.volume, self._pool.budget
         if options.write_budget_bytes != budget.day_bytes:
             was_limited = budget.is_limited
             budget.change(options.write_budget_bytes)
-            if not was_limited:  # what was written lately had not been taken off
+            if not was_limited:  # recent writes were not deducted yet
                 with pool.lock:
                     written_bytes = pool.index.written_bytes(budget.day_ago_s())
                 budget.recall(written_bytes)
@@ -129,9 +128,9 @@ class SsdTier:
         self._age.max_age_s = options.max_age_s
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
-        """Append blocks, giving up segments for them where the tier is full.
+        """Append blocks, removing segments for them if the tier is full.
 
-        Segments of blocks named in this call are kept. Blocks evicted by a call that raised are
+        Segments that hold blocks of this call are kept. Blocks evicted by a call that raised are
         reported by the next one that does not.
         """
         with self._writing(deadline_ns):
@@ -141,7 +140,7 @@ class SsdTier:
             return WriteReport(outcomes, self._pool.take_evicted())
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
-        """Fetch blocks, neighbours in one operation; damaged ones are forgotten."""
+        """Read blocks, neighbours in one operation; damaged ones are forgotten."""
         with self._faults(), contextlib.ExitStack() as pins:
             seconds_left(deadline_ns)
             results, located = locate(self._pool, blocks, self._age.oldest_s())
@@ -153,7 +152,7 @@ class SsdTier:
         return results
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
-        """Tell for each hash whether it is in the index."""
+        """Return for each hash whether it is in the index."""
         with self._faults():
             seconds_left(deadline_ns)
             index = self._pool.index
@@ -163,43 +162,44 @@ class SsdTier:
         return [bool(each) for each in present]
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
-        """Forget blocks, also for the time after a restart."""
+        """Forget blocks, also after a restart."""
         with self._writing(deadline_ns):
             return remove_blocks(self._pool, hashes, deadline_ns)
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Forget the blocks of a selection and erase their bytes; of all, remove every file.
+        """Forget the blocks of a selection and erase their bytes.
 
-        A file that cannot be read or changed is removed whole, and the blocks of others in it are
-        reported as evicted. Reads that are under way may still see what they were reading.
+        If all are selected, removes every file. A file that cannot be read or changed is removed
+        entirely, and its other blocks are reported as evicted. Running reads may still see what
+        they were reading.
         """
         with self._writing(deadline_ns):
             if selection.is_all:
                 return purge_all(self._pool)
             return purge_selected(self._pool, selection, deadline_ns)
 
-    def probe(self, deadline_ns: int) -> None:
-        """Write and read a page of the directory, which must be the one that was opened.
+    def health_check(self, deadline_ns: int) -> None:
+        """Write and read a page in the directory, which must be the one that was opened.
 
-        Where somebody took it away, or files out of it, the store goes on with what is left: the
-        probe that finds this raises TierError, and the next one does not.
+        If the directory or files are missing, the store continues with the rest: the check that
+        finds this raises TierError, and the next one does not.
         """
         with self._writing(deadline_ns):
             check_directory(self._pool, self._directory_lock)
-            self._pool.volume.takes_writes()  # checked here in case nobody writes
+            self._pool.volume.accepts_writes()  # checked here in case nobody writes
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator["SsdTier"]:
         """Open a store of one segment in a directory beside the segments.
 
-        It reads and writes like this store, and its bytes count as written, but not as blocks. If a
-        write to this store needs a new segment meanwhile, it does not wait: both may briefly take
-        more than the capacity, which is better than evicting a segment.
+        It reads and writes like this store. Its bytes count as written, but not as blocks. A write
+        to this store that needs a new segment does not wait for it: both may briefly exceed the
+        capacity, which is better than evicting a segment.
         """
         segment_bytes = _segment_bytes(block_bytes, num_blocks)
         with self._writing(deadline_ns):
             if _segment_bytes(block_bytes, 1) > self._pool.segment_bytes:
-                raise TierFull(f"it does not accept blocks of {block_bytes} bytes")
+                raise TierFull(f"the tier does not accept blocks of {block_bytes} bytes")
             self._pool.check_room(segment_bytes)
             self._disk.written.metadata_bytes += segment_bytes
         try:
@@ -217,7 +217,7 @@ class SsdTier:
         options = replace(
             self._options,
             direct_io=DirectIO.ON if self._disk.is_direct else DirectIO.OFF,
-            is_kept=False,
+            is_persistent=False,
             worth=None,
             write_budget_bytes=0,
         )
@@ -231,24 +231,24 @@ class SsdTier:
         shutil.rmtree(self._disk.directory / SCRATCH_NAME, ignore_errors=True)
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify the next records; forget what is too old, and give up segments that are dead."""
+        """Verify the next records, expire old blocks, and remove segments without live blocks."""
         with self._writing(deadline_ns):
             self._quarantine.mark(self._disk)
             self._scrubber.expire()
-            self._scrubber.drop_dead()
+            self._scrubber.remove_dead_segments()
         with self._faults():
             seen = self._scrubber.step(max_bytes, deadline_ns)
         return replace(seen, evicted=self._pool.take_evicted())
 
     def health(self) -> Health:
-        """Return degraded, with the reason, while nothing is written."""
+        """Return degraded with the reason while nothing is written."""
         reason = self._pool.volume.read_only
         return Health(HealthState.DEGRADED, f"read-only: {reason}") if reason else Health()
 
     def headers(self) -> Iterator[Headers]:
-        """Yield what is kept, a batch a segment, in the order of writing; read from the disk.
+        """Yield the headers of stored blocks, a batch per segment, in the order of writing.
 
-        As it is there: the header of a sealed block has the tag for its checksum.
+        They are read from the disk as stored: the checksum of a sealed block is its tag.
         """
         with self._pool.lock:
             segments = sorted(self._pool.segments.values(), key=lambda segment: segment.number)
@@ -256,7 +256,7 @@ class SsdTier:
             yield self._headers_of(segment)
 
     def usage(self) -> TierUsage:
-        """Return occupancy: the files' full sizes, whether filled yet or not."""
+        """Return occupancy: the full sizes of files, filled or not."""
         pool, written = self._pool, self._disk.written
         others = [each.size_bytes for each in list(pool.segments.values()) if each.is_set_aside]
         detail: dict[str, str | int | float | bool] = {
@@ -284,12 +284,12 @@ class SsdTier:
         return TierUsage(len(pool.index), pool.allocated_bytes, pool.capacity_bytes, detail)
 
     def close(self) -> None:
-        """Make everything durable and let another process have the directory.
+        """Make blocks durable and let other processes use the directory.
 
-        Raises TierError where that fails, or a write that hangs does not let it.
+        Raises TierError if that fails, or if a hanging write prevents it.
         """
         if not self._writer_lock.acquire(timeout=_CLOSE_S):
-            raise TierTimeout("ssd: a write did not end; the last blocks may be lost")
+            raise TierTimeout("ssd: a write did not finish; the last blocks may be lost")
         try:
             if not self._is_closed:
                 self._is_closed = True
@@ -300,13 +300,13 @@ class SsdTier:
     def _open(
         self, directory: Path, capacity_bytes: int, segment_bytes: int, options: SsdOptions
     ) -> None:
-        """Read the store that is there, and get ready to serve it. The lock must be held."""
+        """Read the existing store and prepare to serve it. The caller holds the lock."""
         self._options = options
         self._disk = Disk(directory, options.direct_io, options.hook)
-        self._remove_scratch()  # left behind by a crash during a measurement
+        self._remove_scratch()  # left by a crash during a measurement
         self._pool = _new_pool(self._disk, capacity_bytes, segment_bytes, options)
-        self._is_kept = options.is_kept
-        if not self._is_kept:  # what a crash has left behind
+        self._is_persistent = options.is_persistent
+        if not self._is_persistent:  # left by a crash
             purge_all(self._pool)
         self._recovered = recover(self._pool, self._age.oldest_s())
         is_synced = options.durability is Durability.BATCH or not self._disk.is_direct
@@ -324,29 +324,31 @@ class SsdTier:
         self._pool.volume.check_floors()
 
     def _end(self) -> None:
-        with contextlib.suppress(OSError):  # what stays comes back as what it was
-            self._pool.sweep()
+        with contextlib.suppress(OSError):  # files that stay are recovered by the next start
+            self._pool.remove_retired_files()
         try:
-            if not self._is_kept:
+            if not self._is_persistent:
                 purge_all(self._pool)
                 return
             while self._quarantine.mark(self._disk):
                 pass
             if self._pool.active is not None:
-                with contextlib.suppress(FileNotFoundError):  # removed by someone: a miss
+                with contextlib.suppress(FileNotFoundError):  # removed by others: a miss
                     self._disk.sync(self._pool.active.path)
         except OSError as error:
-            harm = "the last blocks may be lost" if self._is_kept else "some files may be left"
+            harm = (
+                "the last blocks may be lost" if self._is_persistent else "some files may be left"
+            )
             raise TierError(f"ssd: {harm}: {error.strerror}") from error
         finally:
             self._pool.is_closed = True
             self._directory_lock.release()
 
     def _headers_of(self, segment: Segment) -> Headers:
-        """Read the headers of a segment's blocks; none where it was given up, or never readable."""
+        """Read the headers of a segment's blocks; none if it was removed or is unreadable."""
         pool = self._pool
         with pool.lock:
-            if segment.is_retired or segment.is_unknown or segment.is_set_aside:
+            if segment.is_retired or segment.is_unreadable or segment.is_set_aside:
                 return np.empty(0, PACKED_HEADER)
             segment.num_pins += 1
             packed = bytes(segment.entries)
@@ -365,7 +367,7 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """Turn faults of the medium into TierError."""
+        """Turn device faults into TierError."""
         if self._is_closed:
             raise TierError("the ssd tier is closed")
         try:
@@ -375,9 +377,9 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _writing(self, deadline_ns: int) -> Iterator[None]:
-        """Be the one that changes files."""
+        """Hold the writer lock."""
         if not self._writer_lock.acquire(timeout=seconds_left(deadline_ns)):
-            raise TierTimeout("ssd: another write did not end in time")
+            raise TierTimeout("ssd: another write did not finish in time")
         try:
             with self._faults():
                 yield
@@ -386,11 +388,11 @@ class SsdTier:
 
     @contextlib.contextmanager
     def _staging(self, deadline_ns: int) -> Iterator[memoryview]:
-        """Borrow a staging buffer; there are as many as ``num_workers``."""
+        """Borrow one of the ``num_workers`` staging buffers."""
         try:
             staging = self._stagings.get(timeout=seconds_left(deadline_ns))
         except queue.Empty:
-            raise TierTimeout("ssd: other reads did not end in time") from None
+            raise TierTimeout("ssd: other reads did not finish in time") from None
         try:
             yield staging
         finally:
@@ -398,22 +400,20 @@ class SsdTier:
 
 
 def _keep_private(directory: Path) -> None:
-    """Check who may write to the directory before it is used; raises StartError."""
+    """Check who may write to the directory before it is used. Raises StartError."""
     try:
         is_narrowed = ensure_private(directory, "ssd.directory")
     except FileNotFoundError:
-        return  # it is created with the right mode
+        return  # it will be created with the right mode
     except OSError as error:
         raise _unusable(directory, error) from error
     if is_narrowed:
-        _log.warning(
-            "a directory was writable by other users; set its mode to 0700", path=directory
-        )
+        _log.warning("directory was writable by other users; mode set to 0700", path=directory)
 
 
 def _unusable(directory: Path, error: OSError) -> StartError:
     return StartError(
-        "ssd.directory", f"{directory}: {error.strerror}", "repair it or set another one"
+        "ssd.directory", f"{directory}: {error.strerror}", "repair it or set another directory"
     )
 
 
@@ -425,7 +425,7 @@ def _segment_bytes(block_bytes: int, num_blocks: int) -> int:
 def _new_pool(
     disk: Disk, capacity_bytes: int, segment_bytes: int, options: SsdOptions
 ) -> SegmentPool:
-    """Return a pool that knows no files yet."""
+    """Return a pool without files."""
     volume = Volume(
         disk.measure,
         options.now_s,

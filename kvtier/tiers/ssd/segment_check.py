@@ -1,4 +1,4 @@
-"""Every record of one segment file, looked at where it lies. Changes nothing."""
+"""Checks every record of a segment file. Changes nothing."""
 
 import mmap
 import os
@@ -29,39 +29,39 @@ __all__ = ["Footer", "SegmentCheck", "check_segment"]
 
 
 class Footer(Enum):
-    """How well a segment's footer does what it is for."""
+    """State of a segment's footer."""
 
     SOUND = "sound"
     OPEN = "open"
-    """None yet: the last segment, which the next start goes on with."""
+    """No footer yet: this is the last segment, which the next start continues."""
     MISSING = "missing"
     WRONG = "wrong"
-    """Rotten, or at odds with the records."""
+    """Damaged, or inconsistent with the records."""
 
 
 @dataclass(slots=True)
 class SegmentCheck:
-    """What one segment holds."""
+    """What a segment contains."""
 
     segment: Segment
     entries: Entries
-    """Of all records, in the order of the file; damaged ones are struck."""
+    """Entries of all records, in file order. Damaged ones have tombstones."""
     footer: Footer
     is_cut_short: bool = False
-    """And has no footer, as one that was cut short has after a repair."""
+    """The file has no footer and not its declared size."""
     unreachable_bytes: int = 0
     num_removed: int = 0
     num_quarantined: int = 0
     num_unchecked: int = 0
-    """Sealed with a key that was not given."""
+    """Records sealed with a key that was not given."""
     num_unreadable: int = 0
     damaged_pages: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of the damage, one a page of ``damaged_pages``."""
+    """Reasons for the damage, one per page of ``damaged_pages``."""
 
 
 def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> SegmentCheck | None:
-    """Look at all that a file holds; None where it cannot be read as a segment. Raises OSError."""
+    """Check all records of a file; None if it is not a segment. Raises OSError."""
     loaded = load_segment(disk, path)
     if loaded is None:
         return None
@@ -77,7 +77,7 @@ def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Segme
     if not segment.has_footer:
         found.unreachable_bytes = _gaps(walked)
     elif len(found.entries) > len(entries):
-        found.footer = Footer.WRONG  # it leaves out records that are there
+        found.footer = Footer.WRONG  # it omits existing records
     for place, entry in enumerate(found.entries):
         page, payload_bytes = int(entry["page"]), int(entry["header"]["payload_bytes"])
         if entry["written_s"] == TOMBSTONE_S:
@@ -90,7 +90,7 @@ def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Segme
             assert verdict.head is not None
             _count_struck(found, verdict.head.state)
             found.entries["written_s"][place] = TOMBSTONE_S
-            found.footer = Footer.WRONG  # it says that the record counts, which does not
+            found.footer = Footer.WRONG  # it lists a record that is not live
         elif verdict.is_damage:
             found.damaged_pages.append(page)
             found.reasons[str(verdict.fault)] += 1
@@ -101,7 +101,7 @@ def check_segment(disk: Disk, path: Path, seal: Seal, *, is_last: bool) -> Segme
 
 
 def _united(entries: Entries, walked: Entries) -> Entries:
-    """Return the entries, and those of live records that they leave out, in the file's order."""
+    """Return the entries plus those of live records that they omit, in file order."""
     live = written_since(walked, 0)
     more = live[~np.isin(live["page"], entries["page"])]
     if not len(more):
@@ -111,7 +111,7 @@ def _united(entries: Entries, walked: Entries) -> Entries:
 
 
 def _gaps(walked: Entries) -> int:
-    """Return the bytes between records that belong to none."""
+    """Return the bytes between records that belong to no record."""
     if not len(walked):
         return 0
     pages, sizes = walked["page"].astype(np.int64), walked["header"]["payload_bytes"]
@@ -139,7 +139,7 @@ def _is_cut_short(disk: Disk, segment: Segment) -> bool:
 
 def _count_struck(found: SegmentCheck, state: RecordState | None) -> None:
     if state is RecordState.QUARANTINED or state is None:
-        found.num_quarantined += 1  # a head that cannot be read was struck for that
+        found.num_quarantined += 1  # an unreadable head was quarantined
     else:
         found.num_removed += 1
 
@@ -154,7 +154,7 @@ def _state(disk: Disk, segment: Segment, page: int) -> RecordState | None:
 def _examined(
     disk: Disk, segment: Segment, page: int, payload_bytes: int, seal: Seal
 ) -> RecordCheck | None:
-    """Judge a record, a damaged one twice; None where the medium fails."""
+    """Verify a record, twice if it seems damaged; None if the device fails."""
     memory = memoryview(mmap.mmap(-1, record_bytes(payload_bytes)))
     verdict = RecordCheck()
     for _ in range(2):
