@@ -1,20 +1,20 @@
-"""What makes two blocks the same block.
+"""Block identity: what makes two blocks the same block.
 
 Theory
 ------
-A block hash names content: SHA-256 over (parent hash, token ids, extra keys), cut to 16 bytes and
-chained from a root. The root is drawn from the *key space*, everything that makes bytes
-comparable, and from the tenant's salt, so that blocks of another model, dtype, layout or tenant
-have other hashes: no comparison can be forgotten, because there is nothing to compare.
+A block hash identifies content: SHA-256 over (parent hash, token ids, extra keys), truncated to 16
+bytes and chained from a root. The root is derived from the *key space*, everything that makes bytes
+comparable, and from the tenant's salt. So blocks of another model, dtype, layout or tenant have
+different hashes, and no comparison can be forgotten.
 
-Every stored block carries a header that repeats its identity, and a checksum over that header and
-the payload. Readers check both, so a block that is torn, rotten, stale or someone else's is a miss.
+Every stored block has a header that repeats its identity, and a checksum over header and payload.
+Readers verify both, so a block that is torn, corrupt, stale or foreign is a miss.
 
 Rules
 -----
-* Content only: no path, no name, no process-local hash. The same fields give the same key on any
-  node, in any process, whatever ``PYTHONHASHSEED`` says; a golden test pins the values.
-* A part that is not known makes the engine's blocks uncacheable. There is no default for it.
+* Content only: no path, no name, no process-local hash. The same fields give the same hash on any
+  node and in any process, whatever ``PYTHONHASHSEED`` is; a golden test pins the values.
+* If a field is unknown, the engine's blocks are not cacheable. It has no default.
 """
 
 import hashlib
@@ -48,7 +48,6 @@ __all__ = [
     "Selection",
     "chain_root",
     "hash_blocks",
-    "pack_headers",
     "payload_checksum",
     "split_hashes",
     "tenant_digest",
@@ -59,7 +58,7 @@ BlockHash = NewType("BlockHash", bytes)
 """The content identity of a block and of everything before it: 16 bytes."""
 
 FORMAT_VERSION = 1
-"""Version of the key derivation and of the header; part of both."""
+"""Version of the hash derivation and of the header; part of both."""
 
 HASH_BYTES = 16
 """128 bits of SHA-256: finding a collision on purpose takes about 2**64 tries."""
@@ -73,7 +72,7 @@ class KeySpace:
     """Everything that makes the bytes of two blocks comparable.
 
     ``weights`` is a content fingerprint, never a path or a model name; ``model_config`` is the
-    whole configuration in canonical JSON, RoPE parameters included.
+    whole configuration as canonical JSON, including the RoPE parameters.
     """
 
     weights: bytes
@@ -88,13 +87,13 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         if len(self.weights) < HASH_BYTES:
-            raise ValueError("the weights' fingerprint is unknown: blocks are not cacheable")
+            raise ValueError("no weights fingerprint: blocks are not cacheable")
         if not 0 <= self.parallel_rank < self.parallel_size:
-            raise ValueError(f"rank {self.parallel_rank} of {self.parallel_size}")
+            raise ValueError(f"invalid rank {self.parallel_rank} of {self.parallel_size}")
 
     @cached_property
     def digest(self) -> bytes:
-        """Return the 16 bytes that stand for this key space."""
+        """Return the 16-byte digest of this key space."""
         fields = asdict(self) | {
             "weights": self.weights.hex(),
             "adapter": self.adapter.hex(),
@@ -105,14 +104,14 @@ class KeySpace:
 
 
 def tenant_digest(salt: str | None) -> bytes:
-    """Return the 16 bytes that separate a tenant's blocks; ``NO_TENANT`` without a salt."""
+    """Return the 16-byte digest of a tenant's salt; ``NO_TENANT`` without a salt."""
     if not salt:
         return NO_TENANT
     return hashlib.sha256(b"kvtier.tenant\0" + salt.encode()).digest()[:HASH_BYTES]
 
 
 def chain_root(key_space: bytes, tenant: bytes) -> BlockHash:
-    """Return the parent hash of a first block in this key space for this tenant."""
+    """Return the parent hash of first blocks in this key space for this tenant."""
     assert len(key_space) == len(tenant) == HASH_BYTES
     digest = hashlib.sha256(b"kvtier.root\0" + key_space + tenant).digest()
     return BlockHash(digest[:HASH_BYTES])
@@ -124,11 +123,12 @@ def hash_blocks(
     block_tokens: int,
     extra_keys: Mapping[int, bytes] | None = None,
 ) -> list[BlockHash]:
-    """Chain the hashes of the full blocks of ``token_ids`` from ``parent``; a tail has none.
+    """Return the chained hashes of the full blocks of ``token_ids`` after ``parent``.
 
-    ``extra_keys`` maps a block's index to bytes that also decide its content (a media digest).
+    ``extra_keys`` maps a block's index to other bytes that determine its content (a media digest).
     """
-    # 0.7 ms for 128k tokens, where numpy takes 2.4 ms to read a list; refuses what is no u32.
+    # 0.7 ms for 128k tokens, where numpy takes 2.4 ms to read a list. Raises OverflowError for
+    # values outside u32.
     numbers = array("I", token_ids)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -146,12 +146,12 @@ def hash_blocks(
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
-    """Cut a concatenation of block hashes, as it travels in messages, into hashes."""
+    """Split concatenated block hashes, the form used in messages."""
     return [BlockHash(joined[i : i + HASH_BYTES]) for i in range(0, len(joined), HASH_BYTES)]
 
 
 class HeaderError(ValueError):
-    """Bytes that are no valid header; the first argument is the miss reason to count."""
+    """Invalid header; the first argument is the miss reason to count."""
 
 
 # magic, format, codec, position, key space, tenant, block hash, parent hash, payload bytes
@@ -160,12 +160,12 @@ _MAGIC = b"KVTBLOCK"
 _CODEC_RAW = 0
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = 128
-"""A header's size, padded with zeros; the same before a block on SSD, in Redis and in a message."""
+"""Size of a header, padded with zeros: the same on SSD, in Redis and in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """The identity of one stored block, and the checksum of its header and payload."""
+    """The identity of one stored block, and the checksum over its header and payload."""
 
     key_space: bytes
     tenant: bytes
@@ -191,13 +191,13 @@ class BlockHeader:
         )
 
     def pack(self) -> bytes:
-        """Return the header as ``HEADER_BYTES`` bytes."""
-        assert len(self.checksum) == _CHECKSUM_BYTES, "a header is packed once it has a checksum"
+        """Return the header as ``HEADER_BYTES`` bytes; it must have its checksum."""
+        assert len(self.checksum) == _CHECKSUM_BYTES, "the header has no checksum yet"
         return (self.identity() + self.checksum).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> "BlockHeader":
-        """Read a header back; raises HeaderError("magic" | "format" | "truncated")."""
+        """Parse a header; raises HeaderError("magic" | "format" | "truncated")."""
         if len(packed) < HEADER_BYTES:
             raise HeaderError("truncated")
         (magic, version, codec, position, key_space, tenant, block_hash, parent, payload_bytes) = (
@@ -219,7 +219,7 @@ class BlockHeader:
         )
 
     def matches(self, payload: memoryview) -> bool:
-        """Tell whether ``payload`` is, byte for byte, what was stored under this header."""
+        """Tell whether ``payload`` equals, byte for byte, what was stored under this header."""
         return len(payload) == self.payload_bytes and self.checksum == payload_checksum(
             self, payload
         )
@@ -236,15 +236,15 @@ PACKED_HEADER = np.dtype(
         ("end", "V40"),
     ]
 )
-"""A packed header as fields; ``space`` is key space and tenant."""
+"""The fields of a packed header; ``space`` is key space and tenant."""
 
 Headers = npt.NDArray[np.void]
-"""Many packed headers, as an array of ``PACKED_HEADER``."""
+"""An array of packed headers, of dtype ``PACKED_HEADER``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Whose blocks: those of a key space, of a tenant, of both; all where neither is named."""
+    """Selects blocks by key space, by tenant, or by both; all blocks if neither is given."""
 
     key_space: bytes = b""
     tenant: bytes = b""
@@ -252,19 +252,19 @@ class Selection:
     def __post_init__(self) -> None:
         for digest in (self.key_space, self.tenant):
             if len(digest) not in {0, HASH_BYTES}:
-                raise ValueError(f"a digest of {len(digest)} bytes, not {HASH_BYTES}")
+                raise ValueError(f"a digest has {HASH_BYTES} bytes, not {len(digest)}")
 
     @property
     def is_all(self) -> bool:
-        """Tell whether every block is meant."""
+        """Tell whether this selects every block."""
         return not (self.key_space or self.tenant)
 
     def has(self, key_space: bytes, tenant: bytes) -> bool:
-        """Tell whether the blocks of this key space and tenant are meant."""
+        """Tell whether this selects the blocks of a key space and tenant."""
         return self.key_space in {b"", key_space} and self.tenant in {b"", tenant}
 
     def mask(self, spaces: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a ``space`` field are meant."""
+        """Tell which rows of a ``space`` field this selects."""
         meant = np.ones(len(spaces), dtype=bool)
         for digest, columns in ((self.key_space, slice(0, 2)), (self.tenant, slice(2, 4))):
             if digest:
@@ -273,23 +273,18 @@ class Selection:
 
 
 EVERYTHING = Selection()
-"""Every block of everyone."""
-
-
-def pack_headers(headers: Iterable[BlockHeader]) -> Headers:
-    """Return headers as an array."""
-    return np.frombuffer(b"".join(header.pack() for header in headers), PACKED_HEADER)
+"""Selects every block of every tenant."""
 
 
 def unpack_headers(batches: Iterable[Headers]) -> list[BlockHeader]:
-    """Return the headers of several arrays, one after the other."""
+    """Unpack the headers of several arrays."""
     return [BlockHeader.unpack(packed.tobytes()) for batch in batches for packed in batch]
 
 
 def payload_checksum(header: BlockHeader, *payload: memoryview | bytes) -> bytes:
     """Return the xxh3-128 of a header's identity and its payload, given whole or in pieces.
 
-    Binding the identity means that the right bytes under the wrong hash fail as well.
+    Including the identity makes the right bytes under the wrong hash fail, too.
     """
     digest = xxhash.xxh3_128(header.identity())
     for piece in payload:

@@ -1,20 +1,20 @@
-"""What the daemon knows about blocks: one row a block, one numpy field a fact.
+"""The index of blocks: one row per block, one numpy field per fact.
 
 Theory
 ------
-A Python object a block would cost half a gigabyte per million blocks; columns cost 72 bytes a row
-and answer for a whole prefix in a few array operations. Rows come from a ``HashTable`` and are
-reused, so a row number is only good until the next ``forget``.
+One Python object per block would take half a gigabyte per million blocks. Columns take 72 bytes per
+row, and answer for a whole prefix in a few array operations. Rows come from a ``HashTable`` and are
+reused, so a row number is only valid until the next ``forget_absent``.
 
-A row exists as long as its block is in some tier in some state. The index knows nothing of slots'
-contents, of sessions or of time; recency is a stamp that its user hands in.
+A row exists while its block is in some tier in some state. The index knows nothing about the
+contents of slots, sessions or time; recency is a stamp that the caller sets.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.ma  # what np.unique imports when first used, perhaps with no file left to open
+import numpy.ma  # np.unique imports it on first use, when there may be no file descriptor left
 import numpy.typing as npt
 
 from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
@@ -41,26 +41,26 @@ NO_SLOT = -1
 """The slot of a block that is not in the arena."""
 
 WAS_USED = 1
-"""In ``past``: the block was loaded since it came into the CPU tier."""
+"""Flag of ``past``: the block was loaded since it entered the CPU tier."""
 
 WAS_DEMOTED = 2
-"""In ``past``: it was offered to slower tiers before it has to go, since it was last used."""
+"""Flag of ``past``: it was offered to slower tiers ahead of eviction, since it was last used."""
 
 WAS_REFUSED = 4
-"""In ``past``: what it was offered to then did not take it."""
+"""Flag of ``past``: that offer was refused."""
 
 WAS_FLUSHED = 8
-"""In ``past``: it was written to a slower tier long before it has to go."""
+"""Flag of ``past``: it was written to a slower tier long before its eviction."""
 
 IS_KEPT = 16
-"""In ``past``: it is not evicted as long as there is another that can be."""
+"""Flag of ``past``: it is only evicted if no other block can be."""
 
 NEEDED_BY: Mapping[TierName, int] = {tier: 32 << n for n, tier in enumerate(SLOW_TIERS)}
-"""In ``past``: the tier was given a child of the block, that is found through it alone."""
+"""Flags of ``past``: the tier holds a child of the block, which is only found through it."""
 assert max(NEEDED_BY.values()) < 256, "``past`` has a byte a block: widen it for a fourth slow tier"
 
 MoveListener = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
-"""Called after a move with the rows, the tier, their states before, and their state now."""
+"""Called after a move with the rows, the tier, their previous states, and their new state."""
 
 _COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
 _FACTS = np.dtype(
@@ -78,12 +78,12 @@ _FACTS = np.dtype(
     ],
     align=True,
 )
-"""A row: 72 bytes side by side, so that looking one up touches two cache lines and not nine."""
+"""A row has 72 contiguous bytes, so that a lookup touches two cache lines instead of nine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Who may read a block: the key space it is comparable in, and the tenant it belongs to."""
+    """The owner of a block: its key space and its tenant."""
 
     key_space: bytes
     tenant: bytes
@@ -91,7 +91,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """Blocks of one chain to add, each once: ``parents[i]`` is the hash before ``keys[i]``."""
+    """Distinct blocks of one chain to add: ``parents[i]`` is the hash before ``keys[i]``."""
 
     keys: Keys
     parents: Keys
@@ -101,19 +101,19 @@ class NewBlocks:
 
 
 class BlockIndex:
-    """Every block the daemon knows of, in the CPU, SSD and remote tiers."""
+    """All blocks in the CPU, SSD and remote tiers."""
 
     def __init__(self) -> None:
         self.listeners: tuple[MoveListener, ...] = ()
-        """Called after every change of residency except those of ``restore``, in this order."""
+        """Called in this order after every change of residency except those of ``restore``."""
         self.num_restored = 0
-        """How many blocks were added by ``restore``, be they there still or not."""
+        """Number of blocks that ``restore`` added, whether still present or not."""
         self.key_space_usage = KeySpaceUsage()
         self._table = HashTable(INDEX_ROWS_MAX)
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
         self._num_scopes_with_blocks = 0
-        """When it was last counted."""
+        """As of the last count."""
         self._scope_ids: dict[Scope, int] = {}
         self._counts: npt.NDArray[np.int64] = np.zeros(
             (len(LOWER_TIERS), len(Residency)), dtype=np.int64
@@ -125,15 +125,15 @@ class BlockIndex:
         self.state: npt.NDArray[np.uint8]
         """Residency by row and lower tier."""
         self.past: npt.NDArray[np.uint8]
-        """What happened to the block in the CPU tier, as bits; 0 when it comes in."""
+        """What happened to the block in the CPU tier, as flags; 0 when it enters the tier."""
         self.slot: npt.NDArray[np.int64]
-        """Offset in the arena, ``NO_SLOT`` where the block has none."""
+        """Offset in the arena, or ``NO_SLOT``."""
         self.pins: npt.NDArray[np.int32]
-        """How many leases and transfers hold the block in the CPU tier."""
+        """Number of leases and transfers that hold the block in the CPU tier."""
         self.stamp: npt.NDArray[np.int64]
-        """Recency: the larger, the later used; a parent's is never smaller than its child's."""
+        """Recency: the larger, the more recent. A parent's is never smaller than its child's."""
         self.checksum: Keys
-        """Of header and payload in the arena; zero while there is none to be served."""
+        """Checksum of header and payload in the arena; zero while the block is not served."""
         self._facts = np.zeros(0, dtype=_FACTS)
         self._fit()
 
@@ -142,7 +142,7 @@ class BlockIndex:
 
     @property
     def extent(self) -> int:
-        """Return the number of the row from which on none was ever used."""
+        """Return the first row number that was never used."""
         return self._table.extent
 
     def rows(self) -> Rows:
@@ -150,15 +150,15 @@ class BlockIndex:
         return self._table.rows()
 
     def find(self, keys: Keys) -> Rows:
-        """Return the row of each block, -1 where it is unknown. Changes nothing."""
+        """Return the row of each block, -1 if unknown. Changes nothing."""
         return self._table.find(keys)
 
     def facts(self, rows: Rows) -> npt.NDArray[np.void]:
-        """Return copies of rows, with a field for each column; -1 gives some row or other."""
+        """Return copies of rows, with a field per column; -1 gives an arbitrary row."""
         return self._facts.take(rows)
 
     def scope_id(self, scope: Scope) -> int:
-        """Return the number that stands for a scope in the ``scope`` column."""
+        """Return the number of a scope in the ``scope`` column, assigning one if necessary."""
         number = self._scope_ids.get(scope)
         if number is not None:
             return number
@@ -176,13 +176,13 @@ class BlockIndex:
         return number
 
     def known_scope(self, scope: Scope) -> int:
-        """Return a scope's number, or -1 if no block of it was ever seen. Changes nothing."""
+        """Return a scope's number, or -1 if it has none. Changes nothing."""
         return self._scope_ids.get(scope, -1)
 
     def add(self, blocks: NewBlocks, found: Rows | None = None) -> Rows:
-        """Return rows for blocks, taking new ones for those not known yet, absent everywhere.
+        """Return the rows of blocks, adding unknown ones as absent everywhere.
 
-        ``found`` is what ``find`` has just said of them, where it was asked.
+        ``found``: the result of ``find`` for these blocks, if the caller has it.
         """
         rows = self._table.find(blocks.keys) if found is None else found.copy()
         places = np.flatnonzero(rows < 0)
@@ -200,9 +200,9 @@ class BlockIndex:
         return rows
 
     def restore(self, headers: Headers, tier: TierName) -> Rows:
-        """Add blocks that a persistent tier was found to hold, as ready and older than all others.
+        """Add blocks that a persistent tier holds, as ready and older than all others.
 
-        The blocks must not be in the index, and each is given once. Returns their rows.
+        The blocks must be distinct and not in the index. Returns their rows.
         """
         rows = self._table.insert(np.ascontiguousarray(headers["block_hash"]))
         self._fit()
@@ -223,7 +223,7 @@ class BlockIndex:
         return rows
 
     def is_alike(self, rows: Rows, headers: Headers) -> npt.NDArray[np.bool_]:
-        """Tell which rows are of the very blocks that headers name: a client may have lied."""
+        """Tell which rows match the headers given: a client may have lied about a block."""
         spaces, numbers = np.unique(headers["space"], axis=0, return_inverse=True)
         scopes = [Scope(space[:2].tobytes(), space[2:].tobytes()) for space in spaces]
         known = np.array([self.known_scope(scope) for scope in scopes], np.int64)
@@ -234,10 +234,10 @@ class BlockIndex:
         return is_alike
 
     def forget_absent(self, rows: Rows) -> None:
-        """Drop those of ``rows`` that are in no tier at all; their numbers are free again."""
+        """Remove the rows that are in no tier; their numbers become free."""
         rows = np.unique(rows[rows >= 0]) if len(rows) > 1 else rows[rows >= 0]
         gone = rows[(self.state[rows] == Residency.ABSENT).all(axis=1)]
-        assert not self.pins[gone].any(), "a pinned block is somewhere"
+        assert not self.pins[gone].any(), "a pinned block must be in a tier"
         if len(gone):
             self._table.remove(self._table.keys[gone])
 
@@ -247,14 +247,14 @@ class BlockIndex:
         return column
 
     def lacks(self, rows: Rows, tier: TierName) -> npt.NDArray[np.bool_]:
-        """Return which rows may have to be written to a tier: absent there, or unverified."""
+        """Tell which rows have to be written to a tier: absent there, or unverified."""
         state = self.residency(rows, tier)
         is_lacking: npt.NDArray[np.bool_] = state == Residency.ABSENT
         is_lacking |= state == Residency.UNVERIFIED
         return is_lacking
 
     def held(self, rows: Rows, tier: TierName) -> Rows:
-        """Return those of ``rows`` that a tier has, verified or not."""
+        """Return the rows that a tier holds, verified or not."""
         state = self.residency(rows, tier)
         held: Rows = rows[(state == Residency.READY) | (state == Residency.UNVERIFIED)]
         return held
@@ -279,7 +279,7 @@ class BlockIndex:
         self.listeners = tuple(each for each in self.listeners if each != listener)
 
     def move(self, rows: Rows | int, tier: TierName, state: Residency) -> None:
-        """Set the state of rows, each given once, in a tier."""
+        """Set the state of distinct rows in a tier."""
         before = self._set(rows, tier, state)
         for listener in self.listeners:
             listener(np.atleast_1d(rows), tier, before, state)
@@ -297,12 +297,12 @@ class BlockIndex:
         return before
 
     def num_in(self, tier: TierName, state: Residency) -> int:
-        """Return how many blocks are in a state, not absent, in a tier."""
+        """Return how many blocks have a state, other than absent, in a tier."""
         assert state is not Residency.ABSENT
         return int(self._counts[_COLUMN[tier], state])
 
     def held_in(self, tier: TierName) -> dict[bytes, BlockTotals]:
-        """Return what a tier would serve, by key space."""
+        """Return what a tier can serve, by key space."""
         return dict(self.key_space_usage.totals(_COLUMN[tier]))
 
     def in_state(self, tier: TierName, state: Residency) -> Rows:
@@ -312,7 +312,7 @@ class BlockIndex:
         return matches
 
     def selected(self, rows: Rows, selection: Selection) -> Rows:
-        """Return those of ``rows`` whose blocks a selection means."""
+        """Return the rows that a selection includes."""
         if selection.is_all:
             return rows
         scopes = self._scope_ids.items()
@@ -328,7 +328,7 @@ class BlockIndex:
         return BlockHash(self._table.keys[row].tobytes())
 
     def header_of(self, row: int) -> BlockHeader:
-        """Return the header that identifies a row's block, with the checksum if it has one."""
+        """Return a row's header, including its checksum if it has one."""
         scope = self._scopes[self.scope[row]]
         return BlockHeader(
             key_space=scope.key_space,
@@ -341,21 +341,21 @@ class BlockIndex:
         )
 
     def parent_rows(self, rows: Rows) -> Rows:
-        """Return the row of each row's parent, -1 where the parent is a root or unknown."""
+        """Return the row of each row's parent, -1 if the parent is a root or unknown."""
         return self._table.find(self.parent[rows])
 
     def scope_of(self, row: int) -> Scope:
-        """Return whose block a row is."""
+        """Return the scope of a row."""
         scope: Scope = self._scopes[self.scope[row]]
         return scope
 
     def scopes(self) -> Iterator[tuple[int, Scope]]:
-        """Yield every scope remembered, with its number."""
+        """Yield every known scope with its number."""
         for scope, number in self._scope_ids.items():
             yield number, scope
 
     def _forget_scopes(self) -> None:
-        """Let the numbers of scopes that have no block left be used again."""
+        """Free the numbers of scopes without blocks."""
         in_use = np.zeros(len(self._scopes), dtype=bool)
         in_use[self.scope[self.rows()]] = True
         self._num_scopes_with_blocks = int(in_use.sum())
@@ -365,7 +365,7 @@ class BlockIndex:
         self.key_space_usage.keep_only({scope.key_space for scope in self._scope_ids})
 
     def _fit(self) -> None:
-        """Grow the columns to the table's rows."""
+        """Grow the columns to the table's capacity."""
         known = len(self._facts)
         if known < self._table.capacity:
             facts = np.zeros(self._table.capacity, dtype=_FACTS)

@@ -1,7 +1,7 @@
-"""How many blocks of each key space each tier would serve, kept up with every change.
+"""Tracks how many blocks of each key space each tier holds.
 
-Watching eyes ask for it once a second, of a million blocks: to count them then would hold the node
-up for a tenth of a second each time.
+The counts are updated with every change: counting a million blocks on each status request, once a
+second, would block the node for a tenth of a second each time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,21 +19,21 @@ _SCOPES_MIN = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockTotals:
-    """Blocks, and the bytes of their payloads."""
+    """A number of blocks, and the bytes of their payloads."""
 
     num_blocks: int = 0
     num_bytes: int = 0
 
 
 class KeySpaceUsage:
-    """Counts by key space and tier; scopes go by the numbers that the index gives them."""
+    """Block counts by key space and tier. Scopes are the numbers that the index assigns."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-        """By key space, its place in the counts."""
+        """Column of each key space in ``_ready``."""
         self._free: list[int] = []
         self._space: npt.NDArray[np.int64] = np.zeros(_SCOPES_MIN, dtype=np.int64)
-        """By scope, the place of its key space."""
+        """Column of each scope's key space, by scope."""
         self._block_bytes: list[int] = []
         self._ready: npt.NDArray[np.int64] = np.zeros((len(LOWER_TIERS), 1), dtype=np.int64)
 
@@ -41,7 +41,7 @@ class KeySpaceUsage:
         return len(self._numbers)
 
     def add_scope(self, scope: int, key_space: bytes) -> None:
-        """Learn of which key space a scope is; the number may have been another one's before."""
+        """Record the key space of a scope; its number may have belonged to another one."""
         if scope >= len(self._space):
             self._space = np.concatenate([self._space, np.zeros_like(self._space)])
         number = self._numbers.get(key_space)
@@ -50,7 +50,7 @@ class KeySpaceUsage:
         self._space[scope] = number
 
     def note_size(self, scope: int, payload_bytes: int) -> None:
-        """Learn how large a scope's blocks are: a key space has blocks of one size."""
+        """Record the block size of a scope's key space; all its blocks have the same size."""
         self._block_bytes[self._space[scope]] = payload_bytes
 
     def note_change(
@@ -61,21 +61,21 @@ class KeySpaceUsage:
         *,
         is_ready: bool,
     ) -> None:
-        """Count blocks, one or more, whose state in a tier was set, to another or the same."""
+        """Count one or more blocks whose state in a tier was set."""
         spaces = self._space[scopes]
         first = spaces[0]
-        if np.count_nonzero(spaces == first) == len(spaces):  # nearly always, and twice as fast
+        if np.count_nonzero(spaces == first) == len(spaces):  # the common case, and twice as fast
             self._ready[tier, first] += len(spaces) * is_ready - np.count_nonzero(was_ready)
         else:
             np.add.at(self._ready[tier], spaces, int(is_ready) - was_ready.astype(np.int64))
 
     def has_blocks(self, key_space: bytes) -> bool:
-        """Tell whether any tier would serve a block of a key space."""
+        """Tell whether any tier has a block of a key space ready."""
         number = self._numbers.get(key_space)
         return number is not None and bool(self._ready[:, number].any())
 
     def totals(self, tier: int) -> Iterator[tuple[bytes, BlockTotals]]:
-        """Yield each key space that a tier has blocks of, with how many."""
+        """Yield each key space of which a tier has blocks, with their totals."""
         num_ready = self._ready[tier].tolist()
         for key_space, number in self._numbers.items():
             if num_ready[number]:
@@ -83,7 +83,7 @@ class KeySpaceUsage:
                 yield key_space, BlockTotals(count, count * self._block_bytes[number])
 
     def keep_only(self, key_spaces: Iterable[bytes]) -> None:
-        """Forget all the others, which have no scope any more, and so no block."""
+        """Forget all other key spaces, which have no scope and therefore no block."""
         for key_space in self._numbers.keys() - set(key_spaces):
             self._free.append(self._numbers.pop(key_space))
 

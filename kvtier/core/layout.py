@@ -1,8 +1,8 @@
-"""How the bytes of a block are arranged, as the engine that made them declares it.
+"""The layout of a block's bytes, as the engine that computes them declares it.
 
-Nothing is ever inferred from a shape: two layouts can have equal shapes and different strides, so
-an engine names its layout and version, both travel in the key space, and a name the daemon does
-not know is refused at registration.
+A layout is never inferred from a shape: two layouts can have equal shapes and different strides. An
+engine names its layout and version, both are part of the key space, and the daemon refuses a layout
+it does not know at registration.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ KNOWN_LAYOUTS = frozenset(
 """Layouts the daemon accepts, as (name, version).
 
 ``paged`` 1: engine blocks in token order, each (layer, K/V, token, KV head, head dim), contiguous.
-``vllm-chunk`` 1: a row of vLLM's CPU tier, as its configuration arranges the pages of all workers.
-``vllm-lbhnc`` 1: engine blocks in token order, each (layer, page), a page as vLLM's backend has it:
-its dimensions in the order of the name, layer and block left out. So are the five others.
-"""
+``vllm-chunk`` 1: a row of vLLM's CPU tier, with the pages of all workers arranged as configured.
+``vllm-lbhnc`` 1: engine blocks in token order, each (layer, page); the page has the dimensions of
+vLLM's backend, in the order of the name without layer and block. The other five follow the same
+scheme."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The arrangement of one block: ``block_tokens`` tokens, all layers, ``block_bytes`` bytes."""
+    """The layout of one block: ``block_tokens`` tokens of all layers in ``block_bytes`` bytes."""
 
     name: str
     version: int
@@ -40,11 +40,11 @@ class KVLayout:
     block_bytes: int
     dtype: str
     detail: str
-    """Everything else that fixes the meaning of the bytes, in a canonical, readable form."""
+    """Everything else that determines the meaning of the bytes, in a canonical, readable form."""
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0 or self.block_bytes <= 0:
-            raise ValueError(f"a block has tokens and bytes, got {self}")
+            raise ValueError(f"block_tokens and block_bytes must be positive: {self}")
 
 
 def paged_layout(
@@ -57,12 +57,12 @@ def paged_layout(
     dtype: str,
     dtype_bytes: int,
 ) -> KVLayout:
-    """Describe a block of the integrated engine: ``block_tokens / engine_block_tokens`` blocks.
+    """Return the layout of the integrated engine, with several engine blocks in each block.
 
-    Raises ValueError where a block is no whole number of engine blocks.
+    Raises ValueError unless a block is a whole number of engine blocks.
     """
     if block_tokens % engine_block_tokens:
-        raise ValueError(f"{block_tokens} tokens are no multiple of {engine_block_tokens}")
+        raise ValueError(f"{block_tokens} is not a multiple of {engine_block_tokens}")
     return KVLayout(
         name="paged",
         version=1,

@@ -1,4 +1,4 @@
-"""What is to be decided about a request, what is decided, and what came of it."""
+"""Values that the planner takes and returns: requests, measurements, plans and outcomes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted seconds: about half the time it takes longer than ``mean_s``, seldom ``p95_s``."""
+    """Predicted seconds: about half of the cases take longer than ``mean_s``, few ``p95_s``."""
 
     mean_s: float
     p95_s: float
@@ -31,49 +31,49 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One transfer of a tier, from the moment a worker began with it."""
+    """The measurement of one transfer, from the moment a worker started it."""
 
     num_blocks: int
     num_bytes: int
     depth: int
-    """Transfers of that route under way when it began, itself included."""
+    """Transfers in flight on that route when it started, including itself."""
     seconds: float
-    """Without the time it waited in the queue."""
+    """Duration without the time in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step of an engine: a batch of chunks of prompts and of single tokens."""
+    """The measurement of one engine step: a batch of prefill chunks and decode tokens."""
 
     num_prefill_tokens: int
     num_decode_tokens: int
     attended: float
-    """Sum over the chunks of prompts of new * (past + new / 2), in tokens squared."""
+    """Sum over the prefill chunks of new * (past + new / 2), in tokens squared."""
     decode_past_tokens: int
-    """Tokens before the new ones, over the sequences that decode."""
+    """Sum of the context lengths of the decoding sequences, without the new tokens."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine has to do before a request that comes now."""
+    """The work of an engine ahead of a request that arrives now."""
 
     waiting_tokens: int = 0
-    """Prompt tokens still to compute, of requests that run or wait."""
+    """Prompt tokens still to compute, of running and waiting requests."""
     num_running: int = 0
-    """Sequences that decode."""
+    """Number of decoding sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What a model takes, for as long as no step was measured."""
+    """The model's operations and the device's speed, used until a step is measured."""
 
     per_token: float = 0.0
-    """Floating-point operations of the layers for one token."""
+    """Floating-point operations of the layers per token."""
     per_attended: float = 0.0
-    """And for each token it attends to."""
+    """Additional operations per token and attended token."""
     per_s: float = 0.0
-    """What the engine's device does in a second, as it measured; 0: unknown."""
+    """Measured operations per second of the engine's device; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,115 +83,140 @@ class Source:
     tier: TierName
     num_blocks: int
     queued_bytes: int
-    """Of reads that wait or fly on that route before these."""
+    """Bytes of reads that are queued or in flight on that route."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What was found for a request, and what its engine has to do."""
+    """What was found for a request, and the load of its engine."""
 
     key_space: bytes
     sources: tuple[Source, ...]
     """In the order of the chain."""
     first_token: int
-    """Where the found blocks begin; the tokens before it the engine has itself."""
+    """Position where the found blocks begin; the engine has the tokens before it."""
     num_tokens: int
-    """Of the whole prompt; 0: unknown."""
+    """Length of the whole prompt; 0 if unknown."""
     block_tokens: int
     block_bytes: int
     limit_blocks: int | None
-    """The request wants no more; None: it says nothing."""
+    """Most blocks that the request wants restored; None: no limit."""
     load: EngineLoad
     can_split: bool
-    """Whether the engine can compute the front while the back is loaded."""
+    """Whether the engine can compute the front while the back is being loaded."""
     session: str = ""
-    """Of the engine, which is planned for by what it reported itself."""
+    """The engine's session, whose own measurements are used."""
 
     @property
     def num_found(self) -> int:
         """Return how many blocks could be restored."""
         return sum(source.num_blocks for source in self.sources)
 
+    @property
+    def num_wanted(self) -> int:
+        """Return how many of the found blocks the request allows to restore."""
+        limit = self.num_found if self.limit_blocks is None else max(self.limit_blocks, 0)
+        return min(self.num_found, limit)
+
+    def by_tier(self, num_blocks: int) -> dict[TierName, int]:
+        """Return how many of the first ``num_blocks`` found blocks each tier would serve."""
+        counts: dict[TierName, int] = {}
+        for source in self.sources:
+            taken = min(max(source.num_blocks, 0), num_blocks)
+            if taken:
+                counts[source.tier] = counts.get(source.tier, 0) + taken
+            num_blocks -= taken
+        return counts
+
+    def tier_at(self, index: int) -> TierName:
+        """Return the tier that would serve the found block with this index."""
+        for source in self.sources:
+            if index < source.num_blocks:
+                return source.tier
+            index -= source.num_blocks
+        raise AssertionError("the index is beyond the found blocks")
+
 
 class PlanReason(StrEnum):
-    """Why so much is restored and no more."""
+    """Why a plan restores the number of blocks that it does."""
 
     ALL = "all"
-    """Restoring whatever is there ends first."""
+    """Restoring everything found is fastest."""
     PART = "part"
-    """Restoring the rest too would end later."""
+    """Restoring the rest as well would be slower."""
     SPLIT = "split"
-    """The rest is computed meanwhile."""
+    """The front is computed while the back is restored."""
     COST = "cost"
-    """Recomputing ends first."""
+    """Recomputing is faster."""
     RISK = "risk"
-    """Recomputing ends later on average, but restoring might take far longer."""
+    """Recomputing is slower on average, but restoring might take far longer."""
     GUARD = "guard"
-    """The tier did not pay lately."""
+    """The tier's recent restores did not pay off."""
     LIMIT = "limit"
-    """The request wants no more."""
+    """The request limits it."""
     NOTHING = "nothing"
-    """No block that it lacks is there."""
+    """No missing block was found."""
     ALWAYS = "always"
     NEVER = "never"
-    """By configuration."""
+    """Disabled by configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """How much of what was found to restore: the first ``num_blocks`` of it, 0: nothing."""
+    """A decision to restore the first ``num_blocks`` found blocks; 0: none."""
 
     decision: int
-    """Its number; outcomes refer to it."""
+    """Number of the decision, to which outcomes refer."""
     num_blocks: int
     reason: PlanReason
     is_split: bool = False
-    """Load from the back, and compute from the front meanwhile, until they meet."""
+    """Load from the back while the engine computes from the front, until both meet."""
     part_blocks: int = 0
-    """A transfer of it carries no more blocks; 0: as many as usual."""
+    """Most blocks per transfer; 0: the usual number."""
     wait_ns: int = 0
-    """How long to wait for it; then what is there is used, and the rest computed."""
+    """How long the request waits for the restore, before it uses what has arrived and computes the
+    rest."""
     restore: Estimate = field(default_factory=lambda: Estimate(0.0, 0.0))
-    """Of the time until all of ``num_blocks`` are there; of the best restore there was, where
-    nothing is restored."""
+    """Time until all of ``num_blocks`` are in place; of the best restore found if ``num_blocks`` is
+    0."""
     recompute: Estimate = field(default_factory=lambda: Estimate(0.0, 0.0))
-    """Of the time to compute the same tokens instead, the wait for the engine included."""
+    """Time to compute the same tokens instead, including the wait for the engine."""
     total_s: float = 0.0
     """Predicted time to first token with this plan."""
     recompute_total_s: float = 0.0
-    """Predicted time to first token without any restoring."""
+    """Predicted time to first token without any restore."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """What came of a plan, as its engine measured it."""
+    """The outcome of a plan, as its engine measured it."""
 
     decision: int
     tiers: tuple[tuple[TierName, int], ...]
-    """Blocks restored, by the tier they came from."""
+    """Number of blocks restored from each tier."""
     restore_s: float
-    """From asking for them until the last one that was used was in place."""
+    """Time from requesting the blocks until the last one used was in place."""
     computed_tokens: int
-    """Of the prompt."""
+    """Computed tokens of the prompt."""
     compute_s: float
-    """The steps that computed them, as far as they were this request's share."""
+    """This request's share of the steps that computed them."""
     wait_s: float
-    """In the engine's queue."""
+    """Time in the engine's queue."""
     ttft_s: float
-    """From the request's arrival to its first token."""
+    """Time to first token, from the request's arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanEvaluation:
-    """What a decision was worth, as far as one can tell afterwards."""
+    """What a decision gained or lost, as far as it can be told afterwards."""
 
     saved_s: Mapping[TierName, float]
-    """Time to first token that restoring saved against computing, by tier."""
+    """Reduction of the time to first token compared with computing, by tier."""
     lost_s: Mapping[TierName, float]
-    """What it cost where computing would have been faster."""
+    """Increase of the time to first token compared with computing, by tier."""
     regret_s: float
-    """What the other road would have saved; 0: this one was the better."""
+    """What the alternative would have saved; 0 if the decision was right."""
     taken: str
     """``restore`` or ``recompute``."""
     cold_s: float | None = None
-    """Measured time of computing the same prompt; None if there is only a prediction."""
+    """Measured time to compute the same prompt; None if it is only predicted."""

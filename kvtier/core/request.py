@@ -1,4 +1,4 @@
-"""What a client says of a request besides its tokens: hints, wishes and limits."""
+"""What a client says about a request besides its tokens, and what a load is for."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -8,51 +8,52 @@ __all__ = ["NO_TRAITS", "LoadPurpose", "RequestTraits"]
 
 @dataclass(frozen=True, slots=True)
 class RequestTraits:
-    """Everything has a default, so that a client that says nothing is served as well."""
+    """Attributes of a request. All have defaults: a client does not have to set any."""
 
     request_id: str = ""
-    """Names the request in explanations; a lookup that is repeated under it counts once."""
+    """Name of the request in explanations. Repeated lookups under the same id count once."""
     num_tokens: int = 0
-    """Of the whole prompt, with the tokens behind its last full block; 0: unknown."""
+    """Length of the whole prompt, including tokens after its last full block; 0 if unknown."""
     kind: str = ""
-    """A word of the client for requests of one sort (``chat``, ``agent``), to tell them apart."""
+    """The client's label for this kind of request, such as ``chat`` or ``agent``."""
     continues: float | None = None
-    """How likely this chain is asked for again, 0 to 1; 0: it is final; None: nothing is said."""
+    """Probability that this chain is requested again, 0 to 1; None if unknown."""
     gap_s: float | None = None
-    """When that will be, about, in seconds from now."""
+    """Expected time until then, in seconds."""
     priority: int = 0
-    """0: as any other; 1 and more: kept before others, within the budget for that."""
+    """1 and more: blocks are kept before those of other requests, within the budget for that."""
     ttl_s: float | None = None
-    """Its blocks are kept that long, within the budget for that."""
+    """How long blocks are kept, in seconds, within the same budget."""
     max_offload_tokens: int | None = None
-    """Exactly so many leading tokens are taken, rounded down to blocks; 0: none."""
+    """Offload exactly this many leading tokens, rounded down to blocks; 0: none."""
     max_load_tokens: int | None = None
-    """At most so many tokens are restored, rounded down to blocks; 0: none."""
+    """Restore at most this many tokens, rounded down to blocks; 0: none."""
 
 
 NO_TRAITS = RequestTraits()
-"""Of a request of which nothing is said."""
+"""The traits of a request about which the client says nothing."""
 
 
 class LoadPurpose(Enum):
-    """Blocks that one call holds and another copies are counted once, each half where it is done.
+    """Whether a load promotes blocks, copies them, or both; each half is counted where it happens.
 
-    vLLM must know what it will get before it has room for it: its scheduler holds, a worker copies.
+    vLLM has to know what it will get before it has room for it: its scheduler holds blocks, and a
+    worker copies them later.
     """
 
     COPY = auto()
-    """Bring blocks up and copy them."""
+    """Promote blocks and copy them."""
     HOLD = auto()
-    """Bring them up, for somebody who copies them later."""
+    """Promote blocks for another call that copies them later."""
     COPY_HELD = auto()
-    """Copy what was brought up so."""
+    """Copy blocks that an earlier call holds."""
 
     @property
     def brings(self) -> bool:
-        """Tell whether it is this load that brings blocks up."""
+        """Tell whether this load promotes blocks."""
         return self is not LoadPurpose.COPY_HELD
 
     @property
     def copies(self) -> bool:
-        """Tell whether it is this load that copies them."""
+        """Tell whether this load copies blocks."""
         return self is not LoadPurpose.HOLD

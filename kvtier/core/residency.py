@@ -1,4 +1,4 @@
-"""Where a block is, and in which state it is there."""
+"""The tiers, and the state of a block in a tier."""
 
 from enum import IntEnum
 
@@ -15,4 +15,4 @@ class Residency(IntEnum):
     READY = 2
     EVICTING = 3
     UNVERIFIED = 4
-    """The tier had the block but may have lost it; it is not served until the tier confirms it."""
+    """The tier had the block but may have lost it. It is served again once the tier confirms it."""

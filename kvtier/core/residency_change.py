@@ -1,4 +1,4 @@
-"""What came to a tier, or left it: as the node tells it, and a client hears it."""
+"""A change in which blocks a tier holds, as the node reports it to clients."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ __all__ = ["RESYNC", "ResidencyChange"]
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChange:
-    """Blocks that a tier has from now on, or has no more, in the order in which it happened."""
+    """Blocks that a tier now holds, or no longer holds, in the order of the changes."""
 
     tier: TierName | None
-    """None: nothing that was told before counts, and all that is there is told again."""
+    """None: earlier changes are void, and the complete contents follow."""
     is_there: bool
     keys: Keys
 
 
 RESYNC = ResidencyChange(None, is_there=False, keys=as_keys(b""))
-"""What a feed begins with, and goes on with after a gap."""
+"""The first change of a feed, and the first one after a gap."""

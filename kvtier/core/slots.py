@@ -1,9 +1,17 @@
-"""Which part of the arena belongs to which block: a slab allocator, as plain arithmetic.
+"""A slab allocator for the arena, and the rule for sharing slabs between block sizes.
 
-The arena is cut into slabs of equal size. A slab serves slots of one size, set when its first slot
-is taken and given up when its last one comes back, so that engines with blocks of different sizes
-share one arena without fragmenting it. A slot is named by its offset in the arena, and has an
-owner: a number that its user chose. It may be *held*: its owner cannot leave it now.
+Theory
+------
+The arena is divided into slabs of equal size. A slab serves slots of one size, which is set when
+its first slot is taken and cleared when its last one is given back, so engines with different block
+sizes share an arena without fragmenting it. A slot is identified by its offset in the arena and has
+an owner, a number that the caller chooses. A *held* slot cannot be given back.
+
+A block can only replace another one of the same size; otherwise a whole slab has to change hands.
+If age alone decided that, whoever stores most would end up with all slabs. So each size in use has
+a *fair share*: the number of slabs divided by the number of sizes. A size below its share takes
+slabs from sizes above theirs; a size that has its share evicts its own blocks. Unused slabs are
+open to all, and a size that is no longer used has no share.
 """
 
 from collections import Counter
@@ -21,7 +29,7 @@ _NOBODY = -1
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """Round a block up to whole pages, as direct I/O and mappings need it."""
+    """Round a block's size up to whole pages, as direct I/O and memory mappings need it."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -29,12 +37,12 @@ def slot_bytes(block_bytes: int) -> int:
 class _Slab:
     slot_bytes: int = 0
     owners: Rows = field(default_factory=lambda: np.empty(0, np.int64))
-    """By slot, who has it."""
+    """Owner of each slot, ``_NOBODY`` if it is free."""
     free: list[int] = field(default_factory=list)
-    """A stack of slots."""
+    """Stack of free slots."""
     num_held: int = 0
     next_bytes: int = 0
-    """If not 0, nothing more is taken here, and once empty it serves slots of this size."""
+    """If not 0, the slab is being drained and will then serve slots of this size."""
 
     @property
     def num_taken(self) -> int:
@@ -42,9 +50,9 @@ class _Slab:
 
 
 class SlabAllocator:
-    """Hands out slots of the arena ``[0, num_slabs * slab_bytes)``.
+    """Allocates slots of the arena ``[0, num_slabs * slab_bytes)``.
 
-    Slabs become usable one after the other with ``reserve``, as their memory is made available.
+    ``reserve`` makes slabs usable one after another, as their memory becomes available.
     """
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
@@ -52,16 +60,16 @@ class SlabAllocator:
         assert slab_bytes % PAGE_BYTES == 0
         self.slab_bytes = slab_bytes
         self.held_bytes = 0
-        """Of all slots that are held."""
+        """Total size of the held slots."""
         self._slabs = [_Slab() for _ in range(num_slabs)]
         self._num_reserved = 0
         self._blank: list[int] = []
         self._partial: dict[int, set[int]] = {}
-        """By slot size, the slabs from which a slot can be taken."""
+        """By slot size, the slabs that have a free slot."""
         self._slabs_of: dict[int, set[int]] = {}
-        """By slot size, all its slabs; no size without any."""
+        """By slot size, all its slabs; sizes without slabs are absent."""
         self._num_taken: Counter[int] = Counter()
-        """By slot size, the slots that are taken."""
+        """By slot size, the number of taken slots."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -70,24 +78,24 @@ class SlabAllocator:
 
     @property
     def num_reserved(self) -> int:
-        """Return how many slabs have memory behind them."""
+        """Return the number of slabs that are backed by memory."""
         return self._num_reserved
 
     @property
     def reserved_bytes(self) -> int:
-        """Return how much of the arena has memory behind it so far."""
+        """Return how much of the arena is backed by memory."""
         return self._num_reserved * self.slab_bytes
 
     def reserve(self, num_slabs: int) -> None:
-        """Make the first ``num_slabs`` slabs usable; never takes any back."""
+        """Make the first ``num_slabs`` slabs usable. Never shrinks."""
         num_slabs = min(num_slabs, len(self._slabs))
         fresh = range(self._num_reserved, num_slabs)
-        # Low offsets first, so that a small cache touches little memory.
+        # Low offsets come first, so that a small cache touches little memory.
         self._blank = [*reversed(fresh), *self._blank]
         self._num_reserved = max(self._num_reserved, num_slabs)
 
     def take(self, size: int, owner: int) -> int | None:
-        """Return the offset of a free slot of ``size`` bytes, or None when there is none."""
+        """Return the offset of a free slot of ``size`` bytes, or None if there is none."""
         assert 0 < size <= self.slab_bytes
         if not self._partial.get(size):
             if not self._blank:
@@ -103,9 +111,9 @@ class SlabAllocator:
         return number * self.slab_bytes + place * size
 
     def take_some(self, size: int, owners: Rows) -> list[int]:
-        """Take and hold a slot for each of the leading owners, as many as are free.
+        """Take and hold a slot for as many of the leading owners as there are free slots.
 
-        Returns their offsets, which are those that ``take`` would have given one by one.
+        Returns the same offsets as one ``take`` per owner would.
         """
         offsets: list[int] = []
         while len(offsets) < len(owners):
@@ -115,7 +123,7 @@ class SlabAllocator:
             number = offset // self.slab_bytes
             slab = self._slabs[number]
             offsets.append(offset)
-            # The rest of what this slab has: looking for the slab costs more than a slot of it.
+            # Take the rest from the same slab: finding a slab costs more than taking a slot.
             more = owners[len(offsets) : len(offsets) + len(slab.free)]
             if len(more):
                 places = slab.free[-len(more) :][::-1]
@@ -130,10 +138,10 @@ class SlabAllocator:
         return offsets
 
     def give(self, offset: int) -> None:
-        """Take back a slot that is not held; the last one of a slab makes the slab blank again."""
+        """Free a slot that is not held; a slab whose last slot is freed becomes blank."""
         number, place = self._place_of(offset)
         slab = self._slabs[number]
-        assert slab.owners[place] != _NOBODY, "a slot is given back once"
+        assert slab.owners[place] != _NOBODY, "the slot is already free"
         slab.owners[place] = _NOBODY
         slab.free.append(place)
         self._num_taken[slab.slot_bytes] -= 1
@@ -143,7 +151,7 @@ class SlabAllocator:
             self._close(number)
 
     def hold(self, offset: int) -> None:
-        """Note that a slot's owner cannot leave it until the matching ``let_go``."""
+        """Hold a slot until the matching ``let_go``."""
         slab = self._slabs[offset // self.slab_bytes]
         slab.num_held += 1
         self.held_bytes += slab.slot_bytes
@@ -151,7 +159,7 @@ class SlabAllocator:
     def let_go(self, offset: int) -> None:
         """End one ``hold``."""
         slab = self._slabs[offset // self.slab_bytes]
-        assert slab.num_held > 0, "every let_go has its hold"
+        assert slab.num_held > 0, "let_go without hold"
         slab.num_held -= 1
         self.held_bytes -= slab.slot_bytes
 
@@ -162,17 +170,17 @@ class SlabAllocator:
         return self._slabs_of.keys()
 
     def num_slabs_of(self, size: int) -> int:
-        """Return how many slabs serve slots of a size."""
+        """Return the number of slabs of a slot size."""
         return len(self._slabs_of.get(size, ()))
 
     def has_room_share(self, size: int, share: float) -> bool:
-        """Tell whether at least this share of all slots that a size can have is free."""
+        """Tell whether at least this share of the slots that a size could have is free."""
         num_slabs = self.num_slabs_of(size) + len(self._blank)
         num_slots = num_slabs * (self.slab_bytes // size)
         return num_slots - self._num_taken[size] >= share * num_slots
 
     def num_free(self, size: int) -> int:
-        """Return how many slots of a size can be taken without evicting anything."""
+        """Return how many slots of a size can be taken without evicting a block."""
         num_slabs = self.num_slabs_of(size) + len(self._blank)
         return num_slabs * (self.slab_bytes // size) - self._num_taken[size]
 
@@ -190,20 +198,20 @@ class SlabAllocator:
         return taken
 
     def slab_at(self, offset: int) -> int:
-        """Return the number of the slab around ``offset``."""
+        """Return the number of the slab at ``offset``."""
         return offset // self.slab_bytes
 
     def slabs_by_held(self, size: int) -> list[tuple[int, int]]:
-        """Return for each slab of a size that is not being drained how many of its slots are held.
+        """Return (number of held slots, slab) for the slabs of a size, ascending.
 
-        As pairs of that count and the slab, in ascending order.
+        Draining slabs are left out.
         """
         numbers = self._slabs_of.get(size, ())
         slabs = ((self._slabs[number], number) for number in numbers)
         return sorted((slab.num_held, number) for slab, number in slabs if not slab.next_bytes)
 
     def drain(self, number: int, size: int) -> None:
-        """Take nothing more from a slab, and let it serve slots of ``size`` once it is empty."""
+        """Take no more slots from a slab, and give it to ``size`` once it is empty."""
         slab = self._slabs[number]
         assert slab.slot_bytes != size
         slab.next_bytes = size
@@ -212,20 +220,16 @@ class SlabAllocator:
             self._close(number)
 
     def clear(self, number: int) -> None:
-        """Make a slab without any taken slot blank."""
+        """Make a slab without taken slots blank."""
         assert self._slabs[number].num_taken == 0
         self._close(number)
 
     def num_draining_for(self, size: int) -> int:
-        """Return how many slabs are being drained for a size."""
+        """Return how many slabs are draining for a size."""
         return sum(slab.next_bytes == size for slab in self._slabs)
 
-    def size_at(self, offset: int) -> int:
-        """Return the slot size of the slab at ``offset``."""
-        return self._slabs[offset // self.slab_bytes].slot_bytes
-
     def used_bytes(self) -> int:
-        """Return the bytes of the slots that are taken."""
+        """Return the total size of the taken slots."""
         return sum(size * count for size, count in self._num_taken.items())
 
     def _place_of(self, offset: int) -> tuple[int, int]:
@@ -240,7 +244,7 @@ class SlabAllocator:
         self._slabs_of.setdefault(size, set()).add(number)
 
     def _close(self, number: int) -> None:
-        """Make an empty slab blank, or let it serve the size it was drained for."""
+        """Make an empty slab blank, or give it to the size it was drained for."""
         slab = self._slabs[number]
         assert slab.num_held == 0, "an empty slab with held slots"
         self._partial[slab.slot_bytes].discard(number)
@@ -256,9 +260,9 @@ class SlabAllocator:
 
 
 def donors(size: int, slabs_of: Mapping[int, int], in_use: Set[int], num_slabs: int) -> list[int]:
-    """Return the block sizes that are to make room for ``size``, first who should first.
+    """Return the block sizes that have to make room for ``size``, in the order to try them.
 
-    ``slabs_of`` tells how many of the ``num_slabs`` slabs each size has. Changes nothing.
+    ``slabs_of`` is the number of slabs of each size, out of ``num_slabs``. Changes nothing.
 
     >>> donors(1, {1: 3, 37: 5}, {1, 37}, 8)
     [37, 1]

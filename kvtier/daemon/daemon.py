@@ -172,7 +172,7 @@ class Daemon:
         self.metrics.set(READY, is_serving())
 
     def _own_tier(self, config: Config, name: TierName) -> BreakerTier:
-        return open_tier(config, name, self._ring, self._policies.history.orders.scores)
+        return open_tier(config, name, self._ring, self._policies.history.queues.scores)
 
     def _open_node(
         self, tiers: dict[TierName, BreakerTier], closing: ClosingStack

@@ -1,4 +1,4 @@
-"""The integrated engine: paged attention over transformers' model code.
+"""The integrated engine: paged attention on top of transformers' model code.
 
-It knows nothing of tiers or gRPC: what is below the GPU reaches it through ``port.KVPort``.
+It knows nothing about tiers or gRPC: everything below the GPU is behind ``port.KVPort``.
 """

@@ -1,18 +1,18 @@
-"""Paged attention for transformers' own model code.
+"""Paged attention for transformers' model code.
 
 Theory
 ------
-transformers looks its attention up by name, and hands every unknown keyword of the model's
-forward call down to it: so the model's code stays as it is, and ``batch`` tells where each token's
-K and V go in the pool and which blocks each sequence reads.
+transformers looks up the attention function by name, and passes every unknown keyword of the
+model's forward call to it. So the model's code stays unchanged, and ``batch`` tells where each
+token's K and V go in the pool and which blocks each sequence reads.
 
-A batch is flat: (1, total tokens), the new tokens of all sequences one after the other. K and V of
-all of them are written with one index operation; then each sequence reads its blocks back and
-attends over exactly its own tokens, never over what lies beyond them in its last block.
+A batch is flat, (1, total tokens): the new tokens of all sequences, one after another. K and V of
+all of them are written with one index operation; then each sequence gathers its blocks and attends
+to exactly its own tokens, never to the unused end of its last block.
 
-Measured on two cores (9 heads on 3, head dim 64, float32): reading 375 blocks as rows of one
-matrix takes 0.07 ms, as a five-dimensional index 0.34 ms; attention with ``enable_gqa`` takes
-0.26 ms for one token after 2,048, with repeated heads 3.5 ms.
+Measured on two cores (9 heads on 3, head dim 64, float32): reading 375 blocks as rows of one matrix
+takes 0.07 ms, as a five-dimensional index 0.34 ms; attention with ``enable_gqa`` takes 0.26 ms for
+one token after 2,048, with repeated heads 3.5 ms.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from kvtier.engine.pool import BlockPool
 __all__ = ["ATTENTION_NAME", "AttentionBatch", "Span", "paged_attention", "register_attention"]
 
 ATTENTION_NAME = "kvtier_paged"
-"""What a model's ``attn_implementation`` is set to."""
+"""The value of a model's ``attn_implementation``."""
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""Keywords by which a model would ask for another attention than this one."""
+"""Keywords that request a kind of attention which is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A span made ready: what every layer needs of it, computed once a batch."""
+    """A span with what every layer needs, computed once per batch."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ class _Part:
 
 
 class AttentionBatch:
-    """Where the tokens of one forward call are in the pool."""
+    """Locations in the pool of the tokens of one forward call."""
 
     def __init__(self, pool: BlockPool, spans: Sequence[Span]) -> None:
         self._shape = pool.shape
@@ -79,13 +79,16 @@ class AttentionBatch:
         self._write_rows = torch.cat(write_rows).to(device)
 
     def _causal_mask(self, span: Span) -> torch.Tensor:
-        """Return what to add to the scores: a new token sees the past, itself and those before."""
+        """Return the additive mask: a new token sees the past, itself and new tokens before it."""
         length = span.num_past + span.num_new
         mask = torch.full((span.num_new, length), float("-inf"), dtype=self._shape.dtype)
         return mask.triu_(diagonal=span.num_past + 1)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new tokens' (1, KV heads, tokens, head dim) of one layer into the pool."""
+        """Write the new tokens' K and V of one layer to the pool.
+
+        Each has the shape (1, KV heads, tokens, head dim).
+        """
         tokens_per_block = self._shape.block_tokens
         for is_value, states in enumerate((key, value)):
             rows = self._write_rows + (layer * 2 + is_value) * tokens_per_block
@@ -125,11 +128,11 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Write the batch's K and V and attend over the pool: transformers' attention interface."""
-    assert attention_mask is None, "the batch says who sees whom, and nothing else does"
-    assert batch.num_tokens == query.shape[2], "the batch describes every token"
+    """Write the batch's K and V and attend to the pool: transformers' attention interface."""
+    assert attention_mask is None, "the batch alone determines the mask"
+    assert batch.num_tokens == query.shape[2], "the batch must describe every token"
     wanted = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    assert not wanted, f"the model asks for {wanted}; it should have been refused at loading"
+    assert not wanted, f"the model needs {wanted}, which loading should have refused"
     layer = module.layer_idx
     assert isinstance(layer, int)
     batch.write(layer, key, value)
@@ -137,11 +140,11 @@ def paged_attention(
 
 
 def _no_mask(*_args: object, **_kwargs: object) -> None:
-    """Make no mask: transformers would build one from the flat batch, which is one sequence."""
+    """Return no mask: transformers would treat the flat batch as one sequence."""
 
 
 def register_attention() -> None:
-    """Make ``ATTENTION_NAME`` known to transformers; may be called again."""
+    """Register ``ATTENTION_NAME`` in transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

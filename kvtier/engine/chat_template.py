@@ -1,16 +1,16 @@
-"""A model's chat template: turns a conversation into the tokens of a prompt.
+"""A model's chat template: prompts from conversations, and the tokens that end an answer.
 
 Theory
 ------
 A template renders a conversation to one text, in which special tokens such as ``<|im_end|>`` mark
-where a message ends and who speaks next. A tokenizer cannot tell the template's own ``<|im_end|>``
-from one that is spelled out in a message, so a message could end its turn and begin another one in
-a different role.
+where a message ends and who speaks next. A tokenizer cannot distinguish the template's own
+``<|im_end|>`` from one that a message spells out, so a message could end its turn and begin another
+one in a different role.
 
-Before rendering, a *guard*, which is a character that no message contains, is inserted into every
-special token that a message spells out: ``<`` guard ``|im_end|>`` matches no special token. The
-prompt is tokenized as a whole, and the tokens of the guards are dropped. So the text around a guard
-keeps its tokens, and a conversation that spells out no special token has no guards at all.
+Before rendering, a *guard*, a character that no message contains, is inserted into every special
+token that a message spells out: ``<`` guard ``|im_end|>`` matches no special token. The prompt is
+tokenized as a whole, and the tokens of the guards are dropped. So the text around a guard keeps its
+tokens, and a conversation that spells out no special token has no guards at all.
 
 The *outline* is the conversation rendered with a placeholder for each text. It shows which texts
 the template leaves out, and how many special tokens the template itself writes.
@@ -18,6 +18,10 @@ the template leaves out, and how many special tokens the template itself writes.
 Newer releases of transformers have ``sanitize_control_tokens`` for this. It tokenizes piece by
 piece, drops some private-use characters, and treats the ``<think>`` of earlier answers as text, so
 the prompt would differ from the cached one.
+
+An answer ends with the end-of-sequence token, or with another token: many models end their turn in
+a chat with one that different files name in different places. Without it an answer runs on into
+invented turns.
 """
 
 import re
@@ -37,20 +41,20 @@ _NO_ROLE = "kvtiernorole"
 """A role that no chat template supports."""
 
 _REMEDIES: Mapping[str, str] = {
-    "content": "send its text in another message",
-    "name": "leave it out, or write it into the content",
+    "content": "send this text in another message",
+    "name": "omit it or put it into the content",
 }
-"""Fields of a message that the model must see, and the remedy if a template leaves one out."""
+"""Fields of a message that the model must see, and the remedy if a template omits one."""
 
 _PLACEHOLDER = re.compile(r"kvtier(\d+)(content|name)")
 """Only letters and digits, so that trimming, JSON and tokenization leave it as it is."""
 
 _GUARDS: Sequence[str] = [chr(code) for code in range(0x10FFFF, 0x10FFBF, -1)]
-"""Noncharacters, and the end of the last private-use plane: no vocabulary merges their bytes."""
+"""Noncharacters and the end of the last private-use plane: no vocabulary merges their bytes."""
 
 
 class MessageRefused(ValueError):
-    """Raised for a message that the model would not see as it was sent; ``param`` names it."""
+    """A message that the model would not see as it was sent; ``param`` names it."""
 
     def __init__(self, param: str, problem: str, remedy: str) -> None:
         super().__init__(f"{param}: {problem}; {remedy}")
@@ -145,7 +149,7 @@ class ChatTemplate:
             rendered = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # templates are programs and may raise anything
             raise ValueError(f"the chat template refused the messages: {error}") from error
         assert isinstance(rendered, str)
         return rendered
@@ -221,14 +225,14 @@ def _guard_for(messages: _Messages) -> str:
     for guard in _GUARDS:
         if not any(guard in text for text in texts):
             return guard
-    raise _unprotected("messages", "contain all characters at the end of Unicode's private use")
+    raise _unprotected("messages", "contain every character that could serve as a guard")
 
 
 def _unprotected(param: str, problem: str) -> MessageRefused:
     return MessageRefused(
         param,
-        f"{problem}, which this model's tokenizer cannot read as text",
-        "change the text, or set engine.parse_special_in_messages",
+        f"{problem}, which this model's tokenizer cannot treat as plain text",
+        "change the text or set engine.parse_special_in_messages",
     )
 
 
@@ -236,7 +240,7 @@ _NAMES = ("eos_token_id", "eot_token_id", "eom_token_id")
 """End of sequence, of turn and of message."""
 
 _ANSWER = "kvtier-answer"
-"""Placeholder for an answer, to find out what the chat template writes after it."""
+"""Placeholder for an answer, to find what the chat template writes after it."""
 
 
 def end_tokens(path: Path, model: Any, tokenizer: Any) -> frozenset[int]:
@@ -271,7 +275,7 @@ def _chat_end_tokens(tokenizer: Any) -> Iterable[int]:
     ]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template is a program, and may fail in any way
+    except Exception:  # templates are programs and may fail in any way
         return []
     after = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
     tokens = tokenizer.added_tokens_decoder.items()

@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one step at a time.
 
-Synchronous and without a thread of its own (``runner`` has that): every call but ``check`` belongs
-to one thread, and the time comes in as an argument.
+Synchronous and without a thread of its own (see ``runner``): every call except ``check_request``
+must come from one thread, and the time is an argument.
 """
 
 import time
@@ -46,7 +46,7 @@ __all__ = ["Engine", "EngineSnapshot", "block_layout", "create_pool"]
 _log = Log("kvtier.engine")
 
 _REPORTS_MAX = 1024
-"""Steps kept for whoever counts them; the oldest go first."""
+"""Step measurements kept for ``take_reports``; the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class EngineSnapshot:
     prompt_tokens_by_tier: dict[TierName, int]
     computed_prompt_tokens: int
     num_prefill_tokens: int
-    """Tokens computed in chunks of prompts; with those computed again after a preemption."""
+    """Tokens computed in prefill chunks, including recomputation after a preemption."""
     num_decode_tokens: int
     num_generated_tokens: int
     num_steps: int
     num_preemptions: int
     num_stores_skipped: int
     stall_seconds: dict[str, float]
-    """In which nothing could be computed, by what was waited for: see ``StallTimes``."""
+    """Time in which nothing could be computed, by cause: see ``StallTimes``."""
     num_waiting: int
     num_loading: int
     num_running: int
@@ -72,7 +72,7 @@ class EngineSnapshot:
 
 
 def block_layout(loaded: LoadedModel, settings: EngineSettings) -> KVLayout:
-    """Return how this engine arranges a block outside the GPU."""
+    """Return the layout of a block outside the GPU."""
     return paged_layout(
         block_tokens=settings.block_tokens,
         engine_block_tokens=settings.engine_block_tokens,
@@ -85,9 +85,9 @@ def block_layout(loaded: LoadedModel, settings: EngineSettings) -> KVLayout:
 
 
 def create_pool(loaded: LoadedModel, settings: EngineSettings) -> BlockPool:
-    """Allocate the pool for a model, for the engine and its port to share.
+    """Allocate a model's pool, for the engine and its port to share.
 
-    Raises StartError where its device has no room for it.
+    Raises StartError if the device has not enough memory.
     """
     shape = PoolShape(
         loaded.num_layers,
@@ -100,11 +100,11 @@ def create_pool(loaded: LoadedModel, settings: EngineSettings) -> BlockPool:
     device = str(loaded.model.device)
     try:
         return BlockPool(shape, num_blocks, device=device, is_poisoned=settings.is_poisoned)
-    except RuntimeError as error:  # torch has no narrower one for memory on every device
+    except RuntimeError as error:  # there is no narrower type for all devices
         raise StartError(
             "engine.pool",
-            f"{num_blocks * shape.block_bytes >> 20}MiB cannot be had on {device}",
-            "lower it, or free memory there",
+            f"cannot allocate {num_blocks * shape.block_bytes >> 20} MiB on {device}",
+            "lower it or free memory there",
         ) from error
 
 
@@ -120,8 +120,10 @@ class Engine:
         pool: BlockPool | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Join the parts. ``clock_ns`` only measures steps; it decides nothing."""
-        assert port.block_tokens == settings.block_tokens, "engine and port share a block size"
+        """Assemble the engine. ``clock_ns`` only measures steps; it decides nothing."""
+        assert port.block_tokens == settings.block_tokens, (
+            "engine and port must use the same block size"
+        )
         self.loaded = loaded
         self.settings = settings
         self.port = port
@@ -146,30 +148,30 @@ class Engine:
             raise RequestRefused("the prompt is empty")
         if len(request.prompt) >= limit:
             raise RequestRefused(
-                f"the prompt has {len(request.prompt)} tokens, and the model takes {limit} with "
-                "the answer; shorten it"
+                f"the prompt has {len(request.prompt)} tokens, and the model's limit is {limit} "
+                "for prompt and answer together; shorten the prompt"
             )
         if request.max_tokens < 1:
-            raise RequestRefused(f"max_tokens is {request.max_tokens}; ask for 1 or more")
+            raise RequestRefused(f"max_tokens must be at least 1, not {request.max_tokens}")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.loaded.vocab_size:
-            raise RequestRefused(f"token ids go from 0 to {self.loaded.vocab_size - 1}")
+            raise RequestRefused(f"token ids must be from 0 to {self.loaded.vocab_size - 1}")
         longest = min(len(request.prompt) + request.max_tokens, limit)
         capacity = self.pool.num_blocks * self.pool.shape.block_tokens
         if longest > capacity:
             raise RequestRefused(
-                f"prompt and answer take up to {longest} tokens, and the pool holds {capacity}; "
-                "lower max_tokens, or raise engine.pool"
+                f"prompt and answer take up to {longest} tokens, but the pool holds {capacity}; "
+                "lower max_tokens or raise engine.pool"
             )
 
     def submit(self, request: EngineRequest, deliver: Deliver, now_ns: int) -> None:
-        """Take in a request; raises RequestRefused or QueueFull, and then delivers nothing."""
+        """Accept a request; raises RequestRefused or QueueFull, and then delivers nothing."""
         self.check_request(request)
         scheduler = self._scheduler
         is_taken = request.request_id in scheduler.sequences
         if is_taken or scheduler.loader.has(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is in use")
         if scheduler.num_waiting >= self.settings.max_num_waiting:
-            raise QueueFull(f"{scheduler.num_waiting} requests wait already")
+            raise QueueFull(f"too many requests are waiting ({scheduler.num_waiting})")
         tenant = tenant_digest(request.cache_salt)
         root = chain_root(self.key_space.digest, tenant)
         tokens = list(request.prompt)
@@ -194,19 +196,19 @@ class Engine:
         self._announce(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
-        """Tell the port of a request, whoever will answer it: that is how it learns what comes."""
+        """Announce a request to the port, so that the daemon knows what is coming."""
         hashes = sequence.port_chain.hashes
         if not hashes:
             return
         num_hit = self.pool.match(sequence.chain.hashes, len(sequence.chain.hashes))
         first = num_hit * self.settings.engine_block_tokens // self.settings.block_tokens
         if len(self._scheduler.sequences) == 1:
-            first = len(hashes)  # alone it has its turn now: what it lacks is loaded, not fetched
+            first = len(hashes)  # alone it starts now: blocks are loaded, not prefetched
         chain = PortChain(sequence.tenant, sequence.port_chain.root, tuple(hashes))
         self.port.announce(chain, min(first, len(hashes)), sequence.traits)
 
     def abort(self, request_id: str) -> bool:
-        """End a request at once; False if it is not there (any more)."""
+        """End a request at once; returns False if it is not in the engine."""
         sequence = self._scheduler.sequences.get(request_id)
         if sequence is None:
             return False
@@ -214,7 +216,7 @@ class Engine:
         return True
 
     def fail_all(self, problem: str) -> None:
-        """End every request with an error: what is left when a step broke in an unknown place."""
+        """End every request with an error, after a failure outside of a batch."""
         for sequence in list(self._scheduler.sequences.values()):
             self._end(sequence, FinishReason.ERROR, error=problem)
 
@@ -222,16 +224,16 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Return the requests that wait to be admitted; from any thread."""
+        """Return the number of requests waiting for admission; from any thread."""
         return self._scheduler.num_waiting
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is to do and nothing is in flight below."""
+        """Tell whether there is nothing to do and nothing in flight in the tiers below."""
         return self._scheduler.is_idle
 
     def step(self, now_ns: int) -> bool:
-        """Do what can be done now; False: nothing, until a request or a port event comes."""
+        """Do what can be done now; returns False if only a request or port event can continue."""
         scheduler = self._scheduler
         moved = scheduler.poll(now_ns)
         moved |= scheduler.admit(now_ns)
@@ -243,11 +245,11 @@ class Engine:
         start_ns = self._clock_ns()
         try:
             tokens = self._compute(chunks)
-        except Exception as error:  # the model's code may raise anything: its batch ends, not we
+        except Exception as error:  # model code may raise anything: only its batch fails
             requests = [chunk.sequence.request_id for chunk in chunks]
-            self._faults.exception("a step failed", requests=" ".join(requests))
+            self._faults.exception("engine step failed", requests=" ".join(requests))
             for chunk in chunks:
-                self._end(chunk.sequence, FinishReason.ERROR, error=f"the step failed: {error}")
+                self._end(chunk.sequence, FinishReason.ERROR, error=f"engine step failed: {error}")
             return True
         took_ns = self._clock_ns() - start_ns
         sample = self._report(chunks, took_ns / 1e9)
@@ -255,14 +257,14 @@ class Engine:
         for chunk in chunks:
             scheduler.complete(chunk)
         for sequence, token in zip(through, tokens, strict=True):
-            if sequence.phase is Phase.RUNNING:  # else a receiver ended it meanwhile
+            if sequence.phase is Phase.RUNNING:  # otherwise a receiver ended it meanwhile
                 self._advance(sequence, token, now_ns + took_ns)
         self.port.note_steps((sample,), scheduler.load_before())
         return True
 
     @torch.inference_mode()
     def _compute(self, chunks: list[ScheduledChunk]) -> list[int]:
-        """Run the model over a batch; returns a token for each sequence that is through."""
+        """Run the model on a batch; returns a token for each sequence that is through."""
         token_ids: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
@@ -279,7 +281,7 @@ class Engine:
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
-            # Scores of the whole vocabulary only where a token is chosen; of one row at the least.
+            # Compute logits only where a token is chosen, but for at least one row.
             logits_to_keep=torch.tensor(ends or [0], device=device),
             batch=AttentionBatch(self.pool, spans),
         )
@@ -290,7 +292,7 @@ class Engine:
         return sample(output.logits[0], samplings, [sequence.generator for sequence in through])
 
     def _advance(self, sequence: Sequence, token: int, now_ns: int) -> None:
-        """Add a token to a sequence, and end it where it ends."""
+        """Append a token to a sequence, and end it if it is complete."""
         if not sequence.is_finished:
             self._finish(sequence, now_ns)
         sequence.append(token)
@@ -305,12 +307,12 @@ class Engine:
         ):
             self._end(sequence, FinishReason.LENGTH, token)
         else:
-            # Who supplied the prompt is known now, and does not change any more.
+            # The sources of the prompt are final now.
             usage = sequence.usage() if sequence.num_generated == 1 else None
             self._deliver(sequence, Output(request.request_id, (token,), usage=usage))
 
     def _finish(self, sequence: Sequence, first_token_ns: int | None = None) -> None:
-        """Tell the port that a prompt is done with, and what came of its plan."""
+        """Report to the port that a prompt is done, and the outcome of its plan."""
         sequence.is_finished = True
         outcome = None
         if sequence.plan is not None and first_token_ns is not None:
@@ -318,7 +320,7 @@ class Engine:
                 sequence.plan.decision, sequence.sources.computed, first_token_ns
             )
         _log.debug(
-            "a prompt is done",
+            "prompt finished",
             request=sequence.request_id,
             decision=sequence.plan.decision if sequence.plan else "none",
             computed_tokens=sequence.sources.computed,
@@ -340,15 +342,15 @@ class Engine:
     def _deliver(self, sequence: Sequence, output: Output) -> None:
         try:
             sequence.deliver(output)
-        except Exception:  # a client's fault must not stop the others
-            self._faults.exception("a receiver failed", request=sequence.request_id)
+        except Exception:  # a faulty client must not stop the others
+            self._faults.exception("output receiver failed", request=sequence.request_id)
             if output.finish is None:
                 self._scheduler.remove(sequence)
 
-    # Looking in
+    # Statistics
 
     def _report(self, chunks: list[ScheduledChunk], seconds: float) -> StepSample:
-        """Note what a step took, and the share of each prompt that it computed."""
+        """Record a step's duration, and each prompt's share of it."""
         num_decode = sum(chunk.is_decode for chunk in chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         attended, decode_past = 0.0, 0
@@ -373,15 +375,15 @@ class Engine:
         return reports
 
     def drop_cache(self) -> PoolDropped:
-        """Empty the prefix cache; what requests and stores still use stays with them, unfound."""
+        """Empty the prefix cache; blocks still in use stay with their users, but are not found."""
         return self.pool.drop()
 
     def check(self) -> None:
-        """Verify every invariant; raises AssertionError."""
+        """Check every invariant; raises AssertionError."""
         self._scheduler.check()
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the counters and gauges as they are now."""
+        """Return the current counters and gauges."""
         scheduler = self._scheduler
         return EngineSnapshot(
             prompt_tokens_by_tier=dict(self._by_tier),

@@ -1,8 +1,8 @@
-"""What a loaded model is, by content: the parts of the key space that come from it.
+"""Content fingerprints of a loaded model, for its key space.
 
-Two models whose numbers could differ must never share a block, whatever they are called; two
-copies of one model always may. So the weights are hashed as they were loaded, byte by byte, and the
-whole configuration counts except for what is known to leave the numbers alone.
+Two models whose numbers could differ must never share a block, whatever their names; two copies of
+one model always may. So the weights are hashed as loaded, byte by byte, and the whole configuration
+counts except for fields known not to affect the numbers.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 __all__ = ["canonical_config", "weights_fingerprint"]
 
 _CHUNK_BYTES = 32 << 20
-"""32 MiB: enough chunks to keep every core busy, few enough that their number costs nothing."""
+"""32 MiB: enough chunks to keep every core busy, without noticeable overhead."""
 
 _IGNORED_CONFIG = frozenset(
     {
@@ -28,11 +28,11 @@ _IGNORED_CONFIG = frozenset(
         "use_cache",
     }
 )
-"""Names, paths and settings of the loading; everything else of a configuration counts."""
+"""Names, paths and load settings; all other fields of a configuration count."""
 
 
 def weights_fingerprint(model: torch.nn.Module, num_threads: int | None = None) -> bytes:
-    """Return the SHA-256 of every parameter and buffer: names, dtypes, shapes and bytes."""
+    """Return the SHA-256 of all parameters and buffers: names, dtypes, shapes and bytes."""
     tensors = sorted(
         [*model.named_parameters(remove_duplicate=False), *model.named_buffers()],
         key=lambda named: named[0],
@@ -65,6 +65,6 @@ def _hash_chunk(chunk: torch.Tensor) -> bytes:
 
 
 def canonical_config(fields: dict[str, object]) -> str:
-    """Return a configuration as JSON that is the same for the same model, anywhere."""
+    """Return a configuration as JSON that is identical for the same model everywhere."""
     kept = {name: value for name, value in fields.items() if name not in _IGNORED_CONFIG}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)

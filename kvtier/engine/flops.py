@@ -1,6 +1,6 @@
-"""What a model takes to compute, and what its device gives: a first guess for the cost model.
+"""Estimates a model's operations and measures its device: a first guess for the cost model.
 
-It serves until the first steps are measured, so a factor of two does not matter here; its order of
+It is used until the first steps are measured, so a factor of two does not matter here; its order of
 magnitude does.
 """
 
@@ -14,19 +14,19 @@ from kvtier.engine.model import LoadedModel
 __all__ = ["model_flops"]
 
 _ROWS = 256
-"""Tokens of a chunk, as far as the speed of a multiplication depends on them."""
+"""Tokens of a chunk, as far as the speed of a multiplication depends on it."""
 
 _WIDTH_MAX = 4096
-"""Of the matrices that are multiplied: larger ones are not faster."""
+"""Maximum width of the matrices: larger ones are not faster."""
 
 _MEASURE_S = 0.03
-"""Long enough for a processor to get going, short beside the loading of any model."""
+"""Long enough for a processor to reach full speed, short beside loading any model."""
 
 _REPEATS_MAX = 64
 
 
 def model_flops(loaded: LoadedModel) -> ModelFlops:
-    """Count the operations of the layers, and measure for tens of ms how fast the device is."""
+    """Count the operations of the layers, and measure the device's speed for tens of ms."""
     weights = sum(
         parameter.numel()
         for name, parameter in loaded.model.named_parameters()
@@ -36,7 +36,7 @@ def model_flops(loaded: LoadedModel) -> ModelFlops:
     num_heads = int(getattr(config, "num_attention_heads", 1))
     return ModelFlops(
         per_token=2.0 * weights,
-        # A score and its share of the sum, each a multiplication and an addition per dimension.
+        # One multiply-add per dimension for the score, and one for the weighted sum.
         per_attended=4.0 * loaded.num_layers * num_heads * loaded.head_dim,
         per_s=_measure(int(config.hidden_size), loaded.dtype, loaded.model.device),
     )
@@ -44,13 +44,13 @@ def model_flops(loaded: LoadedModel) -> ModelFlops:
 
 @torch.inference_mode()
 def _measure(width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of the fastest of some multiplications; 0: none worked."""
+    """Return the operations per second of the fastest of some multiplications; 0 on failure."""
     width = min(width, _WIDTH_MAX)
     try:
         left = torch.ones((_ROWS, width), dtype=dtype, device=device)
         right = torch.ones((width, 4 * width), dtype=dtype, device=device)
         best_s = min(_times(left, right), default=0.0)
-    except RuntimeError:  # no memory left beside the model, or a type the device cannot multiply
+    except RuntimeError:  # out of memory, or a dtype without multiplication
         return 0.0
     return 2.0 * _ROWS * width * 4 * width / best_s if best_s else 0.0
 

@@ -1,13 +1,13 @@
-"""Lookups and loads in flight: what the tiers below bring into the pool.
+"""Lookups and loads in flight: brings blocks from the tiers below into the pool.
 
 Rules
 -----
-* A load writes to blocks of its own only: where a block below begins inside what the GPU holds
-  already, its first engine blocks go to spare ones, which are let go of afterwards.
-* Each of its blocks has one reference of the load until ``LoadEnded``, whatever becomes of the
+* A load only writes to its own blocks: if the port's first block begins within the GPU's hit, its
+  leading engine blocks go to spare blocks, which are released afterwards.
+* Each of its blocks has one reference of the load until ``LoadEnded``, whatever happens to the
   request meanwhile.
-* What the port reports is published at once; all else in the blocks is garbage, except what the
-  engine has claimed (see ``split``) and computes itself.
+* Reported blocks are published at once; all others are garbage, except those that the engine has
+  claimed (see ``split``) and computes itself.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from kvtier.engine.split import SplitProgress
 __all__ = ["Loader"]
 
 _LOOKUPS_MAX = 2
-"""Per request: once, and once more if the GPU lost the blocks before the found ones meanwhile."""
+"""Per request: a second one in case the GPU lost the blocks before the found ones."""
 
 _PLAN_REASONS: Mapping[PlanReason, DecisionReason] = {
     PlanReason.PART: DecisionReason.PART,
@@ -35,31 +35,31 @@ _PLAN_REASONS: Mapping[PlanReason, DecisionReason] = {
     PlanReason.LIMIT: DecisionReason.MAX_LOAD_TOKENS,
     PlanReason.NEVER: DecisionReason.NEVER,
 }
-"""Why a plan takes less than was found; the other reasons take all of it."""
+"""Why a plan loads less than was found; with the other reasons it loads all."""
 
 
 @dataclass(slots=True)
 class _Load:
     sequence: Sequence
     first: int
-    """In blocks of the port's chain."""
+    """Index in the port's chain."""
     into: list[list[int]]
     whole_reason: str
-    """Why no more than this was asked for; empty: every full block that was missing is."""
+    """Why no more than this was requested; empty if it includes every missing full block."""
     split: SplitProgress | None
-    """Of a load from the back."""
+    """Progress of a load from the back, else None."""
     tiers: tuple[TierName, ...] = field(default=())
-    """Of the blocks in place so far, in the load's order."""
+    """Sources of the blocks in place so far, in the load's order."""
     is_wanted: bool = True
-    """Its sequence still has the blocks."""
+    """Whether its sequence still has the blocks."""
 
     def place(self, number: int) -> int:
-        """Return which of its blocks is the one to come after ``number`` others."""
+        """Return the index of the block that comes after ``number`` others."""
         return number if self.split is None else len(self.into) - 1 - number
 
 
 class Loader:
-    """Asks the port, hands it blocks to fill, and publishes what it filled."""
+    """Asks the port, gives it blocks to fill, and publishes the filled ones."""
 
     def __init__(self, pool: BlockPool, port: KVPort) -> None:
         self._pool = pool
@@ -70,29 +70,29 @@ class Loader:
 
     @property
     def num_open(self) -> int:
-        """Return the lookups and loads in flight."""
+        """Return the number of lookups and loads in flight."""
         return len(self._lookups) + len(self._loads)
 
     @property
     def waits_for(self) -> str:
-        """Return what the longest wait is for: a ``load``, else a ``lookup``, else nothing."""
+        """Return what is waited for: ``load``, else ``lookup``, else nothing."""
         if self._loads:
             return "load"
         return "lookup" if self._lookups else ""
 
     @property
     def num_reserved(self) -> int:
-        """Return the pool's blocks that those who look up were promised."""
+        """Return the number of the pool's blocks reserved for sequences with a lookup in flight."""
         return sum(sequence.num_reserved for sequence in self._lookups.values())
 
     def has(self, request_id: str) -> bool:
-        """Tell whether something of this name is in flight, also of a request that is gone."""
+        """Tell whether a request id is in flight, even if the request is gone."""
         return request_id in self._lookups or request_id in self._loads
 
-    # Looking up
+    # Lookups
 
     def wants_lookup(self, sequence: Sequence, num_hit: int) -> bool:
-        """Tell whether to ask for what the GPU lacks after ``num_hit`` engine blocks."""
+        """Tell whether to look up what the GPU lacks after ``num_hit`` engine blocks."""
         first = num_hit // self._ratio
         if first >= self._end(sequence):
             decision = RestoreDecision.GPU_HIT if num_hit else RestoreDecision.COMPUTED
@@ -105,7 +105,7 @@ class Loader:
         return not is_known and sequence.num_lookups < _LOOKUPS_MAX
 
     def look_up(self, sequence: Sequence, num_hit: int, load: EngineLoad) -> None:
-        """Ask for what the GPU lacks after ``num_hit`` engine blocks."""
+        """Look up what the GPU lacks after ``num_hit`` engine blocks."""
         first = num_hit // self._ratio
         sequence.num_lookups += 1
         sequence.found_first = first
@@ -115,7 +115,7 @@ class Loader:
         self._port.lookup(self._chain(sequence), first, sequence.traits, load)
 
     def found(self, event: PortLookup) -> Sequence | None:
-        """Take a lookup's answer; returns the sequence if it still wants one."""
+        """Take a lookup's answer; returns the sequence if it still waits for it."""
         sequence = self._lookups.pop(event.request_id)
         if sequence.phase is not Phase.LOOKING:
             return None
@@ -130,7 +130,7 @@ class Loader:
         return max(0, min(num_left, self._load_limit(sequence)))
 
     def num_spare(self, num_hit: int) -> int:
-        """Return the engine blocks a load needs besides those of its sequence."""
+        """Return the engine blocks that a load needs besides those of its sequence."""
         return num_hit % self._ratio
 
     def decide_computed(self, sequence: Sequence, reason: str = "") -> None:
@@ -140,10 +140,10 @@ class Loader:
         sequence.decide(RestoreDecision.COMPUTED, reason or limit)
         sequence.found = None
 
-    # Loading
+    # Loads
 
     def load(self, sequence: Sequence, num_hit: int, num_blocks: int, spare: list[int]) -> None:
-        """Have ``num_blocks`` blocks loaded into the sequence's own; it computes if they split."""
+        """Load ``num_blocks`` blocks into the sequence's own; in a split, it computes meanwhile."""
         found = sequence.found
         assert found is not None
         first = num_hit // self._ratio
@@ -151,7 +151,7 @@ class Loader:
         end = start + num_blocks * self._ratio
         own = sequence.blocks[num_hit:end]
         self._pool.retain(own)
-        flat = spare + own  # the spare ones came with the load's reference
+        flat = spare + own  # the spare ones already have the load's reference
         into = [flat[i : i + self._ratio] for i in range(0, len(flat), self._ratio)]
         assert len(into) == num_blocks
         reason = _limit_reason(found)
@@ -190,23 +190,26 @@ class Loader:
         if self._claimed_end(load) <= sequence.num_computed:
             granted = self._port.claim(sequence.request_id, split.next_claim())
             split.num_claimed = max(split.num_claimed, granted)
-            assert split.gap >= 0, "what is in place is not granted"
+            assert split.gap >= 0, "a loaded block must not be granted"
         return max(0, self._claimed_end(load) - sequence.num_computed)
 
     def join(self, sequence: Sequence) -> None:
-        """Have a sequence go on behind its back, if it has computed what is before it."""
+        """Let a sequence skip its loaded tail, if it has computed everything before it."""
         if not sequence.join():
             return
         load = self._loads.get(sequence.request_id)
-        if load is not None:  # else its end has said what was decided
+        if load is not None:  # otherwise the end of the load has decided
             _decide(load, "met")
 
     def loaded(self, event: LoadProgress, now_ns: int) -> None:
-        """Take in the blocks of a load that are in place."""
+        """Take the new blocks of a load."""
         self._take_in(self._loads[event.request_id], event.tiers, now_ns)
 
     def ended(self, event: LoadEnded, now_ns: int) -> Sequence | None:
-        """Take in what came, let go of the blocks; returns the sequence if it waited for this."""
+        """Take the last blocks of a load, and release its references.
+
+        Returns the sequence if it waited for this.
+        """
         load = self._loads[event.request_id]
         self._take_in(load, event.tiers, now_ns)
         del self._loads[event.request_id]
@@ -225,7 +228,7 @@ class Loader:
         return None
 
     def cancel(self, sequence: Sequence) -> None:
-        """Say that a sequence does not want its lookup or load any more."""
+        """Cancel a sequence's lookup or load."""
         request_id = sequence.request_id
         if request_id in self._loads:
             self._loads[request_id].is_wanted = False
@@ -233,32 +236,34 @@ class Loader:
             self._port.cancel(request_id)
 
     def check(self) -> None:
-        """Verify that loads and the sequences that wait for them agree; raises AssertionError."""
+        """Check that loads agree with their sequences; raises AssertionError."""
         for load in self._loads.values():
             split, loaded_tail = load.split, load.sequence.loaded_tail
             if not load.is_wanted:
                 continue
             if split is None:
-                assert load.sequence.phase is Phase.LOADING, "who loads from the front waits"
+                assert load.sequence.phase is Phase.LOADING, (
+                    "a load from the front must be waited for"
+                )
                 continue
-            assert load.sequence.phase is Phase.RUNNING, "who loads from the back computes"
-            assert split.num_loaded == len(load.tiers), "what is in place is counted"
-            assert split.gap >= 0, "no block is both claimed and loaded"
+            assert load.sequence.phase is Phase.RUNNING, "during a split the sequence must run"
+            assert split.num_loaded == len(load.tiers), "loaded blocks must be counted"
+            assert split.gap >= 0, "a block is both claimed and loaded"
             claimed_end = self._claimed_end(load)
             is_claimed = split.num_claimed == 0 or load.sequence.num_computed <= claimed_end
-            assert loaded_tail is None or is_claimed, "only what was claimed is computed"
+            assert loaded_tail is None or is_claimed, "only claimed blocks may be computed"
             if loaded_tail is not None:
                 num_back = (loaded_tail.end - loaded_tail.start) // self._port.block_tokens
-                assert num_back == len(load.tiers), "the back is what was loaded"
+                assert num_back == len(load.tiers), "the loaded tail must be what was loaded"
 
     def _take_in(self, load: _Load, tiers: tuple[TierName, ...], now_ns: int) -> None:
-        """Publish the blocks of a load that are newly in place: the tiers have them already."""
+        """Publish the new blocks of a load."""
         num_known = len(load.tiers)
-        assert num_known <= len(tiers) <= len(load.into), "a load only grows, to what was asked"
+        assert num_known <= len(tiers) <= len(load.into), "a load grows, up to what was requested"
         load.tiers = tiers
         if load.split is not None:
             load.split.num_loaded = len(tiers)
-            assert load.split.gap >= 0, "the port does not write to what was claimed"
+            assert load.split.gap >= 0, "the port must not write to claimed blocks"
         sequence, size = load.sequence, self._port.block_tokens
         for number in range(num_known, len(tiers)):
             place = load.place(number)
@@ -279,7 +284,7 @@ class Loader:
             self._pool.mark(block)
 
     def _extend(self, load: _Load) -> None:
-        """Have the sequence know how far its load is."""
+        """Update how far the sequence's load is."""
         sequence = load.sequence
         if load.split is None:
             end = (load.first + len(load.tiers)) * self._ratio
@@ -292,12 +297,12 @@ class Loader:
             self.join(sequence)
 
     def _claimed_end(self, load: _Load) -> int:
-        """Return the token before which a load from the back will write to nothing."""
+        """Return the token before which a load from the back will not write."""
         assert load.split is not None
         return (load.first + load.split.num_claimed) * self._port.block_tokens
 
     def _end(self, sequence: Sequence) -> int:
-        """Return the full blocks worth loading: the last token is always computed."""
+        """Return the number of full blocks worth loading: the last token is always computed."""
         return (len(sequence.tokens) - 1) // self._port.block_tokens
 
     def _load_limit(self, sequence: Sequence) -> int:
@@ -307,7 +312,7 @@ class Loader:
         return max(0, limit - sequence.num_loaded)
 
     def _num_left(self, sequence: Sequence, first: int) -> int:
-        """Return how many of the found blocks from ``first`` on its plan would load."""
+        """Return how many of the found blocks from ``first`` on the plan would load."""
         found = sequence.found
         if found is None or sequence.found_first > first:
             return 0
@@ -331,7 +336,7 @@ def _limit_reason(found: PortLookup) -> str:
 
 
 def _decide(load: _Load, reason: str) -> None:
-    """Note what became of a load that is over."""
+    """Note the decision that results from a finished load."""
     decide = load.sequence.decide
     if len(load.tiers) == len(load.into):
         decision = RestoreDecision.LOADED_PART if load.whole_reason else RestoreDecision.LOADED

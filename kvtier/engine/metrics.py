@@ -1,4 +1,4 @@
-"""What an engine tells Prometheus."""
+"""The engine's Prometheus metrics."""
 
 from prometheus_client import CollectorRegistry
 
@@ -37,9 +37,9 @@ __all__ = ["EngineMetrics"]
 
 
 class EngineMetrics:
-    """Counts requests as the HTTP server sees them, and what the engine's snapshots say.
+    """Counts requests as the HTTP server sees them, and exports the engine's snapshots.
 
-    An ``Observer`` of the HTTP server; ``update`` belongs to one thread.
+    An ``Observer`` of the HTTP server; ``update`` must be called from one thread.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -47,19 +47,19 @@ class EngineMetrics:
         self._last: EngineSnapshot | None = None
 
     def first_token(self, seconds: float, usage: Usage) -> None:
-        """Note the time to first token, by the slowest source of the prompt's KV."""
+        """Record the time to first token, by the slowest source of the prompt's KV."""
         self.metrics.observe(TIME_TO_FIRST_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
     def token_gap(self, seconds: float, usage: Usage) -> None:
-        """Note the time between two tokens, by the same source."""
+        """Record the time between two tokens, by the same source."""
         self.metrics.observe(INTER_TOKEN_SECONDS, seconds, source=_slowest_source(usage))
 
     def finished(self, outcome: str) -> None:
-        """Note the end of a request."""
+        """Count the end of a request."""
         self.metrics.add(REQUESTS, outcome=outcome)
 
     def copied(self, route: TransferRoute, seconds: float) -> None:
-        """Note the copy of one block."""
+        """Record the copy of one block."""
         self.metrics.observe(COPY_SECONDS, seconds, route=route)
 
     def update(
@@ -70,7 +70,7 @@ class EngineMetrics:
         is_ready: bool,
         is_attached: bool,
     ) -> None:
-        """Bring gauges and counters up to a snapshot, and note the steps since the last one."""
+        """Update gauges and counters from a snapshot, and record the steps since the last one."""
         metrics, last = self.metrics, self._last
         for tier in TierName:
             before = last.prompt_tokens_by_tier.get(tier, 0) if last else 0

@@ -1,10 +1,10 @@
-"""A decoder-only model from local files.
+"""Loads a decoder-only model from local files.
 
 Rules
 -----
-* Nothing is fetched: what is not in the folder is missing (``cli.engine`` also sets transformers
-  offline, before it is imported).
-* What the engine does not compute right is refused before anything is allocated; see ``support``.
+* Nothing is downloaded (``cli.engine`` also sets transformers offline, before it is imported).
+* Models that the engine does not compute correctly are refused before anything is allocated; see
+  ``support``.
 """
 
 import threading
@@ -34,29 +34,29 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 _REASON_CHARACTERS_MAX = 300
-"""Of what transformers says about a broken file, which can be a page."""
+"""Limit for what transformers says about a broken file, which can be a page."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to compute, with its tokenizer; safe to encode and decode from any thread."""
+    """A model and its tokenizer; ``encode`` and ``decode`` may be called from any thread."""
 
     model: Any
-    """transformers' own module, in evaluation mode, with our attention."""
+    """transformers' own module, in evaluation mode, with paged attention."""
     tokenizer: Any
     config: Any
     model_id: str
     context_limit: int
-    """The most tokens, prompt and answer together, that a sequence may have."""
+    """The most tokens of a sequence, prompt and answer together."""
     eos_ids: frozenset[int]
     """The tokens that end an answer."""
     parse_special_in_messages: bool = False
-    """Whether special tokens that a chat message spells out are parsed."""
+    """Whether special tokens spelled out in chat messages are parsed."""
     _tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of token ids the model has an embedding for."""
+        """Return the number of token ids with an embedding."""
         return int(self.config.vocab_size)
 
     @cached_property
@@ -77,12 +77,12 @@ class LoadedModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of heads of K and of V in each layer."""
+        """Return the number of KV heads in each layer."""
         return int(self.config.num_key_value_heads)
 
     @property
     def head_dim(self) -> int:
-        """Return the length of one head's K or V."""
+        """Return the dimension of one head's K or V."""
         head_dim = getattr(self.config, "head_dim", None)
         return int(head_dim or self.config.hidden_size // self.config.num_attention_heads)
 
@@ -105,17 +105,18 @@ class LoadedModel:
 
     @cached_property
     def weights(self) -> bytes:
-        """Return the content fingerprint of the weights as loaded; computed once."""
+        """Return the content fingerprint of the weights as loaded."""
         return weights_fingerprint(self.model)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens the model begins with."""
-        with self._tokenizer_lock:  # tokenizers keep settings of a call in themselves
+        with self._tokenizer_lock:  # tokenizers store settings of a call in themselves
             return list(self.tokenizer.encode(text))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        # Without the lock: decoding keeps nothing, and must not wait while a long text is encoded.
+        # Without the lock: decoding stores nothing, and must not wait for the encoding of a long
+        # text.
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -128,7 +129,7 @@ class LoadedModel:
         return ChatTemplate(self.tokenizer, parses_special=self.parse_special_in_messages)
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the prompt that asks the model for the next message of a conversation.
+        """Return the prompt for the next message of a conversation.
 
         Raises ValueError if the model has no template or its template refuses the messages, and
         MessageRefused, a ValueError, for a message that the model would not see as it was sent.
@@ -138,13 +139,13 @@ class LoadedModel:
 
 
 def key_space(loaded: LoadedModel, layout: KVLayout) -> KeySpace:
-    """Return the key space of blocks that ``loaded`` computes, kept in ``layout``."""
+    """Return the key space of the blocks that ``loaded`` computes in this ``layout``."""
     return KeySpace(
         weights=loaded.weights,
         model_config=canonical_config(loaded.config.to_dict()),
         layout=layout,
         compute_dtype=loaded.dtype_name,
-        # The same bytes in, not quite the same bytes out, on another kind of device.
+        # The same input gives slightly different bytes on another kind of device.
         engine=f"integrated/1/{loaded.device_type}",
     )
 
@@ -155,7 +156,7 @@ def load_model(
     """Load a folder with config.json, safetensors and a tokenizer, or a GGUF file.
 
     ``dtype`` auto is float32 on cpu and bfloat16 elsewhere; ``context_limit`` 0 is the model's own.
-    Raises StartError, before anything is allocated, for all that cannot be served right.
+    Raises StartError, before anything is allocated, for a model that is not supported.
     """
     path = Path(path).expanduser().absolute()
     check_model(path, context_limit)
@@ -179,10 +180,10 @@ def load_model(
 
 @contextmanager
 def _read_gguf_once() -> Iterator[None]:
-    """Have a GGUF's header parsed once, and not for configuration, tokenizer and weights each.
+    """Cache the parsing of a GGUF header for configuration, tokenizer and weights.
 
-    The parser is slow, and the table of tensor names is made anew for each of a model's modules:
-    for the demo model that was half of a start. Both are functions of their arguments alone.
+    The parser is slow, and the table of tensor names is rebuilt for each of a model's modules: for
+    the demo model that was half of the start time. Both only depend on their arguments.
     """
     import gguf
 
@@ -198,14 +199,12 @@ def _read_gguf_once() -> Iterator[None]:
 
 @contextmanager
 def _reading(part: str) -> Iterator[None]:
-    """Turn what is raised about a part of a model's files into a refusal of one line."""
+    """Turn any error about a part of a model's files into a one-line refusal."""
     try:
         yield
-    except (
-        Exception
-    ) as error:  # whatever the parsers of others stumble over: struct.error, TypeError
+    except Exception as error:  # third-party parsers raise anything: struct.error, TypeError
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX]
-        raise refuse(f"its {part} cannot be read: {reason}", "fetch its files again") from error
+        raise refuse(f"cannot read the {part}: {reason}", "download the files again") from error
 
 
 def _choose_dtype(device: str, dtype: str) -> torch.dtype:
@@ -213,7 +212,7 @@ def _choose_dtype(device: str, dtype: str) -> torch.dtype:
     if device_type not in {"cpu", "cuda"}:
         raise StartError("engine.device", f"{device!r} is unknown", "use cpu, cuda or cuda:N")
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise StartError("engine.device", "PyTorch sees no CUDA device", "use cpu")
+        raise StartError("engine.device", "PyTorch found no CUDA device", "use cpu")
     if dtype == "auto":
         return torch.float32 if device_type == "cpu" else torch.bfloat16
     if dtype not in _DTYPES:
@@ -222,14 +221,14 @@ def _choose_dtype(device: str, dtype: str) -> torch.dtype:
 
 
 def _source(path: Path) -> tuple[str, dict[str, str]]:
-    """Return what transformers' loaders take for a folder or a file."""
+    """Return what transformers' loaders need for a folder or a file."""
     if path.is_file():
         return str(path.parent), {"gguf_file": path.name}
     return str(path), {}
 
 
 def _read_config(path: Path, context_limit: int) -> tuple[Any, int]:
-    """Return the configuration with its defaults, checked, and the context limit to keep."""
+    """Return the checked configuration, with its defaults, and the context limit."""
     from transformers import AutoConfig
 
     folder, options = _source(path)
@@ -237,7 +236,7 @@ def _read_config(path: Path, context_limit: int) -> tuple[Any, int]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
     limit = check_fields(config.to_dict(), context_limit)
     if getattr(config, "sliding_window", None) is not None:
-        config.sliding_window = None  # never reached: attention over everything is the same
+        config.sliding_window = None  # never reached: full attention gives the same result
     return config, limit
 
 
@@ -250,7 +249,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
-    """Load the weights into transformers' model; a tensor too few or too many is refused."""
+    """Load the weights into transformers' model; refuses missing or mismatched tensors."""
     import transformers
 
     model_class = getattr(transformers, ARCHITECTURES[config.model_type])
@@ -270,14 +269,17 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             )
     wrong = sorted([*outcome["missing_keys"], *outcome["mismatched_keys"]], key=str)
     if wrong:  # transformers would fill them with random numbers
-        raise refuse(f"its weights lack {len(wrong)} tensors, as {wrong[0]}", "fetch them again")
+        raise refuse(
+            f"{len(wrong)} tensors are missing or mismatched, such as {wrong[0]}",
+            "download the weights again",
+        )
     return model.eval()
 
 
 def _read_gguf(
     path: Path, config: Any, dtype: torch.dtype, model_class: Any
 ) -> dict[str, torch.Tensor]:
-    """Return a GGUF file's tensors, as plain numbers, under transformers' names and RoPE order."""
+    """Return a GGUF file's tensors, dequantized, in transformers' names and RoPE order."""
     from transformers import modeling_gguf_pytorch_utils as gguf
 
     with torch.device("meta"):

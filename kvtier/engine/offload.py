@@ -1,8 +1,8 @@
-"""Stores in flight: what the pool offers to the tiers below.
+"""Stores in flight: offers computed blocks to the tiers below.
 
-Every full block that was computed is offered once while the GPU holds it: a mark on its last
-engine block says so. Where too many stores are open a block is skipped, never waited for; a later
-request that hits it offers it again.
+Every full computed block is offered once while the GPU holds it, as recorded by a mark on its last
+engine block. If too many stores are open, a block is skipped instead of waited for; a later request
+that hits it offers it again.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from kvtier.engine.sequence import Sequence
 __all__ = ["OPEN_STORES_MAX", "Offload"]
 
 OPEN_STORES_MAX = 64
-"""A store is a step's part of a prompt, 8 blocks of 64 tokens: enough to hide any tier's delay."""
+"""A store is one step's part of a prompt, 8 blocks of 64 tokens: enough to hide a tier's delay."""
 
 _POOL_SHARE_MAX = 0.5
-"""Of the pool's blocks under open stores: the other half stays for computing."""
+"""Share of the pool's blocks under open stores: the other half stays for computing."""
 
 
 class Offload:
-    """Offers computed blocks, holding a reference to each until the port is done with it."""
+    """Offers computed blocks, with a reference to each until the port is done with it."""
 
     def __init__(self, pool: BlockPool, port: KVPort) -> None:
         self._pool = pool
@@ -30,15 +30,15 @@ class Offload:
         self._open: dict[int, list[list[int]]] = {}
         self._num_held = 0
         self.num_skipped = 0
-        """Blocks of the port that were not offered, since too much was in flight."""
+        """Number of the port's blocks that were not offered because too many were in flight."""
 
     @property
     def num_open(self) -> int:
-        """Return the stores in flight."""
+        """Return the number of stores in flight."""
         return len(self._open)
 
     def offer(self, sequence: Sequence) -> None:
-        """Offer every complete block of a sequence that was not yet considered."""
+        """Offer every complete block of a sequence that was not considered yet."""
         end = sequence.num_computed // self._port.block_tokens
         most = sequence.request.max_offload_tokens
         if most is None:
@@ -50,7 +50,7 @@ class Offload:
         sequence.num_offered = max(sequence.num_offered, end)
 
     def stored(self, event: StoreEnded) -> None:
-        """Let go of a store's blocks; those that were not taken may be offered again."""
+        """Release a store's blocks; those that were not taken may be offered again."""
         blocks = self._open.pop(event.store_id)
         self._num_held -= len(blocks) * self._ratio
         for group in blocks[event.num_blocks :]:
@@ -58,7 +58,7 @@ class Offload:
         self._pool.release([block for group in blocks for block in group])
 
     def _unmarked_runs(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the half-open runs of blocks that were not offered before."""
+        """Yield the half-open runs of blocks that were not offered yet."""
         start = first
         for index in range(first, end):
             last = (index + 1) * self._ratio - 1

@@ -1,20 +1,20 @@
-"""The block pool: every K and V the engine holds, in one tensor that is allocated once.
+"""The block pool: all K and V of the engine, in one tensor allocated once.
 
 Theory
 ------
-Block-outermost, (block, layer, K/V, token, KV head, head dim): an engine block is one contiguous
-run of bytes, so moving it below the GPU is one copy. Attention reads it as a matrix with one row
-per (block, layer, K/V), see ``rows``.
+The layout is block-outermost, (block, layer, K/V, token, KV head, head dim): an engine block is
+contiguous, so moving it out of the GPU is one copy. Attention reads it as a matrix with one row per
+(block, layer, K/V), see ``rows``.
 
-A block is *used* while it has references (of sequences, loads and stores, one for each), else
-*cached* if its content is known by a hash, else *free*. Cached blocks are evicted least recently
-used first, and leaves before parents, since a child without its parent is never found.
+A block is *used* while it has references (of sequences, loads and stores, one each), else *cached*
+if its content has a hash, else *free*. Cached blocks are evicted least recently used first, and
+leaves before parents, since a child without its parent is never found.
 
 Rules
 -----
-* A block with a reference is never handed out again, whatever it was used for.
+* A block with a reference is never allocated again.
 * A block gets its hash only when its content is complete and verified (``publish``).
-* Its engine's thread alone calls everything but the copies, which any thread may call for
+* Only the engine's thread may call its methods, except the copies, which any thread may call for
   blocks it holds a reference to.
 """
 
@@ -50,7 +50,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """How many blocks are in each state; they add up to the pool."""
+    """The number of blocks in each state; they add up to the pool."""
 
     used: int
     cached: int
@@ -59,7 +59,7 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class PoolDropped:
-    """What ``drop`` removed, and how many blocks stay until their users let go of them."""
+    """What ``drop`` removed, and how many blocks stay because they are in use."""
 
     num_blocks: int
     num_bytes: int
@@ -67,13 +67,13 @@ class PoolDropped:
 
 
 class BlockPool:
-    """Blocks, their references and the prefix cache over them."""
+    """Blocks, their references, and the prefix cache."""
 
     def __init__(
         self, shape: PoolShape, num_blocks: int, *, device: str = "cpu", is_poisoned: bool = False
     ) -> None:
-        """Allocate and touch the memory. ``is_poisoned`` fills each block handed out with NaN."""
-        assert num_blocks > 0, "a pool has blocks"
+        """Allocate and touch the memory. ``is_poisoned`` fills allocated blocks with NaN."""
+        assert num_blocks > 0, "the pool must have blocks"
         self.shape = shape
         self.num_blocks = num_blocks
         dimensions = (
@@ -84,7 +84,7 @@ class BlockPool:
             shape.num_kv_heads,
             shape.head_dim,
         )
-        # Written now, so that too little memory shows at the start and not in a request.
+        # Write it now, so that a lack of memory shows at the start and not during a request.
         self.tensor = torch.empty(dimensions, dtype=shape.dtype, device=device).zero_()
         self._bytes = self.tensor.view(torch.uint8).view(num_blocks, shape.block_bytes)
         self._host_bytes: npt.NDArray[np.uint8] | None = (
@@ -102,15 +102,15 @@ class BlockPool:
         self._is_marked = bytearray(num_blocks)
         self._last_use = [0] * num_blocks
         self._use = 0
-        self._leaves: list[tuple[int, int]] = []  # heap of (last use, block), stale ones included
+        self._leaves: list[tuple[int, int]] = []  # heap of (last use, block), some stale
         self.generation = 0
-        """Changes whenever a hash comes or goes, so that a ``match`` may be remembered."""
+        """Changes with every hash added or removed, so that results of ``match`` can be cached."""
 
     # Counting
 
     @property
     def num_available(self) -> int:
-        """Return how many blocks ``allocate`` could hand out now."""
+        """Return how many blocks ``allocate`` could return now."""
         return len(self._free) + self._num_unreferenced_cached
 
     def counts(self) -> PoolCounts:
@@ -118,10 +118,10 @@ class BlockPool:
         used = self.num_blocks - self.num_available
         return PoolCounts(used, self._num_unreferenced_cached, len(self._free))
 
-    # Taking and giving back
+    # References
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hand out blocks of unknown content, one reference each; all of them or None."""
+        """Return blocks of undefined content, one reference each; all of them or None."""
         if num_blocks > self.num_available:
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
@@ -136,14 +136,14 @@ class BlockPool:
         """Add a reference to each of ``blocks``, which are in use or cached."""
         for block in blocks:
             if self._num_references[block] == 0:
-                assert self._hash_of[block] is not None, "a free block has nothing to retain"
+                assert self._hash_of[block] is not None, "a free block cannot be retained"
                 self._num_unreferenced_cached -= 1
             self._num_references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each of ``blocks``, given in the order of their chain."""
-        for block in reversed(blocks):  # last first: the deepest is the first to be evicted
-            assert self._num_references[block] > 0, "a reference is released once"
+        """Drop a reference to each of ``blocks``, in the order of their chain."""
+        for block in reversed(blocks):  # last first: the deepest is evicted first
+            assert self._num_references[block] > 0, "released more often than retained"
             self._num_references[block] -= 1
             if self._num_references[block] > 0:
                 continue
@@ -165,14 +165,14 @@ class BlockPool:
         return count
 
     def acquire(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the blocks of ``hashes``, all of them cached, with a reference to each."""
+        """Return the blocks of ``hashes``, all of which are cached, with a reference to each."""
         blocks = [self._block_of[block_hash] for block_hash in hashes]
         self.retain(blocks)
         return blocks
 
     def publish(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
-        """Make a complete block findable; one that is known already stays as it is."""
-        assert self._num_references[block] > 0, "only a block in use is published"
+        """Make a complete block findable; does nothing if its hash is already known."""
+        assert self._num_references[block] > 0, "only a block in use can be published"
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._block_of[block_hash] = block
@@ -186,7 +186,7 @@ class BlockPool:
         self._is_marked[block] = 1
 
     def unmark(self, block: int) -> None:
-        """Take a mark back."""
+        """Remove a mark."""
         self._is_marked[block] = 0
 
     def is_marked(self, block: int, block_hash: BlockHash) -> bool:
@@ -195,7 +195,7 @@ class BlockPool:
         return bool(self._is_marked[block] or self._is_marked[cached])
 
     def drop(self) -> PoolDropped:
-        """Forget every hash. Blocks in use stay with their users, and are not found any more."""
+        """Forget all hashes. Blocks in use stay with their users, but are not found any more."""
         num_dropped = num_kept = 0
         for block in list(self._block_of.values()):
             self._forget(block)
@@ -232,7 +232,7 @@ class BlockPool:
     def _push_if_leaf(self, block: int) -> None:
         if not self._is_evictable_leaf(block):
             return
-        if len(self._leaves) > 2 * self.num_blocks:  # stale entries: as many as there were hits
+        if len(self._leaves) > 2 * self.num_blocks:  # stale entries, one per hit
             fresh = [b for b in range(self.num_blocks) if b != block and self._is_evictable_leaf(b)]
             self._leaves = [(self._last_use[b], b) for b in fresh]
             heapq.heapify(self._leaves)
@@ -249,8 +249,8 @@ class BlockPool:
             use, block = heapq.heappop(self._leaves)
             if self._is_evictable_leaf(block) and self._last_use[block] == use:
                 return block
-        # Every unreferenced block has a child that a store or a load still holds: the oldest goes,
-        # and its children are not found until it is computed again.
+        # Every unreferenced block has a child that a store or load still holds: evict the oldest.
+        # Its children are not found until it is computed again.
         unreferenced = (b for b in self._block_of.values() if not self._num_references[b])
         return min(unreferenced, key=self._last_use.__getitem__)
 
@@ -261,18 +261,18 @@ class BlockPool:
         return self.tensor.view(self.num_blocks * self.shape.num_layers * 2, -1)
 
     def token_rows(self) -> torch.Tensor:
-        """Return the pool as a matrix of tokens: ``block_tokens`` rows to each row of ``rows``."""
+        """Return the pool as a matrix of tokens: ``block_tokens`` rows per row of ``rows``."""
         width = self.shape.num_kv_heads * self.shape.head_dim
         return self.tensor.view(-1, width)
 
     def block_bytes(self, block: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a block in host memory, to read and to write in place."""
-        assert self._host_bytes is not None, "a pool on a device is copied, not viewed"
+        """Return the bytes of a block in host memory, as a writable view."""
+        assert self._host_bytes is not None, "a pool on a device has no host view"
         view: npt.NDArray[np.uint8] = self._host_bytes[block]
         return view
 
     def read_block(self, block: int, into: memoryview) -> None:
-        """Copy a whole block into host memory; the GIL is released meanwhile."""
+        """Copy a whole block into host memory; releases the GIL."""
         target = np.frombuffer(into, dtype=np.uint8)
         if self._host_bytes is not None:
             np.copyto(target, self._host_bytes[block])
@@ -280,7 +280,7 @@ class BlockPool:
             torch.from_numpy(target).copy_(self._bytes[block])
 
     def write_block(self, block: int, source: memoryview | bytes) -> None:
-        """Copy host memory over a whole block; the GIL is released, the copy is then complete."""
+        """Copy host memory to a whole block; releases the GIL, and returns when complete."""
         content = np.frombuffer(source, dtype=np.uint8)
         if self._host_bytes is not None:
             np.copyto(self._host_bytes[block], content)
@@ -289,9 +289,9 @@ class BlockPool:
         torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def check(self) -> None:
-        """Verify that references, hashes and lists agree; raises AssertionError if not."""
+        """Check that references, hashes and lists agree; raises AssertionError if not."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a block is free once"
+        assert len(free) == len(self._free), "a block is in the free list twice"
         unreferenced = 0
         children: dict[BlockHash, int] = {}
         for block in range(self.num_blocks):
@@ -301,11 +301,13 @@ class BlockPool:
             assert (block_hash is None) == (parent is None)
             if block_hash is None or parent is None:
                 continue
-            assert self._block_of[block_hash] == block, "a hash leads to its block"
+            assert self._block_of[block_hash] == block, "a hash must lead to its block"
             children[parent] = children.get(parent, 0) + 1
             unreferenced += not self._num_references[block]
             if self._is_evictable_leaf(block):
-                assert (self._last_use[block], block) in self._leaves, "each leaf can be evicted"
+                assert (self._last_use[block], block) in self._leaves, (
+                    "an evictable leaf is not in the heap"
+                )
         assert children == self._num_children
         assert unreferenced == self._num_unreferenced_cached
         assert len(self._block_of) == sum(h is not None for h in self._hash_of)

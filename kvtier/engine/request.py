@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""The engine's requests and outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,15 +27,15 @@ __all__ = [
 
 
 _TOKENS_MAX = 2**31 - 1
-"""More than any model reads."""
+"""More than the context of any model."""
 
 
 class RequestRefused(KvtierError):
-    """A request that can never be served here: the message says why and what to change."""
+    """A request that can never be served; the message says why and what to change."""
 
 
 class QueueFull(KvtierError):
-    """Too many requests wait already: the client may try again later."""
+    """Too many requests are waiting; the client may try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: no limit."""
+    """Number of candidates; 0: no limit."""
     seed: int | None = None
     ignore_eos: bool = False
-    """Whether to go on at the model's own end tokens."""
+    """Whether to continue after the model's end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Hints:
 
 
 NO_HINTS = Hints()
-"""Of a request of whose future nothing is said."""
+"""The hints of a request without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class EngineRequest:
     hints: Hints = NO_HINTS
 
     def traits(self) -> RequestTraits:
-        """Return what the tiers below are told of this request."""
+        """Return what the tiers below need to know about this request."""
         return RequestTraits(
             request_id=self.request_id,
             num_tokens=len(self.prompt),
@@ -99,7 +99,7 @@ class EngineRequest:
 
 
 def _bounded(num_tokens: int | None) -> int | None:
-    """Return a limit that fits a message: beyond any context one is as good as another."""
+    """Return a limit that fits into a message: beyond any context all are equal."""
     return None if num_tokens is None else min(num_tokens, _TOKENS_MAX)
 
 
@@ -113,7 +113,7 @@ class FinishReason(StrEnum):
 
 
 class TierTokens:
-    """Prompt tokens by the tier that served them; each tier's name is an attribute."""
+    """Number of prompt tokens served by each tier, as attributes named after the tiers."""
 
     __slots__ = ("_by_tier",)
 
@@ -149,10 +149,10 @@ class TierTokens:
 
 
 class RestoreDecision(StrEnum):
-    """What was done about the part of a prompt below the GPU; with a reason in ``Usage``."""
+    """The decision about the part of a prompt below the GPU; ``Usage`` adds a reason."""
 
     GPU_HIT = "gpu_hit"
-    """Nothing was asked of the tiers below: the GPU held every full block."""
+    """Nothing was requested from the tiers below: the GPU held every full block."""
     LOADED = "loaded"
     """Every full block that the GPU lacked was loaded."""
     LOADED_PART = "loaded_part"
@@ -164,13 +164,13 @@ class RestoreDecision(StrEnum):
 class DecisionReason(StrEnum):
     """Why a decision was made.
 
-    The reasons of the KV port and of its plans are among them; others become ``other``.
+    Includes the reasons of the KV port and of its plans; others become ``other``.
     """
 
     COMPLETE = "complete"
     ABSENT = "absent"
     TOO_SHORT = "too_short"
-    """No full block was missing, so there was nothing to ask for."""
+    """No full block was missing."""
     MAX_LOAD_TOKENS = "max_load_tokens"
     SPLIT = "split"
     """The front was computed while the back was loaded, until they met."""
@@ -181,9 +181,9 @@ class DecisionReason(StrEnum):
     RISK = "risk"
     """Computing was predicted to be slower on average, but loading might have taken far longer."""
     GUARD = "guard"
-    """Loading from that tier did not pay lately."""
+    """The tier's recent restores did not pay off."""
     NEVER = "never"
-    """By configuration."""
+    """Disabled by configuration."""
     POOL_FULL = "pool_full"
     """The pool had no room for the blocks to load into."""
     LATE = "late"
@@ -195,7 +195,7 @@ class DecisionReason(StrEnum):
 
 
 def format_decision(decision: RestoreDecision, reason: str) -> str:
-    """Return ``decision:reason`` out of the closed sets; the two complete ones stand alone."""
+    """Return ``decision:reason`` from the closed sets; complete decisions have no reason."""
     if decision in {RestoreDecision.GPU_HIT, RestoreDecision.LOADED}:
         return decision.value
     known = DecisionReason(reason) if reason in set(DecisionReason) else DecisionReason.OTHER
@@ -204,9 +204,9 @@ def format_decision(decision: RestoreDecision, reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The account of one request; ``prompt_tokens == tier_tokens.total + computed_tokens``.
+    """The token counts of a request; ``prompt_tokens == tier_tokens.total + computed_tokens``.
 
-    A request that ends before its first token counts the prompt tokens it got to.
+    A request that ends before its first token counts the prompt tokens supplied so far.
     """
 
     prompt_tokens: int
@@ -214,14 +214,14 @@ class Usage:
     tier_tokens: TierTokens
     computed_tokens: int
     decision: str
-    """What was done about the prefix below the GPU, and why: see ``format_decision``."""
+    """The decision about the prefix below the GPU, and why: see ``format_decision``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of a request; the last one has a finish reason.
+    """New tokens of a request; the last output has a finish reason.
 
-    The first one with tokens and the last one have the usage, as far as it is known then.
+    The first one with tokens and the last one have the usage, as far as it is known.
     """
 
     request_id: str

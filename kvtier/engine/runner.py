@@ -1,7 +1,7 @@
-"""The engine's thread: it steps while there is work and sleeps otherwise.
+"""Runs the engine on its own thread, which steps while there is work and sleeps otherwise.
 
-Everything that touches the engine happens on this thread; other threads leave orders for it. No
-wait is without a deadline, and no fault leaves a request without its last output.
+Everything that touches the engine happens on this thread; other threads queue commands for it.
+Every wait has a deadline, and every request gets its last output, whatever fails.
 """
 
 import threading
@@ -29,11 +29,11 @@ _log = Log("kvtier.engine")
 _Result = TypeVar("_Result")
 
 _SLEEP_MAX_S = 0.25
-"""A missed wake costs this much, not a hang."""
+"""A missed wake-up costs this much, not a hang."""
 
 _STUCK_AFTER_NS = 60_000_000_000
 """A step of 512 tokens takes seconds on a slow CPU, and a port's deadlines are as long: this is
-several of them."""
+several times that."""
 
 _ORDERS_MAX = 4096
 """Far more than the engine takes in between two steps; beyond it, clients are turned away."""
@@ -42,7 +42,7 @@ _STOPPING = "the engine is stopping"
 
 
 class EngineRunner:
-    """Runs an engine on a thread of its own, for callers on any thread."""
+    """Runs an engine on its own thread, for callers on any thread."""
 
     def __init__(self, engine: Engine, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.engine = engine
@@ -70,12 +70,12 @@ class EngineRunner:
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether there is work but has been no progress for a minute."""
+        """Tell whether there was work but no progress for a minute."""
         is_late = self._clock_ns() - self.last_progress_ns > _STUCK_AFTER_NS
         return not self._idle.is_set() and is_late
 
     def start(self) -> None:
-        """Begin to take requests."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
@@ -103,12 +103,12 @@ class EngineRunner:
                 raise QueueFull(_STOPPING)
             waiting = self.engine.num_waiting + len(self._orders)
             if waiting >= min(_ORDERS_MAX, self.engine.settings.max_num_waiting):
-                raise QueueFull(f"{waiting} requests wait already")
+                raise QueueFull(f"too many requests are waiting ({waiting})")
             self._open[key] = (request.request_id, deliver)
             self._push(order)
 
     def abort(self, request_id: str) -> None:
-        """End a request soon, if it is still there; it gets its last output."""
+        """End a request soon, if it is still present; it gets its last output."""
         with self._changed:
             self._push(lambda: self._abort(request_id))
 
@@ -121,7 +121,7 @@ class EngineRunner:
                 return
             try:
                 future.set_result(function(self.engine))
-            except Exception as error:  # it is the caller's, on the caller's thread
+            except Exception as error:  # raised on the caller's thread
                 future.set_exception(error)
 
         with self._changed:
@@ -133,13 +133,13 @@ class EngineRunner:
             raise
 
     def wake(self) -> None:
-        """Have the engine look at its port: something has happened below."""
+        """Make the engine poll its port."""
         with self._changed:
             self._is_woken = True
             self._changed.notify()
 
     def drain(self) -> None:
-        """Accept no more requests; those that were accepted go on."""
+        """Accept no more requests; accepted ones continue."""
         with self._changed:  # afterwards no call of submit is in progress
             self._is_draining = True
 
@@ -148,7 +148,7 @@ class EngineRunner:
         return self._idle.wait(timeout_s)
 
     def stop(self, deadline_s: float = 10.0) -> bool:
-        """End all requests and the thread; False if it is still in a step at the deadline.
+        """End all requests and the thread; returns False if a step still runs at the deadline.
 
         Requests get their last output in either case.
         """
@@ -158,7 +158,7 @@ class EngineRunner:
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
         for key in list(self._open):
-            if (left := self._open.pop(key, None)) is not None:  # else the engine was faster
+            if (left := self._open.pop(key, None)) is not None:  # otherwise the engine was faster
                 request_id, deliver = left
                 deliver(_error(request_id, _STOPPING))
         return not self._thread.is_alive()
@@ -178,9 +178,9 @@ class EngineRunner:
             has_moved = self._follow_orders()
             try:
                 has_moved |= self.engine.step(self._clock_ns())
-            except Exception as error:  # a bug of ours: no request may hang because of it
-                self._faults.exception("the engine failed between steps")
-                self.engine.fail_all(f"the engine failed: {error}")
+            except Exception as error:  # a bug in kvtier: no request may hang because of it
+                self._faults.exception("engine failed between steps")
+                self.engine.fail_all(f"engine failed: {error}")
             if has_moved:
                 self.last_progress_ns = self._clock_ns()
                 continue
@@ -199,8 +199,8 @@ class EngineRunner:
         for order in orders:
             try:
                 order()
-            except Exception:  # each order answers its caller itself; what is left is a bug of ours
-                self._faults.exception("an order to the engine failed")
+            except Exception:  # commands report errors to their caller: the rest are bugs
+                self._faults.exception("engine command failed")
         return bool(orders)
 
     def _sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""How the next token is chosen from a model's scores."""
+"""Samples the next token from a model's logits."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from kvtier.engine.request import Sampling
 __all__ = ["make_generator", "sample"]
 
 _TEMPERATURE_MIN = 1e-5
-"""Below it only the best token has a chance, and scores divided by it would leave float32."""
+"""Below it only the best token has a chance, and scaled logits would exceed float32."""
 
 
 def make_generator(sampling: Sampling) -> torch.Generator | None:
-    """Return a request's own source of chance, or None where nothing is left to chance."""
+    """Return a request's own random generator, or None if it samples greedily."""
     if sampling.temperature < _TEMPERATURE_MIN:
         return None
     generator = torch.Generator()
@@ -29,7 +29,7 @@ def sample(
     samplings: Sequence[Sampling],
     generators: Sequence[torch.Generator | None],
 ) -> list[int]:
-    """Choose a token for each row of ``logits``; each request draws from its own generator."""
+    """Choose a token for each row of ``logits``; each request uses its own generator."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
         if generator is not None:
@@ -38,7 +38,7 @@ def sample(
 
 
 def _draw(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token, from ever fewer candidates: the ``top_k``, then those within ``top_p``."""
+    """Draw one token from the ``top_k`` candidates, reduced to those within ``top_p``."""
     candidates: torch.Tensor | None = None
     scores = scores / sampling.temperature
     if 0 < sampling.top_k < len(scores):
@@ -47,7 +47,7 @@ def _draw(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) 
         scores, candidates = scores.sort(descending=True)
     chances = scores.softmax(dim=-1)
     if sampling.top_p < 1.0:
-        # Up to and with the token that reaches top_p; the first one always stays.
+        # Keep tokens up to the one that reaches top_p; the first one always stays.
         chances[1:][chances.cumsum(dim=-1)[:-1] >= sampling.top_p] = 0.0
     drawn = int(torch.multinomial(chances, 1, generator=generator))
     return drawn if candidates is None else int(candidates[drawn])

@@ -1,22 +1,22 @@
-"""Who computes next, and on which blocks.
+"""Decides which sequences compute in each step, and on which blocks.
 
 Theory
 ------
-Each step, every sequence that decodes gets one token, then prompts get what is left of the step's
-budget, in the order of arrival. A request that waits is admitted when the pool has room for all
-its tokens, longest cached prefix first, so that shared prefixes are used while they are there; one
-that waits longer than the age cap goes before all that do not.
+In each step, every decoding sequence gets one token, then prompts get the rest of the step's
+budget, in order of arrival. A waiting request is admitted when the pool has room for all its
+tokens, longest cached prefix first, so that shared prefixes are used while they are cached;
+requests that have waited longer than the age cap go first.
 
-Single flight: a request announces the blocks it will compute or load. Another one whose next
-missing block is announced waits for it, and then hits it. No two can wait for each other, since
-what a request waits for comes earlier in the chain than all it announced itself.
+Single flight: a request announces the blocks that it will compute or load. Another one whose next
+missing block is announced waits for it, and then hits it. Deadlocks are impossible, because what a
+request waits for comes earlier in the chain than everything it announced itself.
 
 Split: a sequence whose plan says so computes from the front while its blocks are loaded from the
-back; it is given only what its loader has claimed for it, and goes on behind the loaded blocks when
-it gets there.
+back. It only computes what its loader has claimed for it, and skips the loaded blocks when it
+reaches them.
 
-When the pool is full, the latest arrival gives its blocks back and waits again. The earliest one
-is never taken from, so it ends, and so does each after it.
+When the pool is full, the latest arrival gives its blocks back and waits again. The earliest one is
+never preempted, so it ends, and so does each after it.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ from kvtier.engine.settings import EngineSettings
 __all__ = ["ScheduledChunk", "Scheduler"]
 
 _ORDERED_MAX = 256
-"""Waiting requests that are put in order each step: the oldest. More would cost milliseconds."""
+"""The oldest waiting requests, which are sorted in each step; more would take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class ScheduledChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether this is the token generated last, and no part of a prompt."""
+        """Tell whether this is the last generated token, not part of a prompt."""
         return self.num_tokens == 1 and self.sequence.num_generated > 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether all tokens known are then computed, and the next one can be chosen."""
+        """Tell whether all known tokens are computed afterwards, so the next one can be chosen."""
         return self.num_tokens == self.sequence.num_missing
 
 
 class Scheduler:
-    """The requests in the engine, their blocks, and what goes on below for them."""
+    """The requests in the engine, their blocks, and their loads and stores."""
 
     def __init__(self, settings: EngineSettings, pool: BlockPool, port: KVPort) -> None:
         self._settings = settings
@@ -72,16 +72,16 @@ class Scheduler:
         self._announced: dict[BlockHash, Sequence] = {}
         self.num_preemptions = 0
 
-    # Coming and going
+    # Requests
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a request; it waits."""
-        assert sequence.request_id not in self.sequences, "request ids are unique"
+        """Add a request to the waiting ones."""
+        assert sequence.request_id not in self.sequences, "request ids must be unique"
         self.sequences[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a request and free its blocks, except those that a load or store still holds."""
+        """Remove a request and free its blocks, except those that a load or store still holds."""
         self.loader.cancel(sequence)
         for queue in (self._waiting, self._running):
             if sequence in queue:
@@ -91,24 +91,24 @@ class Scheduler:
         del self.sequences[sequence.request_id]
 
     def count(self, *phases: Phase) -> int:
-        """Return the requests in these phases; from any thread."""
-        # A list first, in one step: the engine's thread changes the dictionary meanwhile.
+        """Return the number of requests in these phases; from any thread."""
+        # Copy to a list, atomically: the engine's thread changes the dictionary meanwhile.
         return sum(sequence.phase in phases for sequence in list(self.sequences.values()))
 
     @property
     def num_waiting(self) -> int:
-        """Return the requests that were not admitted yet, or not again."""
+        """Return the number of requests waiting for admission, or for readmission."""
         return len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is to do and nothing is in flight."""
+        """Tell whether there is nothing to do and nothing in flight."""
         return not (self.sequences or self.loader.num_open or self.offload.num_open)
 
     # Each step: poll, admit, plan; then complete what was computed
 
     def poll(self, now_ns: int) -> bool:
-        """Take in what happened below; returns whether anything did."""
+        """Process the port's events; tells whether there were any."""
         events = self._port.poll()
         for event in events:
             self._take(event, now_ns)
@@ -131,7 +131,7 @@ class Scheduler:
                 self.offload.stored(event)
 
     def admit(self, now_ns: int) -> bool:
-        """Start waiting requests while there is room; returns whether any was started."""
+        """Start waiting requests while there is room; tells whether any was started."""
         num_started = 0
         if not self._waiting or self._num_active >= self._settings.max_num_sequences:
             return False
@@ -139,14 +139,14 @@ class Scheduler:
             if self._num_active >= self._settings.max_num_sequences:
                 break
             if self.loader.has(sequence.request_id) or self._is_in_flight(sequence):
-                continue  # the load of one that was preempted ends first
+                continue  # the load of a preempted request ends first
             if not self._start(sequence, now_ns):
-                break  # nobody overtakes: the pool would never have room for a long prompt
+                break  # no overtaking: otherwise a long prompt would never fit
             num_started += 1
         return num_started > 0
 
     def plan(self, now_ns: int) -> list[ScheduledChunk]:
-        """Return what to compute now, each sequence with blocks for it; preempts if it must."""
+        """Return what to compute now, with blocks for each sequence; preempts if necessary."""
         budget = self._settings.max_batch_tokens
         chunks: list[ScheduledChunk] = []
         running = sorted(self._running, key=lambda sequence: sequence.ticket)
@@ -165,7 +165,7 @@ class Scheduler:
         return chunks
 
     def complete(self, chunk: ScheduledChunk) -> None:
-        """Note that a chunk is computed: its full blocks are found and offered from now on."""
+        """Publish and offer the full blocks of a computed chunk."""
         sequence = chunk.sequence
         start = sequence.num_computed
         sequence.num_computed += chunk.num_tokens
@@ -181,7 +181,7 @@ class Scheduler:
             self._retract(sequence)
 
     def load_before(self, sequence: Sequence | None = None) -> EngineLoad:
-        """Return what is to do before a request, or before one that comes now."""
+        """Return the work ahead of a request, or of one that arrives now."""
         ticket = sequence.ticket if sequence is not None else None
         num_tokens = num_running = 0
         for other in self.sequences.values():
@@ -211,7 +211,7 @@ class Scheduler:
         return sorted(oldest, key=rank)
 
     def _estimate_match(self, sequence: Sequence) -> int:
-        """Return about how many leading blocks are cached, from the last estimate if it holds."""
+        """Return about how many leading blocks are cached, from the last estimate if valid."""
         if sequence.match_generation != self._pool.generation:
             known = sequence.matched
             hashes = sequence.chain.hashes
@@ -223,7 +223,7 @@ class Scheduler:
         return sequence.matched
 
     def _hit_limit(self, sequence: Sequence) -> int:
-        """Return the most blocks to take as they are: the last token is always computed."""
+        """Return the most blocks to take from the cache: the last token is always computed."""
         return (len(sequence.tokens) - 1) // self._pool.shape.block_tokens
 
     def _match(self, sequence: Sequence) -> int:
@@ -238,7 +238,7 @@ class Scheduler:
         return owner is not None and owner is not sequence
 
     def _start(self, sequence: Sequence, now_ns: int) -> bool:
-        """Look up, load or run a waiting request; False: the pool has no room for it now."""
+        """Look up, load or run a waiting request; returns False if the pool has no room now."""
         num_hit = self._match(sequence)
         hit = self._pool.acquire(sequence.chain.hashes[:num_hit])
         num_new = sequence.num_blocks_needed - num_hit
@@ -282,20 +282,20 @@ class Scheduler:
         sequence.timing.end_waiting(now_ns)
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Tell whether there are blocks to start with, besides those that others were promised.
+        """Tell whether blocks are available, besides those already promised.
 
-        Each that runs is about to need one more, and those that look up all of theirs.
+        Each running sequence may need one more, and each with a lookup in flight all of its own.
         """
         headroom = len(self._running) + self.loader.num_reserved
         return num_blocks + headroom <= self._pool.num_available
 
     def _allocate(self, num_blocks: int) -> list[int]:
         blocks = self._pool.allocate(num_blocks)
-        assert blocks is not None, "there was room for them"
+        assert blocks is not None, "the pool must have room"
         return blocks
 
     def _seat(self, sequence: Sequence, hit: list[int], num_new: int) -> None:
-        """Give a sequence its blocks: those it hit, and new ones for all else it knows."""
+        """Give a sequence its blocks: the cached ones, and new ones for all its other tokens."""
         sequence.blocks = hit + self._allocate(num_new)
         sequence.num_published = len(hit)
         sequence.num_computed = len(hit) * self._pool.shape.block_tokens
@@ -318,7 +318,7 @@ class Scheduler:
     # Preemption
 
     def _grow(self, sequence: Sequence, now_ns: int) -> bool:
-        """Give a sequence a block for its newest token; False: it cannot run in this step."""
+        """Give a sequence a block for its newest token; returns False if it cannot run now."""
         while len(sequence.blocks) < sequence.num_blocks_needed:
             blocks = self._pool.allocate(1)
             if blocks is not None:
@@ -347,28 +347,30 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         sequence.loaded_tail = sequence.found = None
 
-    # Verifying
+    # Checks
 
     def check(self) -> None:
-        """Verify the pool and that each phase has what belongs to it; raises AssertionError."""
+        """Check the pool, and what belongs to each phase; raises AssertionError."""
         self._pool.check()
         self.loader.check()
         _check_queue(self._waiting, Phase.WAITING)
         _check_queue(self._running, Phase.RUNNING)
         for sequence in self.sequences.values():
             has_blocks = sequence.phase in {Phase.LOADING, Phase.RUNNING}
-            assert has_blocks or not sequence.blocks, "only who computes or loads has blocks"
+            assert has_blocks or not sequence.blocks, (
+                "only loading or running sequences have blocks"
+            )
             if has_blocks:
                 capacity = len(sequence.blocks) * self._pool.shape.block_tokens
-                assert sequence.num_computed <= capacity, "what is computed is somewhere"
+                assert sequence.num_computed <= capacity, "computed tokens must be in blocks"
             if sequence.phase is Phase.RUNNING:
                 counts = sequence.sources.is_counted(sequence.num_computed)
-                assert counts, "each token is accounted for"
+                assert counts, "a computed token has no source"
             _check_loaded_tail(sequence)
         for owner in self._announced.values():
-            assert owner.request_id in self.sequences, "who left announces nothing"
+            assert owner.request_id in self.sequences, "a removed request still announces blocks"
         if self.is_idle:
-            assert self._pool.counts().used == 0, "an idle engine holds no block"
+            assert self._pool.counts().used == 0, "an idle engine must not hold blocks"
 
 
 def _check_queue(queue: Iterable[Sequence], phase: Phase) -> None:
@@ -380,13 +382,15 @@ def _check_loaded_tail(sequence: Sequence) -> None:
     loaded_tail = sequence.loaded_tail
     if loaded_tail is None:
         return
-    assert sequence.phase is Phase.RUNNING, "only who computes has a back"
+    assert sequence.phase is Phase.RUNNING, "only running sequences have a loaded tail"
     assert loaded_tail.start <= loaded_tail.end < len(sequence.tokens), (
-        "the last token is always computed"
+        "the last token must be computed"
     )
-    assert sequence.num_computed < loaded_tail.start, "who gets to its back joins it"
+    assert sequence.num_computed < loaded_tail.start, "the sequence has reached its loaded tail"
     size = sequence.chain.block_tokens
-    assert loaded_tail.start % size == loaded_tail.end % size == 0, "a back is whole blocks"
+    assert loaded_tail.start % size == loaded_tail.end % size == 0, (
+        "a loaded tail must be whole blocks"
+    )
     assert sequence.num_published * size < loaded_tail.end, (
-        "what is in place later is published later"
+        "blocks of the tail are published too early"
     )

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""A request in the engine: its tokens, blocks, hashes and timing."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,10 +34,10 @@ _NOT_YET, _COUNTED = b"\0", b"\1"
 
 
 class TokenSources:
-    """Who supplied each prompt token first: a tier, or the engine by computing it.
+    """Tracks who supplied each prompt token first: a tier, or the engine by computing it.
 
-    Supply comes from both ends where a load from the back meets the computing, and comes again
-    after a preemption; so each token has a mark of its own, and counts once.
+    Tokens are supplied from both ends during a split, and again after a preemption, so each token
+    has its own mark and counts once.
     """
 
     def __init__(self, num_prompt: int) -> None:
@@ -47,13 +47,13 @@ class TokenSources:
 
     @property
     def num_counted(self) -> int:
-        """Return the prompt tokens that somebody supplied so far."""
+        """Return the number of prompt tokens supplied so far."""
         return self.computed + sum(self.by_tier.values())
 
     def count(self, source: TierName | None, start: int, end: int) -> None:
-        """Count the prompt tokens from ``start`` to ``end`` that nobody supplied yet.
+        """Count the prompt tokens from ``start`` to ``end`` that are not counted yet.
 
-        The source None has computed them.
+        The source None means that they were computed.
         """
         end = min(end, len(self._marks))
         num_new = self._marks.count(_NOT_YET, start, end)
@@ -66,16 +66,16 @@ class TokenSources:
             self.by_tier[source] = self.by_tier.get(source, 0) + num_new
 
     def is_counted(self, end: int) -> bool:
-        """Tell whether every prompt token before ``end`` was supplied."""
+        """Tell whether every prompt token before ``end`` is counted."""
         return not self._marks.count(_NOT_YET, 0, min(end, len(self._marks)))
 
     def tier_tokens(self) -> TierTokens:
-        """Return the tokens that were not computed, by tier."""
+        """Return the number of tokens served by each tier."""
         return TierTokens(**{tier.value: count for tier, count in self.by_tier.items()})
 
 
 class StallTimes:
-    """Time in which there were requests and nothing could be computed, by what they waited for."""
+    """Time during which requests were present but nothing could be computed, by cause."""
 
     def __init__(self) -> None:
         self._waited_ns: dict[str, int] = {}
@@ -83,14 +83,14 @@ class StallTimes:
         self._since_ns = 0
 
     def note(self, waits_for: str, now_ns: int) -> None:
-        """Note what is waited for from now on; nothing while something is computed."""
+        """Note what the engine waits for from now on; empty while it computes."""
         if self._waits_for:
             waited_ns = self._waited_ns.get(self._waits_for, 0) + now_ns - self._since_ns
             self._waited_ns[self._waits_for] = waited_ns
         self._waits_for, self._since_ns = waits_for, now_ns
 
     def seconds(self) -> dict[str, float]:
-        """Return the time so far, up to the last note; from any thread."""
+        """Return the times up to the last note; from any thread."""
         return {waited: ns / 1e9 for waited, ns in self._waited_ns.copy().items()}
 
 
@@ -105,12 +105,12 @@ class RequestTiming:
     restore_ns: int = 0
     compute_s: float = 0.0
     restored: dict[TierName, int] = field(default_factory=dict)
-    """Blocks by the tier they came from."""
+    """Number of restored blocks, by tier."""
     was_preempted: bool = False
-    """It lost its blocks once, and what it took in all says nothing of its plan."""
+    """The request lost its blocks once, so its total time says nothing about its plan."""
 
     def begin_waiting(self, now_ns: int) -> None:
-        """Note that the request stands in the queue again."""
+        """Note that the request is queued again."""
         self.waiting_since_ns = now_ns
 
     def end_waiting(self, now_ns: int) -> None:
@@ -118,7 +118,7 @@ class RequestTiming:
         self.wait_ns += now_ns - self.waiting_since_ns
 
     def begin_restoring(self, now_ns: int) -> None:
-        """Note that its blocks are asked for."""
+        """Note that its blocks are requested."""
         self.restore_began_ns = now_ns
 
     def note_restored(self, tiers: tuple[TierName, ...], now_ns: int) -> None:
@@ -130,7 +130,7 @@ class RequestTiming:
     def outcome(
         self, decision: int, computed_tokens: int, first_token_ns: int
     ) -> PlanOutcome | None:
-        """Return what came of a plan, or None where that cannot be told."""
+        """Return the outcome of a plan, or None if it is unknown."""
         if not decision or self.was_preempted:
             return None
         return PlanOutcome(
@@ -145,11 +145,11 @@ class RequestTiming:
 
 
 class Phase(StrEnum):
-    """Where a request is. It goes down this list, and back to waiting when it is preempted."""
+    """The phase of a request, in this order; preemption returns it to waiting."""
 
     WAITING = "waiting"
     LOOKING = "looking"
-    """The tiers below were asked what they have."""
+    """A lookup in the tiers below is in flight."""
     LOADING = "loading"
     """It has its blocks, and the tiers below write to some of them."""
     RUNNING = "running"
@@ -166,20 +166,20 @@ class BlockChain:
         self.hashes: list[BlockHash] = []
 
     def extend(self, tokens: list[int]) -> None:
-        """Hash the full blocks of ``tokens`` that were not hashed before."""
+        """Hash the full blocks of ``tokens`` that are not hashed yet."""
         hashed = len(self.hashes) * self.block_tokens
         if len(tokens) - hashed >= self.block_tokens:
             parent = self.parent(len(self.hashes))
             self.hashes += hash_blocks(parent, tokens[hashed:], self.block_tokens)
 
     def parent(self, index: int) -> BlockHash:
-        """Return the hash before block ``index``."""
+        """Return the parent hash of block ``index``."""
         return self.hashes[index - 1] if index else self.root
 
 
 @dataclass(slots=True)
 class LoadedTail:
-    """Tokens behind a gap that are in place already, from ``start`` to ``end``: whole blocks."""
+    """Tokens behind a gap that are already in place, from ``start`` to ``end``: whole blocks."""
 
     start: int
     end: int
@@ -203,12 +203,12 @@ class Sequence:
     deliver: Deliver
     arrival_ns: int
     ticket: int
-    """Counts arrivals: of two requests, the higher ticket is the later one."""
+    """Order of arrival; a later request has a higher ticket."""
     tenant: bytes
     chain: BlockChain
-    """Of engine blocks."""
+    """Hashes of engine blocks."""
     port_chain: BlockChain
-    """Of the blocks below; from the same root."""
+    """Hashes of the port's blocks, from the same root."""
     generator: torch.Generator | None
     tokens: list[int]
     traits: RequestTraits
@@ -219,7 +219,7 @@ class Sequence:
     num_computed: int = 0
     loaded_tail: LoadedTail | None = None
     num_published: int = 0
-    """Leading blocks that were given to the prefix cache."""
+    """Leading blocks that are in the prefix cache."""
     num_offered: int = 0
     """Leading blocks of ``port_chain`` that were considered for storing."""
     num_lookups: int = 0
@@ -227,50 +227,50 @@ class Sequence:
     """Blocks it will need when its lookup is answered."""
     found: PortLookup | None = None
     found_first: int = 0
-    """The block of ``port_chain`` that ``found`` begins with."""
+    """The block of ``port_chain`` where ``found`` begins."""
     num_loaded: int = 0
-    """Blocks of ``port_chain`` that were loaded in all."""
+    """Total number of loaded blocks of ``port_chain``."""
     plan: RestorePlan | None = None
-    """The latest one that the daemon made for it."""
+    """The daemon's latest plan for it."""
     advised_offload_tokens: int | None = None
-    """What the daemon said it pays to offer; the request's own limit goes before it."""
+    """The daemon's advice on how much to offload; the request's own limit takes precedence."""
     decision: str = ""
     is_finished: bool = False
-    """The port was told that it is."""
+    """Whether ``port.finish`` was called."""
     announced: list[BlockHash] = field(default_factory=list)
     match_generation: int = -1
     matched: int = 0
 
     @property
     def request_id(self) -> str:
-        """Return the id by which clients and the port know it."""
+        """Return the id used by clients and the port."""
         return self.request.request_id
 
     @property
     def num_prompt(self) -> int:
-        """Return the tokens of the prompt."""
+        """Return the number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def num_generated(self) -> int:
-        """Return the tokens generated so far."""
+        """Return the number of generated tokens."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_missing(self) -> int:
-        """Return the tokens whose K and V are still to compute."""
+        """Return the number of tokens whose K and V are not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_uncovered(self) -> int:
-        """Return the tokens that have yet to be computed, as far as is known now."""
+        """Return the number of tokens still to compute, without the loaded tail."""
         return self.num_missing - (
             self.loaded_tail.end - self.loaded_tail.start if self.loaded_tail else 0
         )
 
     @property
     def num_blocks_needed(self) -> int:
-        """Return the blocks that hold all tokens known."""
+        """Return the number of blocks that hold all known tokens."""
         return -(-len(self.tokens) // self.chain.block_tokens)
 
     def append(self, token: int) -> None:
@@ -280,7 +280,7 @@ class Sequence:
         self.port_chain.extend(self.tokens)
 
     def join(self) -> bool:
-        """Go on behind the back where everything before it is computed; False: not so far yet."""
+        """Skip the loaded tail if everything before it is computed; tells whether it did."""
         if self.loaded_tail is None or self.num_computed < self.loaded_tail.start:
             return False
         self.num_computed = max(self.num_computed, self.loaded_tail.end)
@@ -291,11 +291,11 @@ class Sequence:
         return True
 
     def decide(self, decision: RestoreDecision, reason: str = DecisionReason.COMPLETE) -> None:
-        """Note what was done about the prefix; the first decision is the one that is told."""
+        """Note the decision about the prefix; the first one is reported."""
         self.decision = self.decision or format_decision(decision, reason)
 
     def usage(self) -> Usage:
-        """Return the account so far."""
+        """Return the token counts so far."""
         return Usage(
             prompt_tokens=self.sources.num_counted,
             completion_tokens=self.num_generated,

@@ -1,4 +1,4 @@
-"""What an engine is set up with. Device, dtype and context limit belong to the loaded model."""
+"""The engine's settings. Device, dtype and context limit belong to the loaded model."""
 
 from dataclasses import dataclass
 
@@ -9,49 +9,49 @@ __all__ = ["EngineSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The engine's sizes and bounds; raises StartError for those that contradict each other."""
+    """Sizes and limits of the engine; raises StartError for contradictory ones."""
 
     pool_bytes: int = 1 << 30
-    """Memory for K and V: what does not fit is computed again or loaded from below."""
+    """Memory for K and V; what does not fit is recomputed or loaded from the tiers below."""
     pool_tokens: int = 0
-    """The pool's size in tokens instead; 0: by ``pool_bytes``."""
+    """Size of the pool in tokens; 0: use ``pool_bytes``."""
     engine_block_tokens: int = 16
-    """A page of attention, as in vLLM: little waste at the end, few enough rows to gather."""
+    """Size of an attention page, as in vLLM: little waste at the end, few enough rows to gather."""
     block_tokens: int = 64
-    """A block below the GPU; a multiple of ``engine_block_tokens``."""
+    """Size of a block below the GPU; a multiple of ``engine_block_tokens``."""
     max_batch_tokens: int = 512
-    """New tokens of a step. More starve those that decode; fewer make prefill slower."""
+    """New tokens per step. More starve decoding sequences; fewer make prefill slower."""
     max_num_sequences: int = 64
     max_num_waiting: int = 1024
-    """Beyond this, a request is turned away at once: it would wait longer than its client."""
+    """Beyond this, a request is rejected at once: it would wait longer than its client."""
     age_cap_ns: int = 5_000_000_000
-    """After 5 s of waiting, arrival counts and the cached prefix does not."""
+    """After 5 s of waiting, requests are ordered by arrival instead of cached prefix."""
     is_poisoned: bool = False
-    """For tests: fill each block handed out with NaN, so that a stale read shows at once."""
+    """For tests: fill each allocated block with NaN, so that a stale read shows at once."""
 
     def __post_init__(self) -> None:
         if self.engine_block_tokens < 1 or self.block_tokens % self.engine_block_tokens:
             raise StartError(
                 "engine.block_tokens",
-                f"{self.block_tokens} is no multiple of {self.engine_block_tokens}",
+                f"{self.block_tokens} is not a multiple of {self.engine_block_tokens}",
                 "make it a multiple of engine.engine_block_tokens",
             )
         if self.max_batch_tokens < self.max_num_sequences:
             raise StartError(
                 "engine.max_batch_tokens",
-                f"{self.max_batch_tokens} is less than a token for each sequence",
-                f"raise it to engine.max_sequences ({self.max_num_sequences}) or more",
+                f"{self.max_batch_tokens} is less than one token per sequence",
+                f"raise it to at least engine.max_sequences ({self.max_num_sequences})",
             )
 
     def num_blocks(self, block_bytes: int) -> int:
-        """Return the blocks of the pool; raises StartError where there would be none."""
+        """Return the number of blocks in the pool; raises StartError if there would be none."""
         num_blocks = self.pool_bytes // block_bytes
         if self.pool_tokens:
             num_blocks = self.pool_tokens // self.engine_block_tokens
         if num_blocks < 1:
             raise StartError(
                 "engine.pool",
-                f"{self.pool_bytes} bytes hold no block of {block_bytes}",
-                f"raise it to {block_bytes} or more",
+                f"{self.pool_bytes} bytes are less than one block ({block_bytes} bytes)",
+                f"raise it to at least {block_bytes}",
             )
         return num_blocks

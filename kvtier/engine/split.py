@@ -1,4 +1,4 @@
-"""How computing from the front and loading from the back approach each other.
+"""Tracks a split: computing from the front while blocks are loaded from the back.
 
 Theory
 ------
@@ -7,12 +7,13 @@ Theory
     block   first                                            first + num_blocks
             |--- claimed for computing --->|    gap    |<--- in place, loaded ---|
 
-The engine computes only what it has claimed, and the port writes only to what is not claimed; each
-claim is a chunk. Large chunks compute faster, and small ones adapt: what is claimed in vain could
-have been loaded meanwhile. Both ends have worked for the same time, so the blocks each has done
-say how the gap will be shared, without a clock. A claim is half of the engine's share, so that
-chunks shrink towards the meeting (guided self-scheduling: Polychronopoulos and Kuck, 1987); and no
-more than was computed before, so that one that finds a fast tier has lost no more than a block.
+The engine only computes what it has claimed, and the port only writes to unclaimed blocks; each
+claim is a chunk. Large chunks compute faster, but small ones adapt better: claimed blocks could
+have been loaded meanwhile. Both ends have worked for the same time, so the number of blocks each
+has done predicts how they will share the gap, without a clock. A claim is half of the engine's
+share, so chunks shrink towards the end (guided self-scheduling: Polychronopoulos and Kuck, 1987).
+It is also no more than was computed before, so a request that finds a fast tier has lost at most
+one block.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ __all__ = ["SplitProgress"]
 
 @dataclass(slots=True)
 class SplitProgress:
-    """The two ends of one load, in blocks counted from its first one."""
+    """The two ends of one split load, in blocks counted from its first one."""
 
     num_blocks: int
     num_claimed: int = 0
@@ -30,11 +31,11 @@ class SplitProgress:
 
     @property
     def gap(self) -> int:
-        """Return the blocks that are neither claimed nor known to be in place."""
+        """Return the number of blocks that are neither claimed nor known to be in place."""
         return self.num_blocks - self.num_claimed - self.num_loaded
 
     def next_claim(self) -> int:
-        """Return how many leading blocks to claim in all; as many as now where there is no gap."""
+        """Return how many leading blocks to claim in total; unchanged if there is no gap."""
         if not self.gap:
             return self.num_claimed
         computed, loaded = self.num_claimed + 1, self.num_loaded + 1

@@ -32,19 +32,19 @@ def _change(folder: Path, **fields: Any) -> None:
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is an encoder-decoder model"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"latent attention \(MLA\)"),
-        ({"model_type": "mamba"}, "models of type 'mamba' were not verified"),
-        ({"model_type": "gemma3_text"}, "models of type 'gemma3_text' were not verified"),
-        ({"model_type": None}, "models of type 'None' were not verified"),
+        ({"model_type": "mamba"}, "models of type 'mamba' are not supported"),
+        ({"model_type": "gemma3_text"}, "models of type 'gemma3_text' are not supported"),
+        ({"model_type": None}, "models of type 'None' are not supported"),
         (
             {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
             r"layers of type \['linear_attention'\]",
         ),
         ({"layer_types": ["sliding_attention"] * 3}, r"layers of type \['sliding_attention'\]"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "generates no text"),
-        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantised"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
+        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantized"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "its RoPE is of type 'dynamic'",
+            "RoPE type 'dynamic' is not supported",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_configurations_that_are_refused(
 
 def test_sliding_window_within_the_context(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "mistral", sliding_window=256)
-    with pytest.raises(StartError, match="slides over a window of 256 tokens"):
+    with pytest.raises(StartError, match="a sliding attention window of 256 tokens"):
         load_model(folder)
     assert load_model(folder, context_limit=256).context_limit == 256
 
@@ -90,7 +90,7 @@ def test_missing_path_and_files_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="does not exist"):
         load_model(tmp_path / "nothing")
     (tmp_path / "text.gguf").write_text("not a model")
-    with pytest.raises(StartError, match="is no GGUF file"):
+    with pytest.raises(StartError, match="is not a GGUF file"):
         load_model(tmp_path / "text.gguf")
 
 
@@ -102,20 +102,20 @@ def _gguf_header(model_type: str) -> bytes:
 @pytest.mark.parametrize("name", ["llama.rope.scaling.factor", "rope_freqs.weight"])
 def test_a_gguf_whose_rope_would_be_lost(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.gguf").write_bytes(_gguf_header("llama") + name.encode())
-    with pytest.raises(StartError, match="its RoPE is scaled"):
+    with pytest.raises(StartError, match="scaled RoPE"):
         load_model(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("header", [_gguf_header("qwen2"), b"GGUF" + bytes(100)])
 def test_a_gguf_of_a_type_not_verified(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.gguf").write_bytes(header)
-    with pytest.raises(StartError, match="were not verified"):
+    with pytest.raises(StartError, match="are not supported"):
         load_model(tmp_path / "model.gguf")
 
 
 def test_damaged_files(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    with pytest.raises(StartError, match="its weights cannot be read"):
+    with pytest.raises(StartError, match="cannot read the weights"):
         load_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(StartError, match="is not valid"):
@@ -142,13 +142,13 @@ def test_values_of_the_wrong_kind(folder: Path, fields: dict[str, Any]) -> None:
 
 def test_a_gguf_that_was_cut_short(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(_gguf_header("llama"))
-    with pytest.raises(StartError, match="its configuration cannot be read"):
+    with pytest.raises(StartError, match="cannot read the configuration"):
         load_model(tmp_path / "model.gguf")
 
 
 def test_a_missing_tensor_is_not_made_up(folder: Path) -> None:
     _change(folder, num_hidden_layers=4)
-    with pytest.raises(StartError, match="its weights lack 9 tensors"):
+    with pytest.raises(StartError, match="9 tensors are missing or mismatched"):
         load_model(folder)
 
 

@@ -123,11 +123,11 @@ def test_the_latest_arrival_is_preempted(tiny: LoadedModel) -> None:
     ("tokens", "max_tokens", "problem"),
     [
         ((), 1, "empty"),
-        (prompt(2000), 1, "takes 1024"),
+        (prompt(2000), 1, "limit is 1024"),
         (prompt(300), 300, "the pool holds 512"),
-        ((5, 256), 1, "token ids go from 0 to 255"),
-        ((5, -1), 1, "token ids go from 0 to 255"),
-        ((5,), 0, "max_tokens is 0"),
+        ((5, 256), 1, "token ids must be from 0 to 255"),
+        ((5, -1), 1, "token ids must be from 0 to 255"),
+        ((5,), 0, "max_tokens must be at least 1, not 0"),
     ],
 )
 def test_what_can_never_be_served_is_refused(

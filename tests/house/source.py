@@ -33,8 +33,10 @@ class Module:
 
     @cached_property
     def exported(self) -> frozenset[str]:
-        """The names in ``__all__``."""
+        """The names in ``__all__``; of the limits, every constant."""
         found = [node.value for name, _, node in self.assigned() if name == "__all__"]
+        if self.name == "kvtier/core/limits.py":
+            return frozenset(name for name, _, _ in self.assigned())
         return frozenset(ast.literal_eval(found[0])) if found else frozenset()
 
     def assigned(self) -> Iterator[tuple[str, int, ast.Assign | ast.AnnAssign]]:

@@ -223,7 +223,7 @@ def engines_named(node: RunningNode, name: str) -> list[object]:
         ({"ticket": b"another"}, "does not see the daemon's arena"),
         ({"ticket": b"\xff\xfe"}, "does not see the daemon's arena"),
         ({"key_space": b"short"}, "key_space has 5 bytes"),
-        ({"layout": pb.Layout(name="paged", version=1)}, "a block has tokens and bytes"),
+        ({"layout": pb.Layout(name="paged", version=1)}, "must be positive"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -44,7 +44,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.history = History(lambda end_tokens, block_tokens: block_tokens + end_tokens / 100)
-        self.history.orders.rank(LOWER_TIERS[2], Credit(300.0))
+        self.history.queues.rank(LOWER_TIERS[2], Credit(300.0))
         self.now_ns = 0
         self.model = {tier: set() for tier in LOWER_TIERS}
         self.children = defaultdict(set)
@@ -93,7 +93,7 @@ class HistoryMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, size=SIZES, count=st.integers(1, 12), skipped=st.sets(st.integers(0, 12)))
     def evict(self, tier, size, count, skipped):
         stays = set()
-        for place, block in enumerate(self.history.orders.victims(tier, size)):
+        for place, block in enumerate(self.history.queues.victims(tier, size)):
             assert block in self.model[tier], "it is not there"
             assert not self.children[block] & self.model[tier], "a child is still there"
             assert block not in stays, "it was skipped"
@@ -108,7 +108,7 @@ class HistoryMachine(RuleBasedStateMachine):
     @rule(tier=TIERS)
     def evict_all(self, tier):
         for size in (3000, 9000):
-            for block in self.history.orders.victims(tier, size):
+            for block in self.history.queues.victims(tier, size):
                 self.history.leave(tier, [block], Fate.EVICTED)
                 self.model[tier].remove(block)
         # Blocks of two sizes in one chain may block each other; a real chain has one size.
@@ -118,9 +118,9 @@ class HistoryMachine(RuleBasedStateMachine):
     def ask(self, path, tier, size, count):
         keys = chain(path)
         use = Use(keys, size, 64)
-        assert 0 <= self.history.orders.would_stay(use, count, tier) <= count
+        assert 0 <= self.history.queues.would_stay(use, count, tier) <= count
         for block, chance, score in zip(
-            keys, self.history.p_reuse(keys), self.history.orders.scores(keys), strict=True
+            keys, self.history.p_reuse(keys), self.history.queues.scores(keys), strict=True
         ):
             assert 0 <= chance < 1
             assert (score > 0) == (chance > 0) == (self.history.times_seen(block) > 0)

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
-from kvtier.core.reuse.eviction_queue import EvictionOrder
+from kvtier.core.reuse.eviction_queue import EvictionQueue
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator
 from kvtier.node.flow.load import Loads
@@ -279,24 +279,24 @@ def forget_that_a_child_has_gone(patch):
 
 
 def keep_runs_where_they_were_as_they_age(patch):
-    put = EvictionOrder.put
+    put = EvictionQueue.put
 
     def put_once(self, run):
         if self._runs.bucket[self._tier][run] < 0:
             put(self, run)
 
-    patch.setattr(EvictionOrder, "put", put_once)
+    patch.setattr(EvictionQueue, "put", put_once)
 
 
 def evict_parents_before_their_children(patch):
-    tails = EvictionOrder._tails
+    tails = EvictionQueue._tails
 
     class AllGone(dict):
         def get(self, _row, _default):
             return 1 << 30
 
     patch.setattr(
-        EvictionOrder,
+        EvictionQueue,
         "_tails",
         lambda self, entry, _gone, *others: tails(self, entry, AllGone(), *others),
     )

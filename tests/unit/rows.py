@@ -1,6 +1,8 @@
 """Rows of an index, for tests of what works on them."""
 
-from kvtier.core.identity import NO_TENANT, BlockHeader
+import numpy as np
+
+from kvtier.core.identity import NO_TENANT, PACKED_HEADER, BlockHeader, Headers
 from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.table import Rows, as_keys
 from kvtier.testing.block import TEST_KEY_SPACE, make_chain
@@ -19,6 +21,10 @@ def add(index: BlockIndex, headers: list[BlockHeader], first: int = 0) -> Rows:
             payload_bytes=5000,
         )
     )
+
+
+def packed(headers: list[BlockHeader]) -> Headers:
+    return np.frombuffer(b"".join(header.pack() for header in headers), PACKED_HEADER)
 
 
 def chain(*numbers: int) -> list[BlockHeader]:

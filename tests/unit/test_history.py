@@ -41,7 +41,7 @@ def touch(history, *path, at=0, tier=None, **more):
 def evicted(history, count, tier=CPU, size=1000):
     """Let the next blocks leave, and return them."""
     gone = []
-    for block in history.orders.victims(tier, size):
+    for block in history.queues.victims(tier, size):
         history.leave(tier, [block], Fate.EVICTED)
         gone.append(block)
         if len(gone) == count:
@@ -108,7 +108,7 @@ def test_ghosts_are_bounded_in_number(monkeypatch, num_held):
     for user in range(300):
         touch(history, user, 1, 2, 3, 4, at=user)
         history.enter(CPU, chain(user)[:num_held])
-        assert history.num_ghosts <= 105
+        assert history.num_remembered - history.num_resident <= 105
     assert history.fate(key(299, 1)) is Fate.NEVER_STORED
 
 
@@ -285,7 +285,7 @@ def test_what_comes_back_is_expected_to_come_back():
     assert long < 0.3
     assert unknown == 0.0
     assert history.p_reuse([key("a")], within_s=1.0)[0] < 0.1
-    short, long, unknown = history.orders.scores([key("a"), key("b"), key("unknown")])
+    short, long, unknown = history.queues.scores([key("a"), key("b"), key("unknown")])
     assert short > 3 * long > unknown == 0.0
 
 
@@ -301,7 +301,7 @@ def test_a_hint_is_worth_what_it_proved_to_be(lie):
     back, gone = RequestTraits(continues=float(not lie)), RequestTraits(continues=float(lie))
     history.touch(use("a", traits=back), 900 * S)
     history.touch(use("b", traits=gone), 900 * S)
-    score_back, score_gone = history.orders.scores([key("a"), key("b")])
+    score_back, score_gone = history.queues.scores([key("a"), key("b")])
     assert score_back > 2 * score_gone
 
 
@@ -361,9 +361,9 @@ def test_what_is_skipped_stays_with_all_it_hangs_on():
     touch(history, 1, 2, 3, tier=CPU)
     touch(history, 7, 8, at=1, tier=CPU)
     skipped = key(1, 2, 3)
-    assert list(history.orders.victims(CPU, 1000, lambda block: block == skipped)) == [key(7, 8)]
+    assert list(history.queues.victims(CPU, 1000, lambda block: block == skipped)) == [key(7, 8)]
     gone = []
-    for block in history.orders.victims(CPU, 1000):
+    for block in history.queues.victims(CPU, 1000):
         if block != skipped:
             history.leave(CPU, [block], Fate.EVICTED)
             gone.append(block)
@@ -386,11 +386,11 @@ def test_deep_blocks_stay_longer_where_they_save_more():
     touch(history, 2, *["p"] * 40, tier=CPU, at=1)
     # Of one group and age, so that only the depth tells them apart.
     touch(history, 3, tier=CPU, at=1)
-    scores = history.orders.scores([key(2, *["p"] * 40), key(3)])
+    scores = history.queues.scores([key(2, *["p"] * 40), key(3)])
     plain = History()
     touch(plain, 2, *["p"] * 40, tier=CPU)
     touch(plain, 3, tier=CPU)
-    plain_scores = plain.orders.scores([key(2, *["p"] * 40), key(3)])
+    plain_scores = plain.queues.scores([key(2, *["p"] * 40), key(3)])
     assert scores[0] / scores[1] > 1.5 * plain_scores[0] / plain_scores[1]
 
 
@@ -412,9 +412,9 @@ def test_a_new_chain_that_is_worth_less_than_all_it_would_push_out_does_not_stay
     long, short = use("long", *["p"] * 39), use("short")
     history.touch(long, 1290 * S)
     history.touch(short, 1290 * S)
-    assert history.orders.would_stay(long, 5, CPU) == 0
-    assert history.orders.would_stay(short, 1, CPU) == 1
-    assert history.orders.would_stay(long, 5, SSD) == 5  # which is empty
+    assert history.queues.would_stay(long, 5, CPU) == 0
+    assert history.queues.would_stay(short, 1, CPU) == 1
+    assert history.queues.would_stay(long, 5, SSD) == 5  # which is empty
     check_history(history)
 
 
@@ -436,7 +436,7 @@ def test_a_block_takes_at_most_200_bytes():
     arrays = [blocks._facts, table.keys, table._buckets, table._free]
     num_bytes = sum(array.nbytes for array in arrays) + sum(map(getsizeof, runs._columns))
     tickets = [*history._ages, history._ghosts._waiting]
-    tickets += history.orders.of(0, 4096)._buckets.values()
+    tickets += history.queues.of(0, 4096)._buckets.values()
     num_bytes += sum(getsizeof(queue) + 36 * len(queue) for queue in tickets)
     print(f"{num_bytes / history.num_remembered:.0f} bytes a block")
     assert num_bytes / history.num_remembered <= 200
@@ -451,7 +451,7 @@ def test_what_is_remembered_is_bounded_however_long_it_goes_on():
         history.touch(use(*path), at * S * 3)
         history.enter(CPU, chain(*path))
         evicted_now = max(history.num_resident - 40, 0)
-        for block, _ in zip(history.orders.victims(CPU, 1000), range(evicted_now), strict=False):
+        for block, _ in zip(history.queues.victims(CPU, 1000), range(evicted_now), strict=False):
             history.leave(CPU, [block], Fate.EVICTED)
     check_history(history)
     num_entries = sum(map(len, history._ages)) + history._ghosts.num_waiting

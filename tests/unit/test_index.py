@@ -1,8 +1,8 @@
 import numpy as np
-from rows import SCOPE, add, chain
+from rows import SCOPE, add, chain, packed
 
 from kvtier.core import index as index_module
-from kvtier.core.identity import NO_TENANT, pack_headers
+from kvtier.core.identity import NO_TENANT
 from kvtier.core.index import NO_SLOT, BlockIndex, Scope
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import as_keys
@@ -36,7 +36,7 @@ def test_only_what_is_nowhere_is_forgotten():
 
 def test_what_a_tier_held_before_is_ready_there():
     index, headers = BlockIndex(), chain(1, 2, 3)
-    index.restore(pack_headers(headers), TierName.SSD)
+    index.restore(packed(headers), TierName.SSD)
     rows = index.in_state(TierName.SSD, Residency.READY)
     assert {index.header_of(row).identity() for row in rows} == {h.identity() for h in headers}
     assert (index.slot[rows] == NO_SLOT).all()
@@ -76,6 +76,6 @@ def test_each_recovered_block_keeps_its_tenant_where_there_are_many(monkeypatch)
     tenants = [n.to_bytes(16, "big") for n in range(1, 100)]
     headers = [make_chain([7], tenant=tenant)[0].header for tenant in tenants]
     index = BlockIndex()
-    index.restore(pack_headers(headers), TierName.SSD)
+    index.restore(packed(headers), TierName.SSD)
     rows = [int(index.find(as_keys(header.block_hash))[0]) for header in headers]
     assert [index.header_of(row).tenant for row in rows] == tenants

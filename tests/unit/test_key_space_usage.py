@@ -4,9 +4,10 @@ import random
 from collections import Counter
 
 import numpy as np
+from rows import packed
 
 from kvtier.core import index as index_module
-from kvtier.core.identity import NO_TENANT, pack_headers
+from kvtier.core.identity import NO_TENANT
 from kvtier.core.index import BlockIndex, NewBlocks, Scope
 from kvtier.core.key_space_usage import BlockTotals
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
@@ -55,7 +56,7 @@ def test_what_a_store_held_before_is_counted():
         for n, size in ((1, 100), (2, 64))
         for b in make_chain([7, 8], size, key_space=key_space(n))
     ]
-    index.restore(pack_headers(headers), TierName.SSD)
+    index.restore(packed(headers), TierName.SSD)
     assert index.held_in(TierName.SSD) == {
         key_space(1): BlockTotals(2, 200),
         key_space(2): BlockTotals(2, 128),

@@ -32,7 +32,7 @@ def test_a_slab_serves_one_size_until_it_is_empty():
     assert slots.take(2 * PAGE, 7) is None
     slots.give(offset)
     assert slots.take(2 * PAGE, 7) == 0
-    assert slots.size_at(0) == 2 * PAGE
+    assert list(slots.sizes()) == [2 * PAGE]
     assert slots.owners_in(0).tolist() == [7]
 
 

@@ -71,7 +71,7 @@ def test_worth_serves_more_than_counts_of_reads(tmp_path: Path, seed: int) -> No
     began_s = time.monotonic()
     by_reads = hit_blocks(tmp_path / "reads", History(), None, seed)
     history = History()
-    by_worth = hit_blocks(tmp_path / "worth", history, history.orders.scores, seed)
+    by_worth = hit_blocks(tmp_path / "worth", history, history.queues.scores, seed)
     print(f"seed {seed}: {by_reads} by reads, {by_worth} by worth")
     print(f"{time.monotonic() - began_s:.1f} s")
     assert by_worth >= 1.05 * by_reads

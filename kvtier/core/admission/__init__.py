@@ -1,4 +1,4 @@
-"""Which blocks a tier takes in."""
+"""Admission policies: which blocks a tier accepts."""
 
 from kvtier.core.admission.base import (
     Admission,

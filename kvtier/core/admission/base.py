@@ -1,4 +1,4 @@
-"""The seam between a tier and the policy that guards its door; three answers, as values."""
+"""The interface of admission policies, and the policy that admits everything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,66 +22,66 @@ __all__ = [
 
 
 class OfferReason(StrEnum):
-    """Why blocks are offered to a tier just now."""
+    """Why blocks are offered to a tier."""
 
     STORED = "stored"
     """An engine has computed them."""
     USED = "used"
-    """They were asked for once more."""
+    """They were requested again."""
     LEAVING = "leaving"
-    """They will have to leave the CPU tier soon."""
+    """They are about to be evicted from the CPU tier."""
     LINGERING = "lingering"
-    """They have been in the CPU tier for long, and the daemon might crash."""
+    """They have been in the CPU tier for long, and would be lost if the daemon crashed."""
     CLOSING = "closing"
     """The daemon is about to stop."""
 
 
 class RefusalRule(StrEnum):
-    """What refused a block; each is a label of ``kvtier_refused_blocks_total``."""
+    """Why a block was refused: each is a label value of ``kvtier_refused_blocks_total``."""
 
     WORTH = "worth"
-    """It is expected to save less than it costs, or than what it would push out."""
+    """It is expected to save less than it costs, or less than the blocks it would evict."""
     DEPTH = "depth"
     """It lies beyond ``max_offload_tokens``."""
     BUDGET = "budget"
-    """It is not in the share that is written."""
+    """It is outside the share that is written."""
     SECOND_USE = "second_use"
-    """It was asked for once only."""
+    """It was requested only once."""
     FULL = "full"
-    """There was no room, or the way there was full."""
+    """The tier, or the queue to it, was full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Consecutive blocks of one chain that could go to a tier."""
+    """Consecutive blocks of one chain that could be stored in a tier."""
 
     tier: TierName
     num_blocks: int
     first_position: int
     payload_bytes: int
-    """Of one block."""
+    """Payload of one block."""
     queued_bytes: int
-    """What already waits to be written to that tier."""
+    """Bytes already queued to be written to that tier."""
     queued_bytes_max: int
     reason: OfferReason = OfferReason.STORED
     use: Use | None = None
-    """To the CPU tier: the request that offers them."""
+    """The request that offers them; only for the CPU tier."""
     num_spare: int = 0
-    """To the CPU tier: how many of them fit without pushing anything out."""
+    """How many of them fit without evicting a block; only for the CPU tier."""
     is_way_down: bool = False
-    """To the CPU tier: what has to leave it is offered to a slower one."""
+    """Whether evicted blocks are offered to a slower tier; only for the CPU tier."""
     keys: Sequence[bytes] = ()
-    """To a slower tier: their hashes."""
+    """Block hashes; only for slower tiers."""
     block_tokens: int = 1
     key_space: bytes = b""
     is_needed: bool = False
-    """The tier has a child of the last one, that is found through it alone."""
+    """The tier has a child of the last block, which can only be found through it."""
     now_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Take the first ``num_blocks`` of what was offered; the others are refused by ``rule``."""
+    """Accept the first ``num_blocks`` of the offer; ``rule`` refuses the others."""
 
     num_blocks: int
     rule: RefusalRule = RefusalRule.FULL
@@ -89,14 +89,14 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Take none, because they do not pay."""
+    """Accept none, because they do not pay off."""
 
     rule: RefusalRule
 
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """Take none now, because the way there is full; ``reason`` is a metric label."""
+    """Accept none now, because the queue is full; ``reason`` is a metric label."""
 
     reason: str
 
@@ -105,17 +105,17 @@ AdmissionDecision = Admit | Reject | Throttle
 
 
 class Admission(Protocol):
-    """Answers for each offer. Holds statistics at most; moves nothing."""
+    """Decides about offers. May keep statistics; moves nothing."""
 
     def decide(self, offer: Offer) -> AdmissionDecision:
         """Decide about an offer."""
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
-        """Take what may be written to a tier for the time being; None: as much as there is."""
+        """Set the current write budget of a tier; None: unlimited."""
 
 
 class AdmitEverything:
-    """An ``Admission`` without an opinion; sheds what the queue to a slower tier cannot hold."""
+    """Admits whatever fits into the queue: the baseline that other policies must beat."""
 
     def decide(self, offer: Offer) -> AdmissionDecision:
         """Admit as many leading blocks as the queue has room for."""
@@ -125,4 +125,4 @@ class AdmitEverything:
         return Admit(min(offer.num_blocks, room))
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
-        """Leave budgets to the tiers, which keep them anyway."""
+        """Ignore budgets: the tiers enforce them anyway."""

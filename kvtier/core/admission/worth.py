@@ -1,22 +1,23 @@
-"""Admission by worth: a block is taken where it is expected to save more than it costs.
+"""Admits a block if it is expected to save more time than it costs.
 
 Theory
 ------
-The currency is seconds that requests are spared. A block that saves ``s`` seconds of computing and
-takes ``r`` to restore is worth ``s * s / (s + r)`` where both go on at once until they meet, which
-is what the engine does; that is nearly ``s`` for a fast tier, and little for one far slower than
-computing. It is asked for again with probability ``p``, learned by what came back. Writing it costs
-a little, since a read may have to wait for it:
+Worth is measured in seconds that requests save. A block that saves ``s`` seconds of computing and
+takes ``r`` to restore is worth ``s * s / (s + r)`` if both proceed at once until they meet, as the
+engine does: nearly ``s`` for a fast tier, and little for one far slower than computing. It is
+requested again with the learned probability ``p``. Writing it costs a little, since a read may have
+to wait for the write:
 
-    p * s * s / (s + r)  >  cost
+p * s * s / (s + r)  >  cost
 
-Among those that pay, the gate lets the share through that most likely comes back. (Ranked by what
-each saves, deep blocks won: of a conversation trace, with half of the blocks written to an SSD of
-40,000 below a CPU tier of 4,000, 28.6 % of the tokens were found and not 30.4.)
+Of the blocks that pay off, the gate passes the share with the highest probability of reuse.
+(Ranking by the time saved favoured deep blocks: on a conversation trace, writing half of the blocks
+to an SSD of 40,000 blocks below a CPU tier of 4,000, 28.6 % of the tokens were found instead of
+30.4 %.)
 
-The CPU tier costs nothing to write to. It is the way to the others as well, so with one of them
-below it takes all, and the gate sees all; alone, it has a new chain compete with what it would push
-out, once there is no free room.
+Writing to the CPU tier is free, and all other tiers are reached through it. So with a slower tier
+below, it admits everything, and the gate decides later. Alone, a new chain competes with the blocks
+that it would evict once the tier is full.
 """
 
 from collections.abc import Mapping
@@ -41,21 +42,21 @@ from kvtier.core.reuse.history import History
 __all__ = ["AdmitByWorth"]
 
 _FELT_SHARE = 0.02
-"""Of the time a write takes, what requests feel of it. Reads go first and a worker is kept for
-them, so they wait only where the medium itself is busy."""
+"""Share of the duration of a write that requests notice. Reads go first and have a reserved worker,
+so they only wait while the device itself is busy."""
 
 _CHANCE_MIN = 0.05
-"""Of what comes back more seldom twenty blocks are written for one that is read: that wears a drive
-out for nothing, however little time it takes."""
+"""Below this probability twenty blocks are written for each one read: that wears out a drive for
+nothing, however little time it takes."""
 
 _WORTHLESS = -1.0
-"""The score of what does not pay: no gate lets it through, though it counts as offered."""
+"""Score of a block that does not pay off: no gate passes it, but it counts as offered."""
 
 
 class AdmitByWorth:
-    """An ``Admission``. A tier without a gate takes whatever pays.
+    """An ``Admission``. A tier without a gate accepts whatever pays off.
 
-    ``is_ranked``: the CPU tier evicts by worth too, so that a chain may lose at once.
+    ``is_ranked``: the CPU tier evicts by worth, so a chain may lose at once.
     """
 
     def __init__(
@@ -72,27 +73,27 @@ class AdmitByWorth:
         self._is_ranked = is_ranked
 
     def decide(self, offer: Offer) -> AdmissionDecision:
-        """Take as many leading blocks as pay, and as there is room for."""
+        """Admit as many leading blocks as pay off and fit."""
         room = (offer.queued_bytes_max - offer.queued_bytes) // offer.payload_bytes
         if room <= 0:
             return Throttle("queue_full")
         if offer.tier is TierName.CPU:
             return self._decide_store(offer, room)
         if offer.reason in {OfferReason.STORED, OfferReason.USED}:
-            return Admit(min(offer.num_blocks, room))  # as configured, whatever they are worth
+            return Admit(min(offer.num_blocks, room))  # the configuration requires it
         return self._decide_demotion(offer, room)
 
     def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
-        """Lower a gate to what may be written."""
+        """Lower a gate to the write budget."""
         if tier in self.gates:
             self.gates[tier].note_allowance(bytes_per_s)
 
     def document(self) -> Mapping[str, Any]:
-        """Return where the gates are, to be kept."""
+        """Return the state of the gates."""
         return {"gates": {str(tier): gate.document() for tier, gate in self.gates.items()}}
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Begin with what an earlier run learned; returns what makes no sense in it, or ``""``."""
+        """Load what an earlier run learned; returns the problem, or ``""``."""
         try:
             gates = table(document, "gates")
             for tier, gate in self.gates.items():
@@ -108,7 +109,7 @@ class AdmitByWorth:
         if not is_judged or num_pushing <= 0:
             return Admit(min(offer.num_blocks, room))
         assert offer.use is not None
-        num_worth = offer.num_spare + self._history.orders.would_stay(
+        num_worth = offer.num_spare + self._history.queues.would_stay(
             offer.use, num_pushing, offer.tier
         )
         if not num_worth:
@@ -118,7 +119,7 @@ class AdmitByWorth:
         )
 
     def _decide_demotion(self, offer: Offer, room: int) -> AdmissionDecision:
-        """Take leading blocks up to the first that does not pay, or that the gate refuses."""
+        """Admit leading blocks up to the first one that does not pay off or does not pass."""
         chances = self._history.p_reuse(offer.keys)
         gate = self.gates.get(offer.tier)
         for place, chance in enumerate(chances[:room]):
@@ -140,7 +141,7 @@ class AdmitByWorth:
         end_tokens: int,
         key: bytes,
     ) -> RefusalRule | None:
-        """Return what refuses a block, if anything does."""
+        """Return the rule that refuses a block, or None."""
         worth_s = chance * self._worth_s(offer, end_tokens)
         does_pay = chance >= _CHANCE_MIN and worth_s > _FELT_SHARE * self._restore_s(offer)
         if gate is None:
@@ -155,13 +156,13 @@ class AdmitByWorth:
         return None if is_taken else RefusalRule.BUDGET
 
     def _worth_s(self, offer: Offer, end_tokens: int) -> float:
-        """Return what it saves to have a block in the tier when it is asked for."""
+        """Return the seconds saved by having a block in the tier when it is requested."""
         saved_s = self._planner.saved_s(end_tokens, offer.block_tokens, offer.key_space)
         both_s = saved_s + self._restore_s(offer)
         return saved_s * saved_s / both_s if both_s > 0 else 0.0
 
     def _restore_s(self, offer: Offer) -> float:
-        """Return what one block's share of a transfer takes."""
+        """Return one block's share of the duration of a transfer."""
         num_bytes = TRANSFER_BLOCKS * offer.payload_bytes
         return self._planner.restore_s(offer.tier, num_bytes) / TRANSFER_BLOCKS
 

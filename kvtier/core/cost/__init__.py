@@ -1,1 +1,1 @@
-"""What moving and what computing takes, fitted to what it took."""
+"""Cost models: how long restoring and computing take, fitted to measurements."""

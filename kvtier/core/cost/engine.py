@@ -1,14 +1,18 @@
-"""What computing a prompt takes, on an engine that has other things to do.
+"""Models how long an engine takes to compute a prompt beside its other work.
 
 Theory
 ------
 A step that computes ``n`` prompt tokens takes ``max(floor, base + n * per_token) + attended *
-per_attended``: reading the weights takes the floor, however few tokens there are; an engine that
-begins slowly has a base on top. Sequences that decode ride along in each step. What they add is
-fitted to steps that only decode, and taken off before the rest is fitted, so that a full batch does
-not look like slow prefill.
+per_attended``. Reading the weights takes the floor, however few tokens there are; an engine with
+slow steps has a base on top. Decoding sequences are part of every step. Their share is fitted to
+steps that only decode, and subtracted before the rest is fitted, so a full batch does not look like
+slow prefill.
 
-A prompt is computed in chunks, after the tokens of those that came before.
+A prompt is computed in chunks, after the tokens of earlier requests.
+
+Engines of one key space have the same model, and usually the same kind of device. Yet one that is
+throttled, or reports milliseconds as seconds, must not affect the others: plans for an engine use
+its own reports, and the model of its key space only as a start.
 """
 
 from collections import deque
@@ -24,51 +28,51 @@ __all__ = ["EngineCost", "EngineCosts", "EngineSpeed"]
 
 _GUESS = (1e-3, 67e-6, 67e-6 / 30_000)
 """Base, per token and per squared token: an 8B model on a data-centre GPU. Faster than most, so
-that nothing is restored on a mere guess where computing might have been faster."""
+that nothing is restored on a mere guess where computing might be faster."""
 
 _FLOOR_GUESS_S = 0.01
-"""Such a model's weights are read in that time."""
+"""Time to read the weights of such a model."""
 
 _SETTLED_STEPS = 8
-"""Number of prefill steps after which a single slow step no longer changes the fit by much."""
+"""Number of prefill steps after which a single slow step hardly changes the fit."""
 
 _FIRST_TAIL = 2.0
 _CHUNK_GUESS = 512
 _WAITING_MAX = 10**8
 _RUNNING_MAX = 10**5
-"""An engine that says it has more to do than that is not believed."""
+"""An engine that reports more work than this is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """How an engine computes under one load, worked out once for many questions."""
+    """An engine's speed under one load, computed once for many predictions."""
 
     floor_s: float
     base_s: float
     token_s: float
     attended_s: float
     decode_s: float
-    """What the sequences that decode add to each step."""
+    """Time that decoding sequences add to each step."""
     chunk: int
     lag: float
-    """Whole prompts over what their steps should take together; it is in the others."""
+    """Ratio of whole prompts to the sum of their steps; included in the other values."""
     tail: float
-    """P95 over mean, of one step."""
+    """Ratio of P95 to mean, for one step."""
     tail_whole: float
-    """And of whole prompts, at the least."""
+    """Lower bound of that ratio for whole prompts."""
 
     @property
     def knee_tokens(self) -> float:
-        """Return up to how many tokens a step takes the floor."""
+        """Return the number of tokens up to which a step takes the floor."""
         return max((self.floor_s - self.base_s) / self.token_s, 0.0)
 
     def tail_of(self, seconds: float) -> float:
-        """Return P95 over mean of so much computing; the noise of its steps evens out."""
+        """Return the ratio of P95 to mean for a duration: the noise of many steps averages out."""
         num_steps = max(seconds / (self._step_s(self.chunk) + self.decode_s), 1.0)
         return float(max(1.0 + (self.tail - 1.0) / num_steps**0.5, self.tail_whole))
 
     def steps_s(self, num_tokens: float) -> float:
-        """Return the time of so many prompt tokens in full chunks, without attention's share."""
+        """Return the time of prompt tokens in full chunks, without the share of attention."""
         if num_tokens <= 0:
             return 0.0
         full, rest = divmod(num_tokens, self.chunk)
@@ -87,7 +91,7 @@ class EngineSpeed:
 
 
 class EngineCost:
-    """The steps of one engine: one model, on one device."""
+    """The step model of one engine: one model on one device."""
 
     def __init__(self) -> None:
         base_s, token_s, attended_s = _GUESS
@@ -107,16 +111,16 @@ class EngineCost:
             ),
             _FIRST_TAIL,
         )
-        # What lies between steps, and other requests that come in between.
+        # The time between steps, and other requests that are scheduled in between.
         self._whole = Fit((Rate(1.0, 0.8, 2.0),), 1.0)
         self._is_recalled = False
         self._small_s: float | None = None
-        """What steps of few prompt tokens took lately, the floor where nothing only decodes."""
+        """Recent duration of steps with few prompt tokens: the floor if no step only decodes."""
         self._past_per_sequence = 512.0
         self._attended_per_token = 512.0
         self._chunks: deque[int] = deque(maxlen=32)
         self._idle_speed: EngineSpeed | None = None
-        """While nothing new is learned: it is asked for each run of blocks that is touched."""
+        """Cached until something new is learned: it is needed for each run of blocks touched."""
 
     @property
     def is_known(self) -> bool:
@@ -130,11 +134,11 @@ class EngineCost:
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether a prefill step was ever measured."""
+        """Tell whether a prefill step was measured."""
         return self._prefill.num_noted > 0
 
     def note_flops(self, flops: ModelFlops) -> None:
-        """Take the guess from what the model should take, where the device's speed is known."""
+        """Derive the initial guess from the model's operations, if the device's speed is known."""
         amounts = (flops.per_token, flops.per_attended, flops.per_s)
         self._idle_speed = None
         if self.is_known or not all(map(is_amount, amounts)):
@@ -146,7 +150,7 @@ class EngineCost:
         self._prefill.guess((0.0, token_s, attended_s))
 
     def note(self, step: StepSample, now_ns: int) -> bool:
-        """Learn from a step; False: it cannot have been one."""
+        """Learn from a step; returns False if it is invalid."""
         self._idle_speed = None
         new, decoding = step.num_prefill_tokens, step.num_decode_tokens
         amounts = (new, decoding, step.attended, step.decode_past_tokens)
@@ -160,9 +164,9 @@ class EngineCost:
         if not new:
             return bool(decoding) and self._decode.note(decode_terms, step.seconds, now_ns)
         decode_s = self._decode.mean_s(decode_terms) - self._decode.mean_s((1.0, 0, 0))
-        # However wrong that is, most of a step of a prompt is the prompt's.
+        # Whatever the error, most of a prefill step belongs to the prompt.
         seconds = max(step.seconds - decode_s, 0.25 * step.seconds) if decoding else step.seconds
-        if self._is_floor(new, seconds):  # it says nothing of what a token takes
+        if self._is_floor(new, seconds):  # it says nothing about the time per token
             self._note_small(seconds)
             return True
         if not self._prefill.note((1.0, new, step.attended), seconds, now_ns):
@@ -174,7 +178,7 @@ class EngineCost:
         return True
 
     def _is_floor(self, num_tokens: int, seconds: float) -> bool:
-        """Tell whether a step took the floor alone, as far as one knows."""
+        """Tell whether a step only took the floor, as far as is known."""
         floor_s = self._floor_s()
         base_s, token_s, _ = self._prefill.rates
         is_below = (
@@ -186,12 +190,12 @@ class EngineCost:
         self._small_s = seconds if self._small_s is None else _nearer(self._small_s, seconds)
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
-        """Learn from a request that restored nothing, with what its steps should have taken."""
+        """Learn from a request that restored nothing, and the prediction for its steps."""
         self._idle_speed = None
         self._whole.note((predicted_s,), seconds, now_ns)
 
     def speed(self, load: EngineLoad) -> EngineSpeed:
-        """Return how prompts are computed while so many sequences decode."""
+        """Return how prompts are computed while this many sequences decode."""
         running = _bounded(load.num_running, _RUNNING_MAX)
         base_s, token_s, attended_s = self._prefill.rates
         lag = self._whole.rates[0]
@@ -210,13 +214,13 @@ class EngineCost:
         )
 
     def wait_s(self, load: EngineLoad, speed: EngineSpeed) -> float:
-        """Return the time until what waits already is computed."""
+        """Return the time until the waiting tokens are computed."""
         waiting = _bounded(load.waiting_tokens, _WAITING_MAX)
         attended_s = waiting * self._attended_per_token * speed.attended_s
         return min(speed.steps_s(waiting) + attended_s, SECONDS_MAX)
 
     def saved_s(self, end_tokens: int, num_tokens: int) -> float:
-        """Return what not computing ``num_tokens`` that end at ``end_tokens`` saves."""
+        """Return what not computing the ``num_tokens`` before ``end_tokens`` saves."""
         speed = self._idle_speed = self._idle_speed or self.speed(EngineLoad())
         first = max(end_tokens - num_tokens, 0)
         attended = max(end_tokens - first, 0) * (end_tokens + first) / 2
@@ -224,7 +228,7 @@ class EngineCost:
         return min(max(end_tokens - first, 0) * share + attended * speed.attended_s, SECONDS_MAX)
 
     def _floor_s(self) -> float:
-        """Return what a step takes at the least, as far as one knows."""
+        """Return the minimum duration of a step, as far as is known."""
         if self._decode.num_noted:
             return self._decode.mean_s((1.0, 1.0, self._past_per_sequence))
         if self._small_s is not None:
@@ -233,14 +237,14 @@ class EngineCost:
         return min(_FLOOR_GUESS_S, base_s + 64 * token_s)
 
     def _chunk(self) -> int:
-        """Return the tokens of a full step: what several steps had, and none had more."""
+        """Return the tokens of a full step: a maximum that several steps reached."""
         if not self._chunks:
             return _CHUNK_GUESS
         most = max(self._chunks)
         return most if self._chunks.count(most) >= 3 else max(most, _CHUNK_GUESS)
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, and the speed that follows from it."""
+        """Return what was learned, and the resulting speed."""
         return {
             "prefill": self._prefill.document(),
             "decode": self._decode.document(),
@@ -250,7 +254,7 @@ class EngineCost:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        """Load what an earlier run learned; raises ValueError if it is invalid."""
         self._idle_speed = None
         self._prefill.recall(table(document, "prefill"))
         self._decode.recall(table(document, "decode"))
@@ -258,35 +262,35 @@ class EngineCost:
 
 
 def _bounded(value: float, most: int) -> int:
-    """Return a count that a client reported, brought to what is possible."""
+    """Return a count that a client reported, within the possible bounds."""
     return int(min(value, most)) if value > 0 else 0
 
 
 def _nearer(before: float, now: float) -> float:
-    """Return a running level; one that is far off moves it by no more than a fifth."""
+    """Return a running level; an outlier moves it by at most a fifth."""
     return before + 0.2 * (min(max(now, before / 2), before * 2) - before)
 
 
 class EngineCosts:
-    """Models by key space and session; those that reported last are kept."""
+    """Models by key space and session; those that reported most recently are kept."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, str], EngineCost] = {}
-        """The one that reported last is last."""
+        """Ordered by the last report."""
 
     def find(self, key_space: bytes, session: str = "") -> EngineCost | None:
-        """Return the model of a session, or of its kind where it said nothing yet."""
+        """Return the model of a session, or of its key space if it has not reported yet."""
         return self._known.get((key_space, session)) or self.latest(key_space)
 
     def latest(self, key_space: bytes | None = None) -> EngineCost | None:
-        """Return the model of the session of a key space, or of any, that reported last."""
+        """Return the model of the session that reported last, of a key space or of all."""
         for (other, _), engine in reversed(self._known.items()):
             if key_space in (None, other):
                 return engine
         return None
 
     def reporting(self, key_space: bytes, session: str) -> EngineCost:
-        """Return the model of a session that reports now: a new one begins as its kind is."""
+        """Return the model of a reporting session; a new one starts as that of its key space."""
         engine = self._known.pop((key_space, session), None)
         if engine is None:
             engine, kind = EngineCost(), self.latest(key_space)
@@ -298,7 +302,7 @@ class EngineCosts:
         return engine
 
     def document(self) -> dict[str, Any]:
-        """Return what is known of each key space, by the session that reported last."""
+        """Return what is known of each key space, from the session that reported last."""
         kinds: dict[bytes, EngineCost] = {}
         for (key_space, _), engine in self._known.items():
             kinds.pop(key_space, None)
@@ -306,7 +310,7 @@ class EngineCosts:
         return {key_space.hex(): engine.document() for key_space, engine in kinds.items()}
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        """Load what an earlier run learned; raises ValueError if it is invalid."""
         for key, part in list(document.items())[-SESSIONS_MAX:]:
             engine = self._known[bytes.fromhex(key), ""] = EngineCost()
             engine.recall(table({key: part}, key))

@@ -1,11 +1,11 @@
-"""What a decision saved or cost: its outcome compared with the alternative that was not chosen.
+"""Evaluates what a decision saved or cost, by comparing its outcome with the alternative.
 
-The time of the alternative is never observed. Computing is predicted by the model that was fitted
-to the engine's real steps, restoring by what is known of the tiers by now. All figures are bounded
-by the times that they are derived from, so that a wrong report cannot spoil a sum.
+The time of the alternative is never observed. Computing is predicted by the model fitted to the
+engine's real steps, restoring by the current models of the tiers. All figures are bounded by the
+times that they are derived from, so a wrong report cannot spoil a sum.
 
-Predictions for an engine that was busy while it was measured are too high. So if the same prompt
-was computed before, no more is claimed than the difference from its measured time. And nothing is
+Predictions are too high for an engine that was busy while it was measured. So if the same prompt
+was computed before, the claim is limited to the difference from its measured time. Nothing is
 claimed as saved on the basis of an engine's first few steps alone.
 
 The guard uses predictions, because they take the engine's load into account.
@@ -22,7 +22,6 @@ from kvtier.core.residency import LOWER_TIERS, TierName
 __all__ = [
     "CostEvaluation",
     "evaluate",
-    "planned_blocks",
     "restored_blocks",
     "seconds_of",
     "took_s",
@@ -31,15 +30,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CostEvaluation:
-    """A judgement, and what the guard is told."""
+    """An evaluation, and the gains for the guard."""
 
     evaluation: PlanEvaluation
     gains: Mapping[TierName, float]
-    """Gain by tier, over what computing takes."""
+    """Gain by tier, relative to the time of computing."""
 
 
 def restored_blocks(outcome: PlanOutcome, plan: RestorePlan) -> dict[TierName, int]:
-    """Return what was restored by tier; no more than was planned."""
+    """Return the number of blocks restored from each tier, no more than planned."""
     counts: dict[TierName, int] = {}
     left = plan.num_blocks
     for tier, count in outcome.tiers:
@@ -50,25 +49,13 @@ def restored_blocks(outcome: PlanOutcome, plan: RestorePlan) -> dict[TierName, i
     return counts
 
 
-def planned_blocks(request: PlanRequest, plan: RestorePlan) -> dict[TierName, int]:
-    """Return what was to be restored by tier."""
-    counts: dict[TierName, int] = {}
-    left = plan.num_blocks
-    for source in request.sources:
-        taken = min(max(source.num_blocks, 0), left)
-        if taken:
-            counts[source.tier] = counts.get(source.tier, 0) + taken
-        left -= taken
-    return counts
-
-
 def seconds_of(value: float) -> float:
-    """Return a reported time, brought to what is possible; one that is none is no time."""
+    """Return a reported time within the possible bounds; an invalid one is 0."""
     return min(value, SECONDS_MAX) if value > 0 else 0.0
 
 
 def took_s(outcome: PlanOutcome) -> float:
-    """Return the time to the first token without the wait in the engine's queue."""
+    """Return the time to first token without the wait in the engine's queue."""
     return max(seconds_of(outcome.ttft_s) - seconds_of(outcome.wait_s), 0.0)
 
 
@@ -81,7 +68,7 @@ def evaluate(
 ) -> CostEvaluation:
     """Return what an outcome saved or cost.
 
-    ``cold_s`` is the measured time of computing the same prompt, if there is one.
+    ``cold_s`` is the measured time to compute the same prompt, if known.
     """
     own_s, computing_s = took_s(outcome), paths.recompute.mean_s
     if not plan.num_blocks:
@@ -127,9 +114,9 @@ def _best_restore_s(request: PlanRequest, paths: RestorePaths) -> float:
 def _awaited(
     request: PlanRequest, plan: RestorePlan, restored: Mapping[TierName, int], paths: RestorePaths
 ) -> Mapping[TierName, int]:
-    """Return on whom the request waited: those that did not bring all, else the slowest."""
-    planned = planned_blocks(request, plan)
-    if not plan.is_split:  # else what did not come was computed meanwhile
+    """Return the tiers that the request waited for: those that fell short, else the slowest."""
+    planned = request.by_tier(plan.num_blocks)
+    if not plan.is_split:  # otherwise it was computed instead
         late = {
             tier: count - restored.get(tier, 0)
             for tier, count in planned.items()

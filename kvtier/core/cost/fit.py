@@ -1,58 +1,65 @@
-"""Fits a sum of costs, each a rate times an amount, to what it really took.
+"""Fits a sum of costs, each a rate times an amount, to measured durations.
 
 Theory
 ------
-The rates minimise the squared *relative* error over the latest measurements, so that short ones
-count like long ones, none of them negative. Younger measurements weigh more, and one far off weighs
-as much as one a little off (Huber): a single stall changes next to nothing. Several in a row that
-are all off to the same side are no outliers but another world: what was measured before them is
-then forgotten.
+The rates minimize the squared *relative* error over the latest measurements, so short and long ones
+count alike, and none is negative. Recent measurements weigh more, and an outlier weighs no more
+than a slight deviation (Huber), so a single stall changes next to nothing. Several outliers in a
+row on the same side mean that conditions have changed: earlier measurements are then dropped.
 
-Measurements that are all alike do not tell rates apart. A weak pull towards the shape of the last
-rates known shares the error out in proportion; it is worth half a measurement.
+Measurements that are all alike cannot separate the rates. A weak pull towards the shape of the last
+known rates then distributes the error in proportion; it weighs half a measurement.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log, sqrt
+from operator import mul
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["SECONDS_MAX", "Fit", "Rate", "is_amount", "number", "table"]
 
 SECONDS_MAX = 1e5
-"""Nothing is predicted to take longer than a day, and nothing measured longer is believed."""
+"""About a day: the longest prediction, and the longest measurement accepted."""
 
 _SECONDS_MIN = 1e-6
-"""Nor is anything predicted to take no time at all."""
+"""The shortest prediction."""
 
 _AMOUNT_MAX = 1e18
-"""Bytes or squared tokens that no machine has."""
+"""More bytes or squared tokens than any machine has."""
 
 _WINDOW = 32
-"""Measurements kept: some four restores, or half a second of steps."""
+"""Measurements kept: about four restores, or half a second of steps."""
 
 _HALF_LIFE_SAMPLES = 12.0
 _HALF_LIFE_S = 15.0
-"""A measurement weighs half after so many younger ones, or when it is so much older."""
+"""A measurement loses half its weight after this many newer ones, and half at this age."""
 
 _CHANGED_RUN = 4
-"""So many in a row off to the same side are a change: the reads that one stall holds up are at most
-as many as a tier has threads, and these few more."""
+"""This many outliers in a row on one side are a change: a stall delays at most as many reads as a
+tier has threads, and this is a few more."""
 
 _CHANGED_LOG = log(1.5)
-"""Off by less than half is noise."""
+"""Deviations below this are noise."""
 
 _PULL = 0.5
 """Weight of the last known shape, in measurements."""
 
 _REFIT_EVERY = 8
-"""Measurements from fit to fit once there are enough: a fit takes some 150 us."""
+"""Measurements between fits, once there are enough: a fit takes about 150 us."""
+
+
+_Values = npt.NDArray[np.float64]
+_Rates = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One cost per amount: what it is before anything was measured, and what it can be."""
+    """The cost per amount: an initial guess and its bounds."""
 
     guess: float
     lowest: float
@@ -67,10 +74,10 @@ class _Sample:
 
 
 class Fit:
-    """Predicts ``sum(rate * amount)`` and how far above it the slow ones lie."""
+    """Predicts ``sum(rate * amount)``, and the ratio of slow cases to the mean."""
 
     def __init__(self, rates: Sequence[Rate], tail: float) -> None:
-        """Begin with guesses, and with ``tail`` as P95 over mean."""
+        """Start from guesses, and with ``tail`` as the ratio of P95 to the mean."""
         self._limits = tuple(rates)
         self._anchor = tuple(rate.guess for rate in rates)
         self._first_tail = tail
@@ -78,29 +85,29 @@ class Fit:
         self.tail = tail
         self.num_noted = 0
         self.noted_ns: int | None = None
-        """When the last measurement came."""
+        """Time of the last measurement."""
         self._window: deque[_Sample] = deque(maxlen=_WINDOW)
         self._noise = 0.3
         self._run = 0
         self._num_unfitted = 0
 
     def guess(self, rates: Sequence[float]) -> None:
-        """Begin with other guesses than those it was made with."""
-        assert not self.num_noted, "a guess is no better than what was measured"
+        """Replace the initial guesses."""
+        assert not self.num_noted, "a guess must not replace measurements"
         self.rates = self._anchor = tuple(rates)
 
     def mean_s(self, terms: Sequence[float]) -> float:
-        """Predict what these amounts take."""
-        total = sum(rate * term for rate, term in zip(self.rates, terms, strict=True))
+        """Predict the duration of these amounts."""
+        total: float = sum(map(mul, self.rates, terms))
         return min(max(total, _SECONDS_MIN), SECONDS_MAX)
 
     @property
     def looks_faster(self) -> bool:
-        """Tell whether the last measurement was far below what was expected."""
+        """Tell whether the last measurement was far below the prediction."""
         return self._run < 0
 
     def note(self, terms: tuple[float, ...], seconds: float, now_ns: int) -> bool:
-        """Learn from one measurement; False: it is none, and was left out."""
+        """Learn from one measurement; returns False if it is invalid."""
         if not (0.0 < seconds <= SECONDS_MAX) or not all(map(is_amount, terms)):
             return False
         seconds = max(float(seconds), _SECONDS_MIN)
@@ -117,7 +124,7 @@ class Fit:
         return True
 
     def _count_run(self, off: float) -> None:
-        """Count measurements in a row that are off to one side, as a number with its sign."""
+        """Count consecutive outliers on one side, with the sign of that side."""
         if abs(off) < max(_CHANGED_LOG, 3.0 * self._noise) or len(self._window) <= 1:
             self._run = 0
         else:
@@ -125,7 +132,7 @@ class Fit:
             self._run = self._run + side if self._run * side > 0 else side
 
     def _begin_again(self) -> None:
-        """Forget all but the measurements that showed that the world changed."""
+        """Drop all measurements but those that showed the change."""
         latest = list(self._window)[-_CHANGED_RUN:]
         self._window.clear()
         self._window.extend(latest)
@@ -135,76 +142,65 @@ class Fit:
 
     def _refit(self) -> None:
         self._num_unfitted = 0
-        samples = list(self._window)
-        weights = _ages(samples)
-        anchor = self._scaled_anchor(samples, weights)
-        # The first rates are far from any measurement: from there every one looks like an outlier.
-        is_first = len(samples) <= _CHANGED_RUN
+        terms = np.array([sample.terms for sample in self._window])
+        seconds = np.array([sample.seconds for sample in self._window])
+        weights = self._weights()
+        anchor = self._scaled_anchor(terms, seconds, weights)
+        # The first rates are so far off that every measurement would count as an outlier.
+        is_first = len(seconds) <= _CHANGED_RUN
         rates = anchor if is_first else self.rates
         for _ in range(2 if is_first else 1):
-            rates = self._solved(samples, weights, rates, anchor)
+            rates = self._solved(terms, seconds, weights, rates, anchor)
         self.rates = rates
-        self._measure(samples)
+        self._measure(terms, seconds)
 
-    def _scaled_anchor(self, samples: list[_Sample], weights: list[float]) -> tuple[float, ...]:
-        """Return the last known shape at the level of the measurements: their median."""
-        offs = sorted(
-            (sample.seconds / max(_dot(self._anchor, sample.terms), _SECONDS_MIN), weight)
-            for sample, weight in zip(samples, weights, strict=True)
-        )
-        middle = _middle(offs)
+    def _weights(self) -> _Values:
+        """Return the weight of each measurement by age; the clock may have been set back."""
+        times_ns = np.array([sample.at_ns for sample in self._window])
+        ages_s = (times_ns.max() - times_ns) / 1e9
+        num_newer = np.arange(len(times_ns))[::-1]
+        half_lives = num_newer / _HALF_LIFE_SAMPLES + np.minimum(ages_s / _HALF_LIFE_S, 10.0)
+        weights: _Values = 0.5**half_lives
+        return weights
+
+    def _scaled_anchor(self, terms: _Values, seconds: _Values, weights: _Values) -> _Rates:
+        """Return the last known shape, scaled to the weighted median of the measurements."""
+        ratios = seconds / np.maximum(terms @ self._anchor, _SECONDS_MIN)
+        order = ratios.argsort(kind="stable")
+        covered = weights[order].cumsum()
+        middle = float(ratios[order][covered.searchsorted(covered[-1] / 2)])
         return tuple(
             min(max(rate * middle, limit.lowest), limit.highest)
             for rate, limit in zip(self._anchor, self._limits, strict=True)
         )
 
     def _solved(
-        self,
-        samples: list[_Sample],
-        weights: list[float],
-        rates: tuple[float, ...],
-        anchor: tuple[float, ...],
-    ) -> tuple[float, ...]:
-        """Return the rates of least squares, each measurement weighed by how far ``rates`` is."""
-        size = range(len(rates))
-        matrix = [[0.0] * len(rates) for _ in size]
-        vector = [0.0] * len(rates)
+        self, terms: _Values, seconds: _Values, weights: _Values, rates: _Rates, anchor: _Rates
+    ) -> _Rates:
+        """Return the least-squares rates, with weights by the distance from ``rates``."""
+        expected = np.maximum(terms @ rates, _SECONDS_MIN)
         bend = max(0.1, 2.0 * self._noise)
-        for sample, age in zip(samples, weights, strict=True):
-            expected = max(_dot(rates, sample.terms), _SECONDS_MIN)
-            off = abs(sample.seconds / expected - 1.0)
-            weight = age if off <= bend else age * bend / off
-            scaled = [term / expected for term in sample.terms]
-            for i in size:
-                pull = weight * scaled[i]
-                if pull:
-                    vector[i] += pull * sample.seconds / expected
-                    row = matrix[i]
-                    for j in size:
-                        row[j] += pull * scaled[j]
-        share = _PULL / sum(weights)
-        for i in size:
-            strength = share * matrix[i][i]
-            matrix[i][i] += strength
-            vector[i] += strength * anchor[i]
-        return self._descended(matrix, vector, rates, anchor)
+        trust = weights * bend / np.maximum(np.abs(seconds / expected - 1.0), bend)
+        scaled = terms / expected[:, None]
+        weighted = scaled * trust[:, None]
+        matrix, vector = weighted.T @ scaled, weighted.T @ (seconds / expected)
+        strength = _PULL / weights.sum() * matrix.diagonal()
+        vector += strength * anchor
+        matrix[np.diag_indices_from(matrix)] += strength
+        return self._descended(matrix.tolist(), vector.tolist(), rates, anchor)
 
     def _descended(
-        self,
-        matrix: list[list[float]],
-        vector: list[float],
-        rates: tuple[float, ...],
-        anchor: tuple[float, ...],
-    ) -> tuple[float, ...]:
-        """Solve within the limits, one rate after the other, until they no longer move."""
+        self, matrix: list[list[float]], vector: list[float], rates: _Rates, anchor: _Rates
+    ) -> _Rates:
+        """Solve within the limits by coordinate descent."""
         found = list(rates)
         for _ in range(30):
             moved = 0.0
             for i, (row, limit) in enumerate(zip(matrix, self._limits, strict=True)):
-                if row[i] <= 0.0:  # nothing measured has any of it
+                if row[i] <= 0.0:  # not part of any measurement
                     found[i] = anchor[i]
                     continue
-                rest = vector[i] - _dot(row, found) + row[i] * found[i]
+                rest = vector[i] - sum(map(mul, row, found)) + row[i] * found[i]
                 value = min(max(rest / row[i], limit.lowest), limit.highest)
                 moved = max(moved, abs(value - found[i]) * sqrt(row[i]))
                 found[i] = value
@@ -212,17 +208,16 @@ class Fit:
                 break
         return tuple(found)
 
-    def _measure(self, samples: list[_Sample]) -> None:
-        """Find how far the measurements scatter, and where the slow ones lie."""
-        offs = sorted(sample.seconds / self.mean_s(sample.terms) for sample in samples)
+    def _measure(self, terms: _Values, seconds: _Values) -> None:
+        """Measure the scatter, and the ratio of slow measurements to the prediction."""
+        offs = np.sort(seconds / np.clip(terms @ self.rates, _SECONDS_MIN, SECONDS_MAX))
         count = len(offs)
-        spread = sorted(abs(log(off)) for off in offs)
         # So few agree by chance, or because the fit passes through them.
         least = 0.0 if count >= 8 else self._noise
-        self._noise = max(spread[count // 2], least)
-        # One slow measurement is no tail: a read that hung would else close the tier for a minute.
-        slow = offs[max(min(ceil(0.95 * count) - 1, count - 2), 0)]
-        # Few measurements do not show a tail; until there are eight, a part of the guess stays.
+        self._noise = max(float(np.sort(np.abs(np.log(offs)))[count // 2]), least)
+        # One slow measurement is not a tail: a read that hung would close the tier for a minute.
+        slow = float(offs[max(min(ceil(0.95 * count) - 1, count - 2), 0)])
+        # Few measurements do not show a tail; below eight, part of the guess remains.
         unknown = max(0.0, 1.0 - count / 8)
         self.tail = min(max(slow, self._first_tail**unknown, 1.0), 1e3)
 
@@ -233,15 +228,15 @@ class Fit:
         return {"rates": list(self.rates), "tail": self.tail, "num_noted": self.num_noted}
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        """Load what an earlier run learned; raises ValueError if it is invalid."""
         rates = document.get("rates")
         if not isinstance(rates, list) or len(rates) != len(self._limits):
-            raise ValueError(f"there should be {len(self._limits)} rates")
+            raise ValueError(f"expected {len(self._limits)} rates")
         limited = zip(rates, self._limits, strict=True)
         kept = tuple(number(rate, limit.lowest, limit.highest) for rate, limit in limited)
         tail = number(document.get("tail"), 1.0, 1e3)
         self.rates = self._anchor = kept
-        # It may be another disk by now: half of the doubt that there was at first comes back.
+        # The disk may have been replaced: half of the initial uncertainty returns.
         self.tail = max(tail, sqrt(self._first_tail))
 
 
@@ -251,47 +246,19 @@ def is_amount(value: float) -> bool:
 
 
 def number(value: object, lowest: float, highest: float) -> float:
-    """Return a number of a document; raises ValueError where it is none, or out of bounds."""
+    """Return a number from a document; raises ValueError if it is not one within the bounds."""
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and lowest <= value <= highest
     ):
         return float(value)
-    raise ValueError(f"{value!r:.40} is no number between {lowest:g} and {highest:g}")
+    raise ValueError(f"{value!r:.40} is not a number between {lowest:g} and {highest:g}")
 
 
 def table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a part of a document, empty if absent; raises ValueError where it is no table."""
+    """Return a table of a document, empty if absent; raises ValueError if it is not a table."""
     part = document.get(name, {})
     if not isinstance(part, Mapping):
-        raise ValueError(f"{name} is no table")  # noqa: TRY004 a document's fault, no caller's
+        raise ValueError(f"{name} is not a table")  # noqa: TRY004 the document is wrong, not the caller
     return part
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
-
-
-def _middle(offs: list[tuple[float, float]]) -> float:
-    """Return the median of sorted pairs of a value and its weight."""
-    half = sum(weight for _, weight in offs) / 2
-    for value, weight in offs:
-        half -= weight
-        if half <= 0:
-            return value
-    return offs[-1][0]
-
-
-def _ages(samples: list[_Sample]) -> list[float]:
-    """Return how much each measurement still weighs; the clock may have been set back."""
-    newest = max(sample.at_ns for sample in samples)
-    last = len(samples) - 1
-    return [
-        0.5
-        ** (
-            (last - place) / _HALF_LIFE_SAMPLES
-            + min((newest - sample.at_ns) / 1e9 / _HALF_LIFE_S, 10.0)
-        )
-        for place, sample in enumerate(samples)
-    ]

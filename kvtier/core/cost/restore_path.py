@@ -1,15 +1,16 @@
-"""The roads from a request to its first token, and how long each is.
+"""Predicts the duration of every restore path: each way from a request to its first token.
 
 Theory
 ------
-Restore the first ``m`` blocks, compute the rest: ``max(wait, restore(m)) + compute(rest)``. While a
-request waits for its engine, restoring is free. In a tier's run each further block costs the same
-to restore and saves the same to compute, or more where attention is long, so within a run only few
-``m`` can be the best: its ends, where the restore takes as long as the wait, and where the rest is
-so short that it takes the floor of one step. Only these are tried, however many blocks there are.
+Restoring the first ``m`` blocks and computing the rest takes ``max(wait, restore(m)) +
+compute(rest)``: while a request waits for its engine, restoring is free. Within the blocks of one
+tier, each further block costs the same to restore and saves the same to compute, or more where
+attention is long. So only a few ``m`` can be optimal: the ends of the tiers' runs, the point where
+the restore takes as long as the wait, and the point where the rest is one step at its floor. Only
+these are tried, however many blocks there are.
 
-Or compute from the front while the same blocks are loaded from the back: ``max(wait + compute(f),
-restore(m - f)) + compute(rest)``, best where both meet.
+The alternative is a split: computing from the front while the same blocks are loaded from the back
+takes ``max(wait + compute(f), restore(m - f)) + compute(rest)``, and is fastest where both meet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +18,19 @@ from dataclasses import dataclass
 
 from kvtier.core.cost.engine import EngineCost
 from kvtier.core.cost.route import RouteCosts, RouteSpeed
-from kvtier.core.plan import Estimate, PlanRequest
+from kvtier.core.plan import Estimate, PlanReason, PlanRequest, RestorePlan
 from kvtier.core.residency import LOWER_TIERS, TierName
 
 __all__ = ["RestorePath", "RestorePaths"]
 
 _RUNS_MAX = 12
-"""Runs that are told apart: more often than that tiers do not take turns in a real chain."""
+"""Runs that are distinguished: tiers do not alternate more often in a real chain."""
 
 _SPLIT_ROUNDS = 12
-"""Secants and halvings on the way to where front and back meet."""
+"""Secant and bisection steps to find the split point."""
 
 _SPLIT_TOLERANCE = 0.01
-"""They have met when they miss each other by so small a part of the way."""
+"""Accepted difference of front and back, relative to their duration."""
 
 _CPU = LOWER_TIERS.index(TierName.CPU)
 
@@ -42,23 +43,23 @@ class RestorePath:
     is_split: bool
     restore: Estimate
     total: Estimate
-    """Until the first token."""
+    """Time to first token."""
     slowest: TierName
-    """The tier on which it waits."""
+    """The tier that determines the duration."""
     part_blocks: int = 0
-    """Of one transfer, where they are smaller than usual; 0: they are not."""
+    """Blocks per transfer if smaller than usual, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TailLoad:
-    """What is loaded from the back, and how: in smaller parts than elsewhere."""
+    """Blocks loaded from the back, in smaller transfers than usual."""
 
     num_blocks: int
     speeds: Sequence[RouteSpeed]
 
 
 class RestorePaths:
-    """All roads of one request, as the models see them at one moment."""
+    """All paths of one request, predicted at one moment."""
 
     def __init__(self, request: PlanRequest, restores: RouteCosts, engine: EngineCost) -> None:
         self._request = request
@@ -69,15 +70,15 @@ class RestorePaths:
         self.is_settled = engine.is_settled
         """Whether the predicted compute time rests on more than the engine's first steps."""
         self.wait_s = engine.wait_s(request.load, self._speed)
-        """Expected time until the engine starts on the request."""
+        """Expected time until the engine starts the request."""
         self._first = request.first_token
         known = request.first_token + request.num_found * request.block_tokens
         self._end = max(request.num_tokens, known + 1)  # the last token is always computed
         self.recompute = self._recompute(self._end)
-        """Restoring nothing."""
+        """Time to first token without a restore."""
 
     def _queues(self) -> list[float]:
-        """Return how long what is queued already holds each tier up."""
+        """Return how long the queued transfers delay each tier."""
         queued = [0.0] * len(LOWER_TIERS)
         for source in self._request.sources:
             place = LOWER_TIERS.index(source.tier)
@@ -85,10 +86,10 @@ class RestorePaths:
             queued[place] = max(queued[place], self._speeds[place].passing_s(blocks))
         return queued
 
-    # What roads take
+    # Durations
 
     def restore_path(self, num_blocks: int) -> RestorePath:
-        """Return the road on which the first blocks are restored, and then the rest computed."""
+        """Return the path that restores the first blocks, and then computes the rest."""
         mean_s, p95_s, slowest = self._arrival(self._counts(0, num_blocks))
         rest_s = self._speed.compute_s(self._token(num_blocks), self._end)
         total_s = max(self.wait_s, mean_s) + rest_s
@@ -98,13 +99,13 @@ class RestorePaths:
         return RestorePath(num_blocks, False, Estimate(mean_s, p95_s), total, LOWER_TIERS[slowest])
 
     def split_path(self, num_blocks: int, wait_max_s: float) -> RestorePath:
-        """Return the same road, but with the front computed meanwhile.
+        """Return the same path, but with the front computed during the restore.
 
-        What has not come from the back after ``wait_max_s`` is computed as well.
+        What has not arrived from the back after ``wait_max_s`` is computed, too.
         """
         plain = self.restore_path(num_blocks)
         if plain.restore.mean_s <= self.wait_s:
-            return plain  # all is there before the engine comes to it
+            return plain  # all is in place before the engine starts
         tail = _TailLoad(num_blocks, [speed.in_parts(num_blocks) for speed in self._speeds])
         front = self._split_point(tail)
         if self._tail_s(front, tail) > wait_max_s:
@@ -112,7 +113,7 @@ class RestorePaths:
         mean_s, _, slowest = self._arrival(self._counts(front, num_blocks), tail.speeds)
         met_s = max(self._front_s(front), mean_s)
         total_s = met_s + self._speed.compute_s(self._token(num_blocks), self._end)
-        # However slow the restore, the front goes on: computing everything is the worst.
+        # However slow the restore, computing continues: computing everything is the worst case.
         total_p95_s = max(min(plain.total.p95_s, self.recompute.p95_s), total_s)
         restore = Estimate(met_s, max(plain.restore.p95_s, met_s))
         total = Estimate(total_s, total_p95_s)
@@ -120,35 +121,67 @@ class RestorePaths:
         return RestorePath(num_blocks, True, restore, total, LOWER_TIERS[slowest], part_blocks)
 
     def recompute_of(self, num_blocks: int) -> Estimate:
-        """Predict computing the first blocks, the wait for the engine included."""
+        """Predict computing the first blocks, including the wait for the engine."""
         return self._recompute(self._token(num_blocks))
 
     def predicted(self, tiers: Mapping[TierName, int]) -> tuple[float, TierName]:
-        """Predict restoring so many blocks of each tier, and name the one that is waited for."""
+        """Predict restoring this many blocks of each tier; also returns the slowest tier."""
         mean_s, _, slowest = self._arrival([tiers.get(tier, 0) for tier in LOWER_TIERS])
         return mean_s, LOWER_TIERS[slowest]
 
     def lag_of(self, tier: TierName) -> float:
-        """Return by how much a tier's predictions are stretched already."""
+        """Return the lag that a tier's predictions include."""
         return self._speeds[LOWER_TIERS.index(tier)].lag
 
     @property
     def engine_lag(self) -> float:
-        """Return by how much those of computing are."""
+        """Return the lag that the predictions of computing include."""
         return self._speed.lag
 
-    # Which roads there are
+    def plan(
+        self, path: RestorePath, decision: int, reason: PlanReason, wait_ns: int
+    ) -> RestorePlan:
+        """Return the plan that takes a path."""
+        return RestorePlan(
+            decision=decision,
+            num_blocks=path.num_blocks,
+            reason=reason,
+            is_split=path.is_split,
+            part_blocks=path.part_blocks,
+            wait_ns=wait_ns,
+            restore=path.restore,
+            recompute=self.recompute_of(path.num_blocks),
+            total_s=path.total.mean_s,
+            recompute_total_s=self.recompute.mean_s,
+        )
+
+    def no_restore(
+        self, num_blocks: int, decision: int, reason: PlanReason, best: RestorePath | None = None
+    ) -> RestorePlan:
+        """Return the plan that restores nothing, although ``num_blocks`` could be restored."""
+        best = best or self.restore_path(num_blocks)
+        return RestorePlan(
+            decision=decision,
+            num_blocks=0,
+            reason=reason,
+            restore=best.restore,
+            recompute=self.recompute_of(num_blocks),
+            total_s=self.recompute.mean_s,
+            recompute_total_s=self.recompute.mean_s,
+        )
+
+    # Candidates
 
     def plain(self, most: int) -> list[RestorePath]:
-        """Return every road without a split that can be the best, with at most so many blocks."""
+        """Return all paths without a split that can be optimal, with at most ``most`` blocks."""
         return [self.restore_path(stop) for stop in sorted(set(self._stops(most))) if stop > 0]
 
     def within(self, seconds: float, most: int) -> int:
-        """Return how many leading blocks are restored in a time, at most so many."""
+        """Return how many leading blocks, at most ``most``, are restored in this time."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            # All at first, as a rule that is it.
+            # Try all first, which usually suffices.
             middle = most if (low, high) == (0, most) else middle
             if self._arrival(self._counts(0, middle))[0] <= seconds:
                 low = middle
@@ -162,21 +195,21 @@ class RestorePaths:
             yield min(end, most)
         if self.wait_s > 0:
             yield self.within(self.wait_s, most)
-        # Rests of one step: the shortest one that is worth it, and a full one.
+        # Rests of one step: the smallest one that pays, and a full one.
         tokens = max(self._request.block_tokens, 1)
         for rest in (self._speed.knee_tokens, float(self._speed.chunk)):
             yield min(int((self._end - self._first - rest) // tokens), most)
 
     def _split_point(self, tail: _TailLoad) -> int:
-        """Return how many front blocks are computed when the others have come."""
+        """Return how many front blocks are computed when the others have arrived."""
         low, high = 0, tail.num_blocks
-        low_s = self._ahead_s(low, tail)  # below 0: the front waits for the back
+        low_s = self._ahead_s(low, tail)  # negative: the front waits for the back
         high_s = self._ahead_s(high, tail)
         enough_s = _SPLIT_TOLERANCE * max(high_s, -low_s)
         for turn in range(_SPLIT_ROUNDS):
             if high - low <= 1:
                 break
-            # A secant finds it at once where both are straight; halving where it crawls.
+            # A secant is exact where both are linear; bisect in between in case it crawls.
             share = 0.5 if turn % 3 == 2 else low_s / (low_s - high_s)
             middle = min(max(low + round((high - low) * share), low + 1), high - 1)
             middle_s = self._ahead_s(middle, tail)
@@ -189,7 +222,7 @@ class RestorePaths:
         return high
 
     def _front_by(self, seconds: float, low: int, tail: _TailLoad) -> int:
-        """Return how many front blocks are left when so much time was spent on the back."""
+        """Return how many front blocks remain after loading from the back for this long."""
         high = tail.num_blocks
         while low < high:
             middle = (low + high) // 2
@@ -216,10 +249,10 @@ class RestorePaths:
         return self.wait_s + computed_s + self._claims_s(num_blocks)
 
     def _claims_s(self, num_blocks: int) -> float:
-        """Return what it costs that a front is computed in small steps at first, and at last.
+        """Return the extra cost of computing a front in small steps at its start and end.
 
-        The engine claims a block, then as many as it has, and towards the meeting less again (see
-        ``engine.split``). Each step takes the floor, however little is claimed for it.
+        The engine claims one block, then doubles its claims, and claims less again towards the
+        split point (see ``engine.split``). Each step takes the floor, however small.
         """
         speed, block_tokens = self._speed, max(self._request.block_tokens, 1)
         seconds, size, left = 0.0, 1, num_blocks
@@ -246,9 +279,9 @@ class RestorePaths:
     def _arrival(
         self, counts: list[int], speeds: Sequence[RouteSpeed] | None = None
     ) -> tuple[float, float, int]:
-        """Predict until the last of these blocks is in the engine: mean, P95, and whom it awaits.
+        """Predict when the last of these blocks is in the engine: mean, P95, and the slowest tier.
 
-        Blocks are copied while others are read; those of the last transfer when it has ended.
+        Blocks are copied while others are read; those of the last transfer, once it has ended.
         """
         arena = self._speeds[_CPU]
         total = sum(counts)
@@ -269,9 +302,9 @@ class RestorePaths:
 
 
 def _runs(request: PlanRequest) -> list[tuple[int, int, int]]:
-    """Return runs as first block, end, and place of the tier.
+    """Return runs as first block, end, and index of the tier.
 
-    Very many count as few: what lies beyond as one run of the slowest tier in it.
+    Beyond the maximum, the remaining runs are merged into one of their slowest tier.
     """
     runs: list[tuple[int, int, int]] = []
     first = 0

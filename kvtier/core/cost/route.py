@@ -1,11 +1,11 @@
-"""What a restore takes: reads of a tier, and the way from the arena into the engine.
+"""Models how long a restore takes: the reads of a tier, and the copy from the arena to the engine.
 
 Theory
 ------
-One transfer takes ``t0 + blocks * per_block + bytes * (per_byte + (depth - 1) * per_byte_more)``:
-where transfers that fly together share a medium, ``per_byte_more`` comes out like ``per_byte``;
-where they do not get into each other's way it comes out as nothing. A restore is cut into transfers
-of which a tier carries out some at a time, after those that wait already.
+One transfer takes ``t0 + blocks * per_block + bytes * (per_byte + (depth - 1) * per_byte_more)``.
+If concurrent transfers share a device, ``per_byte_more`` is fitted close to ``per_byte``; if they
+do not slow each other down, close to zero. A restore is divided into transfers, of which a tier
+runs several at a time, after those already queued.
 """
 
 from collections import deque
@@ -24,56 +24,56 @@ __all__ = ["RouteCost", "RouteCosts", "RouteSpeed", "transfer_blocks"]
 _MIB = 1 << 20
 
 _FIRST_TAIL = 3.0
-"""P95 over mean of a tier that nobody measured yet: wide."""
+"""Ratio of P95 to mean for a tier without measurements: wide."""
 
 _ABOUT = 0.9
-"""Of what is expected: what took so long at least is no sign of speed, and shows that all is as it
-was."""
+"""Share of the expected duration: a transfer that took at least this long confirms the model, even
+if unfinished."""
 
 _DEPTH_MAX = 64
-"""Transfers that fly together: more threads no tier has."""
+"""Concurrent transfers: no tier has more threads."""
 
 _PARTS = 16
-"""A load from the back comes in about so many transfers: where front and back meet, one of them is
-under way in vain."""
+"""About how many transfers a load from the back is divided into: where front and back meet, one of
+them is wasted."""
 
 _START_SHARE = 0.1
-"""Yet they are not cut so small that they begin for a greater part of their time."""
+"""Largest share of a transfer that its fixed start time may take because of that."""
 
 _USUAL = (1.0, 8.0, 8.0 * _MIB, 0.0)
-"""A transfer by which speeds are compared: eight blocks of 1 MiB, alone."""
+"""The transfer by which speeds are compared: eight blocks of 1 MiB, alone."""
 
 
 def transfer_blocks(block_bytes: int) -> int:
-    """Return how many blocks of a size one transfer carries, as the node cuts them."""
+    """Return how many blocks of a size the node puts into one transfer."""
     return max(TRANSFER_BLOCKS, min(TRANSFER_BLOCKS_MAX, TRANSFER_BYTES // max(block_bytes, 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class RouteSpeed:
-    """How a route moves blocks of one size, worked out once for many questions.
+    """How a route moves blocks of one size, computed once for many predictions.
 
-    A few blocks are one transfer. More are several at a time, as many as the route carries at once;
-    beyond that each takes as long as the route needs to pass it.
+    A few blocks are one transfer. More are several concurrent transfers, up to the route's depth;
+    beyond it each further transfer takes as long as the route needs for it.
     """
 
     start_s: float
     block_s: float
-    """Of a transfer that flies alone."""
+    """Seconds per block of a single transfer."""
     part_blocks: int
-    """Of one transfer."""
+    """Blocks per transfer."""
     depth: int
     crowd_s: float
-    """By which each further one that flies lengthens a full transfer."""
+    """Seconds by which each concurrent transfer delays a full one."""
     lag: float
-    """Whole restores over what their transfers should take together; it is in the others."""
+    """Ratio of whole restores to the sum of their transfers; included in the other values."""
     tail: float
-    """P95 over mean, of one transfer."""
+    """Ratio of P95 to mean, for one transfer."""
     tail_whole: float
-    """And of whole restores, at the least."""
+    """Lower bound of that ratio for whole restores."""
 
     def seconds(self, num_blocks: float) -> float:
-        """Return how long so many blocks take; more blocks never take less."""
+        """Return how long this many blocks take; more blocks never take less."""
         if num_blocks <= 0:
             return 0.0
         full = num_blocks / self.part_blocks
@@ -84,25 +84,25 @@ class RouteSpeed:
         return max(full / flying, 1.0) * one
 
     def in_parts(self, num_blocks: int) -> "RouteSpeed":
-        """Return the same route with transfers cut so small that so many blocks come in parts."""
+        """Return the same route with smaller transfers, for a load from the back."""
         least = ceil(self.start_s / (_START_SHARE * self.block_s))
         part = min(max(num_blocks // _PARTS, least, 1), self.part_blocks)
         return replace(self, part_blocks=part, crowd_s=self.crowd_s * part / self.part_blocks)
 
     def passing_s(self, num_blocks: float) -> float:
-        """Return how long so many blocks that wait before others hold them up."""
+        """Return how long this many queued blocks delay others."""
         flying = self.depth
         one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.crowd_s
         return num_blocks / self.part_blocks / flying * one
 
     def tail_of(self, num_blocks: float) -> float:
-        """Return P95 over mean; the noise of transfers one after the other evens out."""
+        """Return the ratio of P95 to mean: the noise of sequential transfers averages out."""
         rounds = max(num_blocks / self.part_blocks / self.depth, 1.0)
         return float(max(1.0 + (self.tail - 1.0) / rounds**0.5, self.tail_whole))
 
 
 class RouteCost:
-    """The transfers of one tier in one direction."""
+    """The transfer model of one tier in one direction."""
 
     def __init__(self, tier: TierName) -> None:
         prior = TIERS[tier].prior
@@ -117,19 +117,18 @@ class RouteCost:
             ),
             _FIRST_TAIL,
         )
-        # Threads that wait for each other, or for the engine to take notice: it shows in whole
-        # restores only.
+        # Threads that wait for each other or for the engine: visible in whole restores only.
         self._whole = Fit((Rate(1.0, 0.8, 4.0),), 1.0)
         self._depths: deque[int] = deque((1,), maxlen=64)
         self._is_recalled = False
 
     @property
     def is_known(self) -> bool:
-        """Tell whether it was measured, now or in an earlier run."""
+        """Tell whether it was measured, in this run or an earlier one."""
         return self._is_recalled or self._fit.num_noted > 0
 
     def note(self, sample: TransferSample, now_ns: int) -> bool:
-        """Learn from a transfer; False: it cannot have been one."""
+        """Learn from a transfer; returns False if it is invalid."""
         is_one = sample.num_blocks >= 1 and sample.num_bytes >= 1 and sample.depth >= 1
         if not is_one or not self._fit.note(_terms(sample), sample.seconds, now_ns):
             return False
@@ -137,28 +136,28 @@ class RouteCost:
         return True
 
     def is_slow(self, sample: TransferSample) -> bool:
-        """Tell whether a transfer took about as long as one expects of such a one, or longer."""
+        """Tell whether a transfer took about as long as expected, or longer."""
         return sample.seconds > _ABOUT * self._fit.mean_s(_terms(sample))
 
     def note_whole(self, predicted_s: float, seconds: float, now_ns: int) -> None:
-        """Learn from a whole restore, with what its transfers should have taken together."""
+        """Learn from a whole restore, and the prediction for its transfers."""
         self._whole.note((predicted_s,), seconds, now_ns)
 
     def is_stale(self, now_ns: int, after_ns: int) -> bool:
-        """Tell whether nothing was measured for so long."""
+        """Tell whether the last measurement is at least this old."""
         noted_ns = self._fit.noted_ns
         return noted_ns is None or abs(now_ns - noted_ns) >= after_ns
 
     @property
     def looks_faster(self) -> bool:
-        """Tell whether the last measurement was far below what was expected."""
+        """Tell whether the last measurement was far below the prediction."""
         return self._fit.looks_faster
 
     def speed(self, block_bytes: int) -> RouteSpeed:
-        """Return how blocks of a size are moved, as far as one knows now."""
+        """Return how blocks of a size are moved, as far as is known."""
         start_s, per_block, per_byte, per_byte_more = self._fit.rates
         lag = self._whole.rates[0]
-        # The engine copies blocks as they come, in one go; a tier is read in parts.
+        # The engine copies blocks as they arrive, in one go; a tier is read in parts.
         is_cut = self._tier is not TierName.CPU
         part = transfer_blocks(block_bytes) if is_cut else 1 << 30
         return RouteSpeed(
@@ -173,11 +172,11 @@ class RouteCost:
         )
 
     def bytes_per_s(self) -> float:
-        """Return what one transfer that flies alone moves, of the usual size."""
+        """Return the bandwidth of a single transfer of the usual size."""
         return 8 * _MIB / self._fit.mean_s(_USUAL)
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, and the bandwidth that follows from it."""
+        """Return what was learned, and the resulting bandwidth."""
         return {
             **self._fit.document(),
             "depth": max(self._depths),
@@ -185,7 +184,7 @@ class RouteCost:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        """Load what an earlier run learned; raises ValueError if it is invalid."""
         depth = int(number(document.get("depth"), 1, _DEPTH_MAX))
         self._fit.recall(document)
         self._depths.append(depth)
@@ -198,7 +197,7 @@ def _terms(sample: TransferSample) -> tuple[float, float, float, float]:
 
 
 class RouteCosts:
-    """The routes of all tiers, up and down."""
+    """The routes of all tiers, in both directions."""
 
     def __init__(self) -> None:
         self._routes = {
@@ -206,11 +205,11 @@ class RouteCosts:
         }
 
     def route(self, tier: TierName, *, is_read: bool = True) -> RouteCost:
-        """Return a tier's route; the CPU tier's leads into the engine."""
+        """Return a tier's route; the CPU tier's is the copy into the engine."""
         return self._routes[tier, is_read]
 
     def document(self) -> dict[str, Any]:
-        """Return what was learned, by tier and direction; only what was measured."""
+        """Return what was learned, by tier and direction; only measured routes."""
         return {
             f"{tier}_{'read' if is_read else 'write'}": route.document()
             for (tier, is_read), route in self._routes.items()
@@ -218,7 +217,7 @@ class RouteCosts:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned; raises ValueError where it is not such."""
+        """Load what an earlier run learned; raises ValueError if it is invalid."""
         for (tier, is_read), route in self._routes.items():
             if part := table(document, f"{tier}_{'read' if is_read else 'write'}"):
                 route.recall(part)

@@ -1,4 +1,4 @@
-"""Which blocks leave the CPU tier first."""
+"""Eviction policies: which blocks leave the CPU tier first."""
 
 from kvtier.core.eviction.base import Eviction
 from kvtier.core.eviction.leaf_lru import LeafLru

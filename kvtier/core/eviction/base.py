@@ -1,4 +1,4 @@
-"""The seam between the CPU tier and the policy that empties it."""
+"""The interface of eviction policies, and what several of them share."""
 
 from collections.abc import Collection, Generator, Iterator
 from typing import Protocol
@@ -13,39 +13,39 @@ __all__ = ["Eviction", "remaining_by_age", "stamp_chain"]
 
 
 class Eviction(Protocol):
-    """Orders the blocks of the CPU tier by how little is lost without them.
+    """Orders the blocks of the CPU tier by how little their loss costs.
 
-    A policy proposes and never removes: its user skips what is pinned or not ready, and a block
-    named in a ``touch`` is not proposed to make room for that very chain. Blocks of each slot size
-    have an order of their own, since one cannot take the place of another; the owner of a slot is
-    the row of its block.
+    A policy proposes and never removes: the caller skips blocks that are pinned or not ready, and a
+    block named in a ``touch`` is not proposed to make room for that very chain. Each slot size has
+    its own order, because blocks of different sizes cannot replace each other; the owner of a slot
+    is the row of its block.
     """
 
     def touch(self, index: BlockIndex, rows: Rows) -> int:
-        """Note one use of a chain's leading blocks, given from the root on.
+        """Note one use of a chain's leading blocks, in order from the root.
 
-        Returns the mark of this use: ``victims(…, before=mark)`` spares these blocks. Changes the
-        ``stamp`` column only.
+        Returns the mark of this use: ``victims(…, before=mark)`` spares these blocks. Only changes
+        the ``stamp`` column.
         """
 
     def offer(self, index: BlockIndex, row: int) -> None:
-        """Note that a row has become ready and unpinned, so that it may be proposed."""
+        """Note that a row has become ready and unpinned, and may be proposed."""
 
     def victims(
         self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
-        """Yield rows that are ready and unpinned in slots of ``size``, the least worth first.
+        """Yield rows that are ready and unpinned in slots of ``size``, in order of eviction.
 
-        Proposes no block of a use whose mark is ``before`` or later. What was not taken when the
-        generator is closed is proposed again.
+        Omits blocks of a use with mark ``before`` or later. Rows that were not taken when the
+        generator is closed are proposed again.
         """
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Return about ``count`` of the rows that will be proposed next, in about that order."""
+        """Return about ``count`` rows that will be proposed next, in approximate order."""
 
 
 def stamp_chain(index: BlockIndex, rows: Rows, clock: int) -> int:
-    """Stamp a chain's leading blocks after ``clock``, the root newest; returns the clock then."""
+    """Stamp a chain's leading blocks after ``clock``, the root newest; returns the new clock."""
     after = clock + len(rows) + 1
     index.stamp[rows] = np.arange(after - 1, clock, -1)
     return after
@@ -54,9 +54,11 @@ def stamp_chain(index: BlockIndex, rows: Rows, clock: int) -> int:
 def remaining_by_age(
     index: BlockIndex, slots: SlabAllocator, size: int, before: int, proposed: Collection[int]
 ) -> Iterator[int]:
-    """Yield the evictable rows of a size that were used before a mark, least recently used first.
+    """Yield evictable rows that were not proposed yet, least recently used first.
 
-    But for those proposed already.
+    The last resort of policies that only evict leaves: the parent of a pinned child is not a leaf,
+    and a policy may not know a block. Without it, an arena full of pins above and below such blocks
+    could not accept anything.
     """
     rows = slots.owners_of(size)
     rows = rows[index.evictable(rows) & (index.stamp[rows] < before)]

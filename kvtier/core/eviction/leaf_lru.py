@@ -1,14 +1,14 @@
-"""Least recently used first, leaves before parents.
+"""LRU eviction, leaves before parents.
 
 Theory
 ------
-A use touches a chain's leading blocks, and stamps them so that each parent is newer than its child.
-Any use of a child is a use of its ancestors, so a parent is never older than its child, and plain
-order of stamps takes tails before heads: no child is stranded by the loss of its parent.
+A use stamps a chain's leading blocks so that each parent is newer than its child. A use of a child
+is a use of its ancestors, so a parent is never older than its child, and the plain order of stamps
+evicts leaves first: no child is stranded by the loss of its parent.
 
-Finding the oldest is a partial sort over the blocks of one slot size, good for thousands of
-evictions. What has been used since is recognised by its stamp and passed over, and what was pinned
-is offered again when it no longer is, so the order is exactly that of use.
+The oldest blocks are found by a partial sort over one slot size, which is good for thousands of
+evictions. A block that was used since then is recognized by its stamp and skipped, and a pinned one
+is offered again when it is unpinned, so the order is exactly that of use.
 """
 
 from collections import deque
@@ -30,23 +30,23 @@ __all__ = ["LeafLru"]
 
 @dataclass(slots=True)
 class _Queue:
-    """The blocks of one slot size that go next."""
+    """The next victims of one slot size."""
 
     oldest: deque[tuple[int, int]] = field(default_factory=deque)
-    """Rows by the stamp they had, in order: those that were evictable up to ``scanned``."""
+    """(stamp, row) in order: the rows that were evictable up to ``scanned``."""
     returned: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of those that became evictable later."""
+    """Heap of (stamp, row) that became evictable later."""
     scanned: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.oldest or self.returned)
 
     def first(self) -> tuple[int, int]:
-        """Return the oldest candidate there is."""
+        """Return the oldest candidate."""
         return min(each[0] for each in (self.oldest, self.returned) if each)
 
     def pop(self) -> tuple[int, int]:
-        """Take the oldest candidate out."""
+        """Remove the oldest candidate."""
         if self.returned and self.first() == self.returned[0]:
             return heappop(self.returned)
         return self.oldest.popleft()
@@ -58,12 +58,12 @@ class _Queue:
 
 
 class LeafLru:
-    """An ``Eviction``."""
+    """LRU that evicts leaves before parents."""
 
     def __init__(self) -> None:
         self._clock = 1
         self._queues: dict[int, _Queue] = {}
-        """By slot size; there are as many as sizes of blocks were ever met."""
+        """By slot size."""
 
     def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""
@@ -73,7 +73,7 @@ class LeafLru:
         return mark
 
     def offer(self, index: BlockIndex, row: int) -> None:
-        """Take in a row that the last scan had to leave out; a younger one comes with the next."""
+        """Add a row that the last scan skipped; younger rows come with the next scan."""
         queue = self._queues.get(slot_bytes(int(index.payload_bytes[row])))
         if queue is not None and (stamp := int(index.stamp[row])) <= queue.scanned:
             heappush(queue.returned, (stamp, row))
@@ -81,7 +81,7 @@ class LeafLru:
     def victims(
         self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
-        """Yield the least recently used rows of a size; each is looked at once a call."""
+        """Yield the least recently used rows of a size; each is examined once per call."""
         queue = self._queues.setdefault(size, _Queue())
         before = self._clock if before is None else before
         proposed: list[tuple[int, int]] = []
@@ -93,16 +93,16 @@ class LeafLru:
                 stamp, row = candidate = queue.pop()
                 is_repeat, last = candidate == last, candidate
                 if is_repeat or not self._is_evictable(index, row, stamp):
-                    continue  # used since, gone, or pinned: then it is offered again
+                    continue  # used since, gone, or pinned, and then offered again
                 proposed.append(candidate)
                 yield row
         finally:
             for stamp, row in proposed:
                 if self._is_evictable(index, row, stamp):
-                    heappush(queue.returned, (stamp, row))  # it was not taken
+                    heappush(queue.returned, (stamp, row))  # the caller did not take it
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Return the oldest, of those that are still so."""
+        """Return the oldest rows that are still evictable."""
         queue = self._queues.setdefault(size, _Queue())
         if len(queue.oldest) < count:
             self._scan(index, slots.owners_of(size), queue, self._clock)
@@ -113,7 +113,7 @@ class LeafLru:
 
     @staticmethod
     def _scan(index: BlockIndex, rows: Rows, queue: _Queue, before: int) -> bool:
-        """Take in the next of ``rows`` by age; False if there are no more."""
+        """Add the next rows by age; returns False if there are no more."""
         while True:
             stamps = index.stamp[rows]
             is_next = (stamps > queue.scanned) & (stamps < before)
@@ -125,12 +125,11 @@ class LeafLru:
                 oldest = np.argpartition(stamps, VICTIMS_SCANNED_AT_ONCE)[:VICTIMS_SCANNED_AT_ONCE]
                 taken, taken_stamps = rows[oldest], stamps[oldest]
                 queue.scanned = int(taken_stamps.max())
-            # Only these are looked at more closely: each look at another column of a million rows
-            # takes as long as finding the oldest of them.
+            # Check only these: reading another column of a million rows takes as long as the sort.
             is_free = index.evictable(taken)
             taken, taken_stamps = taken[is_free], taken_stamps[is_free]
             order = np.argsort(taken_stamps)
-            # All younger than those scanned before, and so in order behind them.
+            # All are younger than those scanned before, so they belong behind them.
             queue.oldest.extend(
                 zip(taken_stamps[order].tolist(), taken[order].tolist(), strict=True)
             )

@@ -1,8 +1,8 @@
-"""Least worth first, by what a history has learned: run density, and credit-LRU beside it.
+"""Eviction by what a history has learned: run density, and credit LRU.
 
-The order is the history's, which knows chains, ages and what came back; here it meets what the CPU
-tier must not lose just now: blocks that are pinned, kept, or part of the chain that needs the room.
-The history is told by the cache which blocks come and go.
+The history, which knows chains, ages and reuse, provides the order. This module skips the blocks
+that the CPU tier must not lose now: blocks that are pinned, kept, or part of the chain that needs
+the room. The cache tells the history which blocks come and go.
 """
 
 from collections.abc import Generator
@@ -22,11 +22,11 @@ from kvtier.core.table import Rows
 __all__ = ["CreditLru", "RunDensity"]
 
 _CREDIT_S = 300.0
-"""What credit-LRU gives a block that was seen before: two returns of the median user."""
+"""The credit of a block that was seen before: twice the median time between a user's turns."""
 
 
 class RunDensity:
-    """An ``Eviction``: tails of the runs that earn least by being held."""
+    """Evicts the tails of the runs that earn least by being kept."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -39,12 +39,12 @@ class RunDensity:
         return mark
 
     def offer(self, index: BlockIndex, row: int) -> None:
-        """Do nothing: what is pinned is passed over, and keeps its place."""
+        """Do nothing: pinned blocks are skipped and keep their place."""
 
     def victims(
         self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
-        """Yield rows in the history's order; then, if no leaf is left, others by age."""
+        """Yield rows in the history's order, then the remaining ones by age."""
         limit = self._clock if before is None else before
         proposed: set[int] = set()
 
@@ -57,13 +57,13 @@ class RunDensity:
                 and slot_bytes(int(index.payload_bytes[row])) == size
             )
 
-        for row in self._history.orders.next_out(TierName.CPU, size, is_spared):
+        for row in self._history.queues.next_out(TierName.CPU, size, is_spared):
             proposed.add(row)
             yield row
         yield from remaining_by_age(index, slots, size, limit, proposed)
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Return what ``victims`` would yield next; a bounded number, since each costs 3 us."""
+        """Return what ``victims`` would yield next; a bounded number, since each row takes 3 us."""
         victims = self.victims(index, slots, size)
         rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
         victims.close()
@@ -71,8 +71,8 @@ class RunDensity:
 
 
 class CreditLru(RunDensity):
-    """An ``Eviction``: least recently used, with some minutes of credit for what came back once."""
+    """LRU in which blocks that were used before get some minutes of credit."""
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        history.orders.rank(TierName.CPU, Credit(_CREDIT_S))
+        history.queues.rank(TierName.CPU, Credit(_CREDIT_S))

@@ -1,15 +1,15 @@
-"""S3-FIFO, leaves first: two queues, and what is used while it is in the small one moves on.
+"""S3-FIFO eviction, leaves first: two queues, with promotion from the small to the main one.
 
 Theory
 ------
-Most blocks are never asked for again, and a small queue lets them go quickly; what was asked for
-meanwhile goes on to the main queue, where each further use earns another round. A block seen before
-it came, of which only a ghost was left, begins in the main queue (Yang et al., FIFO queues are all
-you need for cache eviction, 2023). The paper's small queue is a tenth; prefixes come back late, and
-a quarter does better on conversations.
+Most blocks are never requested again, and a small queue evicts them quickly. Blocks that are used
+while in it move to the main queue, where each further use earns another round. A block with a
+ghost, seen before it came, starts in the main queue (Yang et al., FIFO queues are all you need for
+cache eviction, 2023). The paper's small queue is a tenth; prefixes come back late, and a quarter
+does better on conversations.
 
-Neither queue knows of chains, so a block with a child in the tier is passed over until the child
-has gone. How often a block was asked for the history counts, once a request.
+The queues do not know chains, so a block with a child in the tier is skipped until the child has
+gone. The history counts uses, once per request.
 """
 
 from collections import Counter, OrderedDict
@@ -32,14 +32,14 @@ __all__ = ["S3Fifo"]
 _SMALL_SHARE = 0.25
 
 _ROUNDS_MAX = 3
-"""A block earns no more rounds in the main queue than these, however often it was used."""
+"""The most rounds in the main queue that a block can earn."""
 
 _Queue = OrderedDict[bytes, tuple[int, int]]
-"""By hash, row and how often the block had been seen when its round began; the oldest first."""
+"""By hash, (row, times seen when its round began); the oldest first."""
 
 
 _Place = tuple[_Queue, int, int]
-"""A queue, and what it has of a block."""
+"""The queue of a block, and its entry there."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Pair:
 
 
 class S3Fifo:
-    """An ``Eviction``."""
+    """S3-FIFO that evicts leaves before parents."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -65,7 +65,7 @@ class S3Fifo:
         return mark
 
     def offer(self, index: BlockIndex, row: int) -> None:
-        """Let a block that came in begin in the queue that its past earned."""
+        """Add a new block to the queue that its history earned."""
         pair = self._pairs.setdefault(slot_bytes(int(index.payload_bytes[row])), _Pair())
         key = bytes(index.hash_of(row))
         known = pair.small.get(key) or pair.main.get(key)
@@ -78,7 +78,7 @@ class S3Fifo:
     def victims(
         self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
-        """Yield rows as their rounds end unused; then, if no leaf is left, others by age."""
+        """Yield rows whose round ends unused, then the remaining ones by age."""
         limit = self._clock if before is None else before
         pair = self._pairs.setdefault(size, _Pair())
         looked: dict[bytes, _Place] = {}
@@ -96,7 +96,7 @@ class S3Fifo:
                 yield row
                 parent = index.parent[row].tobytes()
                 gone[parent] += 1
-                if parent in looked:  # it was passed over, and may be a leaf now
+                if parent in looked:  # it was skipped, and may be a leaf now
                     _put_first(parent, looked.pop(parent))
             yield from remaining_by_age(index, slots, size, limit, proposed)
         finally:
@@ -111,9 +111,9 @@ class S3Fifo:
         return rows
 
     def _rounds_ending(self, index: BlockIndex, pair: _Pair) -> Iterator[tuple[bytes, _Place, int]]:
-        """Yield what comes to the front unused, with its number of children in the tier.
+        """Yield the entries at the front that were not used, with their number of children.
 
-        What was used goes on to another round. Each block is looked at a bounded number of times.
+        Used entries start another round. Each block is examined a bounded number of times.
         """
         for _ in range((_ROUNDS_MAX + 2) * (len(pair.small) + len(pair.main))):
             is_small = len(pair.small) > _SMALL_SHARE * (len(pair.small) + len(pair.main))
@@ -140,7 +140,7 @@ def _put_first(key: bytes, place: _Place) -> None:
 
 
 def _is_there(index: BlockIndex, row: int, key: bytes) -> bool:
-    """Tell whether a row still is a block that can be served."""
+    """Tell whether a row still holds this block, ready."""
     is_same = index.hash_of(row) == key
     return is_same and index.cell(row, TierName.CPU) == Residency.READY
 

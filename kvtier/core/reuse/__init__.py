@@ -1,4 +1,4 @@
-"""What is learned of how blocks are used: the history of chains, and what it says of the future."""
+"""What is learned from the reuse of blocks: the history of chains, and predictions from it."""
 
 from kvtier.core.reuse.history import History
 from kvtier.core.reuse.use import TouchResult, Use

@@ -1,7 +1,7 @@
-"""Remembered blocks, as columns: the parent of each block, its run, and the tiers it is in.
+"""Columns of remembered blocks: parent, run, and the tiers that hold each block.
 
 A hash table and numpy columns take 90 bytes per block; a dictionary with a million hashes and lists
-would take 250. Most calls are for a whole chain, for which an array operation costs no more than a
+would take 250. Most calls concern a whole chain, for which an array operation costs no more than a
 loop.
 """
 
@@ -18,13 +18,13 @@ from kvtier.core.table import HashTable, as_keys
 __all__ = ["FATES", "NO_ROW", "ORPHAN", "Places", "RememberedBlocks"]
 
 NO_ROW = -1
-"""Before a root, or not remembered."""
+"""The row before a root, or of a block that is not remembered."""
 
 ORPHAN = -2
-"""The parent of a block whose own parent is not known yet: it is only known as a parent itself."""
+"""The parent of a block that is only known as a parent itself."""
 
 FATES: Sequence[Fate] = tuple(Fate)
-"""By the number that stands for a fate in its column."""
+"""Fates by their number in the ``fate`` column."""
 
 Places = npt.NDArray[np.int32]
 """Rows of blocks."""
@@ -43,39 +43,40 @@ _FACTS = np.dtype(
         ("fate", np.uint8),
     ]
 )
-"""36 bytes a block."""
+"""36 bytes per block."""
 
 
 class RememberedBlocks:
-    """Every block that is remembered, be it in a tier or a ghost."""
+    """All remembered blocks: those in a tier, and ghosts."""
 
     def __init__(self) -> None:
         self._table = HashTable()
         self.parent: Places
         self.place: Places
-        """In its chain, from 0 on."""
+        """Position in its chain, from 0."""
         self.run: Places
         self.number: Places
-        """By which the user of the CPU tier knows it."""
+        """The block's row in the index of the CPU tier."""
         self.children: Places
-        """How many that are remembered."""
+        """Number of remembered children."""
         self.kids: npt.NDArray[np.int32]
-        """By tier, how many of its children are there."""
+        """By tier, the number of children in it."""
         self.forks: npt.NDArray[np.uint8]
-        """How many chains went on behind it, up to 255."""
+        """Number of chains that diverged behind it, up to 255."""
         self.uses: npt.NDArray[np.uint8]
-        """How many requests named it, up to 255."""
+        """Number of requests that named it, up to 255."""
         self.where: npt.NDArray[np.uint8]
-        """In which tiers it is, as bits."""
+        """The tiers that hold it, as bits."""
         self.fate: npt.NDArray[np.uint8]
         self.num_resident = 0
-        """How many are in one tier at least."""
+        """Number of blocks in at least one tier."""
         self._facts = np.zeros(0, _FACTS)
         self._fit(self._table.capacity)
         self._last = (b"", NO_ROW)
-        """The hash and row asked for last: what is proposed to go is named again as it leaves."""
+        """The last hash and row looked up: a block that is proposed as a victim is named again when
+        it leaves."""
         self._chain: dict[bytes, int] = {}
-        """The rows of the chain touched last, which is asked for again as its blocks come in."""
+        """Rows of the last chain touched, which is looked up again as its blocks are stored."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -103,10 +104,10 @@ class RememberedBlocks:
         return self._table.find(as_keys(b"".join(keys))).astype(np.int32)
 
     def chain(self, keys: Sequence[bytes]) -> tuple[Places, int, list[int]]:
-        """Return a chain's rows, how many leading ones were known, and those adopted before.
+        """Return a chain's rows, how many leading ones were known, and former orphans.
 
-        Rows are added for blocks that are not remembered. The chain is cut before the first block
-        that belongs elsewhere or is repeated: only a broken client sends such a chain.
+        Adds blocks that are not remembered. The chain is cut before the first block that belongs
+        elsewhere or is repeated: only a broken client sends such a chain.
         """
         found = self.find(keys)
         is_own = self._is_own(found)
@@ -128,10 +129,10 @@ class RememberedBlocks:
         return rows, num_known, adopted
 
     def adopt(self, keys: Sequence[bytes], parents: Sequence[bytes], places: Places) -> Places:
-        """Remember blocks, each given once, and link them to their parents; returns the new rows.
+        """Remember distinct blocks and link them to their parents; returns the new rows.
 
-        An unknown parent is added as an orphan. It is linked when it is adopted itself or a request
-        names it. Existing links are not changed. A block whose place does not follow its parent's
+        An unknown parent is added as an orphan, and linked when it is adopted itself or named by a
+        request. Existing links do not change. A block whose position does not follow its parent's
         stays an orphan: only a broken client names such a block.
         """
         is_child = places > 0
@@ -148,14 +149,14 @@ class RememberedBlocks:
         return fresh
 
     def _is_own(self, found: Places) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a chain are linked as the child of the row before them."""
+        """Tell which rows of a chain are linked as children of the row before them."""
         before = np.concatenate([[NO_ROW], found[:-1]])
         is_own: npt.NDArray[np.bool_] = (found != NO_ROW) & (self.parent[found] == before)
         is_own &= self.place[found] == np.arange(len(found))
         return is_own
 
     def _link(self, rows: Places, parents: Places) -> None:
-        """Set the parents of orphans, each given once; ``NO_ROW`` for a chain's first block."""
+        """Set the parents of distinct orphans; ``NO_ROW`` for the first block of a chain."""
         self.parent[rows] = parents
         rows, parents = rows[parents >= 0], parents[parents >= 0]
         np.add.at(self.children, parents, 1)
@@ -165,8 +166,8 @@ class RememberedBlocks:
                 np.add.at(self.kids[:, tier], parents[where & (1 << tier) > 0], 1)
 
     def add(self, keys: Sequence[bytes]) -> Places:
-        """Add blocks that are not remembered, each given once, as orphans; returns their rows."""
-        # Before the table has them: whoever finds a row also finds its facts.
+        """Add distinct, unknown blocks as orphans; returns their rows."""
+        # Grow before the table has them: whoever finds a row must find its facts, too.
         if self._table.extent + len(keys) > len(self._facts):
             self._fit(max(2 * len(self._facts), self._table.extent + len(keys)))
         rows = self._table.add(as_keys(b"".join(keys)))
@@ -190,7 +191,7 @@ class RememberedBlocks:
 
 
 def _num_distinct(keys: Sequence[bytes]) -> int:
-    """Return how many leading hashes are there before one comes again."""
+    """Return the number of leading hashes before the first repetition."""
     seen = set[bytes]()
     for place, key in enumerate(keys):
         if key in seen:

@@ -1,19 +1,18 @@
-"""How deep into a prompt it pays to keep blocks: learned for each class of traffic.
+"""Learns how deep into a prompt it pays to keep blocks, for each class of traffic.
 
 Theory
 ------
-A block stored at some depth is asked for again so many times, on average: reuses over stores, both
+A block stored at some depth is requested again so many times, on average: reuses over stores, both
 counted by depth. Heads of prompts come back with every request, tails with the next turn or never.
-It pays to keep a depth where the reuses, times what each saves, are more than what storing costs;
+Keeping a depth pays if the reuses, times what each saves, exceed the cost of storing;
 ``max_offload_tokens`` is the end of the deepest such depth.
 
-What was stored just now had no time to come back, so stores are counted a quarter of an hour later.
-Reuse is seen for blocks that were refused as well, since a history remembers what was asked for
-however it was answered: a class that was cut short opens again once its tails come back. Both
-counts age, half in an hour.
+What was just stored had no time to come back, so stores are counted a quarter of an hour later.
+Reuse is also seen for blocks that were refused, because a history remembers every request: a class
+that was limited opens again once its tails come back. Both counts decay, by half in an hour.
 
-Nothing is cut without evidence: a class that has none is judged with all of its kind, and if they
-have none, without a limit.
+Nothing is limited without evidence: a class without it is treated like all of its kind, and if they
+have none either, has no limit.
 """
 
 from bisect import bisect_left
@@ -21,6 +20,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.cost.fit import number
 from kvtier.core.identity import NO_TENANT
@@ -33,28 +35,28 @@ DEPTH_EDGES: Sequence[int] = (
     0, 256, 512, 1024, 2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152, 65_536,
     98_304, 131_072, 262_144, 524_288, 1_048_576,
 )  # fmt: skip
-"""In tokens; what lies deeper than the last one counts as being there."""
+"""Start of each depth, in tokens; deeper positions belong to the last one."""
 
 _CLASSES_MAX = 64
-"""Kinds and tenants are words of clients, without end; the one unused for longest is forgotten."""
+"""Clients choose kinds and tenants freely; the least recently used class is forgotten."""
 
 _TENANT_REQUESTS_MIN = 500
-"""A tenant has a curve of its own from so many requests on; before, it would be noise."""
+"""Number of requests from which a tenant has its own curve; before, it would be noise."""
 
 _KEPT_CLASSES_MAX = 12
-"""Across restarts, those used last: 4 KB."""
+"""Classes saved across restarts, the most recently used: 4 KB."""
 
 _BLOCKS_MIN = 200.0
-"""Blocks stored or reused at a depth before anything is said of it, and ..."""
+"""Evidence at a depth: this many blocks stored or reused, and ..."""
 
 _REQUESTS_MIN = 20.0
-"""... requests that did so: one long document is no evidence."""
+"""... this many requests: one long document is no evidence."""
 
 _RIPE_NS = 900_000_000_000
-"""When a store counts: of what comes back at all in conversations, nine tenths do by then."""
+"""Age at which a store counts: in conversations, nine tenths of all reuse happens by then."""
 
 _SLICE_NS = 60_000_000_000
-"""What was stored within a minute is counted together."""
+"""Stores within a minute are counted together."""
 
 _HALF_LIFE_NS = 3_600_000_000_000
 
@@ -62,79 +64,80 @@ _COUNT_MAX = 1e12
 
 _CONTINUES_EDGES: Sequence[float] = (0.34, 0.67)
 
+_Counts = npt.NDArray[np.float64]
+"""One count per depth."""
+
 _Key = tuple[bytes, str, int]
-"""Tenant or nothing, kind, and what the client says of a next turn."""
+"""(tenant or empty, kind, class of ``continues``)."""
 
 
 @dataclass(slots=True)
 class _Slice:
-    """What was stored within a minute, by depth."""
+    """The stores of one minute, by depth."""
 
     begins_ns: int
-    blocks: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
-    requests: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    blocks: _Counts = field(default_factory=lambda: np.zeros(len(DEPTH_EDGES)))
+    requests: _Counts = field(default_factory=lambda: np.zeros(len(DEPTH_EDGES)))
 
 
 @dataclass(slots=True)
 class _Curve:
     """Stores and reuses of one class, by depth."""
 
-    stores: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
-    requests: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
-    reuses: list[float] = field(default_factory=lambda: [0.0] * len(DEPTH_EDGES))
+    stores: _Counts = field(default_factory=lambda: np.zeros(len(DEPTH_EDGES)))
+    requests: _Counts = field(default_factory=lambda: np.zeros(len(DEPTH_EDGES)))
+    reuses: _Counts = field(default_factory=lambda: np.zeros(len(DEPTH_EDGES)))
     young: deque[_Slice] = field(default_factory=deque)
-    """Stores that do not count yet: a quarter of an hour in minutes."""
+    """Stores that do not count yet: a quarter of an hour, in minutes."""
     aged_ns: int | None = None
-    """None: it is of an earlier run, by another clock."""
+    """Time of the last decay; None if from an earlier run, with another clock."""
     num_requests: int = 0
 
     def advance(self, now_ns: int) -> None:
-        """Count what has become ripe, and let the rest age; a clock that is set back waits."""
+        """Count stores that are old enough, and decay the counts; ignores a clock set back."""
         if self.aged_ns is None:
             self.aged_ns = now_ns
         elapsed_ns = now_ns - self.aged_ns
         if elapsed_ns >= _SLICE_NS:
             weight = 0.5 ** (elapsed_ns / _HALF_LIFE_NS)
             for counts in (self.stores, self.requests, self.reuses):
-                counts[:] = [count * weight for count in counts]
+                np.multiply(counts, weight, out=counts)
             self.aged_ns = now_ns
         while self.young and now_ns - self.young[0].begins_ns >= _RIPE_NS:
             ripe = self.young.popleft()
-            for place in range(len(DEPTH_EDGES)):
-                self.stores[place] += ripe.blocks[place]
-                self.requests[place] += ripe.requests[place]
+            self.stores += ripe.blocks
+            self.requests += ripe.requests
 
     def slice_at(self, now_ns: int) -> _Slice:
-        """Return what the stores of now are counted in."""
+        """Return the slice for stores at this time."""
         if not self.young or now_ns - self.young[-1].begins_ns >= _SLICE_NS:
             self.young.append(_Slice(now_ns))
         return self.young[-1]
 
     def kept(self) -> list[list[float]]:
-        """Return what can be kept: reuses, requests, and the stores that have had their time."""
-        rounded = [[round(n, 1) for n in each] for each in (self.stores, self.requests)]
-        return [*rounded, [round(n, 1) for n in self.reuses]]
+        """Return what is saved: requests, reuses, and the stores that count already."""
+        return [counts.round(1).tolist() for counts in (self.stores, self.requests, self.reuses)]
 
     @classmethod
     def recalled(cls, counts: object) -> "_Curve":
-        """Return the curve of ``kept``; raises ValueError where that cannot be."""
+        """Return the curve of ``kept``; raises ValueError if it is invalid."""
         if not isinstance(counts, list) or len(counts) != 3:
-            raise ValueError(f"{counts!r:.40} is no curve")
-        columns = [_checked(each) for each in counts]
-        return cls(stores=columns[0], requests=columns[1], reuses=columns[2])
+            raise ValueError(f"{counts!r:.40} is not a curve")
+        stores, requests, reuses = map(_checked, counts)
+        return cls(stores, requests, reuses)
 
-    def has_evidence(self, place: int) -> bool:
-        """Tell whether enough was stored at a depth, or came back, to say what comes of it."""
-        num_blocks = self.stores[place] + self.reuses[place]
-        return num_blocks >= _BLOCKS_MIN and self.requests[place] >= _REQUESTS_MIN
+    def has_evidence(self) -> npt.NDArray[np.bool_]:
+        """Tell at which depths enough was stored or reused to draw a conclusion."""
+        has_blocks: npt.NDArray[np.bool_] = self.stores + self.reuses >= _BLOCKS_MIN
+        return has_blocks & (self.requests >= _REQUESTS_MIN)
 
 
 class DepthCurves:
-    """Reuse by depth, and the limits that follow.
+    """Reuse by depth, and the limits derived from it.
 
-    ``most_tokens`` is the operator's limit, ``None`` for one that is learned; with
-    ``is_prompt_alone`` no request goes beyond its prompt. ``worth`` gives, for the block that ends
-    at so many tokens, the seconds that a reuse saves and those a store costs.
+    ``most_tokens`` is the operator's limit, None for a learned one; with ``is_prompt_alone`` no
+    request offloads beyond its prompt. ``worth`` returns, for the block that ends at a token, the
+    seconds that a reuse saves and those that a store costs.
     """
 
     def __init__(
@@ -150,9 +153,9 @@ class DepthCurves:
         self._curves: OrderedDict[_Key, _Curve] = OrderedDict()
         """The one used last is last."""
         self._limits: dict[_Key, int | None] = {}
-        """As last derived: explained, and shown."""
+        """The last limit of each class, for explanations and display."""
         self._tenants: OrderedDict[bytes, int] = OrderedDict()
-        """Requests of each tenant, of those seen lately."""
+        """Number of requests of each recent tenant."""
 
     def note(self, use: Use, num_reused_blocks: int, now_ns: int) -> None:
         """Count one request: its first ``num_reused_blocks`` came back, the others are new."""
@@ -160,12 +163,12 @@ class DepthCurves:
         for key in {tenant_key, kind_key}:
             curve = self._curve(key, now_ns)
             curve.num_requests += 1
-            for place in _spread(curve.reuses, 0, num_reused_blocks, use.block_tokens):
-                curve.requests[place] += 1
+            reused = _spread(curve.reuses, 0, num_reused_blocks, use.block_tokens)
+            curve.requests[reused] += 1
             _note_stores(curve, num_reused_blocks, len(use.keys), use.block_tokens, now_ns)
 
     def note_generated(self, use: Use, first: int, now_ns: int) -> None:
-        """Count the blocks of generated tokens that a store offers, from ``first`` on."""
+        """Count the stored blocks of generated tokens, from ``first`` on."""
         if use.num_prompt_blocks < 0:
             return
         first = max(first, use.num_prompt_blocks)
@@ -174,9 +177,9 @@ class DepthCurves:
             _note_stores(curve, first, len(use.keys), use.block_tokens, now_ns)
 
     def max_offload_tokens(self, use: Use) -> int | None:
-        """Return how many leading tokens of a request are to be offered; None: all of them.
+        """Return how many leading tokens of a request to offload; None: all of them.
 
-        What the request says comes first, then what the operator says, then what was learned.
+        The request's own limit comes first, then the operator's, then the learned one.
         """
         most_tokens = use.traits.max_offload_tokens
         if most_tokens is None:
@@ -191,7 +194,7 @@ class DepthCurves:
         return most_tokens // use.block_tokens * use.block_tokens
 
     def classes(self) -> list[dict[str, object]]:
-        """Return the curves for people: for each class its limit, and its reuse by depth."""
+        """Return each class's limit and its reuse by depth, for display."""
         return [
             {
                 "tenant": tenant.hex(),
@@ -215,7 +218,7 @@ class DepthCurves:
     # Across restarts
 
     def document(self) -> Mapping[str, Any]:
-        """Return the curves to be kept: those of kinds, since tenants are nobody's business."""
+        """Return the curves to save; those of tenants are confidential and left out."""
         own = [(kind, hint, curve) for (who, kind, hint), curve in self._curves.items() if not who]
         return {
             "depth_edges": list(DEPTH_EDGES),
@@ -223,9 +226,9 @@ class DepthCurves:
         }
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Begin with what an earlier run kept, all or nothing; returns why not, or ``""``.
+        """Load the curves of an earlier run, all or nothing; returns the problem, or ``""``.
 
-        Counts for other depths than ours mean nothing, and are left.
+        Counts for other depths are ignored.
         """
         if document.get("depth_edges") != list(DEPTH_EDGES):
             return ""
@@ -238,32 +241,26 @@ class DepthCurves:
     def _learned(self, use: Use) -> int | None:
         for key in self._keys_of(use):
             curve = self._curves.get(key)
-            if curve is not None and any(map(curve.has_evidence, range(len(DEPTH_EDGES)))):
+            if curve is not None and curve.has_evidence().any():
                 limit = self._limits[key] = self._limit(curve, use)
                 return limit
         return None
 
     def _limit(self, curve: _Curve, use: Use) -> int | None:
-        """Return the end of the deepest depth that pays, if what is known goes beyond it."""
+        """Return the end of the deepest depth that pays, if the evidence goes beyond it."""
         limit: int | None = 0
-        for place, end_tokens in enumerate([*DEPTH_EDGES[1:], None]):
-            if not curve.has_evidence(place):
-                # Beyond what does not pay nothing is known to, yet between two that pay it may be.
-                continue
-            if end_tokens is None:
-                middle_tokens = DEPTH_EDGES[place]
-            else:
-                middle_tokens = (DEPTH_EDGES[place] + end_tokens) // 2
-            saved_s, cost_s = self._worth(max(middle_tokens, use.block_tokens), use)
+        has_evidence = curve.has_evidence()
+        # Depths without evidence are skipped: one between two that pay may pay as well.
+        for place in np.flatnonzero(has_evidence).tolist():
+            edges = DEPTH_EDGES[place : place + 2]
+            saved_s, cost_s = self._worth(max(sum(edges) // len(edges), use.block_tokens), use)
             if curve.reuses[place] * saved_s > curve.stores[place] * cost_s:
-                limit = end_tokens
-        is_bounded = limit is not None and any(
-            curve.has_evidence(place) for place, edge in enumerate(DEPTH_EDGES) if edge >= limit
-        )
+                limit = edges[1] if len(edges) > 1 else None
+        is_bounded = limit is not None and has_evidence[np.array(DEPTH_EDGES) >= limit].any()
         return limit if is_bounded else None
 
     def _keys_of(self, use: Use, *, is_counted: bool = False) -> tuple[_Key, _Key]:
-        """Return the class of a request, and that of all its kind, which may be the same."""
+        """Return the class of a request, and that of its kind, which may be the same."""
         hint = 0
         if use.traits.continues is not None:
             hint = 1 + bisect_left(_CONTINUES_EDGES, use.traits.continues)
@@ -292,41 +289,38 @@ class DepthCurves:
 
 
 def _recalled(kinds: object) -> OrderedDict[_Key, _Curve]:
-    """Return the curves that were kept; raises ValueError or TypeError where they cannot be."""
+    """Return the saved curves; raises ValueError or TypeError if they are invalid."""
     if not isinstance(kinds, list) or len(kinds) > _KEPT_CLASSES_MAX:
-        raise ValueError("kinds is no list of them")
+        raise ValueError("kinds is not a list of kinds")
     curves: OrderedDict[_Key, _Curve] = OrderedDict()
     for kind, hint, counts in kinds:
         is_word = isinstance(kind, str) and len(kind) <= KIND_CHARACTERS_MAX
         if not is_word or type(hint) is not int or not 0 <= hint <= 3:
-            raise ValueError(f"{kind!r:.40} is no kind")
+            raise ValueError(f"{kind!r:.40} is not a kind")
         curves[b"", kind, hint] = _Curve.recalled(counts)
     return curves
 
 
-def _checked(counts: object) -> list[float]:
-    """Return one count for each depth; raises ValueError where they are not such."""
+def _checked(counts: object) -> _Counts:
+    """Return one count per depth; raises ValueError if they are invalid."""
     if not isinstance(counts, list) or len(counts) != len(DEPTH_EDGES):
-        raise ValueError(f"{counts!r:.40} are no counts by depth")
-    return [number(each, 0.0, _COUNT_MAX) for each in counts]
+        raise ValueError(f"{counts!r:.40} is not a list of counts by depth")
+    return np.array([number(each, 0.0, _COUNT_MAX) for each in counts])
 
 
 def _note_stores(curve: _Curve, first: int, end: int, block_tokens: int, now_ns: int) -> None:
-    if first >= end:
-        return
-    stored = curve.slice_at(now_ns)
-    for place in _spread(stored.blocks, first, end, block_tokens):
-        stored.requests[place] += 1
+    if first < end:
+        stored = curve.slice_at(now_ns)
+        stored.requests[_spread(stored.blocks, first, end, block_tokens)] += 1
 
 
-def _spread(counts: list[float], first: int, end: int, block_tokens: int) -> range:
+def _spread(counts: _Counts, first: int, end: int, block_tokens: int) -> slice:
     """Add blocks ``first`` to ``end`` to the depths where they begin; returns those depths."""
     if first >= end:
-        return range(0)
-    # Blocks that begin before an edge lie before it.
-    befores = [min(max(-(-edge // block_tokens), first), end) for edge in DEPTH_EDGES]
-    befores.append(end)
-    for place in range(len(DEPTH_EDGES)):
-        counts[place] += befores[place + 1] - befores[place]
-    touched = [place for place in range(len(DEPTH_EDGES)) if befores[place + 1] > befores[place]]
-    return range(touched[0], touched[-1] + 1)
+        return slice(0)
+    # A block belongs to the depth in which it begins.
+    first_blocks = -(-np.array(DEPTH_EDGES) // block_tokens)
+    num_blocks = np.diff(first_blocks.clip(first, end), append=end)
+    counts += num_blocks
+    depths = np.flatnonzero(num_blocks)
+    return slice(int(depths[0]), int(depths[-1]) + 1)

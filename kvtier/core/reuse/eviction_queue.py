@@ -1,14 +1,14 @@
-"""The order in which blocks leave one tier: the tails of the runs that are worth least.
+"""Orders the blocks of a tier for eviction: the tails of the least valuable runs first.
 
 Theory
 ------
-Runs that are worth the same wait in one *bucket*, the one touched first in front. There are a few
-hundred buckets however many runs there are, so that a worth which changes with the statistics is
-looked up a bucket and not a run.
+Runs of equal worth share a *bucket*, least recently touched first. There are a few hundred buckets
+however many runs there are, so a worth that changes with the statistics is looked up per bucket,
+not per run.
 
-Blocks go from the tail of a run, and only those on which no child in the tier hangs. A run that is
+Blocks are evicted from the tail of a run, and only if they have no child in the tier. A run that is
 blocked by a child in another run is taken out of its bucket, and put back when the child has left;
-otherwise each search would pass over all the system prompts again.
+otherwise each search would have to skip all the system prompts.
 """
 
 from array import array
@@ -27,36 +27,39 @@ from kvtier.core.slots import slot_bytes
 __all__ = ["COLUMN", "Credit", "Density", "EvictionQueue", "EvictionQueues", "Ranking", "Walk"]
 
 _VALUES = 4096
-"""Half octaves of value that are told apart: far more than a double's exponent needs."""
+"""Half octaves of value that are distinguished: far more than a double's exponent needs."""
 
 _BELOW_SHARE = 1 - 2.0**-40
-"""Of a worth: less than that of its equals, and no less than any other."""
+"""Factor of a worth: less than that of its equals, and no less than any other."""
 
 _PUTS_MIN = 4096
-"""Below, there is nothing to be gained by sweeping."""
+"""Below this, there is nothing to gain by sweeping."""
 
 Walk = Generator[tuple[float, int], bool | None, None]
-"""Yields score and row; may be sent whether the block was taken."""
+"""Yields (score, row); the caller may send whether the block was taken."""
 
 _Entry = tuple[float, int, int]
-"""Score and ticket of a run, and the bucket it comes from."""
+"""Score and ticket of a run, and its bucket."""
 
 
 class Ranking(Protocol):
-    """What a run is worth, in one number; runs in one bucket are worth more the later touched."""
+    """The worth of a run as a number.
+
+    Within a bucket, it increases with the time of the last touch.
+    """
 
     def bucket(self, runs: Runs, run: int) -> int:
-        """Return the bucket a run belongs to now."""
+        """Return the bucket of a run."""
 
     def score(self, runs: Runs, run: int) -> float:
-        """Return what it is worth; comparable across buckets."""
+        """Return the worth of a run, comparable across buckets."""
 
     def floors(self) -> Mapping[int, float]:
-        """Return by bucket what no run in it is worth less than; without a look at any of them."""
+        """Return a lower bound of the worth in each bucket, without examining its runs."""
 
 
 class _Floors(dict[int, float]):
-    """By bucket what ``Density`` says of it, until the densities are new ones."""
+    """The floors of ``Density``, cached until the densities change."""
 
     def __init__(self, densities: Sequence[float]) -> None:
         super().__init__()
@@ -72,8 +75,8 @@ class _Floors(dict[int, float]):
 class Density:
     """Expected value of hits per second held; ``values`` are those of the runs, in half octaves.
 
-    Of runs that are worth the same, those go first of which a tier ``below`` has blocks, given by
-    its count of them: they are not lost.
+    Of runs with equal worth, those with blocks in a slower tier go first, because they are not
+    lost; ``below`` has the number of blocks of each run in the slower tiers.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Density:
         self._floors = _Floors(hazards.densities)
 
     def bucket(self, runs: Runs, run: int) -> int:
-        """Tell groups, ages and values apart, and what is below from what is not."""
+        """Distinguish groups, ages and values, and whether a slower tier has blocks of the run."""
         place = runs.group[run] * NUM_BINS + runs.bin[run]
         bucket = place * _VALUES + self._values[run] + _VALUES // 2
         return 2 * bucket + self._is_below(run)
@@ -97,7 +100,7 @@ class Density:
         return worth * _BELOW_SHARE if self._is_below(run) else worth
 
     def floors(self) -> Mapping[int, float]:
-        """Return the score of each run in a bucket: they have group, age and value in common."""
+        """Return the score of the runs of each bucket, which share group, age and value."""
         if self._floors.densities is not self._hazards.densities:
             self._floors = _Floors(self._hazards.densities)
         return self._floors
@@ -107,26 +110,26 @@ class Density:
 
 
 class Credit:
-    """Least recently used, where what was ever seen before counts as used so much later."""
+    """LRU in which runs that were seen before count as used later, by a fixed credit."""
 
     def __init__(self, credit_s: float) -> None:
         self._credit_ns = round(credit_s * 1e9)
 
     def bucket(self, runs: Runs, run: int) -> int:
-        """Tell blocks seen once from others."""
+        """Distinguish blocks seen once from others."""
         return runs.is_repeat[run]
 
     def score(self, runs: Runs, run: int) -> float:
-        """Return when it was used, on the credit's time."""
+        """Return the time of use plus the credit."""
         return runs.touched_ns[run] + self._credit_ns * runs.is_repeat[run]
 
     def floors(self) -> Mapping[int, float]:
-        """Return nothing known: there are two buckets, and runs in each of all times."""
+        """Return no bound: there are two buckets, with runs of all times."""
         return {0: -inf, 1: -inf}
 
 
 class EvictionQueue:
-    """The runs that have blocks in one tier, in slots of one size."""
+    """The runs with blocks in one tier, in slots of one size."""
 
     def __init__(self, blocks: RememberedBlocks, runs: Runs, tier: int, ranking: Ranking) -> None:
         self._blocks = blocks
@@ -135,22 +138,22 @@ class EvictionQueue:
         self._tier = tier
         self._bit = 1 << tier
         self._buckets: dict[int, list[int]] = {}
-        """Heaps of tickets; one holds as long as its run says it is in there."""
+        """Heaps of tickets; a ticket is stale if its run names another bucket."""
         self._num_puts = 0
-        """Since the last sweep."""
+        """Number since the last sweep."""
 
     def score(self, run: int) -> float:
         """Return what a run is worth now."""
         return self._ranking.score(self._runs, run)
 
     def is_waiting(self, run: int) -> bool:
-        """Tell whether a run is in the bucket it belongs to, and will be found there."""
+        """Tell whether a run is in its bucket."""
         bucket = self._ranking.bucket(self._runs, run)
         is_there = self._runs.ticket[run] in self._buckets.get(bucket, ())
         return is_there and self._runs.bucket[self._tier][run] == bucket
 
     def put(self, run: int) -> None:
-        """Let a run that has blocks here wait in its bucket, wherever it was before."""
+        """Put a run with blocks in the tier into its bucket, wherever it was before."""
         runs = self._runs
         bucket = self._ranking.bucket(runs, run)
         before = runs.bucket[self._tier][run]
@@ -164,13 +167,13 @@ class EvictionQueue:
                 self._sweep()
 
     def walk(self, is_spared: Callable[[int], bool] | None = None) -> Walk:
-        """Yield the blocks to go, the least worth first, each as if those before it were gone.
+        """Yield the blocks to evict, least worth first, each as if those before it were gone.
 
-        Where False is sent the block is not gone, and nothing it hangs on is proposed. A row that
-        ``is_spared`` stays likewise. Changes nothing.
+        If the caller sends False, the block stays, and none of its ancestors is proposed. The same
+        applies to a row for which ``is_spared`` is true. Changes nothing.
         """
         floors = self._ranking.floors()
-        # Not looked at before their turn comes: of hundreds of buckets a few are emptied.
+        # Buckets are only examined when their turn comes: of hundreds, a few are emptied.
         fronts = [(floors[bucket], heap[0], bucket) for bucket, heap in self._buckets.items()]
         heapify(fronts)
         walked: list[_Entry] = []
@@ -215,14 +218,14 @@ class EvictionQueue:
                 if (yield score, row) is False:
                     proposed.add(row)  # the run may be visited again
                     return
-                if blocks.where[row] & self._bit:  # not gone yet, only to be
+                if blocks.where[row] & self._bit:  # not evicted yet
                     proposed.add(row)
                     gone[parent] = gone.get(parent, 0) + 1
                 self._reveal(parent, run, gone, fronts)
             row = parent
 
     def _reveal(self, row: int, child_run: int, gone: dict[int, int], fronts: list[_Entry]) -> None:
-        """Let the run of a block be looked at again if its last child elsewhere has gone."""
+        """Examine the run of a block again if its last child elsewhere has gone."""
         if row < 0 or not self._blocks.where[row] & self._bit:
             return
         run = int(self._blocks.run[row])
@@ -230,7 +233,7 @@ class EvictionQueue:
             heappush(fronts, (self.score(run), self._runs.ticket[run], NONE))
 
     def _sweep(self) -> None:
-        """Drop the entries that do not hold: as many as there were runs may have come by now."""
+        """Remove stale tickets: by now there may be as many as runs."""
         self._num_puts = 0
         for bucket, heap in list(self._buckets.items()):
             heap[:] = sorted(ticket for ticket in set(heap) if self._holds(ticket, bucket))
@@ -238,7 +241,7 @@ class EvictionQueue:
                 del self._buckets[bucket]
 
     def _take(self, entry: _Entry, fronts: list[_Entry]) -> bool:
-        """Take an entry out of its bucket if it is the first there, and let the next one follow."""
+        """Remove an entry that is first in its bucket, and queue the bucket's next one."""
         front = self._front(entry[2])
         is_first = front == entry
         if is_first:
@@ -249,13 +252,13 @@ class EvictionQueue:
         return is_first
 
     def _pop(self, entry: _Entry) -> None:
-        """Take an entry out of its bucket; it is in there twice if its run had left and come."""
+        """Remove an entry from its bucket; it is there twice if its run left and returned."""
         heap = self._buckets[entry[2]]
         while heap and heap[0] == entry[1]:
             heappop(heap)
 
     def _front(self, bucket: int) -> _Entry | None:
-        """Return a bucket's first run, dropping what is not in it any more."""
+        """Return a bucket's first run, removing stale tickets."""
         heap = self._buckets.get(bucket)
         while heap:
             if self._holds(heap[0], bucket):
@@ -270,11 +273,11 @@ class EvictionQueue:
 
 
 COLUMN: Mapping[TierName, int] = {tier: column for column, tier in enumerate(LOWER_TIERS)}
-"""Where what is known by tier has a tier's part."""
+"""Index of each tier in arrays by tier."""
 
 
 class EvictionQueues:
-    """One for each tier and slot size, made when it is first asked for; they change nothing."""
+    """The queues of all tiers and slot sizes, created on first use. They change no block."""
 
     def __init__(
         self,
@@ -283,7 +286,7 @@ class EvictionQueues:
         hazards: Hazards,
         by_tokens: Collection[TierName],
     ) -> None:
-        """In the tiers ``by_tokens`` all tokens are worth the same."""
+        """Create no queue yet; in the tiers ``by_tokens`` all tokens have equal value."""
         self._blocks = blocks
         self._runs = runs
         self._hazards = hazards
@@ -293,12 +296,12 @@ class EvictionQueues:
         """By tier and slot size."""
 
     def rank(self, tier: TierName, ranking: Ranking) -> None:
-        """Have the blocks of a tier leave by another order than that of density."""
-        assert not self._orders, "before anything is there"
+        """Use another ranking than density for a tier."""
+        assert not self._orders, "rankings are set before the first use"
         self._rankings[COLUMN[tier]] = ranking
 
     def of(self, column: int, size: int) -> EvictionQueue:
-        """Return the order in which blocks in slots of a size leave a tier, given by its column."""
+        """Return the queue of a tier, given by its column, for slots of a size."""
         order = self._orders.get((column, size))
         if order is None:
             ranking = self._rankings.get(column) or self._density(column)
@@ -310,7 +313,7 @@ class EvictionQueues:
     def scores(self, keys: Sequence[bytes], tier: TierName = SLOW_TIERS[0]) -> list[float]:
         """Return what each block earns in a tier: expected value per byte and second.
 
-        The larger the better; 0.0 where it is not remembered.
+        Larger is better; 0.0 if the block is not remembered.
         """
         blocks, runs, density = self._blocks, self._runs, self._density(COLUMN[tier])
         runs_of = (
@@ -324,10 +327,10 @@ class EvictionQueues:
         payload_bytes: int,
         is_spared: Callable[[bytes], bool] | None = None,
     ) -> Generator[bytes, None, None]:
-        """Yield the next blocks of a tier to go, tails first, none with a child in the tier.
+        """Yield the next blocks of a tier to evict, tails first, none with a child in the tier.
 
-        For slots that take a payload of that size. Let a block ``leave`` before asking for the
-        next: one that is still there then stays, with all it hangs on.
+        For slots that fit a payload of this size. Call ``leave`` for a block before asking for the
+        next: a block that is still there stays, with all its ancestors.
         """
         blocks, column = self._blocks, COLUMN[tier]
 
@@ -348,9 +351,9 @@ class EvictionQueues:
     def next_out(
         self, tier: TierName, size: int, is_spared: Callable[[int], bool]
     ) -> Generator[int, None, None]:
-        """Yield the same for slots of a size, by their numbers, as if all yielded before had gone.
+        """Yield the index rows of the next victims for slots of a size, as if all before had gone.
 
-        Those for whose number ``is_spared`` holds stay.
+        Rows for which ``is_spared`` is true stay.
         """
         number = self._blocks.number
         walk = self.of(COLUMN[tier], size).walk(lambda row: is_spared(int(number[row])))
@@ -358,9 +361,10 @@ class EvictionQueues:
             yield int(number[row])
 
     def would_stay(self, use: Use, num_blocks: int, tier: TierName) -> int:
-        """Return how many of a chain's next ``num_blocks`` blocks are worth what they push out.
+        """Return how many of a chain's next blocks are worth more than their victims.
 
-        Those that the tier lacks, from the root on, each of which would push one out.
+        Of the blocks that the tier lacks, the first ``num_blocks`` from the root on are considered;
+        each would evict one.
         """
         blocks, column = self._blocks, COLUMN[tier]
         order = self.of(column, slot_bytes(use.payload_bytes))
@@ -376,12 +380,12 @@ class EvictionQueues:
                 break
             num_staying += 1
         else:
-            num_staying = num_blocks  # nothing is left to be pushed out
+            num_staying = num_blocks  # nothing is left to evict
         victims.close()
         return num_staying
 
     def _density(self, column: int) -> Density:
-        """Return the ranking of a tier that was given no other."""
+        """Return the default ranking of a tier."""
         is_plain = column in self._by_tokens
         values = self._runs.plain_value if is_plain else self._runs.value
         return Density(self._hazards, values, self._runs.count[column + 1 :])

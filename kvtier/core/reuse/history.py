@@ -1,20 +1,20 @@
-"""Which chains were used when, and what that says of their future.
+"""Records which chains were used when, and predicts their future use.
 
 Theory
 ------
-Every request *touches* its chain: the blocks that are remembered come back, which is an event in
-the statistics of the runs they were in, and all of its blocks begin new runs of age 0. Blocks that
-no tier has stay as *ghosts*, so that what is learned depends on the traffic and not on what there
-was room for. From group and age of a run follow the chance that its blocks are asked for again, and
-their worth, by which they leave a tier.
+Every request *touches* its chain. For the remembered blocks of it that is an event in the
+statistics of the runs they were in, and all its blocks begin new runs of age 0. Blocks that no tier
+holds stay as *ghosts*, so that what is learned depends on the traffic, not on the room available.
+The group and age of a run determine the probability that its blocks are requested again, and their
+worth, by which they are evicted.
 
 Rules
 -----
-* One writer. ``p_reuse``, ``fate`` and the ``scores`` of ``orders`` may be called from another
-  thread: they read single entries, and at worst judge a block by what has just changed.
+* One writer. Another thread may call ``p_reuse``, ``fate`` and the ``scores`` of ``queues``: they
+  read single entries, and at worst use values that have just changed.
 * What is remembered is closed under parents: a block is forgotten after all its children.
-* Each call does a bounded amount of work for the past; time that passed in a leap is caught up with
-  in the calls that follow.
+* Each call does a bounded amount of work for the time that has passed; after a pause, the following
+  calls catch up.
 """
 
 from collections import deque
@@ -40,72 +40,67 @@ __all__ = ["History", "TouchResult", "Use"]
 _EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
 
 _AGING_NS = 100_000_000
-"""The narrowest age bin is 20 times as wide; to look for each message would cost a tenth more."""
+"""The narrowest age bin is 20 times as wide; checking for each message would cost a tenth more."""
 
 _VALUE_RATIO_MAX = 1024.0
-"""How much more than one on a first block a hit may be worth: that of a prompt of 30 million tokens
-at the usual slope."""
+"""Upper bound of the value of a hit relative to the first block: that of a prompt of 30 million
+tokens at the usual slope."""
 
 _VALUE_EXPONENT = 0.5
-"""Half-way from hits to seconds: a run is valued by its end, which is worth more than its front. On
-the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1 hit 14.9,
-14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
+"""Half-way between counting hits and seconds: a run is valued by its end, which is worth more than
+its front. On the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1
+hit 14.9, 14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
 
 _SHARED_FORKS = 3
-"""A block behind which so many chains went different ways ends a shared prompt."""
+"""A block behind which this many chains diverged ends a shared prompt."""
 
 _USES_STEPS = np.array([0, 0, 1, 2, 2, 3], np.uint8)
-"""By how often a block was named: once, twice, up to four times, more often."""
+"""Class by number of uses: once, twice, up to four times, more often."""
 
 
 class History:
-    """See the module."""
+    """The history of chains; see the module."""
 
     def __init__(
         self,
         saved_s: Callable[[int, int], float] | None = None,
         by_tokens: Collection[TierName] = (),
     ) -> None:
-        """Remember nothing yet.
+        """Start with an empty history.
 
-        ``saved_s`` tells from the tokens before a block's end, and those of a block, how many
-        seconds a hit on it saves; without it, and in the tiers that go ``by_tokens``, all tokens
-        are worth the same.
+        ``saved_s`` returns the seconds that a hit on a block saves, from the tokens up to the
+        block's end and the tokens of a block. Without it, and in the tiers ``by_tokens``, all
+        tokens have equal value.
         """
         self._saved_s = saved_s
         self.blocks = RememberedBlocks()
         self.runs = Runs()
-        """For the orders, and for those who check."""
+        """Public for the eviction queues and for checks."""
         self._hazards = Hazards()
         self._tenants = TenantHints()
         self._now_ns = 1
         self._due_ns = 0
         """When runs may have reached another age bin."""
         self._ages: list[deque[int]] = [deque() for _ in range(NUM_BINS - 1)]
-        """By age bin that can be left, tickets of its runs, the oldest first."""
+        """By age bin that can be left, the tickets of its runs, oldest first."""
         self._ghosts = Ghosts(self.blocks, self.runs)
-        self.orders = EvictionQueues(self.blocks, self.runs, self._hazards, by_tokens)
-        """In which the blocks of each tier leave it."""
+        self.queues = EvictionQueues(self.blocks, self.runs, self._hazards, by_tokens)
+        """The order in which blocks leave each tier."""
 
     @property
     def num_remembered(self) -> int:
-        """Return how many blocks are remembered."""
+        """Return the number of remembered blocks."""
         return len(self.blocks)
 
     @property
-    def num_ghosts(self) -> int:
-        """Return how many blocks are remembered that no tier has."""
-        return len(self._ghosts)
-
-    @property
     def num_resident(self) -> int:
-        """Return how many blocks are in one tier at least."""
+        """Return the number of blocks in at least one tier."""
         return self.blocks.num_resident
 
-    # What happens
+    # Events
 
     def advance(self, now_ns: int) -> None:
-        """Let time pass; it never goes back."""
+        """Advance the time, which never goes back."""
         self._now_ns = max(now_ns, self._now_ns)
         if self._now_ns >= self._due_ns or len(self._ghosts) > GHOST_BLOCKS_MAX:
             is_behind = self._age_runs(self._now_ns)
@@ -113,7 +108,7 @@ class History:
             self._ghosts.forget(self._now_ns)
 
     def _age_runs(self, now_ns: int) -> bool:
-        """Move runs into the age bins they have reached; tell whether there may be more of them."""
+        """Move runs into the age bins they have reached; tells whether more may be due."""
         runs, num_left = self.runs, AGED_RUNS_MAX
         for age, queue in enumerate(self._ages):
             youngest_ns = now_ns - _EDGES_NS[age + 1]
@@ -134,8 +129,8 @@ class History:
     def touch(self, use: Use, now_ns: int, num_stored: int = 0) -> TouchResult:
         """Note one use of a chain, all of whose blocks are remembered from now on.
 
-        Of the first ``num_stored`` blocks it is known that they were stored before, though they may
-        not be remembered, as after a restart.
+        The first ``num_stored`` blocks are known to have been stored before, though they may not be
+        remembered, for example after a restart.
         """
         self.advance(now_ns)
         self._hazards.advance()
@@ -161,7 +156,7 @@ class History:
         return TouchResult(num_known, turn, times_seen)
 
     def extend(self, use: Use, now_ns: int) -> int:
-        """Remember the blocks of a chain that are not known yet; known ones do not count as used.
+        """Remember the unknown blocks of a chain; known ones do not count as used.
 
         Returns how many were known.
         """
@@ -200,7 +195,7 @@ class History:
         places: npt.NDArray[np.integer[Any]],
         payload_bytes: int,
     ) -> None:
-        """Remember blocks that no request has named, as used once. Each is given once.
+        """Remember distinct blocks that no request has named, as used once.
 
         ``parents`` is ignored for a block at place 0 of its chain. Each block becomes a run of its
         own, because it is not known which of them were used together.
@@ -216,9 +211,9 @@ class History:
     def enter(
         self, tier: TierName, keys: Sequence[bytes], numbers: Sequence[int] | None = None
     ) -> None:
-        """Note that remembered blocks are resident in a tier now.
+        """Note that a tier now holds these remembered blocks.
 
-        ``numbers`` are the rows of these blocks in the index.
+        ``numbers`` are their rows in the index.
         """
         blocks, runs, column = self.blocks, self.runs, COLUMN[tier]
         rows = blocks.find(keys)
@@ -239,11 +234,11 @@ class History:
                 runs.last[column][run] = deepest
             runs.count[column][run] += end - first
             runs.ghost_ns[run] = 0
-            self.orders.of(column, runs.size[run]).put(run)
+            self.queues.of(column, runs.size[run]).put(run)
             self._rank_above(run, column)
 
     def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
-        """Note that blocks are resident in a tier no more, and why."""
+        """Note that a tier no longer holds these blocks, and why."""
         blocks, column = self.blocks, COLUMN[tier]
         rows = blocks.find(keys) if len(keys) > 1 else np.array([blocks.row(k) for k in keys], int)
         rows = rows[rows != NO_ROW]
@@ -254,19 +249,19 @@ class History:
         self._leave(rows, column)
 
     def note_fate(self, keys: Sequence[bytes], fate: Fate) -> None:
-        """Note why blocks that are remembered are not there."""
+        """Note why remembered blocks are not available."""
         rows = self.blocks.find(keys)
         self.blocks.fate[rows[rows != NO_ROW]] = FATES.index(fate)
 
-    # What it says
+    # Queries
 
     def fate(self, key: bytes) -> Fate:
-        """Return why a block is not there, as it was last said."""
+        """Return why a block is not available, as last noted."""
         row = self.blocks.row(key)
         return Fate.NEVER_STORED if row == NO_ROW else FATES[self.blocks.fate[row]]
 
     def fates(self, keys: Sequence[bytes]) -> list[Fate]:
-        """Return the same of many blocks, which takes little longer than of one."""
+        """Return the fates of many blocks, in little more time than for one."""
         rows = self.blocks.find(keys)
         numbers = self.blocks.fate[rows].tolist()
         return [
@@ -291,7 +286,7 @@ class History:
         return self.uses_and_children(tier, key)[1]
 
     def p_reuse(self, keys: Sequence[bytes], within_s: float = 1800.0) -> list[float]:
-        """Return how likely each block is asked for within a time; 0.0 where not remembered."""
+        """Return the probability that each block is requested within a time; 0.0 if unknown."""
         blocks, runs, hazards, now_ns = self.blocks, self.runs, self._hazards, self._now_ns
         known: dict[int, float] = {}
         chances = []
@@ -306,11 +301,11 @@ class History:
     # Across restarts
 
     def document(self) -> Mapping[str, Any]:
-        """Return what was learned of classes of traffic; of blocks and tenants it says nothing."""
+        """Return what was learned about traffic classes; nothing about blocks and tenants."""
         return self._hazards.document()
 
     def recall(self, document: Mapping[str, Any]) -> str:
-        """Begin with what an earlier run learned, all or nothing; returns why not, or ``""``."""
+        """Load what an earlier run learned, all or nothing; returns the problem, or ``""``."""
         try:
             self._hazards.recall(document)
         except ValueError as fault:
@@ -327,7 +322,7 @@ class History:
         return rows, num_known
 
     def _take_over(self, rows: Places) -> None:
-        """Take the front of a chain out of the runs it was in: it has come back."""
+        """Take the front of a chain, which was requested again, out of its runs."""
         blocks, runs = self.blocks, self.runs
         for run, first, end in _pieces(blocks.run[rows]):
             weight = runs.weight[run] * (end - first)
@@ -344,7 +339,7 @@ class History:
                         self._end_in(run, column)
 
     def _begin_runs(self, use: Use, rows: Places, num_old: int, turn: int, num_shared: int) -> None:
-        """Begin the runs of a use: one for each piece of its chain that was used alike."""
+        """Begin the runs of a use: one for each piece of the chain with equal properties."""
         uses = _USES_STEPS[np.minimum(self.blocks.uses[rows], 5)]
         sorts = uses * 2
         sorts[:num_shared] += 1
@@ -380,13 +375,13 @@ class History:
                 runs.last[column][run] = rows[here[-1]]
         for column, count in enumerate(runs.count):
             if count[run]:
-                self.orders.of(column, runs.size[run]).put(run)
+                self.queues.of(column, runs.size[run]).put(run)
 
     def _value(self, use: Use, end: int) -> int:
-        """Return what a hit on a block is worth per byte, in half octaves.
+        """Return the value of a hit on a block per byte, in half octaves.
 
-        As a multiple of what one on a first block is worth: what is measured may be off by orders
-        of magnitude in the beginning, and runs of then and now are compared.
+        It is relative to a first block: measurements may be off by queues of magnitude in the
+        beginning, and early and late runs are compared.
         """
         worth = float(use.block_tokens)
         if self._saved_s is not None:
@@ -403,7 +398,7 @@ class History:
         self._hazards.expose(runs.group[run], age_bin, runs.weight[run] * runs.length(run))
         for column, bucket in enumerate(runs.bucket):
             if bucket[run] != NONE:
-                self.orders.of(column, runs.size[run]).put(run)
+                self.queues.of(column, runs.size[run]).put(run)
 
     # Residency
 
@@ -414,7 +409,8 @@ class History:
         parents = blocks.parent[rows]
         parents = parents[parents >= 0]
         np.subtract.at(blocks.kids[:, column], parents, 1)
-        # A run all at once: between two pieces of it its count would speak of blocks that left.
+        # Sort, to handle each run once: between two pieces of it, its count would include blocks
+        # that left.
         for run, first, end in _pieces(np.sort(blocks.run[rows])):
             runs.count[column][run] -= end - first
             if not runs.count[column][run]:
@@ -427,13 +423,13 @@ class History:
         childless = parents[blocks.kids[parents, column] == 0]
         for above in set(blocks.run[childless].tolist()):
             if runs.count[column][above]:
-                self.orders.of(column, runs.size[above]).put(above)  # it may have been blocked
+                self.queues.of(column, runs.size[above]).put(above)  # it may have been blocked
 
     def _rank_above(self, run: int, column: int) -> None:
-        """Let a run wait in its place in faster tiers: it may count there whether it is below."""
+        """Update a run's place in faster tiers: it may depend on whether slower tiers hold it."""
         for above in range(column):
             if self.runs.bucket[above][run] != NONE:
-                self.orders.of(above, self.runs.size[run]).put(run)
+                self.queues.of(above, self.runs.size[run]).put(run)
 
     def _end_in(self, run: int, column: int) -> None:
         """Note that the last block of a run has left a tier."""
@@ -444,7 +440,7 @@ class History:
 
 
 def _pieces(numbers: Places | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-    """Cut an array where its value changes: value, first and end of each piece."""
+    """Split an array where its value changes: (value, first, end) of each piece."""
     if not len(numbers):
         return []
     starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]

@@ -1,12 +1,14 @@
-"""Runs: what one request touched last, as columns.
+"""Runs of blocks that one request touched last, and the ghosts among them.
 
 Theory
 ------
 A run is a piece of one chain: contiguous blocks that the same request touched last, and whose
-future is expected to be the same. It is named by its last block, from which parents lead back to
-its first. The next request of the chain takes its front, or all of it, over into a run of its own.
+future is expected to be the same. It is identified by its last block, from which parents lead back
+to its first. The next request of the chain takes its front, or all of it, into a new run.
 
-The collector of cyclic garbage would walk objects; columns of numbers it does not.
+Runs are columns of numbers, because the garbage collector would traverse objects.
+
+Ghosts are blocks that no tier holds. They are remembered for a limited time, in a bounded number.
 """
 
 from array import array
@@ -19,48 +21,48 @@ from kvtier.core.reuse.block import RememberedBlocks
 __all__ = ["NONE", "Ghosts", "Runs"]
 
 NONE = -1
-"""No run, no bucket, no row."""
+"""No run, bucket or row."""
 
 _NUMBERS = 1 << 24
-"""More runs than blocks that are remembered there cannot be."""
+"""More than the number of remembered blocks, and therefore of runs."""
 
 
 class Runs:
-    """One number a run, one column a fact; numbers are used again."""
+    """One number per run, one column per fact; numbers are reused."""
 
     def __init__(self) -> None:
         self.ticket = array("q")
-        """Names the run for ever: the later it was begun, the larger. 0: the number is free."""
+        """Unique name of the run, increasing with time; 0 if the number is free."""
         self.touched_ns = array("q")
         self.ghost_ns = array("q")
-        """Since when no tier has a block of it; 0: one has."""
+        """Time since when no tier holds a block of it; 0 if one does."""
         self.first = array("i")
-        """The place of its first block in the chain."""
+        """Position of its first block in the chain."""
         self.end = array("i")
-        """The place behind its last block."""
+        """Position after its last block."""
         self.tail = array("i")
-        """The row of its last block."""
+        """Row of its last block."""
         self.weight = array("d")
-        """Of each of its blocks in the statistics."""
+        """Weight of each of its blocks in the statistics."""
         self.group = array("i")
         self.bin = array("b")
-        """Of its age, as it was last accounted for."""
+        """Age bin that was last accounted for."""
         self.turn = array("i")
-        """Of its chain, when it was touched: 0 for the first."""
+        """Turn of its chain when it was touched; 0 for the first."""
         self.is_repeat = array("b")
         """Whether its blocks had been seen before."""
         self.size = array("q")
-        """Of the slots its blocks take."""
+        """Slot size of its blocks."""
         self.value = array("h")
-        """Of a hit on its end, in half octaves."""
+        """Value of a hit on its end, in half octaves."""
         self.plain_value = array("h")
-        """The same where all tokens are worth the same."""
+        """The same if all tokens have equal value."""
         self.count = tuple(array("i") for _ in LOWER_TIERS)
-        """By tier, how many of its blocks are there."""
+        """By tier, the number of its blocks there."""
         self.last = tuple(array("i") for _ in LOWER_TIERS)
-        """By tier, a row of it behind which none is there."""
+        """By tier, the row of its last block there."""
         self.bucket = tuple(array("q") for _ in LOWER_TIERS)
-        """By tier, the bucket of the tier's order it waits in; ``NONE``: in none."""
+        """By tier, its bucket in the tier's eviction queue, or ``NONE``."""
         self._columns: tuple[array[int] | array[float], ...] = (
             self.ticket, self.touched_ns, self.ghost_ns, self.first, self.end, self.tail,
             self.weight, self.group, self.bin, self.turn, self.is_repeat, self.size, self.value,
@@ -91,14 +93,14 @@ class Runs:
         return run
 
     def give(self, run: int) -> None:
-        """Take a number back."""
+        """Free a number."""
         self.ticket[run] = 0
         for column in self.bucket:
             column[run] = NONE
         self._free.append(run)
 
     def of(self, ticket: int) -> int:
-        """Return the number of the run that a ticket names, ``NONE`` if there is none any more."""
+        """Return the number of the run with this ticket, ``NONE`` if it is gone."""
         run = ticket % _NUMBERS
         return run if self.ticket[run] == ticket else NONE
 
@@ -108,34 +110,34 @@ class Runs:
 
 
 class Ghosts:
-    """Forgets what has been nowhere for long, children before their parents."""
+    """Forgets blocks that no tier has held for long, children before their parents."""
 
     def __init__(self, blocks: RememberedBlocks, runs: Runs) -> None:
         self._blocks = blocks
         self._runs = runs
         self._waiting: deque[int] = deque()
-        """Tickets of runs that were wholly ghosts when they came in here, the oldest first."""
+        """Tickets of runs that were entirely ghosts when added, oldest first."""
         self._forgotten: list[int] = []
-        """Rows that leave when all is done: one by one costs twenty times as much."""
+        """Rows to remove at the end: one by one takes twenty times as long."""
 
     def __len__(self) -> int:
-        """Return how many blocks are remembered that no tier has."""
+        """Return the number of remembered blocks that no tier holds."""
         return len(self._blocks) - len(self._forgotten) - self._blocks.num_resident
 
     @property
     def num_waiting(self) -> int:
-        """Return how many tickets are kept, those that mean nothing any more included."""
+        """Return the number of tickets, including stale ones."""
         return len(self._waiting)
 
     def note(self, run: int, now_ns: int) -> None:
-        """Note that no tier has a block of a run now."""
+        """Note that no tier holds a block of a run any more."""
         self._runs.ghost_ns[run] = now_ns
         self._waiting.append(self._runs.ticket[run])
 
     def forget(self, now_ns: int) -> None:
-        """Forget what has been a ghost for too long, or is too much; a bounded number of runs.
+        """Forget ghosts that are too old or too many, a bounded number of runs per call.
 
-        A run that was somewhere meanwhile is in the queue twice, and has its turn later.
+        A run that was resident in between is queued twice, and is examined later.
         """
         runs, num_left = self._runs, AGED_RUNS_MAX
         while self._waiting and num_left:
@@ -154,7 +156,7 @@ class Ghosts:
         self._forgotten.clear()
 
     def trim(self, run: int, now_ns: int) -> None:
-        """Forget the last blocks of a run that are nowhere and have no child, and so on upwards."""
+        """Forget the last blocks of a run that are ghosts without children, and so on upwards."""
         blocks, runs = self._blocks, self._runs
         while True:
             row = runs.tail[run]
@@ -176,9 +178,9 @@ class Ghosts:
                 return
 
     def _trim_all(self, now_ns: int) -> None:
-        """Forget ghosts behind what is resident, of the oldest runs first, to have room for long.
+        """Forget ghosts behind resident blocks, those of the oldest runs first, down to 3/4.
 
-        Rarely needed: such tails are forgotten with their age otherwise.
+        Rarely needed: such tails are usually forgotten by age.
         """
         for ticket in sorted(filter(None, self._runs.ticket)):
             if len(self) <= GHOST_BLOCKS_MAX * 3 // 4:

@@ -1,4 +1,4 @@
-"""A use: what one request tells of its chain, and what was known of it before."""
+"""A use: what one request says about its chain, and which tenants' hints are believed."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,32 +11,32 @@ from kvtier.core.request import NO_TRAITS, RequestTraits
 __all__ = ["LENGTH_TOKENS", "TenantHints", "TouchResult", "Use"]
 
 LENGTH_TOKENS = 512
-"""New parts of requests are told apart by powers of two from here on."""
+"""The new parts of requests are classified by powers of two times this length."""
 
 _SOON_S, _LATER_S = 60.0, 600.0
-"""Where hints of when a chain comes back are told apart: at once, in a conversation, some time."""
+"""Bounds of the classes of ``gap_s``: at once, within a conversation, later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One request's chain, whoever answers it."""
+    """The chain of one request, whoever answers it."""
 
     keys: Sequence[bytes]
-    """Block hashes of its full blocks, from the root on; unique across tenants and key spaces."""
+    """Hashes of its full blocks, from the root on; unique across tenants and key spaces."""
     payload_bytes: int
     block_tokens: int
     tenant: bytes = NO_TENANT
     traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
-    """Blocks from this one on hold generated tokens; -1: none does."""
+    """Blocks from this index on hold generated tokens; -1: none does."""
 
     def length(self, num_blocks: int) -> int:
-        """Return how long so many blocks are, as the number of bits of a length in tokens."""
+        """Return the length class of a number of blocks: the bit length of its size in tokens."""
         return (num_blocks * self.block_tokens // LENGTH_TOKENS).bit_length()
 
     @property
     def hint(self) -> int:
-        """Return what the client says of the chain's future, coarsely; 0: nothing."""
+        """Return the class of the client's hints about the future; 0: no hint."""
         continues, gap_s = self.traits.continues, self.traits.gap_s
         if continues is None and gap_s is None:
             return 0
@@ -49,36 +49,41 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class TouchResult:
-    """What was remembered of a chain before a use of it."""
+    """What was known about a chain before a use."""
 
     num_known: int
-    """Leading blocks, resident or ghosts."""
+    """Number of leading blocks that were resident or ghosts."""
     turn: int
-    """0: it is new, or known is only what many chains share; 1: its second turn, and so on."""
+    """0: the chain is new, or only shares a prefix with many; 1: its second turn, and so on."""
     times_seen: int
     """How often the last known block was named before."""
 
 
 _HINTS_MIN = 500.0
-"""Lately: fewer say little of each of the dozens of classes that they fall into."""
+"""Recent hints of a tenant. Fewer say little about each of the dozens of classes they fall into."""
 
 _HALF_LIFE_HINTS = 7000.0
-"""As for the counts of what came back. At most twenty tenants are judged alone at a time, then."""
+"""As for the reuse counts. At most twenty tenants at a time have classes of their own, then."""
 
 _WEIGHT_MAX = 2.0**64
 
 
 class TenantHints:
-    """Counts hints by tenant; older ones weigh less."""
+    """Counts hints by tenant, with decay, to find tenants with enough of them.
+
+    A hint is a traffic class like any other: the reuse that follows shows what it is worth. If all
+    tenants shared one class, one that lies would discredit the others. So a tenant that often sends
+    hints has its own classes; for one that seldom does, there would be too little evidence.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, float] = OrderedDict()
-        """In units of the weight of a hint when counting began; who hinted last is last."""
+        """By tenant, in units of the initial weight; the most recent tenant is last."""
         self._weight = 1.0
-        """Of a hint now: it grows, so that not all counts have to shrink each time."""
+        """Weight of a hint now. It grows, so that older counts need not be reduced each time."""
 
     def note(self, use: Use) -> None:
-        """Count a request, if it has a tenant and says something of its future."""
+        """Count a request that has a tenant and a hint."""
         if not use.hint or use.tenant == NO_TENANT:
             return
         self._weight *= 2.0 ** (1 / _HALF_LIFE_HINTS)
@@ -91,6 +96,6 @@ class TenantHints:
             self._weight = 1.0
 
     def alone(self, use: Use) -> bytes:
-        """Return the tenant if its hints are judged by themselves, else nothing."""
+        """Return the tenant if it has classes of its own, else ``b""``."""
         is_known = use.hint and self._counts.get(use.tenant, 0.0) >= _HINTS_MIN * self._weight
         return use.tenant if is_known else b""

@@ -172,7 +172,7 @@ class Prefetcher:
         if self._history is None or not len(victims):
             return False
         keys = [cache.index.hash_of(each) for each in (row, int(victims[0]))]
-        score, victim_score = self._history.orders.scores(keys)
+        score, victim_score = self._history.queues.scores(keys)
         return score > victim_score
 
     def _room_bytes(self) -> int:

@@ -82,7 +82,7 @@ class SsdModel:
             order = iter(block for block in self._blocks if block not in named)
             return [*islice(order, count)]
         found: list[BlockHash] = []
-        for each in history.orders.victims(TierName.SSD, size, named.__contains__):
+        for each in history.queues.victims(TierName.SSD, size, named.__contains__):
             found.append(BlockHash(each))
             # So that its parent may be the next; the node says it once more, which changes nothing.
             history.leave(TierName.SSD, [each], Fate.EVICTED)
