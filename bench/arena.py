@@ -1,10 +1,11 @@
-"""Store and load through the arena against memcpy of the same bytes in the same process.
+"""Compare store and load through the arena with memcpy of the same bytes.
 
     python bench/arena.py [--json]
 
-A real daemon process and the real client, with the checksums that each store and load makes. The
-limits: numpy's copy between the same kinds of memory, and that copy with the same checksum after
-it, which is what one pass over the bytes by one thread can reach. All take turns; prints medians.
+Uses a real daemon process and the real client, including the checksums of each store and load. The
+limits are numpy's copy between the same kinds of memory, and that copy followed by the same
+checksum, the best that one pass over the bytes by one thread can reach. All run in turns; prints
+medians.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def measure(block_bytes: int, options: argparse.Namespace) -> dict[str, float]:
     space = KeySpace(bytes(32), "{}", layout, "uint8", "bench")
     hashes = hash_blocks(chain_root(space.digest, NO_TENANT), range(num_blocks), 1)
     header = BlockHeader(space.digest, NO_TENANT, hashes[0], hashes[0], 0, block_bytes)
-    # The engine's pool, and memory that stands for the arena where only copying is measured.
+    # The engine's pool, and memory that stands in for the arena when only copying is measured.
     pools: list[Blocks] = []
     for _ in range(2):
         memory = aligned_memory(total_bytes)
@@ -109,7 +110,7 @@ def measure(block_bytes: int, options: argparse.Namespace) -> dict[str, float]:
             for run in range(options.runs + 1):
                 for name in orders[run % 2]:
                     took = timed(steps[name])
-                    if run:  # the first touches pages and opens channels
+                    if run:  # the first run touches pages and opens channels
                         seconds.setdefault(name, []).append(took)
                 assert pools[0] == pools[1]
                 served.drop("cpu")

@@ -1,9 +1,9 @@
-"""Chain-hashing a prompt against SHA-256 of the same bytes in one call.
+"""Compare chain-hashing of a prompt with SHA-256 of the same bytes in one call.
 
     python bench/hashing.py [--tokens 131072] [--json]
 
-What an engine does to a new prompt before it can look anything up. Prints medians; the ratio is
-the price of cutting the prompt into blocks.
+Chain-hashing is what an engine does with a new prompt before a lookup. Prints medians; the ratio is
+the cost of dividing the prompt into blocks.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A lookup of 2,000 block hashes against an empty call to the same daemon.
+"""Compare a lookup of 2,000 block hashes with an empty call to the same daemon.
 
     python bench/lookup.py [--json]
 
-First with an index that holds those blocks alone, then with a million entries, which are stored
-through the client as real blocks of one page each: 4 GiB of arena, or less where memory is short.
-Calls take turns; prints medians, and the daemon's memory besides the arena.
+First with an index of only those blocks, then with a million entries, stored through the client as
+real blocks of one page each: 4 GiB of arena, or less if memory is short. Calls run in turns; prints
+medians, and the daemon's memory without the arena.
 """
 
 import argparse

@@ -1,18 +1,18 @@
-"""What is decided at every mix of tier speed and hit length, against the fixed choices.
+"""Compare restore decisions with fixed choices, by tier speed and hit length.
 
     python bench/mix.py [--sim] [--hits N …] [--ratios R …] [--runs N] [--json]
 
 A prompt's prefix is in one slow tier and nowhere else; a short tail is always computed. The tier is
 throttled until restoring the prefix takes ``ratio`` times as long as computing it. Fixed choices
-restore nothing of it, half of it, or all of it; ``auto`` is what the cost model decides, once it
-had some seconds to get to know that speed. Times are medians of the time to first token, ratios
-medians over rounds in which each choice had its turn: ``/best`` against the choice that turned out
-best, ``/none`` against computing everything.
+restore none, half or all of it; ``auto`` is the decision of the cost model, after some seconds to
+learn that speed. Times are medians of the time to first token; ratios are medians over rounds in
+which all choices took turns: ``/best`` compares with the best fixed choice, ``/none`` with
+computing everything.
 
 The real product: engines and daemons on threads of this process, a random Llama of 8 layers that
-computes some 3,000 tokens a second and core, and an SSD tier in memory behind ``ThrottleTier``.
-With ``--pace`` the model's steps take what so many tokens a second take, whoever else computes.
-``--sim``: the same from the simulator, an 8B model on an A100.
+computes about 3,000 tokens per second and core, and an SSD tier in memory behind ``ThrottleTier``.
+With ``--pace``, the model's steps take a fixed time per token, regardless of other load. ``--sim``
+runs the same in the simulator, with an 8B model on an A100.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from kvtier.engine.engine import block_layout
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.engine.settings import EngineSettings
 from kvtier.node.messages import events as ev
-from kvtier.sim.replay.context import EventQueue, ReplayContext, SlowCarrier
+from kvtier.sim.replay.context import EventQueue, LinkTimer, ReplayContext
 from kvtier.sim.replay.engine import ReplayEngine, ReplayRequest
 from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.setup import Machine, ReplayLink, ReplaySetup
@@ -46,32 +46,32 @@ from kvtier.testing.child import work_directory
 
 BLOCK = 64
 TAIL = 40
-"""Tokens behind the prefix; fewer than a block, so that nothing is ever written again."""
+"""Tokens behind the prefix; less than a block, so that nothing is written again."""
 NONE, HALF, ALL, AUTO = "none", "half", "all", "auto"
 RATIOS = (0.05, 0.3, 0.8, 1.25, 3.0, 15.0)
 SLOW = 2.0
-"""A fixed choice that takes so much longer than computing is not measured in every round."""
+"""A fixed choice this much slower than computing is not measured in every round."""
 BEST_MOST, NONE_MOST = 1.10, 1.05
 
 
 class World(Protocol):
-    """Where requests are timed; the slow tier alone has what they need."""
+    """Times requests whose prefix is only in the slow tier."""
 
     choices: Sequence[str]
 
     def set_ratio(self, hit: int, ratio: float) -> None:
-        """Make restoring ``hit`` tokens take so many times as long as computing them."""
+        """Make restoring ``hit`` tokens take ``ratio`` times as long as computing them."""
 
     def settle(self, hit: int) -> None:
-        """Let the cost model get to know the speed."""
+        """Let the cost model learn the speed."""
 
     def take(self, choice: str, hit: int) -> tuple[float, str]:
-        """Return the time to first token of one request, and what was decided."""
+        """Return the time to first token of one request, and the decision."""
 
 
 @dataclass
 class Cell:
-    """One hit length at one speed."""
+    """One hit length at one tier speed."""
 
     hit: int
     ratio: float
@@ -104,7 +104,7 @@ class Cell:
 
 
 def measured(world: World, hit: int, ratio: float, num_runs: int) -> Cell:
-    """Time every choice in turns, and in another order each time."""
+    """Time all choices in turns, in changing order."""
     cell = Cell(hit, ratio)
     world.set_ratio(hit, ratio)
     world.settle(hit)
@@ -126,7 +126,7 @@ def measured(world: World, hit: int, ratio: float, num_runs: int) -> Cell:
 
 
 def random_llama(folder: Path) -> LoadedModel:
-    """Make a model that is small, and yet takes its time."""
+    """Create a model that is small but slow."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -153,7 +153,7 @@ def random_llama(folder: Path) -> LoadedModel:
 
 
 def model_of(options: argparse.Namespace, folder: Path) -> LoadedModel:
-    """Return the model asked for: one of a file, one at a pace, or one that is as fast as it is."""
+    """Return the requested model: from a file, at a given pace, or as fast as it runs."""
     if options.model:
         return load_model(options.model)
     if options.pace:
@@ -162,7 +162,7 @@ def model_of(options: argparse.Namespace, folder: Path) -> LoadedModel:
 
 
 class Real:
-    """Two nodes: one restores what it is told to, the other one decides."""
+    """Two nodes: one restores what it is told to, the other decides."""
 
     choices = (NONE, HALF, ALL)
 
@@ -178,7 +178,9 @@ class Real:
         for each in (self._fixed, self._auto):
             each.tier.set(0)
             if hit not in self._prefixes:
-                each.ask(self._prompt(hit)[::-1][: hit // 2])  # the first one pays for more
+                each.ask(
+                    self._prompt(hit)[::-1][: hit // 2]
+                )  # the first request has one-time costs
         prefix = self._prefixes.setdefault(hit, self._tokens(hit))
         for each in (self._fixed, self._auto):
             each.ask((*prefix, *self._tokens(TAIL)))
@@ -222,7 +224,7 @@ def real(options: argparse.Namespace) -> Iterator[World]:
 
 
 class Simulated:
-    """A node for each choice and cell, under a clock of its own."""
+    """A node for each choice and cell, with its own clock."""
 
     choices = (NONE, ALL)
 
@@ -249,7 +251,7 @@ class Simulated:
 
 
 class SimulatedNode:
-    """One node, asked again and again for one prefix that only its SSD tier has."""
+    """One node that is repeatedly asked for a prefix that only its SSD tier has."""
 
     def __init__(self, machine: Machine, mode: str, hit: int) -> None:
         num_blocks = hit // BLOCK
@@ -267,27 +269,27 @@ class SimulatedNode:
         )
         self._request = TraceRequest(0, np.arange(num_blocks, dtype=np.int32), hit + TAIL)
         self._keys = numbered_keys(num_blocks)
-        self._agenda = EventQueue()
-        carrier = SlowCarrier(self._agenda, machine.ssd)
-        self._adapter = NodeAdapter(self._setup, BLOCK, carrier, lambda: self._agenda.now_ns)
+        self._events = EventQueue()
+        timer = LinkTimer(self._events, machine.ssd)
+        self._adapter = NodeAdapter(self._setup, BLOCK, timer, lambda: self._events.now_ns)
         self._session = self._adapter.register("mix")
 
     def take(self) -> tuple[float, str]:
-        events, adapter = self._agenda, self._adapter
+        events, adapter = self._events, self._adapter
         request = TraceRequest(events.now_ns, self._request.blocks, self._request.num_tokens)
         trace = Trace("mix", BLOCK, (request,), self._keys)
         context = ReplayContext(trace, self._setup.machine, events, adapter)
         engine = ReplayEngine(context, self._session, is_shared=True)
         ended: list[ReplayRequest] = []
         engine.take(ReplayRequest(context, engine, 0, ended.append))
-        while events.step():  # until its report is sent, too
+        while events.step():  # until its report is sent
             pass
         adapter.ask(lambda call: ev.Drop(call, (TierName.CPU,), events.now_ns + 10**9))
         (visit,) = ended
         return visit.ttft_s, str(visit.plan.reason) if visit.plan else "alone"
 
 
-# What it says
+# Output
 
 
 def table(cells: Sequence[Cell]) -> Iterator[str]:

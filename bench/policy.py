@@ -1,10 +1,11 @@
-"""What the policies keep of real traces, against what they should: pass or fail for each target.
+"""Compare hit ratios of the eviction policies on real traces with targets.
 
     KVTIER_TRACES=DIRECTORY python bench/policy.py [--only PART …] [--jobs N] [--json]
 
-The directory, or one below it, has Mooncake's ``conversation_trace.jsonl`` and, for the comparison
-on agents, ``lmcache_agent_trace.jsonl``, plain or .xz; without them nothing is measured. Ratios are
-tokens of leading resident blocks over tokens of prompts, in full blocks, everything instant.
+The directory, or one below it, contains Mooncake's ``conversation_trace.jsonl`` and, optionally,
+``lmcache_agent_trace.jsonl`` for the comparison on agents, plain or .xz; without them nothing is
+measured. Ratios are tokens of leading resident blocks over tokens of prompts, in full blocks, by
+instant replay. Prints pass or fail for each target; exits with 1 if one is missed.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SIZES = (1_000, 2_000, 4_000, 6_000, 10_000, 20_000, 40_000)
 POLICIES = tuple(EVICTION_POLICIES)
 
 LRU_MEASURES = {2_000: 0.058, 4_000: 0.093, 6_000: 0.150, 10_000: 0.225, 20_000: 0.313}
-"""Second half, what this harness has to show for LRU, or it is wrong itself."""
+"""Hit ratios of LRU in the second half that this harness must reproduce to be trusted."""
 BEST_MEASURES = {1_000: 0.199, 4_000: 0.344, 10_000: 0.401}
 MUST = {1_000: 0.052, 2_000: 0.085, 4_000: 0.150, 6_000: 0.180, 10_000: 0.228, 20_000: 0.315}
 RD_SECOND = {1_000: 0.082, 2_000: 0.110, 4_000: 0.163, 6_000: 0.197, 10_000: 0.248, 20_000: 0.320}
@@ -38,7 +39,7 @@ REGRET = 0.005
 
 @dataclass
 class Board:
-    """What was checked, and what was measured."""
+    """Results of checks and measurements."""
 
     failed: list[str] = field(default_factory=list)
     figures: dict[str, object] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Bench:
         self._sizes = sizes
 
     def conversation(self) -> None:
-        """Hits by size and policy on the conversation trace; the harness first."""
+        """Hits by size and policy on the conversation trace, after a check of the harness."""
         trace = self._traces["conversation"]
         for size in (each for each in self._sizes if each in BEST_MEASURES):
             hits, half_ns = optimal_hits(trace, size), trace.requests[-1].at_ns / 2
@@ -101,7 +102,7 @@ class Bench:
                 self.board.check_most(f"{name}, p99.9 ms", run.decision_p999_s * 1e3, 5.0)
 
     def agents(self) -> None:
-        """No regret on the agents' trace, which has all that the conversation has not."""
+        """No regret on the agents' trace, which differs from the conversation in every respect."""
         trace = self._traces.get("agents")
         if trace is None:
             say("skipped: no trace of agents")
@@ -113,7 +114,7 @@ class Bench:
         self._no_regret("agents", runs)
 
     def stress(self) -> None:
-        """Noise that never comes back, and a reader in circles, at 4,000 blocks."""
+        """Noise without reuse, and a cyclic reader, at 4,000 blocks."""
         conversation = self._traces["conversation"]
         mixed = {
             "half noise": with_noise(conversation),
@@ -125,7 +126,7 @@ class Bench:
             self.board.check(f"rd over lru with {name}", ratio, 2.0)
 
     def hints(self) -> None:
-        """What a client's word is worth, right nine times in ten."""
+        """The value of client hints that are right nine times in ten."""
         trace = with_hints(self._traces["conversation"], 0.9)
         sizes = [size for size in self._sizes if size in HINTED]
         for run in self._runs(trace, [("rd", size, 0, {}) for size in sizes]):
@@ -133,7 +134,7 @@ class Bench:
             self.board.check(f"rd {size}, hints right 90 %", run.second_half.ratio(), HINTED[size])
 
     def ssd(self) -> None:
-        """What is written to the SSD, and what that is worth, with a CPU tier of 4,000 blocks."""
+        """Bytes written to the SSD, and their value, with a CPU tier of 4,000 blocks."""
         trace = self._traces["conversation"]
         ranked = {"ssd.eviction": "rd"}
         rules: Sequence[tuple[str, str, dict[str, str]]] = (
@@ -164,7 +165,7 @@ class Bench:
             self._ssd_targets(size, by_rule)
 
     def _ssd_targets(self, size: int, runs: Mapping[str, ReplayRun]) -> None:
-        """Hold what policy and gate of the SSD tier are meant for against its targets."""
+        """Compare policy and gate of the SSD tier with their targets."""
         board, through = self.board, runs["lru+lru, write-through"]
         hits = {name: run.whole.ratio() for name, run in runs.items()}
         written = {name: run.written_blocks / through.written_blocks for name, run in runs.items()}
@@ -237,8 +238,12 @@ def find_traces(directory: Path) -> Iterator[tuple[str, Trace]]:
 def main() -> int:
     parts = ("conversation", "agents", "stress", "hints", "ssd")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", action="append", choices=parts, help="one part; may be repeated")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the CPU tier")
+    parser.add_argument(
+        "--only", action="append", choices=parts, help="run only this part; may be repeated"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="sizes of the CPU tier in blocks"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

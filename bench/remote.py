@@ -1,11 +1,12 @@
-"""RedisTier against a raw hiredis client: the same bytes to the same server of our own.
+"""Compare RedisTier with a raw hiredis client on the same server.
 
     python bench/remote.py [--block-bytes N] [--batch N] [--json]
 
-The raw client is a socket and hiredis: a pipeline of SET or GET a batch, without copies on the way
-out, and into Python objects on the way in. The tier splits blocks into values of a mebibyte,
-renews, checks, and fills memory of its caller's. They take turns; prints medians, the ratio of the
-tier to the client, and how long a PING takes that another client sends meanwhile.
+The raw client is a socket and hiredis: a pipeline of SET or GET per batch, without copies when
+writing, and into Python objects when reading. The tier splits blocks into values of 1 MiB, renews
+their time to live, verifies them, and reads into the caller's memory. They run in turns; prints
+medians, the ratio of the tier to the client, and the time of another client's PING meanwhile. Needs
+redis-server or valkey-server.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _PING_PAUSE_S = 0.002
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[str]:
-    """Run a Redis or Valkey server; yields its URL."""
+    """Run a Redis or Valkey server and yield its URL."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         sys.exit("this benchmark needs redis-server (apt-get install redis-server)")
@@ -54,7 +55,7 @@ def redis_server(directory: Path) -> Iterator[str]:
 
 
 class RawClient:
-    """A socket and hiredis, without a library around them."""
+    """A socket and hiredis without a client library."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -116,7 +117,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 class Bystander:
-    """Another client of the server, in a process of its own, which asks for nothing but PONG."""
+    """Another client of the server, in its own process, that only sends PING."""
 
     def __init__(self, url: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -145,7 +146,7 @@ def _ping(url: str, link: Connection) -> None:
         link.send("ready")
         link.recv()
         seconds: list[float] = []
-        while True:  # at least once, however short the step is
+        while True:  # at least once, even in a short step
             seconds.append(timed(client.ping))
             if link.poll(_PING_PAUSE_S):
                 break

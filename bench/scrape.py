@@ -1,11 +1,11 @@
-"""How long a scrape takes while the daemon works and knows a million blocks.
+"""Measure how long a scrape takes while the daemon is busy and has a million blocks.
 
     python bench/scrape.py [--json]
 
-The daemon's blocks are stored through its client, of one page each, in memory and on disk. Then
-engines in another process store and load all the time, while this one scrapes as Prometheus does.
-Beside it stand the same scrapes of the daemon at rest, and what encoding an equal registry takes
-in a process that does nothing else: the machine's own limit.
+The daemon's blocks are stored through its client, one page each, in memory and on disk. Then
+engines in another process store and load continuously, while this one scrapes like Prometheus. For
+comparison: the same scrapes of the idle daemon, and encoding an equal registry in a process that
+does nothing else, which is the machine's limit.
 """
 
 import argparse
@@ -36,10 +36,10 @@ from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
 
 ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5"
-"""As Prometheus says it."""
+"""The Accept header of Prometheus."""
 
 LOAD_BLOCKS = 64
-"""Of a prompt: 4,096 tokens in blocks of 64."""
+"""Blocks per prompt: 4,096 tokens in blocks of 64."""
 
 SPACE = KeySpace(
     bytes(32), "{}", KVLayout("paged", 1, 64, BLOCK_BYTES, "uint8", "bench"), "uint8", "bench"
@@ -48,7 +48,7 @@ SPACE = KeySpace(
 
 @contextmanager
 def attached(socket_path: Path) -> Iterator[Client]:
-    # A machine that others use may be slow; that is no fault here.
+    # A shared machine may be slow; that is not an error.
     client = Client(socket_path, SPACE, "bench", deadlines=ClientDeadlines(30, 30, 60))
     client.start()
     assert client.wait_attached(30)
@@ -59,7 +59,7 @@ def attached(socket_path: Path) -> Iterator[Client]:
 
 
 def work(socket_path: Path, num_threads: int, num_chains: int) -> None:
-    """Store new prompts and load old ones until the standard input is closed."""
+    """Store new prompts and load old ones until standard input is closed."""
     is_over = threading.Event()
     counts = dict.fromkeys(("stored", "loaded", "away"), 0)
 
@@ -93,7 +93,7 @@ def store(client: Client, hashes: list[BlockHash]) -> int:
 
 
 def scrapes(port: int, count: int, period_s: float) -> list[float]:
-    """Return what each of ``count`` scrapes took, over one connection."""
+    """Return the times of ``count`` scrapes over one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     took = []
     for _ in range(count):
@@ -114,7 +114,7 @@ def encodings(count: int) -> dict[str, float]:
         started = time.perf_counter()
         generate_latest(registry)
         took.append(time.perf_counter() - started)
-    # On a machine that others use this is what it would take on one that is free.
+    # Estimates the time on an idle machine if this one is shared.
     cpu_ms = (time.thread_time() - cpu_s) / count * 1000
     return figures_of(took) | {"cpu_ms": round(cpu_ms, 2)}
 
@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 "daemon_waited_for_a_core_s": round(waited_s, 2),
                 **{f"{name}_blocks": num_blocks for name, num_blocks in counts.items()},
             }
-            daemon.kill()  # else it would write for all its grace what waits for the disk
+            daemon.kill()  # otherwise it would flush queued writes for its whole grace period
     limit = figures["idle process"]["median_ms"]
     for each in figures.values():
         each["ratio"] = round(each["median_ms"] / limit, 1)
@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def scheduled_s(pid: int) -> tuple[float, float]:
-    """Return how long a process's threads have run, and have waited to run: the machine's doing."""
+    """Return how long a process's threads have run, and have waited for a processor."""
     lines = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(line[0]) for line in lines) / 1e9, sum(int(line[1]) for line in lines) / 1e9
 

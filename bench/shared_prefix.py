@@ -1,13 +1,13 @@
-"""Many requests that share a long prefix, with kvtier on and off: does it ever get in the way?
+"""Measure whether kvtier slows down many requests that share a long prefix.
 
     python bench/shared_prefix.py [--requests N] [--prefix N] [--rounds N] [--json]
 
-One engine at a daemon (a process of its own, everything as by default, but that blocks are written
-to SSD at once), one engine alone. A round has a prefix of its own: first nobody has it, then the
-daemon's CPU tier has it, then its SSD tier alone; the engines' pools are emptied before each, so
-the engine alone computes the prefix once each time. All come at once, or one after the other. Both
-engines are asked in turns, in another order each round. Prints medians over rounds: of a wave's
-median and P99 time to first token, and of their ratio in two waves that came one after the other.
+One engine uses a daemon (a separate process with default settings, except that blocks are written
+to the SSD at once), another runs alone. Each round has its own prefix: first it is new, then in the
+daemon's CPU tier, then only in its SSD tier. The engines' pools are emptied before each step, so
+the engine alone computes the prefix once every time. Requests arrive at once, or one after another.
+The engines run in turns, in changing order. Prints medians over rounds: of a wave's median and P99
+time to first token, and of the ratio of two consecutive waves.
 """
 
 import argparse
@@ -55,7 +55,7 @@ MEDIAN_MOST, P99_MOST = 1.05, 1.10
 
 @dataclass
 class Wave:
-    """Requests that come together."""
+    """A group of requests."""
 
     runner: EngineRunner
     prompts: Sequence[tuple[int, ...]]
@@ -63,7 +63,7 @@ class Wave:
     ttft_s: list[float] = field(default_factory=list)
 
     def run(self, name: str) -> list[float]:
-        """Return the time to first token of each, in the order of ending."""
+        """Return the time to first token of each, in order of completion."""
         all_ended = threading.Event()
         start_s = time.perf_counter()
         for number, prompt in enumerate(self.prompts):
@@ -85,7 +85,7 @@ class Wave:
 
 @contextmanager
 def engine_at(loaded: LoadedModel, socket: Path | None) -> Iterator[EngineRunner]:
-    """Run an engine; without a socket it is alone."""
+    """Run an engine; without a socket it runs without a daemon."""
     settings = EngineSettings(pool_tokens=16384)
     pool = create_pool(loaded, settings)
     port: NoPort | DaemonPort = NoPort(settings.block_tokens)
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
                         name = f"{number}-{arrival}-{state}".replace(" ", "-")
                         took = Wave(runners[which], prompts, gap_s).run(name)
                         served.await_idle(TIMEOUT_S)
-                        if number >= 0:  # the first round pays for more than itself
+                        if number >= 0:  # the first round has one-time costs
                             times.setdefault((arrival, state, which), []).append(took)
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         decided = served.stat()["worth"]["decisions"]
@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
 def prompts_of(
     chance: random.Random, vocab_size: int, options: argparse.Namespace
 ) -> list[tuple[int, ...]]:
-    """Return prompts that share all but their ends."""
+    """Return prompts that differ only in their last tokens."""
     words = range(3, vocab_size)
     prefix = chance.choices(words, k=options.prefix)
     return [

@@ -1,16 +1,15 @@
-"""Computing the front of a prompt while its back is loaded, against either alone.
+"""Compare a split, which computes a prompt's start while loading its end, with either alone.
 
     python bench/split.py [--model PATH | --pace TOKENS_PER_S] [--tokens N] [--ratio R] [--json]
 
 One engine and one daemon, whose SSD tier is throttled so that loading a prompt takes about as long
-as computing it (times ``--ratio``). Each request finds its prompt there and nowhere else. First it
-is always computed, then always loaded, then the cost model decides by what it has measured, in
-turns. Prints medians of the time to first token, and how much better the last is than the better of
-the other two.
+as computing it (times ``--ratio``). Each request finds its prompt only there. First it is always
+computed, then always loaded, then the cost model decides from its measurements, in turns. Prints
+medians of the time to first token, and the gain of the last over the better of the other two.
 
 With ``--pace`` the model is a small random one with large keys and values, and each step takes the
-time that so many tokens a second take: as on an accelerator, computing leaves the processors alone,
-and the figures do not depend on how busy they are.
+time of this many tokens per second: as with an accelerator, computing leaves the processors free,
+and results do not depend on their load.
 """
 
 import argparse
@@ -58,7 +57,7 @@ MODES = ("never", "always", "auto")
 
 
 class Paced:
-    """A model whose steps take a time that depends on their tokens alone."""
+    """A model whose steps take a fixed time per token."""
 
     def __init__(self, model: Any, tokens_per_s: float) -> None:
         self._model = model
@@ -75,7 +74,7 @@ class Paced:
 
 
 def paced_model(tokens_per_s: float, seed: int) -> LoadedModel:
-    """Return a random model of 2 MiB a block, which is small beside that."""
+    """Return a small random model with blocks of 2 MiB."""
     register_attention()
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
@@ -117,7 +116,7 @@ def config_of(directory: Path, mode: str) -> Config:
 
 @contextmanager
 def serving(config: Config, tier: ThrottleTier) -> Iterator[None]:
-    """Run a daemon with that tier for its SSD, on a thread of this process."""
+    """Run a daemon with that tier as its SSD tier, on a thread of this process."""
     loop, begun, stopping = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve() -> None:
@@ -138,7 +137,7 @@ def serving(config: Config, tier: ThrottleTier) -> Iterator[None]:
 
 @dataclass
 class Node:
-    """An engine at a daemon with one slow tier."""
+    """An engine attached to a daemon with one slow tier."""
 
     config: Config
     tier: ThrottleTier
@@ -148,7 +147,7 @@ class Node:
     def ask(
         self, prompt: tuple[int, ...], max_load_tokens: int | None = None
     ) -> tuple[float, Output]:
-        """Return the time to the first token of an answer of one, and the answer."""
+        """Return the time to first token of a one-token answer, and the answer."""
         self.num_requests += 1
         ended, outputs = threading.Event(), list[Output]()
 
@@ -167,7 +166,7 @@ class Node:
         return took_s, outputs[0]
 
     def forget(self) -> None:
-        """Leave everything to the slow tier."""
+        """Empty all but the slow tier."""
         self.runner.call(lambda engine: engine.drop_cache())
         request = pb.DropRequest(tiers=[tier_to_wire(TierName.CPU)], deadline_ms=60_000)
         with local_operator(self.config.daemon.socket, TIMEOUT_S) as stub:
@@ -216,14 +215,14 @@ def compare(
     chance = random.Random(options.seed)
     prompt = tuple(chance.choices(range(1000, loaded.vocab_size), k=options.tokens))
     for each in nodes.values():
-        each.ask(prompt[::-1])  # the first request of an engine pays for more than itself
+        each.ask(prompt[::-1])  # an engine's first request has one-time costs
         each.ask(prompt)
     compute_s = statistics.median(timed(nodes["never"], prompt)[0] for _ in range(3))
     block_bytes = block_layout(loaded, EngineSettings()).block_bytes
     speed = options.tokens // 64 * block_bytes / (compute_s * options.ratio)
     for each in nodes.values():
         each.tier.set(speed)
-    for _ in range(options.warm):  # the cost model gets to know both roads
+    for _ in range(options.warm):  # the cost model learns both paths
         timed(nodes["auto"], prompt)
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     decisions = set()

@@ -1,11 +1,11 @@
-"""The SSD tier against fio on the same disk: direct I/O of equal size, with as much in flight.
+"""Compare the SSD tier with fio on the same disk, with direct I/O of equal size and depth.
 
     python bench/ssd.py [--directory D] [--json]
 
-For blocks of 4 MiB, 1 MiB and 256 KiB: durable writes (each batch of blocks synced before the next)
-and cold reads (past the page cache, in another order than they were written), by SsdTier and by fio
-in turn. Prints medians, and the ratio of the tier to fio. Then fabricates a store of a million
-blocks, and recovers it. Needs fio.
+For blocks of 4 MiB, 1 MiB and 256 KiB: durable writes (each batch of blocks is synced before the
+next) and cold reads (past the page cache, in another order than written), by SsdTier and fio in
+turn. Prints medians, and the ratio of the tier to fio. Then creates a store of a million blocks and
+recovers it. Needs fio.
 """
 
 import argparse
@@ -36,16 +36,16 @@ from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, footer_bytes, seal_segment
 
 _THREADS = 4
-"""Calls in flight when reading; writing has one."""
+"""Concurrent read calls; there is one for writes."""
 
 
 def batch_of(block_bytes: int) -> int:
-    """Return the blocks of one call, as the node makes them."""
+    """Return the blocks of one call, as the node sizes it."""
     return max(TRANSFER_BLOCKS, TRANSFER_BYTES // block_bytes)
 
 
 def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> float:
-    """Return bytes a second of fio with as many blocks in flight, synced as often."""
+    """Return fio's bytes per second with the same depth and sync interval."""
     jobs = 1 if action == "write" else _THREADS
     command = ["fio", "--name=limit", f"--directory={directory}", "--filename=limit"]
     command += ["--direct=1", "--ioengine=libaio", f"--bs={block_bytes}", f"--rw={action}"]
@@ -53,7 +53,7 @@ def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> flo
     command += [f"--size={total_bytes // jobs}", f"--offset_increment={total_bytes // jobs}"]
     command += ["--output-format=json", "--group_reporting"]
     if action == "write":
-        # A batch is durable before the next begins: fio would sync with writes still in flight.
+        # A batch must be durable before the next starts; fio would sync with writes in flight.
         batch = batch_of(block_bytes)
         command += [f"--fdatasync={batch}", "--iodepth_low=1", f"--iodepth_batch_submit={batch}"]
         command += [f"--iodepth_batch_complete_{end}={batch}" for end in ("min", "max")]
@@ -62,7 +62,7 @@ def fio(directory: Path, action: str, block_bytes: int, total_bytes: int) -> flo
 
 
 class Blocks:
-    """Blocks of one size in aligned memory, in batches, and the same memory to read them into."""
+    """Batches of blocks of one size in aligned memory, which reads reuse."""
 
     def __init__(self, block_bytes: int, total_bytes: int) -> None:
         batch = batch_of(block_bytes)
@@ -91,7 +91,7 @@ class Blocks:
 
 
 def speed(num_bytes: int, step: Callable[[], None]) -> float:
-    """Return bytes a second."""
+    """Return bytes per second."""
     started = time.perf_counter()
     step()
     return num_bytes / (time.perf_counter() - started)
@@ -109,7 +109,7 @@ def compare(directory: Path, block_bytes: int, options: argparse.Namespace) -> d
             of_fio = partial(fio, directory, action, block_bytes, total)
             of_tier = partial(speed, total, partial(step, tier))
             pair = [(f"{action}_fio", of_fio), (f"{action}_tier", of_tier)]
-            # Whoever goes second finds the disk as the first has left it, so they take turns.
+            # The first affects the disk for the second, so they alternate.
             steps += pair if run % 2 else pair[::-1]
         for name, measure in steps:
             speeds.setdefault(name, []).append(measure())
@@ -125,7 +125,7 @@ def compare(directory: Path, block_bytes: int, options: argparse.Namespace) -> d
 
 
 def recover(directory: Path, num_blocks: int, per_segment: int = 4096) -> dict[str, float]:
-    """Time the start on sealed segments, whose records are holes: recovery reads footers only."""
+    """Time the start on sealed segments whose records are holes: recovery only reads footers."""
     directory.mkdir(mode=0o700)
     disk = Disk(directory, DirectIO.AUTO)
     generator = np.random.default_rng(0)

@@ -1,9 +1,10 @@
-"""How long the daemon takes to start, and the memory it takes besides the arena.
+"""Measure the daemon's start time, and its memory without the arena.
 
     python bench/start.py [--json]
 
-From exec to the line that says it is ready, against a Python that starts and ends, and one that
-imports what the daemon is made of (gRPC, numpy, pydantic). All take turns; prints medians.
+From exec to the line that says it is ready, compared with a Python process that starts and exits,
+and one that imports the daemon's packages (gRPC, numpy, pydantic). All run in turns; prints
+medians.
 """
 
 import argparse

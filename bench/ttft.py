@@ -1,10 +1,10 @@
-"""What all tiers cost where nothing ever hits: time to first token with a daemon and without one.
+"""Measure the cost of kvtier when nothing ever hits: time to first token with and without a daemon.
 
     python bench/ttft.py [--model PATH] [--json]
 
 Two engines serve the same model: one with a CPU, an SSD and a Redis tier, and one without a daemon.
-Every prompt is new and goes to both; they take turns at being first, and each waits until the
-writes of the one before are done. Prints medians and the ratio of each pair.
+Every prompt is new and goes to both, in alternating order; each waits until the writes of the
+previous one are done. Prints medians and the ratio of each pair.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
                 prompt = generator.integers(10, 200, options.tokens).tolist()  # in any vocabulary
                 for name in sorted(urls, reverse=run % 2 == 0):
                     took = ttft_s(urls[name], prompt)
-                    if run:  # the first request of a process pays for more than itself
+                    if run:  # a process's first request has one-time costs
                         times[name].append(took)
                     served.await_idle(60)
             stored = served.stat()["tiers"]["ssd"]["tokens"]

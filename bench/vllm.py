@@ -1,19 +1,19 @@
-"""vLLM alone, with its bundled ExampleConnector, and with kvtier: first tokens and throughput.
+"""Compare vLLM alone, with its ExampleConnector, and with kvtier: time to first token, throughput.
 
     python bench/vllm.py [--model FOLDER] [--tokens 1024,4096,8064] [--runs 5] [--json]
 
-Three servers of the same model are up at the same time and asked in turns, one request at a time:
+Three servers of the same model run at the same time and are asked in turns, one request at a time:
 
-cold       vLLM without a connector, a prompt that it has never seen
-stored     vLLM with kvtier, the same prompt: computed, and offered
+cold       vLLM without a connector, a new prompt
+stored     vLLM with kvtier, the same prompt: computed and stored
 vllm       warm in vLLM's own cache
-cpu ...    warm in that tier of kvtier alone, vLLM's own cache empty
-example    warm in the files of the ExampleConnector, vLLM's own cache empty
+cpu ...    warm only in that tier of kvtier, vLLM's own cache empty
+example    warm only in the files of the ExampleConnector, vLLM's own cache empty
 
-A prompt is as many tokens as said and 32 more, so that the last of them are always computed. Then
-eight clients ask at once: new prompts, where the connector is nothing but a cost; and prompts of
-which 90 % were asked before, by more documents than fit into vLLM's cache. Prints medians, and
-ratios of what was measured right after each other.
+A prompt has 32 tokens more than stated, which are always computed. Then eight clients ask at once:
+new prompts, where the connector is pure overhead; and prompts of which 90 % were requested before,
+from more documents than fit into vLLM's cache. Prints medians, and ratios of consecutive
+measurements.
 """
 
 import argparse
@@ -51,9 +51,9 @@ TIERS_AT_ONCE: Mapping[str, str | int] = {
     "ssd.segment": "64MiB",
     "remote.min_tokens": 0,
     "remote.deadline": "2s",
-    "remote.in_flight": "512MiB",  # all of a long prompt at once
+    "remote.in_flight": "512MiB",  # a long prompt at once
 }
-"""Beside what a test's daemon is told: blocks are in every tier, and whatever is there is used."""
+"""Settings besides those of a test daemon: all tiers get all blocks, and restores are forced."""
 
 AS_SHIPPED = {
     "remote.deadline": "250ms",
@@ -69,7 +69,7 @@ AS_SHIPPED = {
 
 @dataclass
 class Bench:
-    """The servers, the daemon's settings, and where prompts come from."""
+    """The servers, the daemon's settings, and the source of prompts."""
 
     alone: VllmServer
     example: VllmServer
@@ -79,12 +79,12 @@ class Bench:
     generator: np.random.Generator
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Return tokens that nobody has seen."""
+        """Return new random tokens."""
         return [int(each) for each in self.generator.integers(10, self.vocabulary, num_tokens)]
 
     @contextmanager
     def daemon(self, **changes: str) -> Iterator[None]:
-        """Run a daemon that the server with the connector has joined."""
+        """Run a daemon, and wait until the server with the connector is attached."""
         with self.served.daemon(**changes) as daemon:
             await_true(lambda: len(self.served.stat()["engines"]) == 2, "both halves joined", 30)
             yield
@@ -92,7 +92,7 @@ class Bench:
 
 
 def first_tokens(bench: Bench, num_tokens: int) -> dict[str, float]:
-    """Return the seconds to the first token of one prompt by where its blocks are."""
+    """Return the seconds to first token of one prompt by location of its blocks."""
     prompt = bench.prompt(num_tokens + TAIL_TOKENS)
     num_blocks = num_tokens // BLOCK_TOKENS
     took = {"cold": bench.alone.first_token_s(prompt), "vllm": bench.alone.first_token_s(prompt)}
@@ -112,9 +112,9 @@ def first_tokens(bench: Bench, num_tokens: int) -> dict[str, float]:
 
 
 def warm(bench: Bench, prompt: list[int], dropped: Sequence[str]) -> float:
-    """Return the seconds to the first token where all but the tail comes from a tier."""
+    """Return the seconds to first token if all but the tail comes from a tier."""
     wanted = (len(prompt) - TAIL_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
-    for _ in range(TRIES):  # on a busy machine a lookup may be late, and vLLM computes
+    for _ in range(TRIES):  # on a busy machine a lookup may time out, and vLLM computes
         bench.kvtier.forget()
         bench.served.await_idle()
         bench.served.drop(*dropped)
@@ -123,14 +123,16 @@ def warm(bench: Bench, prompt: list[int], dropped: Sequence[str]) -> float:
         loaded = bench.kvtier.hit_tokens() - loaded
         if loaded == wanted:
             return seconds
-        time.sleep(ClientDeadlines().reconnect_s)  # for so long a late daemon is not asked
+        time.sleep(
+            ClientDeadlines().reconnect_s
+        )  # a daemon that timed out is not asked for this long
     raise AssertionError(f"{loaded} of {wanted} tokens came, without {dropped}")
 
 
 def tokens_per_second(
     server: VllmServer, prompts: Sequence[list[int]], num_answer_tokens: int
 ) -> float:
-    """Return what goes through a server that many clients ask at once."""
+    """Return the throughput of a server with many concurrent clients."""
     started = time.perf_counter()
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = list(pool.map(lambda each: server.ask(each, num_answer_tokens), prompts))
@@ -139,13 +141,13 @@ def tokens_per_second(
 
 
 def new_prompts(bench: Bench, options: argparse.Namespace) -> dict[str, float]:
-    """Return tokens a second of prompts that nobody has seen, the same ones for both servers."""
+    """Return tokens per second for new prompts, the same for both servers."""
     prompts = [bench.prompt(options.load_tokens) for _ in range(options.requests)]
     return in_turns(bench, prompts, options.runs)
 
 
 def known_prompts(bench: Bench, options: argparse.Namespace) -> dict[str, float]:
-    """Return tokens a second of prompts of which nine tenths were asked before."""
+    """Return tokens per second for prompts of which nine tenths were requested before."""
     num_known = options.load_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     documents = [bench.prompt(num_known) for _ in range(options.requests)]
     for server in (bench.alone, bench.kvtier):
@@ -156,7 +158,7 @@ def known_prompts(bench: Bench, options: argparse.Namespace) -> dict[str, float]
 
 
 def in_turns(bench: Bench, prompts: Sequence[list[int]], num_runs: int) -> dict[str, float]:
-    """Return the medians of both servers, which take turns as to who is first."""
+    """Return the medians of both servers, which alternate."""
     speeds: dict[str, list[float]] = defaultdict(list)
     share = len(prompts) // num_runs
     for run in range(num_runs):
@@ -171,7 +173,7 @@ def in_turns(bench: Bench, prompts: Sequence[list[int]], num_runs: int) -> dict[
 
 @contextmanager
 def started(options: argparse.Namespace) -> Iterator[Bench]:
-    """Start what is measured, all at the same time."""
+    """Start all servers at the same time."""
     config = json.loads((options.model / "config.json").read_text())
     with ExitStack() as stack:
         directory = stack.enter_context(work_directory())
@@ -198,7 +200,7 @@ def started(options: argparse.Namespace) -> Iterator[Bench]:
                 environment={"OMP_NUM_THREADS": str(options.threads)},
                 dtype=options.dtype,
                 max_model_len=config["max_position_embeddings"],
-                # The ExampleConnector ends the engine where a prompt takes several steps.
+                # The ExampleConnector crashes the engine if a prompt takes several steps.
                 max_num_batched_tokens=config["max_position_embeddings"],
                 num_gpu_blocks_override=options.pool_blocks,
             )
@@ -210,16 +212,16 @@ def started(options: argparse.Namespace) -> Iterator[Bench]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures: seconds by prompt and place, tokens a second by workload and server."""
+    """Return all results: seconds by prompt and location, tokens per second by workload."""
     figures: dict[str, Any] = {"release": options.release, "model": options.model.name}
     with started(options) as bench:
         with bench.daemon():
-            first_tokens(bench, BLOCK_TOKENS)  # the first request of a server pays for itself
+            first_tokens(bench, BLOCK_TOKENS)  # a server's first request has one-time costs
             for num_tokens in options.tokens:
                 runs = [first_tokens(bench, num_tokens) for _ in range(options.runs)]
                 medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
                 figures[f"first_token_s_{num_tokens}"] = medians
-                print(num_tokens, medians, file=sys.stderr)  # what is measured is not lost
+                print(num_tokens, medians, file=sys.stderr)  # keeps results if a later step fails
         with bench.daemon(**{name.replace(".", "__"): of for name, of in AS_SHIPPED.items()}):
             figures["tokens_per_second_0_percent_hits"] = new_prompts(bench, options)
             figures["tokens_per_second_90_percent_hits"] = known_prompts(bench, options)
@@ -251,14 +253,16 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--load-tokens", type=int, default=1024)
-    parser.add_argument("--requests", type=int, default=50, help="of each workload, in all runs")
+    parser.add_argument(
+        "--requests", type=int, default=50, help="requests per workload, over all runs"
+    )
     parser.add_argument(
         "--pool-blocks",
         type=int,
         default=260,
-        help="of vLLM's cache, 128 tokens each; a prompt offers a quarter of them in one step",
+        help="blocks of vLLM's cache, 128 tokens each; a prompt offers a quarter of them per step",
     )
-    parser.add_argument("--threads", type=int, default=1, help="that each server computes with")
+    parser.add_argument("--threads", type=int, default=1, help="threads per server")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -95,50 +95,50 @@ class EngineServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Present an identity and a proof of the mapped arena; get a session. Everything else needs one.
+        """Open a session with an identity and a proof of the mapped arena. All other calls need a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attend(self, request, context):
-        """Receive orders for as long as the session lives.
+        """Receive orders until the session ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Say what the engine's own tier holds, and answer an order.
+        """Report the state of the engine's own tier, its steps and outcomes, and answer an order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request, context):
-        """Say which requests have come, and which are over; each once, also those that need nothing.
+        """Announce new requests and report the ids of finished ones; each once, even if nothing is needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Tell which leading blocks could be loaded, and how many of them should be.
+        """Look up which leading blocks can be loaded, and how many should be restored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Lease leading blocks in the arena, each announced as soon as it is verified and in place.
-        Ending the call early ends the lease.
+        """Lease leading blocks in the arena. Each is announced once it is verified and in place.
+        Cancelling the call ends the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """End the lease of a load, and learn whether it held until now.
+        """Release the lease of a load; the reply says whether it was valid until now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,21 +152,21 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CompleteStore(self, request, context):
-        """Publish the blocks that were copied, or give their slots back.
+        """Publish the copied blocks, and return the slots of the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Tell what the tiers have of the session's key space, then what comes and leaves.
+        """Stream the blocks of the session's key space in each tier, then additions and removals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Take all blocks of the session's key space, of all tenants, out of the daemon's tiers.
+        """Remove all blocks of the session's key space, of all tenants, from the daemon's tiers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -107,56 +107,56 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Empty tiers, after what is being written to them has come to rest.
+        """Empty tiers, once writes in flight have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fsck(self, request, context):
-        """Verify every block of the SSD tier now, and quarantine those that are damaged.
+        """Verify every block of the SSD tier now, and quarantine damaged ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Say what is cached of a chain or a request, what was decided about it, and why.
+        """Show what is cached of a chain or request, what was decided about it, and why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keep a chain's blocks for a time, or no longer.
+        """Pin a chain's blocks for a time, or unpin them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Bring a chain's blocks into the CPU tier.
+        """Promote a chain's blocks to the CPU tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Measure what transfers of each tier take, now.
+        """Benchmark tiers now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Read the configuration again and apply it, all or nothing, as SIGHUP does.
+        """Reload the configuration, all or nothing, as SIGHUP does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Config(self, request, context):
-        """Say which configuration holds, without secrets.
+        """Show the configuration in use, without secrets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
