@@ -375,7 +375,7 @@ class _Attached:
         return Removed(num_tokens // self.port.block_tokens, dropped.num_bytes)
 
     def _own_tier(self) -> Any:
-        from kvtier.client.client import OwnTier
+        from kvtier.client import OwnTier
         from kvtier.core.residency import TierName
 
         assert self._runner is not None

@@ -1,9 +1,9 @@
-"""What any engine links: find the daemon, look blocks up, load and store them; fails open."""
+"""The client library for engines: finds the daemon, looks up, loads and stores blocks."""
 
-from kvtier.client.client import Client, ClientDeadlines
-from kvtier.client.lease import HeldBlocks
+from kvtier.client.client import Client
+from kvtier.client.loads import HeldBlocks
 from kvtier.client.outbox import Announcement
-from kvtier.client.types import FoundBlocks, LoadedBlock, OwnTier
+from kvtier.client.types import ClientDeadlines, FoundBlocks, LoadedBlock, OwnTier
 
 __all__ = [
     "Announcement",

@@ -1,10 +1,10 @@
-"""What a client has yet to tell its daemon, kept until a thread of its own sends it.
+"""Queues what a client has yet to send to its daemon; a thread of the client sends it.
 
 Rules
 -----
-* Putting something in never waits, and never fails: it is bounded, and what is oldest goes first.
-* An announcement is taken back where the lookup of its request comes first: that says the same.
-* What only one daemon would understand, requests and decisions, goes with the session.
+* Adding never waits and never fails: the queues are bounded, and the oldest entries are dropped.
+* An announcement is withdrawn if the lookup of its request comes first: that says the same.
+* What is valid for one daemon only, requests and decisions, is dropped with the session.
 """
 
 import threading
@@ -26,12 +26,12 @@ from kvtier.core.request import RequestTraits
 __all__ = ["AnnouncedBatch", "Announcement", "MeasuredBatch", "Outbox"]
 
 _CALLS_MAX = 64
-"""Calls' worth of announcements that may wait: more come only while the daemon is slow."""
+"""Calls whose announcements may wait; more pile up only while the daemon is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A request that has come: ``first`` of its leading blocks the engine has itself."""
+    """A new request, of whose leading blocks the engine has ``first`` itself."""
 
     traits: RequestTraits
     tenant: bytes
@@ -41,7 +41,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBatch:
-    """What one call can announce."""
+    """The new requests and the ids of finished ones that one call can carry."""
 
     requests: list[Announcement] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class AnnouncedBatch:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBatch:
-    """What was measured since the last report."""
+    """Measurements since the last report."""
 
     steps: list[StepSample]
     outcomes: list[PlanOutcome]
@@ -60,7 +60,7 @@ class MeasuredBatch:
 
 
 class Outbox:
-    """See the module. Any thread may put in and take out."""
+    """May be used from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -74,7 +74,7 @@ class Outbox:
         self._is_closed = False
 
     def announce(self, requests: Sequence[Announcement], over: Sequence[str]) -> None:
-        """Keep what is announced until it is taken."""
+        """Queue new requests and the ids of finished ones."""
         with self._changed:
             for each in requests:
                 self._num_announced += 1
@@ -86,8 +86,8 @@ class Outbox:
             self._over.extend(over)
             self._changed.notify_all()
 
-    def take_back(self, request_id: str) -> None:
-        """Forget the announcement of a request, if it still waits."""
+    def withdraw(self, request_id: str) -> None:
+        """Drop the announcement of a request if it is still queued."""
         with self._changed:
             number = self._by_id.pop(request_id, 0)
             self._requests.pop(number, None)
@@ -99,33 +99,33 @@ class Outbox:
             return not self._is_closed
 
     def take_announced(self) -> AnnouncedBatch:
-        """Take as much as one call may announce, the oldest first."""
-        said, num_bytes = AnnouncedBatch(), 0
+        """Take what one call may carry, oldest first."""
+        batch, num_bytes = AnnouncedBatch(), 0
         with self._changed:
-            while self._requests and len(said.requests) < ANNOUNCED_MAX:
+            while self._requests and len(batch.requests) < ANNOUNCED_MAX:
                 first = next(iter(self._requests.values()))
                 num_bytes += len(first.hashes) * HASH_BYTES
-                if said.requests and num_bytes > ANNOUNCED_BYTES_MAX:
+                if batch.requests and num_bytes > ANNOUNCED_BYTES_MAX:
                     break
-                said.requests.append(self._take_first())
-            # What is over was announced before: it must not be told of first.
-            while not self._requests and self._over and len(said.over) < ENDED_REQUESTS_MAX:
-                said.over.append(self._over.popleft())
-        return said
+                batch.requests.append(self._take_first())
+            # A finished request was announced before: its end must not be sent first.
+            while not self._requests and self._over and len(batch.over) < ENDED_REQUESTS_MAX:
+                batch.over.append(self._over.popleft())
+        return batch
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Keep what steps took until the next report."""
+        """Queue step durations and the current load."""
         with self._changed:
             self._steps.extend(steps)
             self._load = load
 
     def note_outcome(self, outcome: PlanOutcome) -> None:
-        """Keep what came of a plan until the next report."""
+        """Queue the outcome of a plan."""
         with self._changed:
             self._outcomes.append(outcome)
 
     def take_measured(self) -> MeasuredBatch:
-        """Take everything for a report."""
+        """Take everything that goes into a report."""
         with self._changed:
             taken = MeasuredBatch(list(self._steps), list(self._outcomes), self._load)
             self._steps.clear()
@@ -133,8 +133,8 @@ class Outbox:
             self._load = None
         return taken
 
-    def renew(self) -> None:
-        """Forget what only the last daemon would understand."""
+    def begin_session(self) -> None:
+        """Drop what is valid for the last daemon only."""
         with self._changed:
             self._requests.clear()
             self._by_id.clear()
@@ -142,7 +142,7 @@ class Outbox:
             self._outcomes.clear()
 
     def close(self) -> None:
-        """Wake who waits, for good."""
+        """Wake all waiting threads for good."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

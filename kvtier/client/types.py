@@ -1,4 +1,4 @@
-"""What an engine and its client go by: answers, loaded blocks, and what fills a store."""
+"""The data types and callbacks that an engine exchanges with its client."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -6,8 +6,32 @@ from dataclasses import dataclass
 
 from kvtier.core.plan import RestorePlan
 from kvtier.core.residency import TierName
+from kvtier.core.residency_change import ResidencyChange
 
-__all__ = ["Fill", "FoundBlocks", "LoadedBlock", "OwnTier"]
+__all__ = [
+    "ClientDeadlines",
+    "Fill",
+    "FoundBlocks",
+    "LoadedBlock",
+    "OnChanges",
+    "OwnTier",
+    "plan_timeout_s",
+]
+
+_WAIT_SHARE = 1.2
+_WAIT_MARGIN_S = 0.05
+"""The daemon ends a planned load by itself. The client gives up a fifth and this much later, for a
+daemon that does not answer; with less, a busy machine would look like a slow daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientDeadlines:
+    """How long an engine waits for the daemon."""
+
+    lookup_s: float = 0.25
+    load_s: float = 5.0
+    store_s: float = 5.0
+    reconnect_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +39,11 @@ class LoadedBlock:
     """A verified block in the arena: copy it before asking for the next."""
 
     index: int
-    """Of its chain."""
+    """The block's position in its chain."""
     tier: TierName
     payload: memoryview
     good_until_s: float = math.inf
-    """On the monotonic clock: a copy that was made by then may be used, without another item."""
+    """A copy that was finished by then, on the monotonic clock, may be used at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +51,34 @@ class FoundBlocks:
     """The answer to a lookup."""
 
     tiers: tuple[TierName, ...]
-    """Of the leading blocks that can be loaded, from the first one asked for on."""
+    """The tier of each leading block that can be loaded, from the first one asked for on."""
     reason: str
-    """Why there are no more."""
+    """Why no more blocks were found."""
     plan: RestorePlan | None = None
-    """How many of them should be loaded, and how; without one, all of them."""
+    """How many of them to load, and how; None: load all of them."""
     max_offload_tokens: int | None = None
-    """How many leading tokens of this request it pays to offer; None: all of them."""
+    """How many leading tokens of this request are worth storing; None: all of them."""
     empty_s: float = 0.0
-    """So long there is nothing else of the key space to be found than what the asker stores."""
+    """For this many seconds the key space holds nothing but what this client stores itself."""
+
+    @property
+    def num_planned(self) -> int:
+        """Return how many of the found blocks to load."""
+        return len(self.tiers) if self.plan is None else min(len(self.tiers), self.plan.num_blocks)
+
+    @property
+    def decision(self) -> int:
+        """Return the number of the plan; 0 without one."""
+        return self.plan.decision if self.plan else 0
+
+    def load_timeout_s(self, deadline_s: float) -> float:
+        """Return how long to wait for the load, at most ``deadline_s``."""
+        return plan_timeout_s(self.plan.wait_ns if self.plan else 0, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTier:
-    """What an engine tells of its own tier."""
+    """What an engine reports about its own tier."""
 
     capacity_bytes: int
     used_bytes: int
@@ -49,5 +87,14 @@ class OwnTier:
 
 
 Fill = Callable[[Sequence[int], Sequence[memoryview]], Generator[None]]
-"""Given the indexes of a chain's blocks and a slot for each: yields, in their order, when a slot is
-filled. It is closed where nothing more is wanted, and must not write to a slot after that."""
+"""Takes the chain indexes of blocks, and an arena slot for each. Yields once per slot, in order,
+when that slot is filled. It is closed if no more blocks are wanted, and must not write to a slot
+after that."""
+
+OnChanges = Callable[[Sequence[ResidencyChange]], None]
+"""Takes changes of residency in their order. Each session begins and ends with ``RESYNC``."""
+
+
+def plan_timeout_s(wait_ns: int, deadline_s: float) -> float:
+    """Return how long to wait for a load whose plan allows ``wait_ns``; 0: the whole deadline."""
+    return min(deadline_s, _WAIT_SHARE * wait_ns / 1e9 + _WAIT_MARGIN_S) if wait_ns else deadline_s

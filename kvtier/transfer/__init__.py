@@ -1,1 +1,1 @@
-"""How bytes move between engines and the daemon."""
+"""The Unix sockets between engines and the daemon, and the shared memory passed over them."""

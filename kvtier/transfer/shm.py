@@ -2,13 +2,13 @@
 
 Theory
 ------
-A client that is let in at the arena's door gets the arena's file descriptor with its ticket. While
-it holds the ticket's lifeline it may have the arena mapped. Once its process or that connection has
-ended, the daemon knows that nobody writes to the arena under that ticket any more.
+A client that the arena's ticket server admits gets the arena's file descriptor with its ticket. It
+may map the arena while it holds the connection. Once its process or that connection has ended, the
+daemon knows that nobody writes to the arena under that ticket any more.
 
-The mapping is proved rather than assumed. The daemon leaves a random pattern in the arena's last
-page and the client must answer with a digest of what it reads there; the client leaves a digest in
-turn, which the daemon must find. Two processes that do not see the same memory never get further.
+The mapping is proved, not assumed. The daemon writes a random pattern to the arena's last page, and
+the client must answer with a digest of it; the client writes a digest in turn, which the daemon
+must find. Two processes that do not see the same memory get no further.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ assert _SPOT_BYTES >= 2 * _PATTERN_BYTES
 
 
 def arena_socket(socket_path: Path) -> Path:
-    """Return where a daemon passes its arena, given where it serves its calls."""
+    """Return the path at which the daemon that serves at ``socket_path`` passes its arena."""
     return socket_path.with_name(socket_path.name + ".arena")
 
 
@@ -46,7 +46,7 @@ def _answer(pattern: bytes) -> bytes:
 
 
 class ArenaServer:
-    """Passes ``arena`` to whoever may have it; ``on_end(ticket)`` is called when one is gone."""
+    """Passes ``arena`` to admitted clients; calls ``on_end(ticket)`` when one is gone."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ArenaServer:
         await self._ticket_server.start(path)
 
     def proves(self, ticket: str, proof: bytes) -> bool:
-        """Tell whether the client of a ticket sees the same memory as this process."""
+        """Return whether the client with a ticket sees the same memory as this process."""
         peer = self._ticket_server.peer(ticket)
         if peer is None:
             return False
@@ -83,16 +83,16 @@ class ArenaServer:
         return secrets.compare_digest(proof, wanted) and secrets.compare_digest(left, wanted)
 
     def pid_of(self, ticket: str) -> int:
-        """Return the process that holds a ticket, as the kernel tells it; 0 if it is gone."""
+        """Return the pid of the process that holds a ticket; 0 if it is gone."""
         peer = self._ticket_server.peer(ticket)
         return peer.pid if peer else 0
 
     def keep(self, ticket: str) -> None:
-        """Let a registered client stay for as long as it lives."""
+        """Let a registered client stay as long as it lives."""
         self._ticket_server.keep(ticket)
 
     async def stop(self) -> None:
-        """Accept no more clients, and disconnect all of them."""
+        """Admit no more clients, and disconnect all."""
         await self._ticket_server.stop()
 
     def _welcome(self, peer: Peer) -> Welcome:
@@ -112,17 +112,17 @@ class ArenaServer:
 
 
 class ArenaPin(Protocol):
-    """Locks an arena in memory for a device that copies from and to it."""
+    """Registers an arena with a device that copies from and to it."""
 
     def pin(self, arena: memoryview, is_over: Callable[[], bool]) -> None:
-        """Do so, piece by piece, until ``is_over``; on a thread of its own."""
+        """Register it piece by piece until ``is_over``. Called on a thread of its own."""
 
     def unpin(self, arena: memoryview) -> None:
-        """Undo it: the arena is about to be unmapped."""
+        """Unregister it: the arena is about to be unmapped."""
 
 
 class Attachment:
-    """A client's end: the mapped arena, the ticket, and the lifeline."""
+    """A client's side: the mapped arena, the ticket, and the connection that keeps it valid."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class Attachment:
         return self._view[offset : offset + num_bytes]
 
     def fileno(self) -> int:
-        """Return the lifeline, readable once the daemon is gone."""
+        """Return the connection's descriptor; it becomes readable when the daemon is gone."""
         return self._connection.fileno()
 
     def populate(self, is_over: Callable[[], bool]) -> None:
-        """Make page table entries for the whole arena now, so that no copy waits for faults.
+        """Create page table entries for the whole arena, so that no copy waits for page faults.
 
-        Takes about 20 ms per gigabyte, and stops where ``is_over`` says so; meant for a thread of
-        its own. Follows the daemon, which puts memory into the arena while it serves: what we were
-        the first to touch would count for our container, and it may be more than there is. Older
-        kernels lack it. Then it is pinned, where somebody wants it so.
+        Takes about 20 ms per gigabyte and stops when ``is_over``; call it on a thread of its own.
+        It follows the daemon, which commits the arena's memory while it serves: memory that the
+        client touched first would be charged to its own container, which may not have enough.
+        Older kernels lack the call. Afterwards the arena is pinned, if there is a ``pin``.
         """
         self._populate(is_over)
         if self._pin is not None:
@@ -166,7 +166,9 @@ class Attachment:
     def _populate(self, is_over: Callable[[], bool]) -> None:
         size = len(self._view) // PAGE_BYTES * PAGE_BYTES
         with contextlib.suppress(OSError, ValueError):
-            self._mapping.madvise(_POPULATE_WRITE, size - PAGE_BYTES, PAGE_BYTES)  # it can be done
+            self._mapping.madvise(
+                _POPULATE_WRITE, size - PAGE_BYTES, PAGE_BYTES
+            )  # is the call supported?
             for start in range(0, size, _POPULATE_BYTES):
                 length = min(_POPULATE_BYTES, size - start)
                 while os.lseek(self._fd, start, os.SEEK_HOLE) < start + length:
@@ -178,7 +180,7 @@ class Attachment:
                 self._mapping.madvise(_POPULATE_WRITE, start, length)
 
     def close(self) -> None:
-        """Let go of arena and lifeline: the daemon ends the session. Idempotent."""
+        """Unmap the arena and close the connection; the daemon ends the session. Idempotent."""
         pin, self._pin = self._pin, None
         try:
             if pin is not None:
@@ -187,19 +189,19 @@ class Attachment:
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
-            with contextlib.suppress(BufferError):  # a view of it is left, and it goes with that
+            with contextlib.suppress(BufferError):  # a view is left; the mapping ends with it
                 self._view.release()
                 self._mapping.close()
             self._connection.close()
 
     def abandon(self) -> None:
-        """In a forked child, close what it has inherited; the parent's session goes on."""
+        """In a forked child, close what it inherited; the parent's session continues."""
         self._pin = None  # a device is not usable after a fork
         self.close()
 
 
 def attach(socket_path: Path, timeout_s: float, pin: ArenaPin | None = None) -> Attachment:
-    """Get the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
+    """Map the arena of the daemon that serves at ``socket_path``. Raises DaemonUnavailable."""
     connection, message, (fd,) = request_ticket(arena_socket(socket_path), timeout_s, num_fds=1)
     try:
         return Attachment(connection, fd, message, pin)

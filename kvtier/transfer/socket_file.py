@@ -1,4 +1,4 @@
-"""The file of a Unix socket: put in place complete, and removed only by the process that owns it.
+"""The file of a Unix socket: created atomically, and removed only by the process that owns it.
 
 A listener is bound to a temporary name, which is then renamed to its path. So nobody can connect
 before the file has its mode. And a library that unlinks the name it was bound to, as gRPC does when
@@ -69,10 +69,10 @@ class SocketFile:
             return
         if not stat.S_ISSOCK(mode):
             raise self._refusal("is not a socket", "remove it or set another path")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)  # the kernel connects at once, or the queue is full
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)  # the kernel connects at once, or the queue is full
             try:
-                probe.connect(str(self.path))
+                client.connect(str(self.path))
             except (ConnectionRefusedError, FileNotFoundError):
                 return
             except BlockingIOError:

@@ -1,10 +1,10 @@
-"""A Unix socket that the kernel guards: whoever connects is known by uid and gets a ticket.
+"""A Unix socket that identifies each peer by its uid and gives it a ticket.
 
 Theory
 ------
-gRPC does not tell a server which user calls, but the kernel tells it for each connection. So a
-client first connects here. If its user is allowed, the client gets a ticket, which nobody can
-guess, and sends it with each call on other sockets. The connection stays open without any further
+gRPC does not tell a server which user calls, but the kernel does for each connection. So a client
+first connects here. If its user is allowed, the client gets an unguessable ticket, which it sends
+with each call on other sockets. The connection stays open without any further
 data: it is the client's lifeline. The ticket becomes invalid when the client closes the connection
 or its process ends. The process is watched by a pidfd, because a child that it forked may hold the
 connection open. On kernels without pidfds, only the end of the connection counts.
@@ -53,18 +53,18 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One client that was let in."""
+    """One admitted client."""
 
     ticket: str
     place: int
-    """A number below the door's ``num_places`` that is this peer's alone."""
+    """A number below the server's ``num_places`` that no other admitted peer has."""
     pid: int
     uid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a peer is sent beside its ticket: fields, and open files."""
+    """What a peer receives with its ticket: fields and open files."""
 
     fields: Mapping[str, str | int]
     fds: Sequence[int] = ()
@@ -79,7 +79,7 @@ def _nothing(_peer: Peer) -> None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of who connected, as the kernel saw them then."""
+    """Return pid and uid of the peer at the time it connected."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("iII", packed)
     return pid, uid
@@ -109,7 +109,7 @@ def pidfd_of(connection: socket.socket, pid: int, option: int = _SO_PEERPIDFD) -
 
 
 def socket_mode(allowed_uids: Collection[int]) -> int:
-    """Return the mode of a socket file: open to all if the door checks users."""
+    """Return the mode of a socket file: open to all if the server checks users."""
     return 0o666 if allowed_uids else 0o600
 
 
@@ -127,9 +127,9 @@ class _Entry:
 
 
 class TicketServer:
-    """Lets in root, this process's own user and ``allowed_uids``, ``num_places`` at a time.
+    """Admits root, this process's own user and ``allowed_uids``, ``num_places`` peers at a time.
 
-    ``welcome`` returns what a peer is sent; ``on_end`` is called when one is gone. A peer is
+    ``welcome`` returns what a peer is sent; ``on_end`` is called when a peer is gone. A peer is
     disconnected unless ``keep`` is called for it within ``patience_s``.
     """
 
@@ -167,7 +167,7 @@ class TicketServer:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the socket file is still this door's."""
+        """Return whether the socket file is still this server's."""
         return self._file is not None and self._file.is_in_place()
 
     async def reopen(self) -> None:
@@ -204,7 +204,7 @@ class TicketServer:
         return True
 
     async def stop(self) -> None:
-        """Let nobody in any more, and disconnect all peers."""
+        """Admit no more peers, and disconnect all."""
         if self._file is not None:
             self._file.remove()
         await self._close_listener()
@@ -229,7 +229,7 @@ class TicketServer:
                 continue
             try:
                 self._admit(connection)
-            except Exception:  # of one client: those who come next are let in all the same
+            except Exception:  # of one client: the next ones are admitted all the same
                 self._warnings.exception("a client could not be let in")
                 connection.close()
 
@@ -328,11 +328,11 @@ def _turn_away(connection: socket.socket, reason: str) -> None:
 def request_ticket(
     path: Path, timeout_s: float, num_fds: int = 0
 ) -> tuple[socket.socket, dict[str, str | int], list[int]]:
-    """Be let in at ``path``: returns the lifeline, the message and the files that came with it.
+    """Connect to the ticket server at ``path``; returns the connection, the message and its files.
 
-    A door lies beside its daemon's socket, with one more suffix. The ticket, ``message["ticket"]``,
-    is good until the lifeline is closed. Raises DaemonUnavailable, which says why where the daemon
-    did.
+    The server's path is the daemon's socket with one more suffix. The ticket,
+    ``message["ticket"]``, is valid until the connection is closed. Raises DaemonUnavailable, with
+    the daemon's reason if it gave one.
     """
     daemon = path.with_suffix("")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -362,6 +362,6 @@ def request_ticket(
 
 
 def _fields(content: bytes) -> dict[str, str | int]:
-    """Return a message's fields, none where it is something else."""
+    """Return a message's fields; none if it is not an object."""
     message = json.loads(content)
     return message if isinstance(message, dict) else {}

@@ -1,4 +1,4 @@
-"""gRPC channels as clients and commands use them."""
+"""gRPC channels for clients and commands."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ class _QuietChannel:
 
 
 def quiet_channel(channel: grpc.Channel) -> grpc.Channel:
-    """Return ``channel`` such that replies that cannot be parsed log no traceback.
+    """Wrap ``channel`` so that replies that cannot be parsed log no traceback.
 
     Their calls still fail with INTERNAL.
     """

@@ -1,7 +1,6 @@
-"""Between the words of the node and those of the wire.
+"""Converts between kvtier's types and protocol messages.
 
-What a client sends is made here, and what the daemon answers is read here. What comes from outside
-into the daemon is read, and distrusted, by ``kvtier.wire.incoming``.
+The daemon reads what clients send with ``kvtier.wire.incoming``, which validates it.
 """
 
 import re
@@ -53,15 +52,15 @@ __all__ = [
 ]
 
 PROTOCOL = 3
-"""Version of what the messages mean: the newest that this side speaks. A new field that a reader
-may leave unread needs no new number; a new word, such as a tier or a reason for a plan, does, and
-is said only to those who agreed on that number."""
+"""The newest protocol version that this side speaks. A new field that readers may ignore needs no
+new version. A new value, such as a tier or a reason for a plan, does, and is sent only to peers
+that agreed on that version."""
 
 OLDEST_PROTOCOL = 3
-"""The oldest that this side still speaks, as client and as daemon."""
+"""The oldest protocol version that this side speaks, as client and as daemon."""
 
 _TOKENS_MAX = 2**31 - 1
-"""More than any model reads; what fits the wire's numbers."""
+"""More than any model accepts, and within the range of the messages' numbers."""
 
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 _NAMED = re.compile(r"[!-~]+")
@@ -80,7 +79,7 @@ _PURPOSES: Mapping[LoadPurpose, "pb.LoadRequest.Purpose.ValueType"] = {
 
 
 def agreed_protocol(newest: int, oldest: int) -> int:
-    """Return the newest protocol that a client speaks too; ValueError says whom to upgrade."""
+    """Return the newest version that both sides speak; ValueError says which side to upgrade."""
     oldest = min(oldest or newest, newest)
     agreed = min(newest, PROTOCOL)
     if agreed >= max(oldest, OLDEST_PROTOCOL):
@@ -97,29 +96,29 @@ def _span(oldest: int, newest: int) -> str:
 
 
 def tier_to_wire(tier: TierName) -> "pb.Tier.ValueType":
-    """Return the wire's number for a tier."""
+    """Return the message value of a tier."""
     return _TO_WIRE[tier]
 
 
 def tier_from_wire(number: "pb.Tier.ValueType") -> TierName:
-    """Return the tier for a number; raises KeyError for one that is none."""
+    """Return the tier of a message value; raises KeyError for an unknown one."""
     return _FROM_WIRE[number]
 
 
 def purpose_to_wire(purpose: LoadPurpose) -> "pb.LoadRequest.Purpose.ValueType":
-    """Return the wire's number for what a load is for."""
+    """Return the message value of a load's purpose."""
     return _PURPOSES[purpose]
 
 
 def purpose_from_wire(number: "pb.LoadRequest.Purpose.ValueType") -> LoadPurpose:
-    """Return what a load is for; one that we do not know brings and copies, as all did once."""
+    """Return a load's purpose; an unknown one promotes and copies, as all loads once did."""
     return next((each for each, own in _PURPOSES.items() if own == number), LoadPurpose.COPY)
 
 
 def tiers_from_wire(
     tiers: Iterable["pb.Tier.ValueType"], lengths: Iterable[int]
 ) -> tuple[TierName, ...]:
-    """Return the tier of each block, given runs of one tier each."""
+    """Return the tier of each block, from runs of blocks in one tier."""
     each: list[TierName] = []
     for tier, length in zip(tiers, lengths, strict=True):
         each += [tier_from_wire(tier)] * length
@@ -127,7 +126,7 @@ def tiers_from_wire(
 
 
 def traits_to_wire(traits: RequestTraits) -> pb.Traits:
-    """Return what is said of a request; what is not known is left out."""
+    """Return a request's traits as a message; unknown ones are left out."""
     return pb.Traits(
         request_id=traits.request_id,
         num_tokens=traits.num_tokens,
@@ -142,10 +141,10 @@ def traits_to_wire(traits: RequestTraits) -> pb.Traits:
 
 
 def traits_fault(traits: RequestTraits) -> str:
-    """Return which of the traits makes no sense, and what would, or nothing.
+    """Return which trait is invalid and what is valid, or an empty string.
 
-    Both sides ask: the client before it sends, so that one request costs others nothing, and the
-    daemon of whatever it gets.
+    Both sides check: the client before it sends, so that one bad request does not affect others in
+    the same call, and the daemon for whatever it receives.
     """
     lengths = (
         ("request_id", traits.request_id, REQUEST_ID_CHARACTERS_MAX, _NAMED),
@@ -172,7 +171,7 @@ def traits_fault(traits: RequestTraits) -> str:
 
 
 def layout_to_wire(layout: KVLayout) -> pb.Layout:
-    """Return how blocks are arranged."""
+    """Return a block layout as a message."""
     return pb.Layout(
         name=layout.name,
         version=layout.version,
@@ -184,19 +183,19 @@ def layout_to_wire(layout: KVLayout) -> pb.Layout:
 
 
 def load_to_wire(load: EngineLoad) -> pb.EngineLoad:
-    """Return what an engine has to do."""
+    """Return an engine's load as a message."""
     return pb.EngineLoad(waiting_tokens=load.waiting_tokens, running=load.num_running)
 
 
 def flops_to_wire(flops: ModelFlops) -> pb.ModelFlops:
-    """Return what a model takes."""
+    """Return a model's FLOPs as a message."""
     return pb.ModelFlops(
         per_token=flops.per_token, per_attended=flops.per_attended, per_s=flops.per_s
     )
 
 
 def step_to_wire(step: StepSample) -> pb.Step:
-    """Return what one step took."""
+    """Return a step's sample as a message."""
     return pb.Step(
         prefill_tokens=step.num_prefill_tokens,
         decode_tokens=step.num_decode_tokens,
@@ -207,7 +206,7 @@ def step_to_wire(step: StepSample) -> pb.Step:
 
 
 def outcome_to_wire(outcome: PlanOutcome) -> pb.Outcome:
-    """Return what came of a plan."""
+    """Return a plan's outcome as a message."""
     return pb.Outcome(
         decision=outcome.decision,
         tiers=[tier_to_wire(tier) for tier, _ in outcome.tiers],
@@ -221,7 +220,7 @@ def outcome_to_wire(outcome: PlanOutcome) -> pb.Outcome:
 
 
 def plan_to_wire(plan: RestorePlan) -> pb.Plan:
-    """Return a plan; what is waited is rounded down to milliseconds, but never to none."""
+    """Return a plan as a message; the wait is rounded down to milliseconds, but never to 0."""
     return pb.Plan(
         decision=plan.decision,
         blocks=plan.num_blocks,
@@ -238,7 +237,7 @@ def plan_to_wire(plan: RestorePlan) -> pb.Plan:
 
 
 def plan_from_wire(plan: pb.Plan) -> RestorePlan:
-    """Return a plan; raises ValueError for one of another protocol."""
+    """Return a plan; raises ValueError for one of another protocol version."""
     return RestorePlan(
         decision=plan.decision,
         num_blocks=plan.blocks,
@@ -253,12 +252,12 @@ def plan_from_wire(plan: pb.Plan) -> RestorePlan:
 
 
 def change_to_wire(change: ResidencyChange) -> pb.Change:
-    """Return what came to a tier, or left it."""
+    """Convert a change of residency."""
     tier = pb.TIER_UNSPECIFIED if change.tier is None else tier_to_wire(change.tier)
     return pb.Change(tier=tier, there=change.is_there, hashes=change.keys.tobytes())
 
 
 def change_from_wire(change: pb.Change) -> ResidencyChange:
-    """Return what came to a tier, or left it."""
+    """Convert a change of residency."""
     tier = tier_from_wire(change.tier) if change.tier else None
     return ResidencyChange(tier, change.there, as_keys(change.hashes))

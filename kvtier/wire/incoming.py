@@ -1,11 +1,10 @@
-"""What engines say, as the node takes it: anything that makes no sense is refused by its name.
+"""Reads and validates what engines send to the daemon.
 
 Rules
 -----
-* ``ValueError`` names the field and says what it may be; the service turns it into a refusal.
-* A step that cannot be is left out without a word: measurements are many, and one more or less
-  changes nothing. Everything else was said on purpose, and is refused.
-* A client that leaves a field out is served as if it had said nothing.
+* An invalid field raises ``ValueError`` with its name and range; the service refuses the call.
+* Impossible step samples are dropped silently: among so many, one does not matter.
+* A field that is left out counts as not stated.
 """
 
 from collections.abc import Sequence
@@ -29,28 +28,28 @@ from kvtier.wire.convert import tier_from_wire, traits_fault
 
 __all__ = [
     "check_length",
-    "flops_of",
-    "layout_of",
-    "load_of",
-    "outcomes_of",
-    "over_of",
-    "steps_of",
-    "tenant_of",
-    "traits_of",
+    "ended_ids_from_wire",
+    "flops_from_wire",
+    "layout_from_wire",
+    "load_from_wire",
+    "outcomes_from_wire",
+    "steps_from_wire",
+    "tenant_from_wire",
+    "traits_from_wire",
 ]
 
 _TOKENS_MAX = 2**40
-"""Tokens that wait, or were attended to, on one engine: far above what a day computes."""
+"""Bound on tokens waiting, or attended to, on one engine: far above what a day computes."""
 
 _FLOPS_MAX = 1e24
-"""Above any machine, and far below where sums of it would no longer be numbers."""
+"""Above any machine, and low enough that sums stay finite."""
 
 _ATTENDED_MAX = 1e18
-"""In tokens squared: a million prompts of a million tokens in one step."""
+"""Bound in tokens squared: a million prompts of a million tokens in one step."""
 
 
-def traits_of(traits: pb.Traits) -> RequestTraits:
-    """Return what is said of a request."""
+def traits_from_wire(traits: pb.Traits) -> RequestTraits:
+    """Return a request's traits."""
     said = RequestTraits(
         request_id=traits.request_id,
         num_tokens=traits.num_tokens,
@@ -69,8 +68,8 @@ def traits_of(traits: pb.Traits) -> RequestTraits:
     return said
 
 
-def layout_of(layout: pb.Layout) -> KVLayout:
-    """Return how an engine arranges its blocks."""
+def layout_from_wire(layout: pb.Layout) -> KVLayout:
+    """Return an engine's block layout."""
     return KVLayout(
         layout.name,
         layout.version,
@@ -81,29 +80,29 @@ def layout_of(layout: pb.Layout) -> KVLayout:
     )
 
 
-def load_of(load: pb.EngineLoad) -> EngineLoad:
-    """Return what an engine has to do."""
+def load_from_wire(load: pb.EngineLoad) -> EngineLoad:
+    """Return an engine's load."""
     _check("load.waiting_tokens", load.waiting_tokens, _TOKENS_MAX)
     return EngineLoad(load.waiting_tokens, load.running)
 
 
-def flops_of(flops: pb.ModelFlops) -> ModelFlops:
-    """Return what a model takes."""
+def flops_from_wire(flops: pb.ModelFlops) -> ModelFlops:
+    """Return a model's FLOPs."""
     for name in ("per_token", "per_attended", "per_s"):
         _check(f"flops.{name}", getattr(flops, name), _FLOPS_MAX)
     return ModelFlops(flops.per_token, flops.per_attended, flops.per_s)
 
 
-def over_of(ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of requests that are over."""
+def ended_ids_from_wire(ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of finished requests."""
     check_length("over", ids, ENDED_REQUESTS_MAX)
     for place, each in enumerate(ids):
         check_length(f"over[{place}]", each, REQUEST_ID_CHARACTERS_MAX)
     return tuple(ids)
 
 
-def steps_of(steps: Sequence[pb.Step]) -> tuple[StepSample, ...]:
-    """Return the steps of one report that can have been."""
+def steps_from_wire(steps: Sequence[pb.Step]) -> tuple[StepSample, ...]:
+    """Return the plausible step samples of one report."""
     check_length("steps", steps, STEPS_MAX)
     return tuple(
         StepSample(
@@ -120,8 +119,8 @@ def steps_of(steps: Sequence[pb.Step]) -> tuple[StepSample, ...]:
     )
 
 
-def outcomes_of(outcomes: Sequence[pb.Outcome]) -> tuple[PlanOutcome, ...]:
-    """Return what came of plans."""
+def outcomes_from_wire(outcomes: Sequence[pb.Outcome]) -> tuple[PlanOutcome, ...]:
+    """Return the outcomes of plans."""
     check_length("outcomes", outcomes, OUTCOMES_MAX)
     return tuple(_outcome_of(f"outcomes[{at}]", each) for at, each in enumerate(outcomes))
 
@@ -132,8 +131,8 @@ def check_length(name: str, what: Sequence[object], most: int) -> None:
         raise ValueError(f"{name} has {len(what)} entries; {most} is the most")
 
 
-def tenant_of(chain: pb.Chain) -> bytes:
-    """Return a chain's tenant; an operator who leaves it out means that of no salt."""
+def tenant_from_wire(chain: pb.Chain) -> bytes:
+    """Return a chain's tenant; a chain without one belongs to the tenant without a salt."""
     return chain.tenant or NO_TENANT
 
 

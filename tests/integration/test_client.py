@@ -546,7 +546,7 @@ def test_an_engine_that_could_not_tell_of_its_tier_tells_of_it_later(shared: Run
 def test_an_arena_that_outlives_its_daemon_goes_with_its_last_copy(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvtier.client.keeper._CLOSE_TIMEOUT_S", 0.05)
     num_before = num_arenas()
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         assert engine.store(48, 8) == 8

@@ -84,7 +84,7 @@ def test_what_is_corrupt_is_not_held_and_is_told_of(node: RunningNode) -> None:
 def test_a_daemon_that_comes_back_does_not_wait_for_what_is_held(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 60)
+    monkeypatch.setattr("kvtier.client.keeper._CLOSE_TIMEOUT_S", 60)
     daemon = node.daemon()
     with daemon, PatternEngine(node.socket) as engine:
         engine.store(1)

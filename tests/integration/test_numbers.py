@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.client.client import Client, OwnTier
+from kvtier.client import Client, OwnTier
 from kvtier.config import load_config
 from kvtier.core.plan import EngineLoad, StepSample
 from kvtier.observe.daemon_metrics import (

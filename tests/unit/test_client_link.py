@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvtier.client.keeper import ChangeForwarder
 from kvtier.client.link import open_link
-from kvtier.client.watch import ChangeForwarder
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
 from kvtier.core.residency_change import RESYNC, ResidencyChange

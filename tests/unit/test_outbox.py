@@ -51,9 +51,9 @@ def test_requests_are_told_in_order_and_before_their_end() -> None:
 def test_a_request_that_is_looked_up_needs_no_announcement() -> None:
     box = Outbox()
     box.announce([request("a"), request("b")], [])
-    box.take_back("a")
-    box.take_back("a")
-    box.take_back("never heard of")
+    box.withdraw("a")
+    box.withdraw("a")
+    box.withdraw("never heard of")
     assert names(box) == ["b"]
     box.announce([request("a")], [])
     assert names(box) == ["a"], "the next one of that name is another"
@@ -62,7 +62,7 @@ def test_a_request_that_is_looked_up_needs_no_announcement() -> None:
 def test_requests_without_a_name_are_all_told() -> None:
     box = Outbox()
     box.announce([request(""), request("")], [])
-    box.take_back("")
+    box.withdraw("")
     assert names(box) == ["", ""]
 
 
@@ -105,7 +105,7 @@ def test_another_daemon_is_not_told_of_the_last_ones_requests() -> None:
     box.announce([request("a")], ["b"])
     box.note_outcome(outcome(1))
     box.note_steps([step(0.1)], EngineLoad())
-    box.renew()
+    box.begin_session()
     assert names(box) == []
     measured = box.take_measured()
     assert measured.outcomes == []

@@ -23,7 +23,12 @@ from kvtier.wire.convert import (
     traits_fault,
     traits_to_wire,
 )
-from kvtier.wire.incoming import load_of, outcomes_of, steps_of, traits_of
+from kvtier.wire.incoming import (
+    load_from_wire,
+    outcomes_from_wire,
+    steps_from_wire,
+    traits_from_wire,
+)
 
 SECONDS = st.floats(0, SAMPLE_MAX_S)
 TOKENS = st.integers(0, 2**31 - 1)
@@ -59,13 +64,13 @@ PLANS = st.builds(
 def test_traits_arrive(traits: RequestTraits) -> None:
     assert traits_fault(traits) == ""
     sent = pb.Traits.FromString(traits_to_wire(traits).SerializeToString())
-    assert traits_of(sent) == traits
+    assert traits_from_wire(sent) == traits
 
 
 def test_what_is_not_said_is_not_known() -> None:
-    assert traits_of(pb.Traits()) == NO_TRAITS
+    assert traits_from_wire(pb.Traits()) == NO_TRAITS
     assert traits_to_wire(NO_TRAITS).SerializeToString() == b""
-    assert load_of(pb.EngineLoad()) == EngineLoad()
+    assert load_from_wire(pb.EngineLoad()) == EngineLoad()
 
 
 @given(PLANS)
@@ -100,7 +105,7 @@ def test_a_plan_of_another_version_is_a_fault() -> None:
     )
 )
 def test_outcomes_arrive(outcome: PlanOutcome) -> None:
-    assert outcomes_of([outcome_to_wire(outcome)]) == (outcome,)
+    assert outcomes_from_wire([outcome_to_wire(outcome)]) == (outcome,)
 
 
 @given(
@@ -117,7 +122,7 @@ def test_outcomes_arrive(outcome: PlanOutcome) -> None:
     )
 )
 def test_whatever_is_said_of_steps_what_arrives_can_have_been(steps: list[StepSample]) -> None:
-    arrived = steps_of([step_to_wire(step) for step in steps])
+    arrived = steps_from_wire([step_to_wire(step) for step in steps])
     for step in arrived:
         assert step in steps
         assert 0 < step.seconds <= SAMPLE_MAX_S
@@ -126,7 +131,9 @@ def test_whatever_is_said_of_steps_what_arrives_can_have_been(steps: list[StepSa
 
 @given(TOKENS, st.integers(0, 1000))
 def test_loads_arrive(waiting: int, running: int) -> None:
-    assert load_of(load_to_wire(EngineLoad(waiting, running))) == EngineLoad(waiting, running)
+    assert load_from_wire(load_to_wire(EngineLoad(waiting, running))) == EngineLoad(
+        waiting, running
+    )
 
 
 @given(st.sampled_from([f.name for f in fields(RequestTraits)]), st.floats(allow_nan=True))

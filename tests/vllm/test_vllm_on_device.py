@@ -123,7 +123,7 @@ class HangingDevice(LazyDevice):
 def test_a_device_that_hangs_over_an_arena_costs_no_later_session(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtier.client.client._CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvtier.client.keeper._CLOSE_TIMEOUT_S", 0.5)
     device, daemon, num_before = HangingDevice(), node.daemon(), num_arenas()
     with DeviceVllm(node.socket, device) as small:
         assert device.is_shown.wait(10)

@@ -28,13 +28,13 @@ from kvtier.wire.convert import (
 )
 from kvtier.wire.incoming import (
     check_length,
-    flops_of,
-    layout_of,
-    load_of,
-    outcomes_of,
-    over_of,
-    steps_of,
-    traits_of,
+    ended_ids_from_wire,
+    flops_from_wire,
+    layout_from_wire,
+    load_from_wire,
+    outcomes_from_wire,
+    steps_from_wire,
+    traits_from_wire,
 )
 
 __all__ = ["EngineServicer"]
@@ -78,8 +78,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 "share the daemon's socket directory with the engine's container",
             )
         try:
-            layout = layout_of(request.layout)
-            flops = flops_of(request.flops)
+            layout = layout_from_wire(request.layout)
+            flops = flops_from_wire(request.flops)
         except ValueError as error:
             await _refuse(context, "registration", str(error))
         ticket = request.ticket.decode("ascii")
@@ -119,9 +119,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         steps, outcomes, load = await _read(
             context,
             lambda: (
-                steps_of(request.steps),
-                outcomes_of(request.outcomes),
-                load_of(request.load),
+                steps_from_wire(request.steps),
+                outcomes_from_wire(request.outcomes),
+                load_from_wire(request.load),
             ),
         )
         await self._ask(
@@ -146,7 +146,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceReply:
         """Note which requests have come, and which are over."""
         requests, over = await _read(
-            context, lambda: (_announced_of(request.requests), over_of(request.over))
+            context, lambda: (_announced_of(request.requests), ended_ids_from_wire(request.over))
         )
         await self._ask(context, lambda call: ev.Announce(call, request.session, requests, over))
         return pb.AnnounceReply()
@@ -155,7 +155,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Tell which blocks could be loaded, and how many of them should be."""
         start_ns = time.monotonic_ns()
         traits, load = await _read(
-            context, lambda: (traits_of(request.traits), load_of(request.load))
+            context, lambda: (traits_from_wire(request.traits), load_from_wire(request.load))
         )
         with TRACES.serve("decision", context.invocation_metadata()) as mark:
             answer = await self._ask(
@@ -244,7 +244,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.PrepareStoreRequest, context: _Context
     ) -> pb.PrepareStoreReply:
         """Lease slots for new blocks."""
-        traits = await _read(context, lambda: traits_of(request.traits))
+        traits = await _read(context, lambda: traits_from_wire(request.traits))
         num_prompt_blocks = request.prompt_blocks if request.HasField("prompt_blocks") else -1
         with TRACES.serve("admission", context.invocation_metadata()) as mark:
             answer = await self._ask(
@@ -328,7 +328,7 @@ def _announced_of(requests: Sequence[pb.Announced]) -> tuple[ev.AnnouncedRequest
     check_length("requests", requests, ANNOUNCED_MAX)
     return tuple(
         ev.AnnouncedRequest(
-            traits_of(each.traits), each.chain.tenant, each.chain.hashes, each.first
+            traits_from_wire(each.traits), each.chain.tenant, each.chain.hashes, each.first
         )
         for each in requests
     )

@@ -24,7 +24,7 @@ from kvtier.tiers.base import Health
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.wire.convert import tier_from_wire, tier_to_wire
-from kvtier.wire.incoming import tenant_of
+from kvtier.wire.incoming import tenant_from_wire
 
 __all__ = [
     "ExplainQuestion",
@@ -179,7 +179,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         question = ExplainQuestion(
             request.request_id,
             request.key_space,
-            tenant_of(request.chain),
+            tenant_from_wire(request.chain),
             request.chain.hashes,
             request.num_tokens,
             request.unsalted.hashes,
@@ -192,7 +192,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinReply:
         """Keep a chain's blocks, or let them go again."""
-        tenant, hashes = tenant_of(request.chain), request.chain.hashes
+        tenant, hashes = tenant_from_wire(request.chain), request.chain.hashes
         await _check_chain(context, request.key_space, tenant, hashes)
         if request.ttl_s > GAP_MAX_S:
             said = f"ttl_s is {request.ttl_s}; it goes from 0 to {GAP_MAX_S}"
@@ -208,7 +208,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     async def Warm(self, request: pb.WarmRequest, context: _Context) -> pb.WarmReply:
         """Bring a chain's blocks into the CPU tier."""
-        tenant, hashes = tenant_of(request.chain), request.chain.hashes
+        tenant, hashes = tenant_from_wire(request.chain), request.chain.hashes
         await _check_chain(context, request.key_space, tenant, hashes)
         deadline_ns = _deadline_ns(request.deadline_ms)
         answer = await self._driver.ask(

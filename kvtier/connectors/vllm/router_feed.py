@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.client.watch import OnChanges
+from kvtier.client.types import OnChanges
 from kvtier.connectors.kit.residency import TIER_BIT, BlockResidency
 from kvtier.connectors.vllm.request import TrackedRequest
 from kvtier.core.identity import HASH_BYTES, BlockHash
