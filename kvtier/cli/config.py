@@ -1,4 +1,4 @@
-"""``kvtier config``: check a configuration, show what holds, and have it read again."""
+"""``kvtier config``: checks, shows and reloads the configuration."""
 
 import argparse
 import contextlib
@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.api.rpc.operator_client import local_operator
 from kvtier.cli.call import add_target_options, call_daemon, target_from
+from kvtier.cli.formatting import count_noun
 from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import find_problems
 from kvtier.config import Config
@@ -22,7 +23,7 @@ __all__ = ["add_options", "run"]
 
 _TIMEOUT_S = 2.0
 _RELOAD_TIMEOUT_S = 20.0
-"""One that is under way may have to end first, and each waits for a file for some seconds."""
+"""A reload in progress has to finish first, and each may wait seconds for a file."""
 
 _DEFAULT = "default"
 
@@ -32,41 +33,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     check = verbs.add_parser(
         "check",
-        help="say all that is wrong with a configuration",
-        description="Say all that is wrong with a configuration, a line each. Looks at nothing "
-        "but the file, unless the machine is to be checked too. Exit code 2 where something is.",
+        help="report all errors in a configuration",
+        description="Report all errors in a configuration, one per line. Exit code 2 if there are "
+        "any. Only the configuration is checked, unless --machine is given.",
     )
     add_config_options(check)
     check.add_argument(
         "--machine",
         action="store_true",
-        help="check memory, ports, directories and files too, as `kvtier serve` does at its start",
+        help="also check memory, ports, directories and files, as `kvtier serve` does at startup",
     )
     show = verbs.add_parser(
         "show",
-        help="show values, and where each came from",
-        description="Show the keys that are set, or with --effective all of them, as a TOML file "
-        "with the source of each value behind it. Secrets are hidden.",
+        help="show values and their sources",
+        description="Show the keys that are set, or all keys with --effective, as a TOML file with "
+        "the source of each value. Secrets are hidden.",
     )
     add_target_options(show)
-    show.add_argument("--effective", action="store_true", help="defaults too")
+    show.add_argument("--effective", action="store_true", help="include defaults")
     show.add_argument(
-        "--running", action="store_true", help="what the running daemon goes by, as it says itself"
+        "--running", action="store_true", help="show the configuration of the running daemon"
     )
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--toml", action="store_true", help="print TOML (as without it)")
+    form.add_argument("--toml", action="store_true", help="print TOML (the default)")
     verbs.add_parser(
         "schema",
-        help="print the JSON Schema of the file",
+        help="print the JSON Schema of the configuration file",
         description="Print the JSON Schema (draft 2020-12) of the configuration file, for editors "
         "and CI.",
     )
     reload = verbs.add_parser(
         "reload",
-        help="have the running daemon read its configuration again",
-        description="Have the running daemon read its file and its keys again and apply what can "
-        "be applied without a restart: all of it, or nothing. Exit code 1 where it refuses.",
+        help="reload the configuration of the running daemon",
+        description="Let the running daemon reload its configuration file and secrets, and apply "
+        "what does not need a restart: everything, or nothing. Exit code 1 if it rejects them.",
     )
     add_target_options(reload)
     reload.add_argument("--json", action="store_true", help="print JSON")
@@ -74,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the verb says."""
+    """Run the verb."""
     match options.verb:
         case "check":
             return _check(options)
@@ -91,17 +92,17 @@ def _check(options: argparse.Namespace) -> int:
     if not isinstance(read, Config):
         return _refuse(read)
     num_set = sum(each["source"] != _DEFAULT for each in document(read).values())
-    said = f"{options.config or 'the configuration'} is good, keys set: {num_set}"
+    result = f"{options.config or 'configuration'}: OK ({count_noun(num_set, 'key')} set)"
     if not options.machine:
-        print(said)
+        print(result)
     elif _is_served(read.daemon.socket):
-        print(f"{said}; the machine was not checked, for a daemon runs here and has what it needs")
+        print(f"{result}; machine not checked: a daemon is running here")
     else:
-        with _leaving_nothing(read.daemon.socket.parent, read.ssd.directory):
+        with _removing_created(read.daemon.socket.parent, read.ssd.directory):
             found = find_problems(read)
         if found:
-            return _refuse([_located(lack, read) for lack in found])
-        print(f"{said}; the machine has what it takes")
+            return _refuse([_located(problem, read) for problem in found])
+        print(f"{result}; machine: OK")
     return 0
 
 
@@ -113,10 +114,10 @@ def _is_served(socket: Path) -> bool:
         return False
 
 
-def _located(lack: StartError, config: Config) -> StartError:
-    """Add where the value came from."""
-    problem = f"{lack.problem} ({config.source_of(lack.field)})"
-    return StartError(lack.field, problem, lack.remedy)
+def _located(error: StartError, config: Config) -> StartError:
+    """Add the source of the value."""
+    problem = f"{error.problem} ({config.source_of(error.field)})"
+    return StartError(error.field, problem, error.remedy)
 
 
 def _refuse(faults: Sequence[StartError]) -> int:
@@ -126,8 +127,8 @@ def _refuse(faults: Sequence[StartError]) -> int:
 
 
 @contextlib.contextmanager
-def _leaving_nothing(*directories: Path) -> Iterator[None]:
-    """Remove directories that were made within the context, to see whether they can be."""
+def _removing_created(*directories: Path) -> Iterator[None]:
+    """Remove directories that the context creates as a check."""
     missing = {
         folder
         for directory in directories
@@ -138,7 +139,7 @@ def _leaving_nothing(*directories: Path) -> Iterator[None]:
         yield
     finally:
         for folder in sorted(missing, key=lambda each: len(each.parts), reverse=True):
-            with contextlib.suppress(OSError):  # never made, or by now somebody's
+            with contextlib.suppress(OSError):  # never created, or in use by now
                 folder.rmdir()
 
 
@@ -157,7 +158,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
     else:
-        print(render_toml(found) or "# every key has its default")
+        print(render_toml(found) or "# all keys are at their defaults")
     return 0
 
 
@@ -165,7 +166,7 @@ def _no_socket_options(options: argparse.Namespace) -> None:
     for option in ("connect", "token_file", "ca"):
         if getattr(options, option) is not None:
             name = f"--{option.replace('_', '-')}"
-            raise StartError(name, "is for a running daemon", "add --running, or leave it out")
+            raise StartError(name, "only valid with --running", "add --running, or omit it")
 
 
 def _reload(options: argparse.Namespace) -> int:
@@ -173,20 +174,20 @@ def _reload(options: argparse.Namespace) -> int:
     reply = call_daemon(
         target, lambda stub: stub.Reload(pb.ReloadRequest(), timeout=_RELOAD_TIMEOUT_S)
     )
-    told = json.loads(reply.json)
+    result = json.loads(reply.json)
     if options.json:
         print(reply.json)
-        return int(told["outcome"] == "refused")
-    for change in told["changed"]:
+        return int(result["outcome"] == "refused")
+    for change in result["changed"]:
         print(change)
-    for reason in told["reasons"]:
+    for reason in result["reasons"]:
         print(f"kvtier: {reason}", file=sys.stderr)
-    print(_OUTCOMES[told["outcome"]])
-    return int(told["outcome"] == "refused")
+    print(_OUTCOMES[result["outcome"]])
+    return int(result["outcome"] == "refused")
 
 
 _OUTCOMES: Mapping[str, str] = {
     "applied": "applied",
-    "unchanged": "nothing has changed",
-    "refused": "refused, nothing was applied",
+    "unchanged": "no changes",
+    "refused": "rejected, nothing was applied",
 }

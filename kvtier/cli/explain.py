@@ -1,226 +1,244 @@
-"""``kvtier explain``: what is cached of a prompt or a request, what was decided, and why."""
+"""``kvtier explain``: shows what is cached of a prompt, what was decided about a request, and why.
+
+The text has 80 columns, in this order: what is cached, what is missing and why, what was decided,
+and how it turned out.
+"""
 
 import argparse
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvtier.cli.call import Target, add_target_options, call_daemon, target_from
-from kvtier.cli.chain import HashedPrompt, add_prompt_options, has_prompt, prompt_from, require_utf8
-from kvtier.cli.formatting import COLUMNS, format_bytes, format_count, format_seconds, printable
+from kvtier.cli.formatting import (
+    COLUMNS,
+    count_noun,
+    format_bytes,
+    format_count,
+    format_seconds,
+    join_parts,
+    printable,
+)
+from kvtier.cli.prompt import (
+    HashedPrompt,
+    add_prompt_options,
+    has_prompt,
+    prompt_from,
+    require_utf8,
+)
 from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
-from kvtier.v1 import operator_pb2_grpc
 
 __all__ = ["add_options", "explain_text", "run"]
 
 _TIMEOUT_S = 10.0
+_LABEL_WIDTH = 14
+_RUNS_SHOWN = 6
+
+_Document = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     add_target_options(parser)
-    parser.add_argument("--request", metavar="ID", help="a recent request, by the id of its answer")
+    parser.add_argument("--request", metavar="ID", help="id of a recent request, from its response")
     add_prompt_options(parser)
     parser.add_argument(
-        "--text", action="store_true", help="show the text where the two prompts part"
+        "--text",
+        action="store_true",
+        help="show the text around the point where the prompts diverge",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is known; exit code 2 where nothing is."""
+    """Print what is known; exit code 2 if nothing is."""
     request_id: str | None = options.request
     if request_id is None and not has_prompt(options):
-        raise StartError("explain", "of what?", "give --request ID, --prompt TEXT or --tokens FILE")
-    if request_id == "":  # mostly a shell variable that is not set
-        raise StartError("--request", "is empty", "give the id of an answer")
+        raise StartError(
+            "explain", "nothing to explain", "pass --request, --prompt, --messages or --tokens"
+        )
+    if request_id == "":  # mostly an unset shell variable
+        raise StartError("--request", "is empty", "give the id from a response")
     request_id = require_utf8("--request", request_id or "")
     target = target_from(options)
     daemon = target if isinstance(target, Path) else None
-    chain = None
+    prompt = None
     if has_prompt(options):
-        chain = prompt_from(options, with_text=options.text, daemon=daemon)
-    document = _explained(target, request_id, chain)
-    if chain is not None:
-        document["prompt"] = dict(chain.told)
+        prompt = prompt_from(options, with_text=options.text, daemon=daemon)
+    document = _fetch(target, request_id, prompt)
+    if prompt is not None:
+        document["prompt"] = dict(prompt.answer)
     print(json.dumps(document) if options.json else explain_text(document))
     return 0
 
 
-def _explained(target: Target, request_id: str, chain: HashedPrompt | None) -> dict[str, Any]:
-    """Ask for a request, under the names that it may go by, and for a chain."""
-    # An answer may be several completions; the engine's own id has the number of one behind it.
+def _fetch(target: Target, request_id: str, prompt: HashedPrompt | None) -> dict[str, Any]:
+    """Return the daemon's document about a request and a prompt. Raises StartError."""
+    # A response may have several completions: the engine adds the number of each to the id.
     names = [request_id, f"{request_id}-0"] if request_id else [""]
     document: dict[str, Any] | None = None
     for name in names:
-        question = pb.ExplainRequest(request_id=name)
-        if chain is not None:
-            question.key_space = chain.key_space
-            question.chain.CopyFrom(chain.message)
-            question.unsalted.hashes = chain.unsalted
-            question.num_tokens = chain.num_tokens
-        told = call_daemon(target, _explain(question))
-        document = json.loads(told) if told else document
+        request = pb.ExplainRequest(request_id=name)
+        if prompt is not None:
+            request.key_space = prompt.key_space
+            request.chain.CopyFrom(prompt.chain)
+            request.unsalted.hashes = prompt.unsalted
+            request.num_tokens = prompt.num_tokens
+        answer = _call(target, request)
+        document = json.loads(answer) if answer else document
         if document is not None and document["decision"]:
             break
     if document is not None:
         return document | {"request_id": request_id}
     raise StartError(
         "--request",
-        f"no decision about {request_id!r} is remembered",
-        "give the id of a recent answer; one for which the GPU had all has no decision",
+        f"no decision recorded for {request_id!r}",
+        "give the id of a recent request; those served entirely from the GPU have no decision",
     )
 
 
-def _explain(question: pb.ExplainRequest) -> Callable[[operator_pb2_grpc.OperatorStub], str]:
-    return lambda stub: stub.Explain(question, timeout=_TIMEOUT_S).json
-
-
-_MARGIN = 14
-"""Where what is said begins; before it, of what."""
-
-_RUNS_SHOWN = 6
-
-_Document = Mapping[str, Any]
+def _call(target: Target, request: pb.ExplainRequest) -> str:
+    return call_daemon(target, lambda stub: stub.Explain(request, timeout=_TIMEOUT_S).json)
 
 
 def explain_text(document: _Document) -> str:
-    """Return the whole document for people."""
-    parts = [
+    """Return the document as text."""
+    parts: list[Sequence[str]] = [
         [*_prompt(document.get("prompt"))],
         [*_chain(document["chain"])],
         [*_decision(document["decision"])],
     ]
     if document["request_id"] and not document["decision"]:
-        parts.append(_said("decision", f"none about {document['request_id']} is remembered"))
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+        parts.append(_line("decision", f"none recorded for {document['request_id']}"))
+    return join_parts(parts)
 
 
 def _prompt(prompt: _Document | None) -> Iterator[str]:
     if prompt is None:
         return
     tokens, block_tokens = prompt["num_tokens"], prompt["block_tokens"]
-    whole = tokens // block_tokens
-    line = f"{format_count(tokens)} tokens: {format_count(whole)} full blocks of {block_tokens}"
-    yield from _said("prompt", f"{line}, {_salted(prompt['tenant'])}")
+    blocks = count_noun(tokens // block_tokens, "full block")
+    tenant = f"tenant {prompt['tenant'][:8]}" if prompt["tenant"].strip("0") else "no salt"
+    yield from _line(
+        "prompt", f"{format_count(tokens)} tokens: {blocks} of {block_tokens}, {tenant}"
+    )
     if "is_seen" not in prompt:
-        yield from _said("differs", "unknown: only operators on the engine's node can see this")
+        yield from _line("diverges", "unknown: only operators on the engine's node can see this")
         return
     if prompt["is_seen"]:
-        yield from _said("", "this engine recently saw this prompt, or one that starts with it")
+        yield from _line("", "this engine recently saw this prompt, or one that starts with it")
     if not prompt["has_nearest"]:
-        yield from _said("differs", "there is no other recent prompt of this tenant")
+        yield from _line("diverges", "no other recent prompt of this tenant")
         return
     at = prompt["nearest_tokens"]
     line = f"at token {format_count(at)}, in block {at // block_tokens}, from the nearest prompt"
     if at < block_tokens:
-        line += ": they share no block"
-    yield from _said("differs", line)
+        line += ": no shared blocks"
+    yield from _line("diverges", line)
     text = prompt.get("text")
     if text is not None:
-        for name, before in (("here", text["here"]), ("there", text["there"])):
-            yield from _said(f"  {name}", repr(text["before"] + "│" + before))
+        yield from _line("  here", repr(f"{text['before']}│{text['here']}"))
+        yield from _line("  there", repr(f"{text['before']}│{text['there']}"))
 
 
 def _chain(chain: _Document | None) -> Iterator[str]:
     if chain is None:
         return
-    yield from _said("cached", f"of {format_count(chain['blocks'])} blocks, by tier")
+    yield from _line("cached", f"of {count_noun(chain['blocks'], 'block')}, by tier")
     for name, tier in chain["tiers"].items():
-        yield from _said(f"  {name}", _held(tier))
+        yield from _line(f"  {name}", _positions(tier))
     served = chain["served"]
+    loads = "nothing"
     if served["blocks"]:
-        line = f"{_blocks(served['blocks'])}, {format_count(served['tokens'])} tokens, "
-        yield from _said("would load", line + _runs(served["runs"]))
-    else:
-        yield from _said("would load", "nothing")
+        tokens = count_noun(served["tokens"], "token")
+        loads = f"{_blocks(served['blocks'])}, {tokens}: {_runs(served['runs'])}"
+    yield from _line("would load", loads)
     missing = chain["missing"]
     if missing is None:
-        yield from _said("missing", "no full block")
+        yield from _line("missing", "none")
         return
-    where = f"block {missing['block']}, from token {format_count(missing['first_token'])} on"
-    yield from _said("missing", where)
-    yield from _said("because", f"{missing['sentence']} ({missing['fate']})")
+    first = f"block {missing['block']}, token {format_count(missing['first_token'])}"
+    yield from _line("missing", f"from {first}")
+    yield from _line("reason", f"{missing['sentence']} ({missing['fate']})")
 
 
-def _held(tier: _Document) -> str:
+def _positions(tier: _Document) -> str:
     if not tier["blocks"]:
         return "none"
     runs = [f"{first}" if n == 1 else f"{first}-{first + n - 1}" for first, n in tier["runs"]]
     more = len(runs) - _RUNS_SHOWN + tier["more_runs"]
-    shown = ", ".join(runs[:_RUNS_SHOWN]) + (f" and {more} runs more" if more > 0 else "")
+    shown = ", ".join(runs[:_RUNS_SHOWN]) + (f" and {more} more runs" if more > 0 else "")
     return f"{format_count(tier['blocks'])}: {shown}"
 
 
 def _decision(decision: _Document | None) -> Iterator[str]:
     if decision is None:
         return
-    inputs, plan = decision["inputs"], decision["plan"]
+    plan = decision["plan"]
     when = f"{_time(decision['age_s'])} ago"
-    yield from _said("decision", f"number {decision['number']}, {when}, for {decision['engine']}")
-    yield from _inputs(inputs)
-    yield from _said("decided", f"{_plan(plan)}: {decision['sentence']} ({decision['reason']})")
+    yield from _line("decision", f"number {decision['number']}, {when}, for {decision['engine']}")
+    yield from _inputs(decision["inputs"])
+    yield from _line("decided", f"{_plan(plan)}: {decision['sentence']} ({decision['reason']})")
     yield from _predicted(plan)
     for missed in decision["missed"]:
         line = f"{_blocks(missed['blocks'])}: {missed['sentence']} ({missed['fate']})"
-        yield from _said("missed", line)
+        yield from _line("missed", line)
     yield from _outcome(decision["outcome"])
     yield from _judgement(decision["judgement"])
 
 
 def _inputs(inputs: _Document) -> Iterator[str]:
-    prompt = f"a prompt of {format_count(inputs['prompt_tokens'])} tokens, "
-    first = inputs["first_token"]
-    line = prompt + (f"the first {format_count(first)} on the GPU" if first else "none on the GPU")
-    yield from _said("  of", line)
+    first = format_count(inputs["first_token"])
+    on_gpu = f"the first {first} on the GPU" if inputs["first_token"] else "none on the GPU"
+    yield from _line("  prompt", f"{count_noun(inputs['prompt_tokens'], 'token')}, {on_gpu}")
     found = _runs(inputs["found"]) or "nothing"
-    yield from _said("  found", f"{found}; then: {inputs['found_reason']}")
+    yield from _line("  found", f"{found}; then: {inputs['found_reason']}")
     queues = [
-        f"{format_bytes(each['queued_bytes'])} before it at {each['tier']}"
+        f"{format_bytes(each['queued_bytes'])} ahead of it at {each['tier']}"
         for each in inputs["sources"]
         if each["queued_bytes"]
     ]
-    load = f"{format_count(inputs['waiting_tokens'])} tokens to compute before it, "
-    load += f"{inputs['running']} requests running"
-    yield from _said("  load", "; ".join([load, *queues]))
+    load = f"{count_noun(inputs['waiting_tokens'], 'token')} to compute ahead of it, "
+    load += count_noun(inputs["running"], "running request")
+    yield from _line("  load", "; ".join([load, *queues]))
     if inputs["limit_blocks"] is not None:
-        yield from _said("  limit", f"{_blocks(inputs['limit_blocks'])}, by the request itself")
+        yield from _line("  limit", f"{_blocks(inputs['limit_blocks'])}, set by the request")
 
 
 def _plan(plan: _Document) -> str:
     if not plan["blocks"]:
         return "compute everything"
-    line = f"load {_blocks(plan['blocks'])}"
-    if plan["split"]:
-        line += " from the back"
-    return line + f", wait {_time(plan['wait_s'])} for them at most"
+    order = ", last block first" if plan["split"] else ""
+    return f"load {_blocks(plan['blocks'])}{order}, wait at most {_time(plan['wait_s'])}"
 
 
 def _predicted(plan: _Document) -> Iterator[str]:
-    if plan["first_token_s"] is None:  # nothing was found, and so nothing compared
+    if plan["first_token_s"] is None:  # nothing was found, so nothing was compared
         return
-    for name, of in (("loading", plan["restore_s"]), ("computing", plan["recompute_s"])):
-        line = f"{name} takes {_time(of['mean'])}, seldom over {_time(of['p95'])}"
-        yield from _said("  predicted" if name == "loading" else "", line)
+    for name, label, of in (
+        ("loading", "  predicted", plan["restore_s"]),
+        ("computing", "", plan["recompute_s"]),
+    ):
+        yield from _line(label, f"{name} takes {_time(of['mean'])} (P95 {_time(of['p95'])})")
     first, without = plan["first_token_s"], plan["first_token_by_recompute_s"]
-    yield from _said("", f"first token after {_time(first)}; by computing, {_time(without)}")
+    yield from _line("", f"first token after {_time(first)}, by computing after {_time(without)}")
 
 
 def _outcome(outcome: _Document | None) -> Iterator[str]:
     if outcome is None:
-        yield from _said("happened", "not reported by the engine yet")
+        yield from _line("outcome", "not reported by the engine yet")
         return
     restored = _runs(outcome["restored"])
     line = f"loaded {restored} in {_time(outcome['restore_s'])}" if restored else "loaded nothing"
-    yield from _said("happened", line)
-    computed = format_count(outcome["computed_tokens"])
-    yield from _said("", f"computed {computed} tokens in {_time(outcome['compute_s'])}")
+    yield from _line("outcome", line)
+    computed = count_noun(outcome["computed_tokens"], "token")
+    yield from _line("", f"computed {computed} in {_time(outcome['compute_s'])}")
     line = f"first token after {_time(outcome['first_token_s'])}, "
-    yield from _said("", line + f"of which {_time(outcome['wait_s'])} in the queue")
+    yield from _line("", line + f"including {_time(outcome['wait_s'])} in the queue")
 
 
 def _judgement(judgement: _Document | None) -> Iterator[str]:
@@ -228,43 +246,39 @@ def _judgement(judgement: _Document | None) -> Iterator[str]:
         return
     parts = [f"{tier} saved {_time(s)}" for tier, s in judgement["saved_s"].items() if s]
     parts += [f"{tier} cost {_time(s)}" for tier, s in judgement["lost_s"].items() if s]
-    regret = judgement["regret_s"]
+    regret, was_restored = judgement["regret_s"], judgement["taken"] == "restore"
     if regret:
-        parts.append(f"the other road would have saved {_time(regret)}")
-    yield from _said("worth", "; ".join(parts) or "nothing, and the other road no more")
-    if judgement["taken"] == "restore":
+        other = "computing" if was_restored else "restoring"
+        parts.append(f"{other} would have saved {_time(regret)}")
+    yield from _line("benefit", "; ".join(parts) or "none, and no regret")
+    if was_restored:
         cold_s = judgement["cold_s"]
-        line = f"measured: computing the same prompt took {_time(cold_s)}"
-        yield from _said(
+        yield from _line(
             "",
-            line
-            if cold_s is not None
-            else "predicted: computing the same prompt was never measured",
+            "predicted: computing this prompt was never measured"
+            if cold_s is None
+            else f"measured: computing this prompt took {_time(cold_s)}",
         )
 
 
-def _salted(tenant: str) -> str:
-    return f"tenant {tenant[:8]}" if tenant.strip("0") else "no salt"
-
-
 def _blocks(count: int) -> str:
-    return f"{format_count(count)} block{'s' if count != 1 else ''}"
+    return count_noun(count, "block")
 
 
-def _runs(runs: list[_Document]) -> str:
+def _runs(runs: Sequence[_Document]) -> str:
     return ", ".join(f"{each['tier']} {format_count(each['blocks'])}" for each in runs)
 
 
 def _time(seconds: float | None) -> str:
-    return "an unknown time" if seconds is None else format_seconds(seconds)
+    return "unknown" if seconds is None else format_seconds(seconds)
 
 
-def _said(what: str, line: str) -> list[str]:
-    """Return a line of the two columns, in as many lines as it takes."""
+def _line(label: str, text: str) -> list[str]:
+    """Return a labeled line, wrapped at 80 columns."""
     return textwrap.wrap(
-        printable(line),
+        printable(text),
         COLUMNS,
-        initial_indent=f"{what:<{_MARGIN}}",
-        subsequent_indent=" " * _MARGIN,
+        initial_indent=f"{label:<{_LABEL_WIDTH}}",
+        subsequent_indent=" " * _LABEL_WIDTH,
         break_on_hyphens=False,
     )

@@ -1,22 +1,24 @@
-"""Numbers and lines for people; the status page has the same forms of numbers (number.js)."""
+"""Numbers and lines for people; the status page formats numbers in the same way (number.js)."""
 
 import textwrap
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "COLUMNS",
-    "NO_FULL_BLOCK",
+    "count_noun",
     "format_bytes",
     "format_count",
+    "format_counts",
     "format_elapsed",
+    "format_row",
     "format_seconds",
+    "join_parts",
     "printable",
     "wrap_lines",
 ]
 
 COLUMNS = 80
-"""Of a terminal that nobody has made wider."""
-
-NO_FULL_BLOCK = "the prompt fills no block, and only full blocks are kept"
+"""Width of text output."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -30,19 +32,29 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a whole number with thousands apart."""
+    """Return a whole number with thousands separators."""
     return f"{count:,.0f}"
 
 
+def format_counts(counts: Mapping[str, float]) -> str:
+    """Return named counts: hit 12, miss 3."""
+    return ", ".join(f"{name} {format_count(count)}" for name, count in counts.items())
+
+
+def count_noun(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 block, 2 blocks."""
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
-    """Return a time in the unit that leaves three digits."""
+    """Return a duration with three digits, in ms or s."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def format_elapsed(seconds: float) -> str:
-    """Return a time that went by, in one or two units: 42 s, 3 min, 2 h 5 min, 4 d 3 h."""
+    """Return a duration in one or two units: 42 s, 3 min, 2 h 5 min, 4 d 3 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = int(seconds // 60)
@@ -52,12 +64,24 @@ def format_elapsed(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
+def format_row(widths: Sequence[int], cells: Sequence[str]) -> str:
+    """Return a table row; cells of a negative width are aligned to the left."""
+    pairs = zip(widths, cells, strict=True)
+    row = (f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for width, cell in pairs)
+    return "".join(row).rstrip()
+
+
+def join_parts(parts: Sequence[Sequence[str]]) -> str:
+    """Return paragraphs of lines, without the empty ones, separated by blank lines."""
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
 def printable(text: str) -> str:
-    """Return what somebody else has named or said, without what a terminal would obey."""
+    """Return text from elsewhere without control characters, which could steer a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def wrap_lines(line: str, indent: str = "") -> list[str]:
-    """Return a line in pieces that fit, and that are plain."""
+    """Return a line wrapped at 80 columns, without control characters."""
     pieces = textwrap.wrap(line, COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ")
     return [printable(each) for each in pieces]

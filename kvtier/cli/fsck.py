@@ -1,6 +1,6 @@
-"""``kvtier fsck``: verify every block of an SSD store, and put right what can be.
+"""``kvtier fsck``: verifies every block of an SSD store, and repairs what can be repaired.
 
-A store that a daemon has open is verified by that daemon: ``--connect`` names it.
+With ``--connect``, a running daemon verifies the store that it has open.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.call import Target, add_target_options, call_daemon, target_from
-from kvtier.cli.formatting import format_bytes, format_count
+from kvtier.cli.formatting import count_noun, format_bytes, format_count
 from kvtier.cli.options import config_from, parse_wait
 from kvtier.config import Config
 from kvtier.errors import StartError
@@ -33,30 +33,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     add_target_options(
         parser,
-        ("--directory", "ssd.directory", "store that no daemon has open"),
-        ("--key-file", "seal.key_file", "keys of an encrypted store"),
+        ("--directory", "ssd.directory", "store to verify; no daemon may have it open"),
+        ("--key-file", "seal.key_file", "file with the keys of an encrypted store"),
     )
     parser.add_argument(
-        "--repair", action="store_true", help="put right what can be; otherwise nothing is changed"
+        "--repair", action="store_true", help="fix what can be fixed (default: change nothing)"
     )
     parser.add_argument(
         "--remove-set-aside",
         action="store_true",
-        help="remove what another version of kvtier wrote, which a repair leaves for it",
+        help="remove files of other kvtier versions, which --repair keeps",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--timeout",
         type=parse_wait,
         default=3600.0,
-        metavar="SECONDS",
-        help="with --connect: how long to wait for the daemon",
+        metavar="TIME",
+        help="with --connect: how long to wait (default: 1h)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check a store; exit code 1 where there are faults and they are left, or not all was seen."""
+    """Verify a store; exit code 1 if faults remain or not everything could be verified."""
     if options.connect is not None:
         _refuse_for_running(options)
         return fsck_running(target_from(options), options.timeout, is_json=options.json)
@@ -76,16 +76,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_for_running(options: argparse.Namespace) -> None:
-    """Refuse what a daemon does anyway, or has already."""
+    """Reject options that a running daemon does not need."""
     remedies = {
-        ("--repair", "repair"): "leave it out: a daemon quarantines what it finds damaged",
-        ("--remove-set-aside", "remove_set_aside"): "leave it out, or stop the daemon first",
-        ("--key-file", "key:seal.key_file"): "leave it out",
-        ("--directory", "key:ssd.directory"): "leave it out",
+        ("--repair", "repair"): "omit it: a daemon quarantines damaged blocks anyway",
+        ("--remove-set-aside", "remove_set_aside"): "omit it, or stop the daemon first",
+        ("--key-file", "key:seal.key_file"): "omit it",
+        ("--directory", "key:ssd.directory"): "omit it",
     }
     for (option, name), remedy in remedies.items():
         if getattr(options, name) not in (None, False):
-            raise StartError(option, "is for a store that no daemon has open", remedy)
+            raise StartError(option, "not valid with --connect", remedy)
 
 
 def _document(report: FsckReport) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _document(report: FsckReport) -> dict[str, Any]:
 
 
 def _checked(config: Config, purpose: FsckPurpose, *, keeps_others: bool) -> FsckReport:
-    """Hold the directory and look at it. Raises StartError where it is no store, or is in use."""
+    """Lock the store and verify it. Raises StartError if it is not a store, or in use."""
     directory = config.ssd.directory
     _require_store(directory)
     ring = KeyRing.load(config.seal.key_file) if config.seal.key_file else None
@@ -107,14 +107,14 @@ def _checked(config: Config, purpose: FsckPurpose, *, keeps_others: bool) -> Fsc
         return Fsck(disk, seal, purpose, keeps_others=keeps_others).run(_note_progress)
     except OSError as error:
         raise StartError(
-            "ssd.directory", f"{directory}: {error.strerror}", "make it readable for this user"
+            "ssd.directory", f"{directory}: {error.strerror}", "make it readable by this user"
         ) from error
     finally:
         lock.release()
 
 
 def _require_store(directory: Path) -> None:
-    """Refuse a directory that is none, so that nothing is made where a name was mistyped."""
+    """Reject other directories, so that a mistyped name creates nothing."""
     try:
         names = [path for path in directory.iterdir() if segment_number(path) is not None]
         is_store = bool(names) or (directory / "lock").exists()
@@ -124,7 +124,7 @@ def _require_store(directory: Path) -> None:
         ) from None
     if not is_store:
         raise StartError(
-            "ssd.directory", f"{directory} has no store", "name the directory of a store"
+            "ssd.directory", f"no store in {directory}", "name the directory of a store"
         )
 
 
@@ -140,47 +140,46 @@ def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Ite
         f"{format_bytes(report.used_bytes)} of {format_bytes(capacity_bytes)} used"
     )
     notes = {
-        "removed records": report.removed_records,
+        "deleted-block records": report.removed_records,
         "quarantined records": report.quarantined_records,
-        "records sealed with keys that were not given": report.unchecked_records,
+        "records with unknown keys": report.unchecked_records,
         "other files": report.foreign_files,
     }
     faults = {
-        **{f"records damaged ({why})": count for why, count in report.damaged_records.items()},
+        **{f"damaged records ({why})": count for why, count in report.damaged_records.items()},
         "duplicate records": report.duplicate_records,
-        "footers missing": report.footers_missing,
-        "footers wrong": report.footers_wrong,
+        "missing footers": report.footers_missing,
+        "wrong footers": report.footers_wrong,
         "unreachable bytes": report.unreachable_bytes,
-        "files cut short": report.files_cut_short,
-        "files that are no segments": report.unreadable_files,
-        "records that cannot be read": report.unreadable_records,
+        "truncated files": report.files_cut_short,
+        "files that are not segments": report.unreadable_files,
+        "unreadable records": report.unreadable_records,
     }
     yield from (f"{name}: {format_count(count)}" for name, count in notes.items() if count)
     if report.set_aside_files:
         size = format_bytes(report.set_aside_bytes)
-        yield f"files of another version, set aside: {format_count(report.set_aside_files)}, {size}"
+        yield f"files of another version set aside: {format_count(report.set_aside_files)}, {size}"
         if "files of another version removed" not in report.repaired:
-            yield "  that version finds them again; --remove-set-aside removes them"
+            yield "  that version can still read them; --remove-set-aside removes them"
     yield from (f"FAULT {name}: {format_count(count)}" for name, count in faults.items() if count)
     yield from (f"FAILED {line}" for line in report.failed)
     yield from (f"repaired: {name}: {count}" for name, count in report.repaired.items())
     if report.unchecked_records:
-        yield "not all was verified: give --key-file, or --config with seal.key_file"
+        yield "not everything was verified: pass --key-file, or --config with seal.key_file"
     elif not report.num_faults:
         yield "clean"
     if report.num_faults and purpose is FsckPurpose.CHECK:
-        yield "nothing was changed; --repair puts right what can be"
+        yield "nothing was changed; --repair fixes what can be fixed"
 
 
 _PROGRESS_PERIOD_S = 2.0
 
 
 def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
-    """Have the daemon verify its whole SSD tier, and print what it saw; returns the exit code.
+    """Let the daemon verify its whole SSD tier, and print the result; returns the exit code.
 
-    Loads go first, so on a busy node this takes its time. Damaged blocks are quarantined, which is
-    all the repair there is: they may be stored again at once. Raises StartError where the daemon
-    cannot do it.
+    Loads go first, so this is slow on a busy node. Damaged blocks are quarantined; nothing else
+    needs a repair, since they can be stored again at once. Raises StartError.
     """
     seen, num_quarantined = call_daemon(target, lambda stub: _follow(stub, timeout_s))
     if is_json:
@@ -194,33 +193,33 @@ def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:
         }
         print(json.dumps(document))
         return 0
-    print(f"verified {format_count(seen.blocks)} blocks, {format_bytes(seen.bytes)}")
+    print(f"verified {count_noun(seen.blocks, 'block')}, {format_bytes(seen.bytes)}")
     if seen.expired_blocks:
-        print(f"forgot {format_count(seen.expired_blocks)} blocks because of their age")
+        print(f"removed {count_noun(seen.expired_blocks, 'expired block')}")
     if seen.damaged_blocks:
-        print(f"quarantined {format_count(seen.damaged_blocks)} damaged blocks:")
+        print(f"quarantined {count_noun(seen.damaged_blocks, 'damaged block')}:")
         for block_hash in seen.damaged:
             print(f"  {block_hash}")
     else:
-        print("no block is damaged")
+        print("no damaged blocks")
     if num_quarantined:
-        print(f"quarantined since the daemon's start: {format_count(num_quarantined)}")
+        print(f"quarantined since the daemon started: {format_count(num_quarantined)}")
     return 0
 
 
 def _follow(stub: operator_pb2_grpc.OperatorStub, timeout_s: float) -> tuple[pb.FsckReply, int]:
-    """Return the last message and the blocks quarantined so far, by whomever.
+    """Return the last message, and the blocks quarantined since the daemon started.
 
-    Shows the other messages to a person who waits.
+    Prints progress on a terminal.
     """
     seen = pb.FsckReply()
-    shown_s = time.monotonic()
+    printed_s = time.monotonic()
     for seen in stub.Fsck(pb.FsckRequest(), timeout=timeout_s):
         now_s = time.monotonic()
-        if sys.stderr.isatty() and now_s - shown_s >= _PROGRESS_PERIOD_S:
-            shown_s = now_s
+        if sys.stderr.isatty() and now_s - printed_s >= _PROGRESS_PERIOD_S:
+            printed_s = now_s
             line = f"{format_count(seen.blocks)} of about {format_count(seen.blocks_in_all)} blocks"
             print(line, file=sys.stderr)
     status = json.loads(stub.Stat(pb.StatRequest(), timeout=timeout_s).json)
-    detail = status["tiers"]["ssd"].get("detail", {})  # it may be detached by now
+    detail = status["tiers"]["ssd"].get("detail", {})  # it may have been detached
     return seen, detail.get("quarantined_blocks", 0)

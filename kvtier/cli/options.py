@@ -1,9 +1,10 @@
-"""Options that several commands share, and the configuration that comes out of them."""
+"""Options shared by several commands, and the configuration that they select."""
 
 import argparse
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtier.config import Config, load_config, read_config
@@ -11,36 +12,45 @@ from kvtier.config.units import parse_duration
 from kvtier.core.limits import GAP_MAX_S
 from kvtier.errors import ConfigError
 
-__all__ = ["add_config_options", "config_from", "parse_ttl", "parse_wait", "reread_config"]
+__all__ = [
+    "add_config_options",
+    "config_from",
+    "parse_seconds",
+    "parse_setting",
+    "parse_ttl",
+    "parse_wait",
+    "reread_config",
+]
 
-_NO_TIME = "no number of seconds, nor a time such as 5min,"
-
-_SECONDS_MAX = 86_400.0
-"""A day: more is a mistake in the unit."""
+_DAY_S = 86_400
+_NANOSECOND_S = 1e-9
 
 
-def parse_wait(text: str) -> float:
-    """Read an option that is a time to wait; argparse refuses what raises ArgumentTypeError."""
-    value = _seconds_of(text)
-    if not 0 < value <= _SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is {_NO_TIME} up to a day")
+def parse_seconds(text: str, *, low_s: float, high_s: float, span: str) -> float:
+    """Parse an option such as ``10`` or ``10s``; argparse reports the ArgumentTypeError."""
+    value = math.nan
+    for read in (float, lambda each: parse_duration(each) / 1e9):
+        with contextlib.suppress(ValueError):
+            value = read(text)
+            break
+    if not low_s <= value <= high_s:  # also false for NaN
+        raise argparse.ArgumentTypeError(
+            f"expected seconds or a duration such as 5min, {span}; got {text!r}"
+        )
     return value
 
 
+# Longer waits are a mistake in the unit.
+parse_wait = partial(parse_seconds, low_s=_NANOSECOND_S, high_s=_DAY_S, span="at most 1 day")
+
+
 def parse_ttl(text: str) -> int:
-    """Read an option that is a time to live, 0 being none; argparse refuses what raises."""
-    value = _seconds_of(text) if text.isascii() and text.isalnum() else math.nan
-    if not 0 <= value <= GAP_MAX_S or value % 1 or "e" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is {_NO_TIME} up to {GAP_MAX_S // 86_400} days")
+    """Parse a time to live in whole seconds, where 0 is allowed; raises ArgumentTypeError."""
+    span = f"in whole seconds, at most {GAP_MAX_S // _DAY_S} days"
+    value = parse_seconds(text, low_s=0, high_s=GAP_MAX_S, span=span)
+    if value % 1 or not (text.isascii() and text.isalnum()) or "e" in text:
+        raise argparse.ArgumentTypeError(f"expected a duration {span}; got {text!r}")
     return int(value)
-
-
-def _seconds_of(text: str) -> float:
-    """Return what ``10`` and ``10s`` are, in seconds; not a number for what is no time."""
-    for read in (float, lambda each: parse_duration(each) / 1e9):
-        with contextlib.suppress(ValueError):
-            return read(text)
-    return math.nan
 
 
 def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, str, str]) -> None:
@@ -51,7 +61,7 @@ def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one key of the configuration, such as cpu.capacity=8GiB; may be repeated",
+        help="set one configuration key, such as cpu.capacity=8GiB; may be repeated",
     )
     for option, key, text in shortcuts:
         name = option.removeprefix("--")
@@ -69,21 +79,24 @@ def config_from(options: argparse.Namespace) -> Config:
 
 
 def reread_config(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
-    """Return the same configuration as it is now, or all that is wrong with it."""
+    """Return the current configuration of a command line, or all errors in it."""
     return read_config(options.config, _overrides(options))
 
 
+def parse_setting(item: str) -> tuple[str, str]:
+    """Return the key and the value of a ``--set``. Raises ConfigError."""
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise ConfigError("--set", f"{item!r} has no '='", "use --set section.key=value")
+    return key.strip(), value.strip()
+
+
 def _overrides(options: argparse.Namespace) -> dict[str, str]:
-    overrides: dict[str, str] = {}
-    for item in options.set:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError("--set", f"{item!r} has no '='", "write --set section.key=value")
-        overrides[key.strip()] = value.strip()
+    overrides = dict(map(parse_setting, options.set))
     for name, value in vars(options).items():
         if name.startswith("key:") and value is not None:
-            if not value:  # mostly a shell variable that is not set
-                key = name.removeprefix("key:")
-                raise ConfigError(key, "is empty", "give a value, or leave the option out")
-            overrides[name.removeprefix("key:")] = value
+            key = name.removeprefix("key:")
+            if not value:  # mostly an unset shell variable
+                raise ConfigError(key, "is empty", "give a value, or omit the option")
+            overrides[key] = value
     return overrides

@@ -1,22 +1,21 @@
-"""``kvtier pin``: keep a prompt's blocks for a time, or no longer."""
+"""``kvtier pin``: protects a prompt's blocks from eviction for a while."""
 
 import argparse
 import json
 from collections.abc import Mapping
 
 from kvtier.cli.call import add_target_options, call_daemon, target_from
-from kvtier.cli.chain import add_prompt_options, prompt_from
-from kvtier.cli.formatting import NO_FULL_BLOCK
+from kvtier.cli.formatting import count_noun, format_elapsed
 from kvtier.cli.options import parse_ttl
+from kvtier.cli.prompt import NO_FULL_BLOCK, add_prompt_options, prompt_from
 from kvtier.v1 import operator_pb2 as pb
 
 __all__ = ["add_options", "run"]
 
 _TIMEOUT_S = 10.0
-_TTL_S = 3600
 
 _REASONS: Mapping[str, str] = {
-    "budget": "what policy.pin_share lets pins keep is used up",
+    "budget": "pins use all that policy.pin_share allows",
     "unknown": "no engine has stored blocks of this model here",
 }
 
@@ -28,29 +27,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ttl",
         type=parse_ttl,
-        default=_TTL_S,
-        metavar="SECONDS",
-        help=f"for how long ({_TTL_S}); 0: no longer",
+        default=3600,
+        metavar="TIME",
+        help="how long to pin, such as 600 (seconds) or 12h (default: 1h); 0 unpins",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Pin, or end a pin; exit code 1 where not all of the prompt is kept."""
+    """Pin or unpin; exit code 1 if not all blocks are pinned."""
     target = target_from(options)
-    chain = prompt_from(options)
-    request = pb.PinRequest(key_space=chain.key_space, chain=chain.message, ttl_s=options.ttl)
+    prompt = prompt_from(options)
+    request = pb.PinRequest(key_space=prompt.key_space, chain=prompt.chain, ttl_s=options.ttl)
     reply = call_daemon(target, lambda stub: stub.Pin(request, timeout=_TIMEOUT_S))
     if options.json:
-        kept = {"blocks": reply.blocks, "of_blocks": chain.num_blocks, "reason": reply.reason}
-        print(json.dumps(kept | {"ttl_s": options.ttl}))
-    elif not chain.num_blocks:
+        counts = {"blocks": reply.blocks, "of_blocks": prompt.num_blocks}
+        print(json.dumps(counts | {"reason": reply.reason, "ttl_s": options.ttl}))
+    elif not prompt.num_blocks:
         print(NO_FULL_BLOCK)
     elif options.ttl:
-        line = f"keeps {reply.blocks} of {chain.num_blocks} blocks for {options.ttl} s"
-        why = _REASONS.get(reply.reason, reply.reason)
-        print(line + (f": {why}" if why else ""))
+        blocks = f"{reply.blocks} of {count_noun(prompt.num_blocks, 'block')}"
+        reason = _REASONS.get(reply.reason, reply.reason)
+        print(f"pinned {blocks} for {format_elapsed(options.ttl)}" + (reason and f": {reason}"))
     else:
-        print(f"the {chain.num_blocks} blocks are kept no longer than others")
-    return int(bool(options.ttl) and not 0 < chain.num_blocks <= reply.blocks)
+        print(f"unpinned {count_noun(prompt.num_blocks, 'block')}")
+    return int(bool(options.ttl) and not 0 < prompt.num_blocks <= reply.blocks)

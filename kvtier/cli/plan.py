@@ -1,4 +1,4 @@
-"""``kvtier plan``: the size of the tiers for a model and its traffic, and the file for it."""
+"""``kvtier plan``: sizes the tiers for a model and its traffic, and writes the configuration."""
 
 import argparse
 import json
@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.cli.files import check_file, write_file
+from kvtier.cli.files import check_output, write_output
 from kvtier.cli.formatting import format_bytes
+from kvtier.cli.options import parse_setting
 from kvtier.cli.plan_text import POLICY, SizingPlan
 from kvtier.cli.replay import (
     add_machine_options,
     add_trace_options,
     machine_from,
-    parse_override,
     trace_from,
 )
 from kvtier.config.units import parse_size
@@ -41,10 +41,24 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "head_dim": (1, 2**16),
     "jobs": (1, 1024),
 }
-"""What may be said: more than there is anywhere, and no more than can be worked out."""
+"""Ranges of the options: beyond any real machine, and still computable."""
+
+_MODEL_OPTIONS: Mapping[str, str] = {
+    "--model-layers": "layers",
+    "--kv-heads": "KV heads",
+    "--head-dim": "head dimension",
+}
+
+_TRAFFIC_OPTIONS: Mapping[str, tuple[int | None, str]] = {
+    "--sessions": (None, "concurrent sessions, instead of a trace"),
+    "--prompt-tokens": (None, "tokens in the first turn"),
+    "--turn-tokens": (None, "tokens added by each turn (default: a quarter of the prompt)"),
+    "--turns": (5, "turns per session (default: 5)"),
+    "--shared-tokens": (0, "tokens shared by every prompt's prefix (default: 0)"),
+}
 
 _TOKEN_BYTES_MAX = 2**30
-"""KV of one token, of which there are 64 in a block."""
+"""Limit for the KV of one token; a block has 64 of them."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,42 +69,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help="folder with config.json, or a GGUF file",
+        help="model folder with config.json, or GGUF file",
     )
-    model.add_argument("--model-layers", type=int, metavar="N", help="instead of MODEL")
-    model.add_argument("--kv-heads", type=int, metavar="N", help="instead of MODEL")
-    model.add_argument("--head-dim", type=int, metavar="N", help="instead of MODEL")
-    model.add_argument("--dtype", choices=DTYPE_BYTES, help="of the KV (the model's)")
+    for name, text in _MODEL_OPTIONS.items():
+        model.add_argument(name, type=int, metavar="N", help=f"{text}, instead of MODEL")
+    model.add_argument(
+        "--dtype", choices=DTYPE_BYTES, help="data type of the KV (default: the model's)"
+    )
     traffic = parser.add_argument_group("traffic")
     add_trace_options(traffic, "--trace")
-    traffic.add_argument("--sessions", type=int, metavar="N", help="active at a time; no trace")
-    traffic.add_argument("--prompt-tokens", type=int, metavar="N", help="of a first turn")
-    traffic.add_argument("--turn-tokens", type=int, metavar="N", help="that each turn adds")
-    traffic.add_argument("--turns", type=int, default=5, metavar="N", help="of a session (5)")
+    for name, (default, text) in _TRAFFIC_OPTIONS.items():
+        traffic.add_argument(name, type=int, default=default, metavar="N", help=text)
     traffic.add_argument(
-        "--gap", type=float, default=120.0, metavar="SECONDS", help="between turns (120)"
-    )
-    traffic.add_argument(
-        "--shared-tokens", type=int, default=0, metavar="N", help="that all prompts begin with"
+        "--gap", type=float, default=120.0, metavar="SECONDS", help="between turns (default: 120)"
     )
     parser.add_argument(
         "--target",
         type=_target,
         default=Target(),
         metavar="WHAT=VALUE",
-        help="hits=0.3, seconds=0.3 or memory=256GiB (where the curve bends)",
+        help="hits=0.3, seconds=0.3 or memory=256GiB (default: the knee of the curve)",
     )
     add_machine_options(parser)
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (one for each CPU)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of processes (default: one per CPU)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the configuration to FILE"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a plan; exit code 1 where no size that was tried reaches the target."""
+    """Print a plan; exit code 1 if no size reaches the target."""
     if options.write is not None:
-        check_file("--write", options.write)
+        check_output("--write", options.write)
     _check_ranges(options)
     dimensions = _dimensions(options)
     machine = machine_from(options)
@@ -109,12 +123,12 @@ def run(options: argparse.Namespace) -> int:
     plan = SizingPlan(dimensions, machine, trace, block_bytes, speed, curve, sizes)
     text = plan.config()
     if options.write is not None:
-        write_file("--write", options.write, text)
+        write_output("--write", options.write, text)
     if options.json:
         print(json.dumps(plan.document() | {"config": text}))
     else:
-        print("\n".join(plan.lines()))
-        print(f"\nwritten to {options.write}" if options.write else f"\n{text}", end="")
+        written = f"configuration written to {options.write}\n"
+        print("\n".join(plan.lines()), written if options.write else text, sep="\n\n", end="")
     return int(not sizes.is_reached)
 
 
@@ -132,7 +146,7 @@ def _replayed(
             is_instant=True,
             machine=machine,
             config=options.config,
-            overrides=dict(map(parse_override, options.set)),
+            overrides=dict(map(parse_setting, options.set)),
         )
         for size in sorted(sizes)
     ]
@@ -142,49 +156,47 @@ def _replayed(
 def _check_ranges(options: argparse.Namespace) -> None:
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
-        if value is not None and not low <= value <= high:  # which NaN is not either
+        if value is not None and not low <= value <= high:  # also false for NaN
             option = f"--{name.replace('_', '-')}"
-            raise StartError(option, f"is {value}", f"give a number from {low} to {high}")
+            raise StartError(option, f"{value} is out of range", f"use {low} to {high}")
 
 
 def _dimensions(options: argparse.Namespace) -> Dimensions:
     given = (options.model_layers, options.kv_heads, options.head_dim)
     if options.model is not None and given != (None, None, None):
-        raise StartError("model", "is given twice", "give MODEL, or its numbers")
+        raise StartError("model", "given twice", "pass either MODEL or its dimensions")
     if options.model is not None:
         dimensions = read_dimensions(options.model, options.dtype or "")
     elif None in given:
         raise StartError(
-            "model", "is not given", "give MODEL, or --model-layers, --kv-heads and --head-dim"
+            "model", "not given", "pass MODEL, or --model-layers, --kv-heads and --head-dim"
         )
     else:
-        dimensions = Dimensions("as given", *given, dtype=options.dtype or "bfloat16")
+        dimensions = Dimensions("custom", *given, dtype=options.dtype or "bfloat16")
     if dimensions.token_bytes > _TOKEN_BYTES_MAX:
         size = format_bytes(dimensions.token_bytes)
-        raise StartError("model", f"has {size} of KV a token", "look at its numbers")
+        raise StartError("model", f"{size} of KV per token is too much", "check the dimensions")
     return dimensions
 
 
 def _speed(options: argparse.Namespace, dimensions: Dimensions) -> str:
-    """Say whose speed the plan is for, since break-even hangs on it."""
+    """Return the machine whose speed is assumed, since break-even depends on it."""
     if options.prefill_profile is not None:
-        return f"as {options.prefill_profile.name} says"
+        return f"from {options.prefill_profile.name}"
     if options.machine is not None:
-        return f"as {options.machine.name} says"
+        return f"from {options.machine.name}"
     if dimensions.flops_per_token:
-        return "an A100's, scaled by the model's operations (--machine: your own)"
-    return "an A100's with an 8B model (--machine: your own)"
+        return "A100, scaled by the model's FLOPs (use --machine for yours)"
+    return "A100 with an 8B model (use --machine for yours)"
 
 
 def _traffic(options: argparse.Namespace) -> Trace:
     if options.trace is not None and (options.sessions or options.prompt_tokens):
-        raise StartError("traffic", "is given twice", "give --trace, or --sessions and the like")
+        raise StartError("traffic", "given twice", "pass either --trace, or --sessions and so on")
     if options.trace is not None:
         return trace_from(options)
     if options.sessions is None or options.prompt_tokens is None:
-        raise StartError(
-            "traffic", "is not given", "give --trace, or --sessions and --prompt-tokens"
-        )
+        raise StartError("traffic", "not given", "pass --trace, or --sessions and --prompt-tokens")
     trace = Traffic(
         sessions=options.sessions,
         prompt_tokens=options.prompt_tokens,
@@ -195,14 +207,14 @@ def _traffic(options: argparse.Namespace) -> Trace:
         block_tokens=options.block_tokens or 64,
     ).trace()
     if not trace.requests:
-        raise StartError("traffic", "has no request within an hour", "lower --gap")
+        raise StartError("traffic", "no request within an hour", "use a shorter --gap")
     if not trace.num_distinct:
-        raise StartError("traffic", "fills no block", "lower --block-tokens")
+        raise StartError("traffic", "prompts are shorter than one block", "lower --block-tokens")
     return trace
 
 
 def _target(text: str) -> Target:
-    """Read a target; argparse refuses what raises ArgumentTypeError."""
+    """Parse a target; argparse reports the ArgumentTypeError."""
     what, _, value = text.partition("=")
     try:
         if what == "memory":
@@ -211,5 +223,7 @@ def _target(text: str) -> Target:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     if what not in {"hits", "seconds"} or not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of hits=, seconds= (0 to 1), memory=")
+        raise argparse.ArgumentTypeError(
+            f"expected hits=SHARE or seconds=SHARE (0 to 1), or memory=SIZE; got {text!r}"
+        )
     return Target(hit_ratio=share) if what == "hits" else Target(saved_share=share)

@@ -1,4 +1,4 @@
-"""A plan for a model and its traffic: as text, as JSON, and as a configuration to begin with."""
+"""The result of ``kvtier plan`` as text, as JSON, and as an initial configuration."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,35 +18,36 @@ __all__ = ["POLICY", "SizingPlan"]
 _MIB, _GIB = 2**20, 2**30
 
 POLICY = "rd-sec"
-"""What evicts in replays, and is written down."""
+"""Eviction policy of the replays and of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizingPlan:
-    """Made from replays over a sweep of sizes."""
+    """Tier sizes, computed from replays over a sweep of sizes."""
 
     dimensions: Dimensions
     machine: Machine
     trace: Trace
     block_bytes: int
     speed: str
-    """Whose it is for."""
+    """Machine whose speed was assumed."""
+
     curve: Sequence[Point]
     sizes: Sizes
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan as text of 80 columns."""
+        """Yield the plan as text, 80 columns wide."""
         model, layout = self.dimensions, self.dimensions.layout(self.trace.block_tokens)
         yield (
             f"model    {model.name}: {model.num_layers} layers, {model.num_kv_heads} KV heads of "
             f"{model.head_dim}, {model.dtype}"
         )
         yield (
-            f"         {format_bytes(model.token_bytes)} a token, "
-            f"{format_bytes(layout.block_bytes)} a block of {layout.block_tokens} tokens"
+            f"         {format_bytes(model.token_bytes)} per token, "
+            f"{format_bytes(layout.block_bytes)} per block of {layout.block_tokens} tokens"
         )
         if model.dtype in {"bfloat16", "float16"}:
-            yield "         (an engine on a CPU keeps float32: --dtype float32)"
+            yield "         (engines on a CPU use float32: --dtype float32)"
         yield f"speed    {self.speed}"
         yield (
             f"traffic  {self.trace.name}: {format_count(len(self.trace.requests))} requests, "
@@ -65,20 +66,20 @@ class SizingPlan:
         needed = break_even_bytes_per_s(self.machine)
         rate = 1 / self.machine.prefill.token_s
         yield (
-            f"break-even: computing {format_count(rate)} tokens/s is as fast as restoring them at "
+            f"break-even: computing {format_count(rate)} tokens/s is as fast as restoring at "
             f"{format_bytes(needed)}/s"
         )
         for name, link in self._links():
             ratio = link.read_bytes_per_s / needed
-            verdict = "restoring pays" if ratio > 1 else "recomputing is faster"
+            verdict = "restoring is faster" if ratio > 1 else "recomputing is faster"
             yield f"  {name}  {format_bytes(link.read_bytes_per_s):>9}/s  {ratio:>5.1f}x  {verdict}"
 
     def _curve(self) -> Iterator[str]:
-        bent = knee(self.curve)
-        yield "      size     blocks    tokens   hits  seconds  best in hindsight"
+        knee_point = knee(self.curve)
+        yield "      size     blocks    tokens   hits  seconds  optimal"
         for point in self.curve:
             size = format_bytes(point.num_blocks * self.block_bytes)
-            mark = "  <- the curve bends" if point is bent else ""
+            mark = "  <- knee of the curve" if point is knee_point else ""
             yield (
                 f"{size:>10}{point.num_blocks:>11,}"
                 f"{self._tokens(point.num_blocks):>10}{point.hit_ratio:>7.3f}"
@@ -95,18 +96,18 @@ class SizingPlan:
                 f"{format_count(tokens / session):>11}"
             )
         yield (
-            f"expected: {expected.hit_ratio:.1%} of the prompts' tokens from tiers, "
-            f"{expected.saved_share:.1%} of the seconds saved"
+            f"expected: {expected.hit_ratio:.1%} of prompt tokens from tiers, "
+            f"{expected.saved_share:.1%} of compute time saved"
         )
         if not self.sizes.is_reached:
             best = self.curve[-1]
             yield (
-                f"the target is out of reach: the largest size has {best.hit_ratio:.1%}, and "
-                f"perfect foresight would have {best.best_ratio:.1%}"
+                f"the target cannot be reached: hit ratio {best.hit_ratio:.1%} with the largest "
+                f"size, {best.best_ratio:.1%} with perfect foresight"
             )
 
     def document(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
+        """Return the plan as a JSON document."""
         return {
             "model": {
                 "name": self.dimensions.name,
@@ -139,9 +140,9 @@ class SizingPlan:
         }
 
     def config(self) -> str:
-        """Return the configuration to begin with, which ``kvtier serve`` takes."""
+        """Return an initial configuration for ``kvtier serve``."""
         slab_bytes = max(64 * _MIB, self.block_bytes)
-        # Stores that are under way hold a part of the arena: below this not even one block fits.
+        # Stores in flight occupy a part of the arena: in a smaller one, not even one block fits.
         cpu_bytes = max(self.sizes.cpu_blocks, 8) * self.block_bytes
         cpu_bytes = math.ceil(cpu_bytes / slab_bytes) * slab_bytes
         ssd_bytes = self.sizes.ssd_blocks * (self.block_bytes + 4096)
@@ -158,7 +159,7 @@ class SizingPlan:
             rounded = math.ceil(max(ssd_bytes, 2 * segment_bytes) / _GIB) * _GIB
             values["ssd.capacity"] = format_size(rounded)
             values["ssd.segment"] = format_size(segment_bytes)
-        load_config(None, values, {})  # whatever is said here must be accepted there
+        load_config(None, values, {})  # raises if the configuration is invalid
         return _toml(values)
 
     def _links(self) -> Iterator[tuple[str, ReplayLink]]:

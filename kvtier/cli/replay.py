@@ -1,6 +1,6 @@
-"""``kvtier replay``: what a trace would have had of kvtier, under policies and sizes to choose.
+"""``kvtier replay``: simulates the daemon over a trace, under several policies and sizes.
 
-The node that serves is run under a clock that the trace moves; no engine, model or disk is needed.
+The daemon's node runs under a simulated clock; no engine, model or disk is needed.
 """
 
 import argparse
@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from kvtier.cli.files import check_file, write_file
+from kvtier.cli.files import check_output, write_output
+from kvtier.cli.options import parse_setting
 from kvtier.config import Config
 from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.limits import INDEX_ROWS_MAX
@@ -34,7 +35,6 @@ __all__ = [
     "add_options",
     "add_trace_options",
     "machine_from",
-    "parse_override",
     "run",
     "trace_from",
 ]
@@ -52,88 +52,101 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         choices=tuple(EVICTION_POLICIES),
-        help="what is kept; may be repeated (the configuration's, and lru to compare with)",
+        help="eviction policy; may be repeated (default: the configured one, and lru for "
+        "comparison)",
     )
     parser.add_argument(
         "--cpu-blocks",
         action="append",
         type=_blocks,
         metavar="N",
-        help="blocks of the CPU tier; may be repeated (cpu.capacity of --config, or a ladder)",
+        help="size of the CPU tier in blocks; may be repeated (default: cpu.capacity of --config, "
+        "or a range of sizes)",
     )
     parser.add_argument(
-        "--ssd-blocks", type=_count, metavar="N", help="blocks of the SSD tier; 0: none"
+        "--ssd-blocks", type=_count, metavar="N", help="size of the SSD tier in blocks; 0: no SSD"
     )
     parser.add_argument(
         "--instant",
         action="store_true",
-        help="nothing takes time, and prompts are resident at once: to compare policies by hits",
+        help="simulate without delays, to compare the hit ratios of policies",
     )
     parser.add_argument(
         "--hints",
         type=_share,
-        metavar="RIGHT_SHARE",
-        help="let each request say whether it goes on, right for so many of them (0 to 1)",
+        metavar="ACCURACY",
+        help="add hints whether a conversation continues, with this accuracy (0 to 1)",
     )
     parser.add_argument(
-        "--jobs", type=_blocks, metavar="N", help="processes (as many as there are CPUs)"
+        "--jobs", type=_blocks, metavar="N", help="number of processes (default: one per CPU)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with plots")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write an HTML report with plots"
+    )
     parser.set_defaults(run=run)
 
 
 def add_trace_options(parser: argparse._ActionsContainer, name: str = "trace") -> None:
-    """Add the trace and how to read it."""
+    """Add the options for the trace and its format."""
     parser.add_argument(
         name,
         type=Path,
         metavar="TRACE",
-        help="Mooncake, Bailian, text or kvtier JSONL, or Azure CSV; plain or .xz",
+        help="trace file: JSONL (Mooncake, Bailian, text or kvtier) or CSV (Azure), plain or .xz",
     )
     parser.add_argument(
-        "--block-tokens", type=_blocks, default=0, metavar="T", help="tokens of a block"
+        "--block-tokens", type=_blocks, default=0, metavar="T", help="tokens per block"
     )
     parser.add_argument(
-        "--hash-tokens", type=_blocks, default=0, metavar="T", help="tokens of each hash in it"
+        "--hash-tokens", type=_blocks, default=0, metavar="T", help="tokens per hash in the trace"
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, for text")
     parser.add_argument(
-        "--requests", type=_blocks, default=0, metavar="N", help="read so many requests only"
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, for a trace with text"
+    )
+    parser.add_argument(
+        "--requests", type=_blocks, default=0, metavar="N", help="read only the first N requests"
     )
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the node's configuration and what is said of the machine."""
+    """Add the options for the configuration and the machine."""
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the node's configuration (TOML), as for serve"
+        "--config", type=Path, metavar="FILE", help="configuration file of the daemon (TOML)"
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one key of the configuration, such as ssd.gate=0.5; may be repeated",
+        help="set one configuration key, such as ssd.gate=0.5; may be repeated",
     )
     parser.add_argument(
-        "--machine", type=Path, metavar="FILE", help="speeds of engines, links and disks (TOML)"
+        "--machine", type=Path, metavar="FILE", help="speeds of engine, links and disks (TOML)"
     )
     parser.add_argument(
-        "--prefill-profile", type=Path, metavar="FILE", help="fit the engines to a Vidur profile"
+        "--prefill-profile",
+        type=Path,
+        metavar="FILE",
+        help="fit the engine's speed to a Vidur profile",
     )
     parser.add_argument(
-        "--layers", type=_blocks, default=32, metavar="N", help="layers of the profile's model"
+        "--layers",
+        type=_blocks,
+        default=32,
+        metavar="N",
+        help="layers of the profiled model (default: 32)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay, and print what came of it."""
+    """Replay, and print the results."""
     trace = trace_from(options)
     setups = _setups(options, trace)
     if options.hints is not None:
         trace = with_hints(trace, options.hints)
     if options.report is not None:
-        check_file("--report", options.report)
+        check_output("--report", options.report)
     jobs = options.jobs or os.cpu_count() or 1
 
     def note(count: int, _run: ReplayRun) -> None:
@@ -142,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 
     study = run_study(trace, setups, jobs, note)
     if options.report is not None:
-        write_file("--report", options.report, study_page(study))
+        write_output("--report", options.report, study_page(study))
     print(json.dumps(study.document()) if options.json else study_text(study))
     return 0
 
@@ -169,8 +182,8 @@ def machine_from(options: argparse.Namespace) -> Machine:
 
 
 def _setups(options: argparse.Namespace, trace: Trace) -> list[ReplaySetup]:
-    """Return every run: each policy with each size."""
-    overrides = dict(parse_override(item) for item in options.set)
+    """Return the runs: each policy with each size."""
+    overrides = dict(map(parse_setting, options.set))
     machine = machine_from(options)
     plain = ReplaySetup(
         policy=overrides.get("policy.eviction", ""),
@@ -208,8 +221,8 @@ def _sizes(
     if block_bytes > _BLOCK_BYTES_MAX:
         raise StartError(
             "--block-tokens",
-            f"a block of {trace.block_tokens:,} tokens takes {block_bytes:,} bytes",
-            f"give fewer: {_BLOCK_BYTES_MAX:,} bytes are the most",
+            f"a block of {trace.block_tokens:,} tokens has {block_bytes:,} bytes",
+            f"use smaller blocks, of at most {_BLOCK_BYTES_MAX:,} bytes",
         )
     if options.cpu_blocks:
         return [_fitting("--cpu-blocks", count) for count in sorted(set(options.cpu_blocks))]
@@ -219,29 +232,21 @@ def _sizes(
 
 
 def _fitting(field: str, num_blocks: int) -> int:
-    """Return a size of the CPU tier that a node can run with. Raises StartError for others."""
+    """Return the size of the CPU tier. Raises StartError if a node cannot run with it."""
     if not CPU_BLOCKS_MIN <= num_blocks <= INDEX_ROWS_MAX:
         raise StartError(
             field,
-            f"room for {num_blocks:,} blocks",
-            f"give the CPU tier {CPU_BLOCKS_MIN} to {INDEX_ROWS_MAX:,}",
+            f"{num_blocks:,} blocks are too few or too many for the CPU tier",
+            f"use {CPU_BLOCKS_MIN} to {INDEX_ROWS_MAX:,} blocks",
         )
     return num_blocks
 
 
-def parse_override(item: str) -> tuple[str, str]:
-    """Return the key and the value of a ``--set``. Raises StartError."""
-    key, equals, value = item.partition("=")
-    if not equals:
-        raise StartError("--set", f"{item!r} has no '='", "write --set section.key=value")
-    return key.strip(), value.strip()
-
-
 def _blocks(text: str) -> int:
-    """Read a positive whole number; argparse refuses what raises ArgumentTypeError."""
+    """Parse a positive integer; argparse reports the ArgumentTypeError."""
     count = int(text) if text.isdecimal() and len(text) <= len(str(_COUNT_MAX)) else 0
     if not 0 < count <= _COUNT_MAX:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text[:40]!r}")
     return count
 
 
@@ -255,5 +260,5 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value

@@ -1,4 +1,4 @@
-"""``kvtier serve``: the daemon, and with a model its engine as a supervised child."""
+"""``kvtier serve``: runs the daemon, and with a model also an engine as its child."""
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ from kvtier.observe.trace import start_traces
 __all__ = ["add_options", "run", "stop_with_parent"]
 
 _ENGINE_SECTIONS = frozenset({"daemon", "engine", "client"})
-"""What an engine reads; none of it is a secret, which would be seen in its command line."""
+"""Sections that an engine reads. They hold no secrets: command lines are public."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--model", "engine.model", "model folder or GGUF file to serve"),
         ("--listen", "engine.listen", "host:port of the OpenAI-compatible server"),
-        ("--socket", "daemon.socket", "Unix socket for engines and tools"),
+        ("--socket", "daemon.socket", "Unix socket for engines and commands"),
     )
     parser.add_argument("--ends-with", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if options.ends_with is not None:
         stop_with_parent(options.ends_with)
     config = with_url(config_from(options))
-    check_limits()  # before the log, which takes a thread
+    check_limits()  # before logging starts a thread
     log_unhandled_exceptions()
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
-    """Return what is configured by now, the URL of the remote tier among it."""
+    """Return the current configuration with the URL of the remote tier, or all errors in it."""
     read = reread_config(options)
     try:
         return with_url(read) if isinstance(read, Config) else read
@@ -94,9 +94,9 @@ async def _serve(daemon: Daemon, stop: Stop) -> int:
 
 
 def _engine_arguments(config: Config) -> list[str]:
-    """Return the command line that gives the engine the very configuration of the daemon.
+    """Return options that give the engine the daemon's configuration.
 
-    Not the file, which may be another one by the time that an engine has to be started again.
+    The file may have changed by the time that an engine is restarted.
     """
     return [
         word
@@ -110,10 +110,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def stop_with_parent(parent: int) -> None:
-    """Have the kernel tell this process to stop when its parent has ended, however that was.
-
-    A parent that is gone by now, so that ours is another, counts as well.
-    """
+    """Let the kernel send SIGTERM when the parent exits, or at once if it already has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The two meanings of SIGHUP: the terminal has closed, or an operator asks for a reload.
+"""The two meanings of SIGHUP: the terminal has closed, or an operator wants a reload.
 
-Without a controlling terminal (under systemd or setsid, and in most containers), only operators
-send it. A process that nohup started, with SIGHUP ignored, should outlive its terminal.
+Without a controlling terminal (systemd, setsid, most containers), only operators send it. A process
+started by nohup, with SIGHUP ignored, outlives its terminal.
 """
 
 import os
@@ -11,7 +11,7 @@ __all__ = ["block_hangups", "hangup_stops"]
 
 
 def hangup_stops() -> bool:
-    """Return whether SIGHUP stops this process, because it means that the terminal has closed."""
+    """Return whether SIGHUP means that the terminal has closed, so that it stops this process."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     try:
@@ -22,6 +22,6 @@ def hangup_stops() -> bool:
 
 
 def block_hangups() -> None:
-    """Block SIGHUP unless it stops this process: it would be fatal until a handler is set."""
+    """Block SIGHUP unless it stops this process; it would be fatal until a handler is set."""
     if not hangup_stops():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

@@ -1,13 +1,14 @@
-"""``kvtier tier``: see which tiers serve; drain, detach and attach one while requests run."""
+"""``kvtier tier``: lists the tiers; drains, detaches and attaches one while requests run."""
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from kvtier.cli.call import add_target_options, call_daemon, target_from
-from kvtier.cli.formatting import format_bytes, format_count, printable, wrap_lines
-from kvtier.cli.options import parse_wait
+from kvtier.cli.call import add_target_options, call_daemon, fetch_status, target_from
+from kvtier.cli.formatting import format_bytes, format_count, format_row, printable, wrap_lines
+from kvtier.cli.options import parse_seconds
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
 from kvtier.v1 import operator_pb2 as pb
@@ -16,15 +17,22 @@ from kvtier.wire.convert import tier_to_wire
 __all__ = ["add_options", "list_tiers", "run"]
 
 _MARGIN_S = 5.0
-"""Beyond what the daemon is told to wait."""
+"""Added to the time that the daemon itself may wait."""
+
+_parse_wait = partial(parse_seconds, low_s=0, high_s=86_400, span="at most 1 day")
 
 _VERBS: Mapping[str, tuple["pb.TierVerb.ValueType", float, str]] = {
-    "drain": (pb.TIER_VERB_DRAIN, 0.0, "write nothing new to a tier; it is still read"),
+    "drain": (pb.TIER_VERB_DRAIN, 0.0, "stop writing new blocks to a tier; reads continue"),
     "resume": (pb.TIER_VERB_RESUME, 0.0, "write to a drained tier again"),
-    "detach": (pb.TIER_VERB_DETACH, 30.0, "take a tier off: others may have its disk or server"),
-    "attach": (pb.TIER_VERB_ATTACH, 60.0, "put a tier on, as it is configured now"),
+    "detach": (pb.TIER_VERB_DETACH, 30.0, "stop using a tier, and release its disk or server"),
+    "attach": (pb.TIER_VERB_ATTACH, 60.0, "use a tier again, as currently configured"),
 }
-"""By name: the verb, how long it is waited for, and what it does."""
+"""Verb, default wait in seconds, and help text by name."""
+
+_BY_OPERATOR = "by an operator"
+"""Reason of a change that this command made; printing it would say nothing."""
+
+_COLUMNS = (-8, -10, 12, 12, 12, 12, 10)
 
 _Document = Mapping[str, Any]
 
@@ -32,23 +40,25 @@ _Document = Mapping[str, Any]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    listed = "show the tiers, their state and what is under way"
-    shown = verbs.add_parser("list", help=listed, description=listed.capitalize())
-    shown.set_defaults(run=list_tiers)
+    text = "list the tiers, their state and their queues"
+    listing = verbs.add_parser("list", help=text, description=f"{text.capitalize()}.")
+    listing.set_defaults(run=list_tiers)
     for name, (_, wait_s, text) in _VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text.capitalize())
+        verb = verbs.add_parser(name, help=text, description=f"{text.capitalize()}.")
         verb.add_argument("tier", choices=[*TierName], help="ssd or remote")
         if name != "resume":
             verb.add_argument(
                 "--wait",
-                type=_seconds,
+                type=_parse_wait,
                 default=wait_s,
-                metavar="SECONDS",
-                help=f"how long to wait for it to be done ({wait_s:g})",
+                metavar="TIME",
+                help=f"how long to wait until it is done (default: {wait_s:g}s)",
             )
         if name == "detach":
             verb.add_argument(
-                "--now", action="store_true", help="give up what is under way; it is computed"
+                "--now",
+                action="store_true",
+                help="abort transfers in flight; affected blocks are recomputed",
             )
         verb.set_defaults(run=run)
     for verb in verbs.choices.values():
@@ -58,21 +68,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def list_tiers(options: argparse.Namespace) -> int:
     """Print the tiers."""
-    reply = call_daemon(
-        target_from(options), lambda stub: stub.Stat(pb.StatRequest(), timeout=_MARGIN_S)
-    )
-    tiers = json.loads(reply.json)["tiers"]
+    tiers = fetch_status(target_from(options), _MARGIN_S)["tiers"]
     print(json.dumps(tiers) if options.json else "\n".join(_lines(tiers)))
     return 0
 
 
-def _seconds(text: str) -> float:
-    """Read how long to wait, which may be not at all."""
-    return 0.0 if text == "0" else parse_wait(text)
-
-
 def run(options: argparse.Namespace) -> int:
-    """Change a tier; exit code 1 where it is not done yet. Raises StartError for a refusal."""
+    """Change a tier; exit code 1 if it is not done in time. Raises StartError if refused."""
     verb, wait_s, _ = _VERBS[options.verb]
     wait_s = getattr(options, "wait", wait_s)
     request = pb.ChangeTierRequest(
@@ -92,21 +94,19 @@ def run(options: argparse.Namespace) -> int:
         document = {"tier": options.tier, "state": reply.state, "reason": reply.reason}
         print(json.dumps(document | {"done": reply.done}))
     else:
-        why = f": {reply.reason}" if reply.reason else ""
-        print(printable(f"{options.tier} is {reply.state}{why}"))
+        reason = reply.reason.removeprefix(_BY_OPERATOR).removeprefix("; ")
+        print(printable(f"{options.tier} is {reply.state}" + (reason and f": {reason}")))
     return int(not reply.done)
 
 
 def _lines(tiers: _Document) -> Iterator[str]:
-    yield "tier    state           blocks        used     reading     writing   hanging"
+    heads = ("tier", "state", "blocks", "used", "reading", "writing", "stuck")
+    yield format_row(_COLUMNS, heads)
     for name, tier in tiers.items():
-        is_idle = "queued_reads" not in tier
-        queued = "" if is_idle else f"{tier['queued_reads']:>12}{tier['queued_writes']:>12}"
-        hanging = "" if is_idle else f"{tier['hung_calls']:>10}"
-        used = format_bytes(tier["used_bytes"])
-        yield f"{name:<8}{tier['state']:<10}{format_count(tier['blocks']):>12}{used:>12}" + (
-            queued + hanging
-        )
+        queues = ("queued_reads", "queued_writes", "hung_calls")
+        cells = (str(tier[each]) if "queued_reads" in tier else "" for each in queues)
+        blocks, used = format_count(tier["blocks"]), format_bytes(tier["used_bytes"])
+        yield format_row(_COLUMNS, (name, tier["state"], blocks, used, *cells))
     for name, tier in tiers.items():
         if tier["reason"]:
             yield from wrap_lines(f"{name} is {tier['state']}: {tier['reason']}")

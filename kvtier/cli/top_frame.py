@@ -1,7 +1,7 @@
-"""One frame of ``kvtier top``: lines that fit a window, the most important ones on top.
+"""One frame of ``kvtier top``: lines that fit the window, the most important ones on top.
 
-Nothing is said by colour alone, and no line depends on the height: a window of 24 lines has all
-parts, a larger one more engines and requests. Below 80 columns lines end at the last whole word.
+Color is never the only signal. A window of 24 lines shows all parts, a larger one more engines and
+requests. Below 80 columns lines end at the last whole word.
 """
 
 import textwrap
@@ -33,27 +33,27 @@ _STATES: Mapping[str, str] = {"up": "green", "degraded": "yellow", "out": "bold 
 _TIER_COLUMNS = (-8, -10, -16, 10, 11, 12, 13)
 _ENGINE_COLUMNS = (-24, 9, 9, 10, 9, 9, 10)
 _REQUEST_COLUMNS = (-19, 8, 10, 10, -8, -8, 8, 9)
-"""Widths; negative ones are those of columns that begin at their left."""
+"""Column widths; a negative width aligns to the left."""
 
 _NAME_SPARE_MAX = 40
 
 _ENGINES_SHARE = 3
-"""Engines get a third of the room that is left, requests the rest."""
+"""Engines get a third of the remaining lines, requests the rest."""
 
 _PROBLEM_LINES_MAX = 3
 
 _ROOMY_LINES = 30
-"""Below, a request more is worth more than an empty line."""
+"""Smaller windows show another request instead of an empty line."""
 
 _Lines = list[Text]
 
 _Document = Mapping[str, Any]
-"""The status document, or a part of it."""
+"""The status document or a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """Of the window; ``is_ascii``: it shows nothing else."""
+    """Columns and lines of the window, and whether it can only show ASCII."""
 
     columns: int
     lines: int
@@ -61,24 +61,24 @@ class WindowSize:
 
 
 def render_frame(view: StatusView, size: WindowSize, hint: str = "") -> _Lines:
-    """Return the lines of a frame; ``hint`` says what keys do."""
+    """Return the lines of a frame; ``hint`` explains the keys."""
     problem = textwrap.wrap(printable(view.problem), max(20, size.columns))[:_PROBLEM_LINES_MAX]
-    said = [Text(line, style="bold red") for line in problem]
+    problems = [Text(line, style="bold red") for line in problem]
     if view.document is None:
-        lines = [Text("kvtier top", style="bold"), Text(), *(said or [Text("asking")])]
+        lines = [Text("kvtier top", style="bold"), Text(), *(problems or [Text("connecting")])]
     else:
-        lines = [_title(view, view.document, size, hint), *_worth(view.document), *said]
-        lines += _picture(view.document, size, size.lines - len(lines))
+        lines = [_title(view, view.document, size, hint), *_benefit(view.document), *problems]
+        lines += _body(view.document, size, size.lines - len(lines))
     return [_cut(line, size) for line in lines[: size.lines]]
 
 
-def _picture(now: _Document, size: WindowSize, most: int) -> _Lines:
-    """Return up to ``most`` lines of everything but the worth."""
+def _body(now: _Document, size: WindowSize, most: int) -> _Lines:
+    """Return everything below the benefit, in up to ``most`` lines."""
     lately = now["grown"]["lately"]
     gap = [Text()] if size.lines >= _ROOMY_LINES else []
     lines = [*gap, *_tiers(now, size), *gap, *_flows(lately, size)]
-    lines += [*gap, *_decisions(lately, size), _open(now), Text()]
-    # Two headings, the line between them, and requests at least.
+    lines += [*gap, *_decisions(lately, size), _current(now), Text()]
+    # Reserve two headings and the line between them.
     num_engines = min(len(now["engines"]), max(2, (most - len(lines) - 3) // _ENGINES_SHARE))
     lines += [*_engines(now, num_engines, size), Text()]
     return [*lines, *_requests(now["requests"], max(0, most - len(lines) - 1), size)]
@@ -87,30 +87,30 @@ def _picture(now: _Document, size: WindowSize, most: int) -> _Lines:
 def _title(view: StatusView, now: _Document, size: WindowSize, hint: str) -> Text:
     line = Text(f"kvtier {now['version']}", style="bold")
     line.append(f"  pid {now['pid']}  up {format_elapsed(now['uptime_s'])}", style="not bold")
-    told = time.strftime("%H:%M:%S", time.localtime(now["time_s"]))
-    right = f"{format_elapsed(view.age_s)} old" if view.is_old else f"{told}  {hint}".rstrip()
+    at = time.strftime("%H:%M:%S", time.localtime(now["time_s"]))
+    right = f"{format_elapsed(view.age_s)} old" if view.is_old else f"{at}  {hint}".rstrip()
     line.append(" " * max(2, size.columns - len(line) - len(right)))
     return line.append(right, style="bold reverse" if view.is_old else "not bold dim")
 
 
-def _worth(now: _Document) -> _Lines:
-    """Show how much time to first token restoring saved."""
+def _benefit(now: _Document) -> _Lines:
+    """Show the time to first token that restoring saved."""
     minute, worth = now["grown"]["minute"], now["worth"]
     saved_s, lost_s = minute["saved_s"], minute["lost_s"]
     line = Text()
     if saved_s or lost_s:
-        whole_s = minute["actual_s"] + saved_s - lost_s
+        without_s = minute["actual_s"] + saved_s - lost_s
         line.append(f"saved {_signed(saved_s - lost_s)}", style="bold green")
-        line.append(f" of {format_seconds(whole_s)} of time to first token")
+        line.append(f" of {format_seconds(without_s)} time to first token")
     else:
         line.append("no restores")
     line.append(f" in the last {format_elapsed(minute['seconds'])}")
-    whole = Text(
-        f"since the start: saved {format_seconds(worth['saved_s'])} "
+    total = Text(
+        f"since start: saved {format_seconds(worth['saved_s'])} "
         f"({format_seconds(worth['saved_measured_s'])} measured), "
         f"lost {format_seconds(worth['lost_s'])}, regret {format_seconds(worth['regret_s'])}"
     )
-    return [line, whole]
+    return [line, total]
 
 
 def _tiers(now: _Document, size: WindowSize) -> Iterator[Text]:
@@ -119,14 +119,14 @@ def _tiers(now: _Document, size: WindowSize) -> Iterator[Text]:
     lately = now["grown"]["lately"]
     for name, tier in now["tiers"].items():
         used, capacity, state = tier["used_bytes"], tier["capacity_bytes"], str(tier["state"])
-        is_told = state != "untold"  # what is not known is no zero
+        is_known = state != "untold"
         cells = (
             name,
             state,
             _bar(used / capacity if capacity else None, size),
-            format_bytes(used) if is_told else "-",
+            format_bytes(used) if is_known else "-",
             format_bytes(capacity) if capacity else "-",
-            format_count(tier["blocks"]) if is_told else "-",
+            format_count(tier["blocks"]) if is_known else "-",
             f"{_short(_rate(lately['served_tokens'][name], lately))} tok/s",
         )
         line = Text(_row(_TIER_COLUMNS, cells))
@@ -145,7 +145,7 @@ def _bar(share: float | None, size: WindowSize) -> str:
 
 
 def _flows(lately: _Document, size: WindowSize) -> Iterator[Text]:
-    """Show what goes from the CPU tier to each other one, and what comes from there."""
+    """Show the transfers between the CPU tier and each other tier."""
     away, back = ("->", "<-") if size.is_ascii else ("→", "←")
     for arrow, route in ((away, "cpu_to_{}"), (back, "{}_to_cpu")):
         line = Text()
@@ -157,30 +157,30 @@ def _flows(lately: _Document, size: WindowSize) -> Iterator[Text]:
 
 
 def _decisions(lately: _Document, size: WindowSize) -> Iterator[Text]:
-    for what, name in (("decided", "decisions"), ("blocks missed", "missed_blocks")):
+    for what, name in (("decisions", "decisions"), ("missed blocks", "missed_blocks")):
         rates = {each: _rate(number, lately) for each, number in lately[name].items() if number}
         yield _rates(what, sorted(rates.items(), key=lambda each: -each[1]), size)
 
 
 def _rates(what: str, rates: Sequence[tuple[str, float]], size: WindowSize) -> Text:
-    """Return as many rates as fit."""
+    """Show as many rates as fit."""
     line = Text(f"{what:<15}")
     for number, (name, rate) in enumerate(rates):
-        said = f"{', ' if number else ''}{name} {_short(rate)}/s"
-        if len(line) + len(said) > size.columns:
+        shown = f"{', ' if number else ''}{name} {_short(rate)}/s"
+        if len(line) + len(shown) > size.columns:
             break
-        line.append(said)
-    return line if rates else line.append("nothing", style="dim")
+        line.append(shown)
+    return line if rates else line.append("none", style="dim")
 
 
-def _open(now: _Document) -> Text:
+def _current(now: _Document) -> Text:
     parts = [f"leases {format_count(now['leases'])}", f"pins {format_count(now['pins'])}"]
     for name, tier in now["tiers"].items():
         if "write_budget_bytes" in (detail := tier.get("detail", {})):
-            parts.append(f"{name} may write {format_bytes(detail['write_budget_bytes'])} now")
+            parts.append(f"{name} write budget {format_bytes(detail['write_budget_bytes'])}")
     if now["cost"]["guarded"]:
-        parts.append(f"left alone: {', '.join(now['cost']['guarded'])}")
-    return Text(f"{'open':<15}{', '.join(parts)}")
+        parts.append(f"paused: {', '.join(now['cost']['guarded'])}")
+    return Text(f"{'current':<15}{', '.join(parts)}")
 
 
 def _engines(now: _Document, most: int, size: WindowSize) -> Iterator[Text]:
@@ -212,7 +212,7 @@ def _engine(engine: _Document, over: _Document) -> Sequence[str]:
 
 def _requests(requests: Sequence[_Document], most: int, size: WindowSize) -> Iterator[Text]:
     columns = _widened(_REQUEST_COLUMNS, size)
-    heads = ("request", "age", "prompt", "restored", " from", "decided", "TTFT", "saved")
+    heads = ("request", "age", "prompt", "restored", " from", "reason", "TTFT", "saved")
     yield _heading(_row(columns, heads))
     for each in requests[:most]:
         yield _request(each, columns)
@@ -229,29 +229,29 @@ def _request(request: _Document, columns: Sequence[int]) -> Text:
         format_elapsed(request["age_s"]),
         format_count(request["prompt_tokens"]),
         format_count(sum(restored.values())) if restored else "-",
-        f" {tiers[-1]}" if tiers else "",  # the slowest: it is what one waits for
+        f" {tiers[-1]}" if tiers else "",  # the slowest, which determines the wait
         request["reason"],
         format_seconds(first_s) if first_s is not None else "-",
-        _claimed(saved_s, request["cold_s"]) if tiers and saved_s is not None else "-",
+        _saved(saved_s, request["cold_s"]) if tiers and saved_s is not None else "-",
     )
     line = Text(_row(columns, cells))
     line.stylize("dim" if not tiers else "red" if (saved_s or 0) < 0 else "green", -columns[-1])
     return line
 
 
-def _claimed(saved_s: float, cold_s: float | None) -> str:
-    """Return the time saved, with ~ if it is predicted: computing was never measured."""
+def _saved(saved_s: float, cold_s: float | None) -> str:
+    """Return the time saved, with ~ if it is predicted because computing was never measured."""
     return f"{'~' if cold_s is None else ''}{_signed(saved_s)}"
 
 
 def _widened(columns: Sequence[int], size: WindowSize) -> Sequence[int]:
-    """Give a name, in the first column, what a wide window has to spare."""
+    """Give the first column the spare width of a wide window."""
     spare = max(0, min(size.columns - COLUMNS, _NAME_SPARE_MAX))
     return (columns[0] - spare, *columns[1:])
 
 
 def _row(columns: Sequence[int], cells: Sequence[str]) -> str:
-    """Return cells in columns; those whose width is negative begin at their left."""
+    """Return a row; unlike ``format_row`` it truncates names and knows wide characters."""
     return "".join(
         f"{_fitted(cell, -width - 1)} " if width < 0 else f" {cell:>{width - 1}}"
         for width, cell in zip(columns, cells, strict=True)
@@ -269,12 +269,12 @@ def _heading(text: str) -> Text:
 
 
 def _rate(number: float, over: _Document) -> float:
-    """Return how much it is a second, where it grew by so much in a window."""
+    """Return a rate per second, given the growth in a window."""
     return number / over["seconds"] if over["seconds"] else 0.0
 
 
 def _short(number: float) -> str:
-    """Return a rate in four letters or so."""
+    """Return a number in about four characters."""
     for unit in ("", "k", "M"):
         if abs(number) < 999.5:
             return f"{number:.2g}{unit}" if number < 9.95 else f"{number:.0f}{unit}"
@@ -287,7 +287,7 @@ def _signed(seconds: float) -> str:
 
 
 def _cut(line: Text, size: WindowSize) -> Text:
-    """Return a line that fits, to the last whole word."""
+    """Return the line, cut after the last whole word that fits."""
     if line.cell_len <= size.columns:
         return line
     shown = line.plain[: size.columns + 1]

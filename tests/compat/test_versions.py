@@ -83,7 +83,7 @@ def test_newer_tools_read_an_older_daemon_and_say_what_it_lacks(
             assert child.wait() == 0, child.log
         with Child(kvtier_command("probe", "--connect", str(node.socket)), log, speaks) as child:
             assert child.wait() == 2, child.log
-            assert "is older than this kvtier" in child.log
+            assert "is too old for this command" in child.log
 
 
 def test_an_upgrade_and_a_rollback_under_an_engine_that_stays(

@@ -105,7 +105,7 @@ def test_a_file_without_certificates(tmp_path: Path, capsys: pytest.CaptureFixtu
     token.chmod(0o600)
     words = ["stat", "--connect", "h:1", "--token-file", str(token), "--ca", str(token)]
     assert main(words) == 2
-    assert f"--ca: {token} has no certificate; give" in capsys.readouterr().err
+    assert f"--ca: {token} has no certificate; name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e30", "soon"])
@@ -117,7 +117,9 @@ def test_a_time_that_is_none(
     with pytest.raises(SystemExit) as caught:
         main([*words, f"{option}={value}"])
     assert caught.value.code == 2
-    assert f"argument {option}: '{value}' is no number of seconds" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"argument {option}: expected seconds or a duration such as 5min" in said
+    assert f"got '{value}'" in said
 
 
 def test_with_a_crashed_daemons_socket() -> None:
@@ -127,7 +129,7 @@ def test_with_a_crashed_daemons_socket() -> None:
             daemon.kill()
         told = run(node, "stat")
         assert told.returncode == 2
-        assert "no daemon answers" in told.stderr
+        assert "cannot reach the daemon" in told.stderr
         assert told.stderr.count("\n") == 1
 
 
@@ -140,7 +142,7 @@ def test_with_a_daemon_that_stands_still() -> None:
             took_s = time.monotonic() - start_s
         print(f"{took_s:.2f} s")
         assert told.returncode == 2
-        assert "gave no answer" in told.stderr
+        assert "did not answer in time" in told.stderr
         assert took_s < 20, "two seconds, and those of a busy machine"
 
 
@@ -240,6 +242,4 @@ def test_output_may_be_cut_off(node: RunningNode) -> None:
 def test_an_option_from_a_shell_variable_that_is_not_set(node: RunningNode) -> None:
     with node.start("serve", "--model", "") as serve:
         assert serve.wait() == 2
-        assert (
-            serve.log == "kvtier: engine.model: is empty; give a value, or leave the option out\n"
-        )
+        assert serve.log == "kvtier: engine.model: is empty; give a value, or omit the option\n"

@@ -126,19 +126,19 @@ def test_the_whole_story_in_eighty_columns() -> None:
         "'the date is │Tuesday\\x07'",
         "cpu         8: 0-7",
         "remote      none",
-        "and 37 runs more",
-        "block 8, from token 512 on",
+        "and 37 more runs",
+        "from block 8, token 512",
         "(refused_worth)",
         "number 42, 3.25 s ago, for kvtier tiny?[31m",
-        "64 MiB before it at ssd",
-        "44 blocks, by the request itself",
-        "load 44 blocks from the back, wait 5 s",
-        "loading takes 120 ms, seldom over an unknown time",
-        "first token after 400 ms; by computing, 1.6 s",
+        "64 MiB ahead of it at ssd",
+        "44 blocks, set by the request",
+        "load 44 blocks, last block first, wait at most 5 s",
+        "loading takes 120 ms (P95 unknown)",
+        "first token after 400 ms, by computing after 1.6 s",
         "3 blocks: it was here, and made room for others (evicted)",
         "loaded cpu 8, ssd 30 in 200 ms",
-        "cpu saved 800 ms; ssd cost 100 ms; the other road would have saved 50 ms",
-        "measured: computing the same prompt took 1.99 s",
+        "cpu saved 800 ms; ssd cost 100 ms; computing would have saved 50 ms",
+        "measured: computing this prompt took 1.99 s",
     ):
         assert said in " ".join(text.split()) or said in text, said
 
@@ -172,14 +172,14 @@ def test_every_reason_of_a_plan_is_told_in_words(reason: PlanReason) -> None:
 
 def test_what_is_not_known_is_said_to_be() -> None:
     text = explain_text({"request_id": "cmpl-\x1b1", "chain": None, "decision": None})
-    assert text == "decision      none about cmpl-?1 is remembered"
+    assert text == "decision      none recorded for cmpl-?1"
     bare = {**PROMPT, "has_nearest": False, "is_seen": False, "tenant": "00" * 16, "num_tokens": 9}
     del bare["text"]
     whole = {**CHAIN, "missing": None, "blocks": 0}
     text = explain_text({"request_id": "", "chain": whole, "decision": None, "prompt": bare})
     check_shape(text)
     assert "9 tokens: 0 full blocks of 64, no salt" in text
-    assert "there is no other recent prompt" in text
+    assert "no other recent prompt" in text
     for name in ("is_seen", "nearest_tokens", "has_nearest"):
         del bare[name]
     text = explain_text({"request_id": "", "chain": whole, "decision": None, "prompt": bare})
@@ -215,7 +215,7 @@ def test_output_that_cannot_be_written_is_said_to_be() -> None:
             check=False,
         )
     assert done.returncode == 1
-    assert done.stderr == "kvtier: the output cannot be written: No space left on device\n"
+    assert done.stderr == "kvtier: cannot write to standard output: No space left on device\n"
 
 
 def test_a_probe_is_a_table() -> None:
@@ -237,7 +237,7 @@ def test_a_probe_is_a_table() -> None:
     assert "not measured: there is no such tier here" in text
     kept = tier | {"reason": "it is full", "is_kept": True}
     assert "not measured again: it is full" in probe_text({"tiers": {"ssd": kept}})
-    assert probe_text({"tiers": {}}) == "there is no tier below the CPU"
+    assert probe_text({"tiers": {}}) == "no tier below the CPU"
 
 
 # With real processes.
@@ -312,7 +312,7 @@ def test_a_prompt_before_and_after_it_was_there(served: tuple[RunningNode, str])
     assert "there" not in told.stdout
     told = run(node, "explain", "--engine", url, "--tokens", "-", "--text", given=other)
     assert "│" in told.stdout
-    assert "block 3, from token 192 on" in told.stdout
+    assert "from block 3, token 192" in told.stdout
     told = run(node, "explain", "--request", answer["id"])
     assert told.returncode == 0, told.stderr
     assert "decision" in told.stdout
@@ -355,23 +355,23 @@ def test_texts_messages_and_short_prompts(served: tuple[RunningNode, str], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give --request ID"),
-        (["--request", "nobody"], "no decision about 'nobody' is remembered"),
+        ([], "pass --request"),
+        (["--request", "nobody"], "no decision recorded for 'nobody'"),
         (["--request", ""], "is empty"),
         (["--prompt", ""], "is empty"),
-        (["--prompt", "@/nowhere"], "cannot be read: no such file"),
-        (["--tokens", "-"], "refuses"),
-        (["--messages", "-"], "is no JSON"),
+        (["--prompt", "@/nowhere"], "no such file"),
+        (["--tokens", "-"], "rejected"),
+        (["--messages", "-"], "invalid JSON"),
         (["--prompt", "x", "--salt", ""], "--salt: is empty"),
-        (["--prompt", "x", "--engine", "http://127.0.0.1:1"], "no engine answers"),
-        (["--prompt", "x", "--engine", "127.0.0.1:1"], "is no URL"),
-        (["--prompt", "x", "--engine", "ftp://127.0.0.1:1"], "is no URL"),
-        (["--prompt", "x", "--engine", "http://[::1"], "is no URL"),
-        (["--prompt", "x", "--engine", "http://127.0.0.1:99999"], "is no URL"),
-        (["--prompt", "x", "--engine", "http://key@127.0.0.1:1"], "is no URL"),
-        (["--request", "\udcff"], "--request: is no text"),  # a byte that is no UTF-8
-        (["--prompt", "\udcff"], "--prompt: is no text"),
-        (["--prompt", "x", "--salt", "\udcff"], "--salt: is no text"),
+        (["--prompt", "x", "--engine", "http://127.0.0.1:1"], "cannot reach an engine"),
+        (["--prompt", "x", "--engine", "127.0.0.1:1"], "is not a valid URL"),
+        (["--prompt", "x", "--engine", "ftp://127.0.0.1:1"], "is not a valid URL"),
+        (["--prompt", "x", "--engine", "http://[::1"], "is not a valid URL"),
+        (["--prompt", "x", "--engine", "http://127.0.0.1:99999"], "is not a valid URL"),
+        (["--prompt", "x", "--engine", "http://key@127.0.0.1:1"], "is not a valid URL"),
+        (["--request", "\udcff"], "--request: not valid UTF-8"),  # a byte that is no UTF-8
+        (["--prompt", "\udcff"], "--prompt: not valid UTF-8"),
+        (["--prompt", "x", "--salt", "\udcff"], "--salt: not valid UTF-8"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(
@@ -391,7 +391,7 @@ def test_a_stranger_is_not_taken_for_an_engine(served: tuple[RunningNode, str]) 
     node, _ = served
     told = run(node, "explain", "--prompt", "x", "--engine", f"http://127.0.0.1:{node.http_port}")
     assert told.returncode == 2
-    assert "is no kvtier engine" in told.stderr
+    assert "is not a kvtier engine" in told.stderr
 
 
 @pytest.mark.slow

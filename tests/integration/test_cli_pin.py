@@ -60,12 +60,12 @@ def run(
 def test_a_prompt_is_pinned_and_let_go(served: tuple[RunningNode, str]) -> None:
     told = run(served, "pin", "--tokens", "-", "--ttl", "60")
     assert (told.returncode, told.stderr) == (0, "")
-    assert told.stdout == "keeps 4 of 4 blocks for 60 s\n"
+    assert told.stdout == "pinned 4 of 4 blocks for 60 s\n"
     told = run(served, "pin", "--tokens", "-", "--ttl", "60", "--json")
     assert json.loads(told.stdout) == {"blocks": 4, "of_blocks": 4, "reason": "", "ttl_s": 60}
     told = run(served, "pin", "--tokens", "-", "--ttl", "0")
     assert told.returncode == 0
-    assert told.stdout == "the 4 blocks are kept no longer than others\n"
+    assert told.stdout == "unpinned 4 blocks\n"
 
 
 def test_a_prompt_is_warmed(served: tuple[RunningNode, str]) -> None:
@@ -78,14 +78,14 @@ def test_a_prompt_is_warmed(served: tuple[RunningNode, str]) -> None:
     assert document["ready_blocks"] + document["coming_blocks"] == document["of_blocks"] == 4
     await_true(lambda: node.stat()["tiers"]["cpu"]["blocks"] == 4, "they are there", 20)
     told = run(served, "warm", "--tokens", "-")
-    assert told.stdout == "of 4 blocks 4 are in the CPU tier and 0 on their way\n"
+    assert told.stdout == "4 of 4 blocks are in the CPU tier, 0 in flight\n"
 
 
 def test_what_no_tier_has_cannot_be_warmed(served: tuple[RunningNode, str]) -> None:
     told = run(served, "warm", "--tokens", "-", prompt=PROMPT[::-1])
     assert told.returncode == 1
     assert told.stdout == (
-        "of 4 blocks 0 are in the CPU tier and 0 on their way; no tier has the next one\n"
+        "0 of 4 blocks are in the CPU tier, 0 in flight; the next block is in no tier\n"
     )
 
 
@@ -95,19 +95,19 @@ def test_a_prompt_that_fills_no_block_is_not_said_to_be_kept(
 ) -> None:
     told = run(served, command, "--tokens", "-", prompt=PROMPT[:10])
     assert told.returncode == 1
-    assert told.stdout == "the prompt fills no block, and only full blocks are kept\n"
+    assert told.stdout == "the prompt is shorter than one block, and only full blocks are cached\n"
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "says"),
     [
-        ("pin", ["--ttl", "60"], "name one: --prompt"),
-        ("pin", ["--tokens", "-", "--ttl", "-1"], "is no number of seconds"),
-        ("pin", ["--tokens", "-", "--ttl", "1e3"], "is no number of seconds"),
-        ("pin", ["--tokens", "-", "--ttl", "99999999999"], "up to 30 days"),
-        ("warm", [], "name one: --prompt"),
-        ("warm", ["--tokens", "-", "--timeout", "0"], "no number of seconds"),
-        ("warm", ["--tokens", "-", "--engine", "http://127.0.0.1:1"], "no engine answers"),
+        ("pin", ["--ttl", "60"], "pass one of --prompt"),
+        ("pin", ["--tokens", "-", "--ttl", "-1"], "expected seconds or a duration such as 5min"),
+        ("pin", ["--tokens", "-", "--ttl", "1e3"], "expected a duration in whole seconds"),
+        ("pin", ["--tokens", "-", "--ttl", "99999999999"], "at most 30 days"),
+        ("warm", [], "pass one of --prompt"),
+        ("warm", ["--tokens", "-", "--timeout", "0"], "expected seconds or a duration"),
+        ("warm", ["--tokens", "-", "--engine", "http://127.0.0.1:1"], "cannot reach an engine"),
     ],
 )
 def test_what_is_wrong_is_said(

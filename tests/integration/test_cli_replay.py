@@ -88,22 +88,22 @@ def test_replay_prints_tables_json_and_a_page(run: Run, trace: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--cpu-blocks", "0"), "no whole number"),
-        (("--cpu-blocks", "many"), "no whole number"),
+        (("--cpu-blocks", "0"), "expected a positive integer"),
+        (("--cpu-blocks", "many"), "expected a positive integer"),
         (("--policy", "magic"), "invalid choice"),
-        (("--hints", "2"), "no share"),
-        (("--set", "ssd.gate"), "write --set"),
+        (("--hints", "2"), "expected a number from 0 to 1"),
+        (("--set", "ssd.gate"), "use --set"),
         (("--set", "ssd.gate=5"), "ssd.gate"),
         (("--block-tokens", "100"), "--block-tokens"),
         (("--machine", "/absent.toml"), "cannot be read"),
         (("--prefill-profile", "/absent.csv"), "cannot be read"),
         (("--config", "/absent.toml"), "absent.toml"),
-        (("--report", "/absent/page.html"), "no directory"),
+        (("--report", "/absent/page.html"), "is not a directory"),
         (("--report", "/"), "is a directory"),
-        (("--report", "/dev/full", "--cpu-blocks", "9", "--policy", "lru"), "No space left"),
-        (("--cpu-blocks", "3"), "give the CPU tier 4 to"),
-        (("--cpu-blocks", "9" * 5000), "no whole number"),
-        (("--cpu-blocks", str(2**30)), "give the CPU tier 4 to"),
+        (("--report", "/dev/full", "--cpu-blocks", "9", "--policy", "lru"), "no space left"),
+        (("--cpu-blocks", "3"), "use 4 to"),
+        (("--cpu-blocks", "9" * 5000), "expected a positive integer"),
+        (("--cpu-blocks", str(2**30)), "use 4 to"),
         (("--hash-tokens", "1000000"), "--block-tokens"),
     ],
 )
@@ -122,9 +122,11 @@ def test_a_plan_is_a_configuration_that_serves(run: Run, tmp_path: Path) -> None
     traffic = ("--sessions", "2", "--prompt-tokens", "500", "--gap", "90", "--jobs", "1")
     done = run("plan", *model, *traffic, "--target", "memory=64MiB", "--write", str(written))
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("written to")]
+    lines = [
+        line for line in done.stdout.splitlines() if not line.startswith("configuration written to")
+    ]
     assert max(map(len, lines)) <= 80
-    for word in ("break-even", "bends", "sessions", "expected"):
+    for word in ("break-even", "knee", "sessions", "expected"):
         assert word in done.stdout
     config = load_config(written, {}, {})
     assert config.policy.eviction == "rd-sec"
@@ -160,12 +162,12 @@ def test_a_plan_as_json_from_a_trace_and_a_model_folder(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "model: is not given"),
-        (("--model-layers", "1", "--kv-heads", "1", "--head-dim", "1"), "traffic: is not given"),
+        ((), "model: not given"),
+        (("--model-layers", "1", "--kv-heads", "1", "--head-dim", "1"), "traffic: not given"),
         (("/absent", "--sessions", "1", "--prompt-tokens", "9"), "does not exist"),
-        (("--target", "luck=1"), "none of hits="),
+        (("--target", "luck=1"), "expected hits="),
         (("--target", "memory=lots"), "lots"),
-        ((*TINY, "--sessions", "0", "--prompt-tokens", "9"), "--sessions: is 0"),
+        ((*TINY, "--sessions", "0", "--prompt-tokens", "9"), "--sessions: 0 is out of range"),
         ((*TINY, "--sessions", "1000000000", "--prompt-tokens", "9"), "--sessions"),
         ((*TINY, "--sessions", "1", "--prompt-tokens", "1000000000"), "--prompt-tokens"),
         ((*TINY, *FEW, "--turn-tokens", "-5"), "--turn-tokens"),
@@ -175,8 +177,8 @@ def test_a_plan_as_json_from_a_trace_and_a_model_folder(
         ((*TINY, *FEW, "--gap", "inf"), "--gap"),
         ((*TINY, *FEW, "--jobs", "-1"), "--jobs"),
         ((*TINY, *FEW, "--set", "policy"), "has no '='"),
-        ((*TINY, *FEW, "--trace", "any.jsonl"), "traffic: is given twice"),
-        ((".", *TINY, *FEW), "model: is given twice"),
+        ((*TINY, *FEW, "--trace", "any.jsonl"), "traffic: given twice"),
+        ((".", *TINY, *FEW), "model: given twice"),
         (("--model-layers", "65536", "--kv-heads", "65536", "--head-dim", "65536", *FEW), "of KV"),
     ],
 )

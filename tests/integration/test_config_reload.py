@@ -177,7 +177,7 @@ def test_a_command_reloads_and_answers(
         said = f'daemon.lease: "30s" to "1min" ({node.path}:5)\napplied\n'
         assert capsys.readouterr() == (said, "")
         assert main(["config", "reload", *target]) == 0
-        assert capsys.readouterr() == ("nothing has changed\n", "")
+        assert capsys.readouterr() == ("no changes\n", "")
         assert main(["config", "show", "--running", *target]) == 0
         shown = capsys.readouterr().out
         assert re.search(rf'^lease = "1min" +# {node.path}:5$', shown, re.MULTILINE), shown
@@ -185,14 +185,14 @@ def test_a_command_reloads_and_answers(
         assert main(["config", "reload", *target]) == 1
         out, err = capsys.readouterr()
         assert "kvtier: daemon.allowed_uids: [] to [0]" in err
-        assert out == "refused, nothing was applied\n"
+        assert out == "rejected, nothing was applied\n"
         assert main(["stat", *target]) == 0
         assert "configuration: reload refused at 20" in capsys.readouterr().out
         assert (
             main(["config", "check", "--machine", "--config", str(node.path), *node.arguments()])
             == 0
         )
-        assert "a daemon runs here" in capsys.readouterr().out
+        assert "a daemon is running here" in capsys.readouterr().out
 
 
 def test_many_at_once_end_with_the_last_word(node: Configured) -> None:

@@ -75,7 +75,7 @@ def test_beside_a_running_daemon(directory: Path) -> None:
         with daemon.stopped():
             code, found = findings(*settings(node))
             assert code == 1
-            assert "gave no answer" in found["daemon"]["found"]
+            assert "did not answer in time" in found["daemon"]["found"]
         daemon.kill()
     code, found = findings(*settings(node))
     assert code == 0, "the socket of a daemon that was killed is no fault"

@@ -218,16 +218,16 @@ def test_an_operator_elsewhere(node: RunningNode) -> None:
         assert told.returncode == 0, told.stderr
         wrong = write_secret(node.directory / "wrong", TOKEN[::-1])
         refusals = {
-            "--token-file: is not set": ["stat", *where, "--ca", str(ca)],
+            "TCP connections need a token": ["stat", *where, "--ca", str(ca)],
             "--token-file: ": ["stat", *where, "--token-file", str(node.directory / "none")],
             "--ca: the certificate of localhost": ["stat", *where, "--token-file", str(token)],
             "--ca: ": ["stat", *where, "--token-file", str(token), "--ca", "/none"],
-            "--token-file: is not the token": [
+            "rejected the token": [
                 *("drop", "--tier", "all", *where),
                 *("--ca", str(ca), "--token-file", str(wrong)),
             ],
-            "no daemon answers": ["stat", "--connect", "localhost:1", *secrets],
-            "is for TCP": ["stat", "--connect", str(node.socket), *secrets],
+            "cannot reach the daemon": ["stat", "--connect", "localhost:1", *secrets],
+            "only valid for TCP": ["stat", "--connect", str(node.socket), *secrets],
         }
         for said, words in refusals.items():
             told = remotely(*words)

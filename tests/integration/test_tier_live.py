@@ -149,7 +149,7 @@ def test_a_disk_is_taken_away_and_brought_back(node: Node) -> None:
     directory = node.directory / "ssd"
     with node.daemon() as daemon, PatternEngine(node.socket) as engine:
         fill(node, engine)
-        assert node.done("detach", "ssd") == "ssd is detached: by an operator\n"
+        assert node.done("detach", "ssd") == "ssd is detached\n"
         assert node.state("ssd") == ("detached", "by an operator")
         assert not node.open_files(daemon, directory)
         DirectoryLock(directory).release()  # anybody may have it
@@ -300,9 +300,9 @@ def test_an_attachment_that_hangs_can_be_called_off(
             code, told = node.tier("attach", "ssd", "--wait", "0.5")
             assert (code, told) == (
                 1,
-                "ssd is detached: by an operator; being attached, 0 blocks so far\n",
+                "ssd is detached: being attached, 0 blocks so far\n",
             )
-            assert node.done("detach", "ssd") == "ssd is detached: by an operator\n"
+            assert node.done("detach", "ssd") == "ssd is detached\n"
         await_true(lambda: node.tier("attach", "ssd")[0] == 0, "it lets go", 20)
         assert engine.load(0, FULL) == (["ssd"] * FULL, "complete")
 
@@ -377,7 +377,7 @@ def test_a_redis_server_is_moved(node: Node, redis: RedisServer) -> None:
             assert engine.store(0, FULL) == FULL
             await_true(lambda: num_keys(redis) == FULL, "it is written")
             node.drop("cpu")
-            assert node.done("detach", "remote") == "remote is detached: by an operator\n"
+            assert node.done("detach", "remote") == "remote is detached\n"
             links = [each.raddr for each in psutil.Process(daemon.pid).net_connections("tcp4")]
             assert redis.port not in [each.port for each in links if each], "it is let go of"
             asked = node.stat()["probed_lookups"]

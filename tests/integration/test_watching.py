@@ -37,7 +37,7 @@ def top(node: RunningNode, *more: str) -> list[str]:
 
 def test_everything_is_seen_in_a_small_window_and_more_in_a_large_one(node: RunningNode) -> None:
     with Terminal(top(node), environment={"COLUMNS": "70", "LINES": "20"}) as terminal:
-        terminal.await_shown(r"^saved \d.* of time to first token in the last ")
+        terminal.await_shown(r"^saved \d.* time to first token in the last ")
         for part in (
             r"^kvtier \d+\.\d+.*pid \d+.*q quits$",
             r"^cpu +up +[█░]+ +\d+% +\S+ [KM]iB +2 MiB +\d+ +[\d.]+ tok/s$",
@@ -65,14 +65,16 @@ def test_a_daemon_that_is_slow_away_and_back(node: RunningNode) -> None:
     with work_directory() as directory:
         other = RunningNode(directory)
         with Terminal(top(other), environment={"NO_COLOR": "1"}) as terminal:
-            terminal.await_shown("no daemon answers at")
+            terminal.await_shown("cannot reach the daemon at")
             with other.daemon() as daemon:
                 terminal.await_shown(rf"pid {daemon.pid} .*q quits")
                 with daemon.stopped():
-                    assert "gave no answer" in terminal.await_shown(r"\d s old$(?s:.*)no answer")
+                    assert "did not answer" in terminal.await_shown(
+                        r"\d s old$(?s:.*)did not answer"
+                    )
                 terminal.await_shown("q quits")
                 daemon.kill()
-            assert f"pid {daemon.pid}" in terminal.await_shown("old(?s:.*)no daemon answers")
+            assert f"pid {daemon.pid}" in terminal.await_shown("old(?s:.*)cannot reach the daemon")
             with other.daemon() as daemon:
                 assert "answer" not in terminal.await_shown(rf"pid {daemon.pid} .*q quits")
                 with daemon.stopped():
@@ -120,7 +122,7 @@ def test_one_frame_for_a_file(node: RunningNode, capsys: pytest.CaptureFixture[s
     with work_directory() as directory:
         command = ["top", "--once", "--interval", "200ms", "--connect", str(directory / "none")]
         assert main(command) == 2
-    assert "no daemon answers" in capsys.readouterr().out
+    assert "cannot reach the daemon" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", ["0", "0.1", "100ms", "2h", "soon", "-1s", "1 fortnight"])

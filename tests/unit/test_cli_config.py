@@ -24,7 +24,7 @@ def test_what_is_good_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     path = tmp_path / "kvtier.toml"
     path.write_text("[cpu]\ncapacity = '8GiB'\n")
     assert main(["config", "check", "--config", str(path), *sets("cpu.slab=1MiB")]) == 0
-    assert capsys.readouterr() == (f"{path} is good, keys set: 2\n", "")
+    assert capsys.readouterr() == (f"{path}: OK (2 keys set)\n", "")
 
 
 def test_what_is_wrong_is_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_the_machine_is_checked_and_left_as_it_was(
     )
     check = ["config", "check", "--machine", *sets(*SMALL, *places)]
     assert main(check) == 0
-    assert capsys.readouterr().out.endswith("the machine has what it takes\n")
+    assert capsys.readouterr().out.endswith("machine: OK\n")
     lacking = (f"engine.model={tmp_path}/none", "ssd.free_space_floor=900000TiB")
     assert main([*check, *sets(*lacking)]) == 2
     err = capsys.readouterr().err.splitlines()
@@ -95,7 +95,7 @@ def test_what_asks_a_daemon_says_when_there_is_none(
 
 def test_nothing_set_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show"]) == 0
-    assert capsys.readouterr().out == "# every key has its default\n"
+    assert capsys.readouterr().out == "# all keys are at their defaults\n"
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

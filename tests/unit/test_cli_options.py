@@ -22,7 +22,9 @@ def test_a_time_to_live_is_whole_seconds(text, value):
 @pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf", "5 parsecs", "2000h", "1e99"])
 def test_what_is_no_time_is_refused_with_an_example(text):
     for read in (parse_wait, parse_ttl):
-        with pytest.raises(argparse.ArgumentTypeError, match=r"no number of seconds.*such as 5min"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match=r"expected seconds or a duration such as 5min"
+        ):
             read(text)
 
 

@@ -404,7 +404,7 @@ def test_the_command_says_what_was_set_aside_and_removes_it_only_when_told(
         code, out = run(capsys, "--directory", directory, *more)
         assert code == 0
         assert "FAULT" not in out
-        assert "files of another version, set aside: 1, 256 KiB" in out
+        assert "files of another version set aside: 1, 256 KiB" in out
         assert "clean" in out
         assert "--remove-set-aside removes them" in out
         assert others.exists()
@@ -436,7 +436,7 @@ def test_the_command_says_what_it_found_and_did(
     kept.damage_record(1, 3)
     code, out = run(capsys, "--directory", directory)
     assert code == 1
-    assert "FAULT records damaged (checksum): 1" in out
+    assert "FAULT damaged records (checksum): 1" in out
     code, out = run(capsys, "--directory", directory, "--json")
     assert code == 1
     assert json.loads(out)["damaged_records"] == {"checksum": 1}
@@ -457,7 +457,7 @@ def test_the_command_refuses_what_is_no_store_and_one_in_use(
         assert raised.value.field == "ssd.directory"
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StartError, match="has no store"):
+    with pytest.raises(StartError, match="no store in"):
         run(capsys, "--directory", str(tmp_path / "empty"))
     assert not list((tmp_path / "empty").iterdir())
     tier = kept.open()

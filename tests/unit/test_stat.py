@@ -166,17 +166,15 @@ def test_no_line_is_wider_than_a_terminal(make: Any) -> None:
 
 def test_what_it_is_worth_stands_on_top() -> None:
     lines = stat_text(busy()).splitlines()
-    assert lines[1] == (
-        "saved 123,457 s of time to first token, lost 89.1 s; net benefit 123,368 s"
-    )
-    assert lines[2] == "  saved, measured 3,457 s, predicted 120,000 s"
+    assert lines[1] == ("time to first token: saved 123,457 s, lost 89.1 s; net benefit 123,368 s")
+    assert lines[2] == "  saved: measured 3,457 s, predicted 120,000 s"
     assert "cpu +" in lines[3]
 
 
 def test_a_fresh_daemon_claims_nothing() -> None:
     lines = stat_text(document()).splitlines()
     assert lines[1] == (
-        "saved 0 ms of time to first token, lost 0 ms; no engine has reported a restore"
+        "time to first token: saved 0 ms, lost 0 ms; no engine has reported a restore yet"
     )
     assert "decided" not in "\n".join(lines)
 
@@ -195,13 +193,15 @@ def test_names_of_clients_cannot_steer_a_terminal() -> None:
 
 
 def test_a_tier_that_is_left_alone_is_named() -> None:
-    assert "did not pay: remote, ssd" in stat_text(busy())
+    assert "did not pay off: remote, ssd" in stat_text(busy())
 
 
 def test_a_tier_that_could_not_be_measured_is_named_with_what_is_used_instead() -> None:
     full = document()
     full["cost"]["unmeasured"] = {"ssd": "it is full"}
-    assert "ssd was not measured: it is full; using an estimate until it is read" in stat_text(full)
+    assert "ssd was not measured: it is full; using an estimate until the first read" in stat_text(
+        full
+    )
     full["cost"]["routes"] = {"ssd_to_cpu": next(iter(busy()["cost"]["routes"].values()))}
     assert "ssd was not measured: it is full; using earlier figures" in stat_text(full)
 
@@ -216,6 +216,6 @@ def test_files_of_another_version_are_counted_and_it_is_said_what_to_do() -> Non
     text = stat_text(after)
     assert max(map(len, text.splitlines())) <= 80
     told = " ".join(text.split())
-    assert "ssd files of another version, set aside: 2, 512 MiB." in told
-    assert "`kvtier fsck --remove-set-aside` removes them" in told
+    assert "ssd: 2 files of another version set aside, 512 MiB." in told
+    assert "run `kvtier fsck --remove-set-aside`" in told
     assert "another version" not in stat_text(document())

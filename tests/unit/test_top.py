@@ -1,6 +1,5 @@
 """What ``kvtier top`` makes of documents, and how its frames fit windows."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,21 +24,23 @@ def shown(view: StatusView, columns: int = 80, lines: int = 24, **more: Any) -> 
 # Polling
 
 
-def poller(answers: list[str | Exception], interval_s: float = 1.0) -> tuple[Poller, list[float]]:
+def poller(
+    answers: list[dict[str, Any] | Exception], interval_s: float = 1.0
+) -> tuple[Poller, list[float]]:
     clock = [100.0]
 
-    def ask() -> str:
+    def fetch() -> dict[str, Any]:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    return Poller(ask, interval_s, lambda: clock[0]), clock
+    return Poller(fetch, interval_s, lambda: clock[0]), clock
 
 
 def test_what_was_told_grows_old_until_something_new_is_told() -> None:
     fault = StartError("daemon.socket", "is away", "start it")
-    asked, clock = poller([json.dumps(document()), fault, json.dumps(document())])
+    asked, clock = poller([document(), fault, document()])
     assert asked.view().document is None
     asked.step()
     clock[0] += 3.5
@@ -56,10 +57,10 @@ def test_what_was_told_grows_old_until_something_new_is_told() -> None:
 def test_an_older_daemon_is_told_from_one_that_is_away() -> None:
     old = document()
     del old["grown"]
-    asked, _ = poller([json.dumps(old)])
+    asked, _ = poller([old])
     asked.step()
     assert "kvtier 0.1.0" in asked.view().problem
-    assert "use the kvtier that it came with" in asked.view().problem
+    assert "use the kvtier of the daemon's version" in asked.view().problem
 
 
 def test_a_bug_on_the_thread_is_not_silent() -> None:
@@ -138,7 +139,7 @@ def test_a_frame_fits_any_window_and_no_word_is_cut(
 def test_a_window_of_24_lines_has_every_part() -> None:
     lines = shown(StatusView(full()))
     text = "\n".join(lines)
-    for part in ("kvtier 0.1.0", "saved", "tier ", "cpu → ssd", "decided", "engine ", "request "):
+    for part in ("kvtier 0.1.0", "saved", "tier ", "cpu → ssd", "decisions", "engine ", "request "):
         assert part in text, f"{part}\n{text}"
     assert "and 63 more" in text
     assert max(map(len, lines)) == 80
@@ -155,9 +156,9 @@ def test_it_says_what_restoring_saved_of_what() -> None:
     now = document()
     minute = now["grown"]["minute"]
     minute |= {"seconds": 60.0, "saved_s": 5.0, "lost_s": 1.0, "actual_s": 6.0}
-    assert shown(StatusView(now))[1] == "saved 4 s of 10 s of time to first token in the last 60 s"
+    assert shown(StatusView(now))[1] == "saved 4 s of 10 s time to first token in the last 60 s"
     now["worth"] |= {"saved_s": 4.5, "saved_measured_s": 1.5}
-    assert "since the start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(StatusView(now))[2]
+    assert "since start: saved 4.5 s (1.5 s measured), lost 0 ms" in shown(StatusView(now))[2]
     minute |= {"seconds": 5.0, "saved_s": 0.0, "lost_s": 0.0}
     assert shown(StatusView(now))[1] == "no restores in the last 5 s"
 
@@ -168,7 +169,7 @@ def test_rates_are_over_the_time_that_counters_grew_in() -> None:
     lately["decisions"] = {"cost": 30, "all": 120}
     now["engines"][0]["lately"] |= {"requests": 40, "first_tokens": 4, "first_token_s": 2.0}
     text = "\n".join(shown(StatusView(now)))
-    assert "decided        all 12/s, cost 3/s\n" in text
+    assert "decisions      all 12/s, cost 3/s\n" in text
     assert re.search(r"^engine 0 .* 4/s .* 500 ms ", text, re.MULTILINE), text
     lately["seconds"] = 0.0  # the daemon has just begun
     assert " 0/s, " in "\n".join(shown(StatusView(now)))
