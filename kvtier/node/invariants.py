@@ -1,7 +1,7 @@
-"""What is true of a node between any two events, whatever happened before.
+"""Checks what must be true of a node between any two events.
 
-``check`` changes nothing and raises AssertionError with the first thing that is wrong. Whole
-columns are compared at once, so that a daemon may call it when it is idle.
+``check`` changes nothing and raises AssertionError with the first violation. It compares whole
+columns at once, so that a daemon can run it when it is idle.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ def check(node: Node) -> None:
     """Raise AssertionError if the node's parts contradict each other."""
     rows = np.sort(node.cache.index.rows())
     state = node.cache.index.state[rows]
-    assert (state != Residency.ABSENT).any(axis=1).all(), "a row is in no tier at all"
+    assert (state != Residency.ABSENT).any(axis=1).all(), "a row is in no tier"
     _check_census(node.cache.index, rows)
     _check_slots(node.cache, rows, state[:, _CPU])
     _check_checksums(node.cache, rows, state[:, _CPU])
@@ -49,9 +49,9 @@ def check(node: Node) -> None:
 
 
 def check_memory(node: Node) -> None:
-    """Raise AssertionError if the history is wrong in itself, or about where blocks are.
+    """Raise AssertionError if the history contradicts itself or the index.
 
-    Slower than ``check``: it looks at each block that is remembered.
+    Slower than ``check``: it visits every block that the history remembers.
     """
     history, index = node.history, node.cache.index
     if history is None:
@@ -84,7 +84,7 @@ def check_token_counters(node: Node) -> None:
 
 
 def _check_parents(history: History, index: BlockIndex) -> None:
-    """Check that the history and the index agree on the parents of blocks in the CPU tier."""
+    """Check that history and index agree on the parents of blocks in the CPU tier."""
     rows, blocks = index.in_state(TierName.CPU, Residency.READY), history.blocks
     known = blocks.find(split_hashes(index.keys_of(rows).tobytes()))
     parents = blocks.find(split_hashes(index.parent[rows].tobytes()))
@@ -100,11 +100,11 @@ def _check_census(index: BlockIndex, rows: Rows) -> None:
         for number, count in zip(*np.unique(index.scope[ready], return_counts=True), strict=True):
             found[key_space_of[int(number)]] += int(count)
         counted = {key_space: held.num_blocks for key_space, held in index.held_in(tier).items()}
-        assert counted == found, f"the census of the {tier} tier is wrong"
+        assert counted == found, f"the key space usage of the {tier} tier is wrong"
 
 
 def _check_slots(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
-    """Require slots exactly where blocks are, apart, and as many bytes as are counted."""
+    """Check that exactly the blocks in the CPU tier have slots, and all counts of bytes."""
     slots = cache.index.slot[rows]
     assert ((slots != NO_SLOT) == (state != Residency.ABSENT)).all(), "a slot without a block"
     taken = rows[slots != NO_SLOT]
@@ -122,14 +122,14 @@ def _check_slots(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None
 
 
 def _check_checksums(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
-    """Require a checksum exactly where a block is ready, or was before it was condemned."""
+    """Check that exactly the blocks that are ready, or were until condemned, have a checksum."""
     is_whole = (state == Residency.READY) | (state == Residency.EVICTING)
     has_checksum = cache.index.checksum[rows].any(axis=1)
     assert (has_checksum == is_whole).all(), "a checksum for a block not ready, or none for one"
 
 
 def _check_recency(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
-    """Require that no parent is older than its child: then no eviction strands a child."""
+    """Check that no parent is older than its child, so that no eviction strands a child."""
     index = cache.index
     here = rows[state == Residency.READY]
     parents = index.parent_rows(here)
@@ -139,7 +139,7 @@ def _check_recency(cache: Cache, rows: Rows, state: npt.NDArray[np.uint8]) -> No
 
 
 def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
-    """Require the pins of leases and of writes, no more, no fewer."""
+    """Check that the pins are exactly those of leases and writes."""
     expected = Counter(
         row
         for session in node.sessions.values()
@@ -159,11 +159,11 @@ def _check_pins(node: Node, rows: Rows, state: npt.NDArray[np.uint8]) -> None:
     assert node.cache.index.pins[evicting].all(), "an expelled block that nobody holds"
     leaving = set(rows[(state == Residency.EVICTING)].tolist())
     leaving |= node.cache.expelled & set(rows[state == Residency.WRITING].tolist())
-    assert leaving == node.cache.expelled, "a block is expelled and does not leave"
+    assert leaving == node.cache.expelled, "an expelled block does not leave"
 
 
 def _check_lanes(node: Node) -> None:
-    """Require states that keep others off the blocks on their way, and a true count."""
+    """Check the states of blocks in transfer, and the counters of the lanes."""
     index = node.cache.index
     orphans = node.transfers.orphans.values()
     reading = [row for transfer in orphans if transfer.is_read for row in transfer.rows]
@@ -187,13 +187,15 @@ def _check_lanes(node: Node) -> None:
         for lease in session.stores.values()
         for row in lease.rows
     ]
-    # Each slot that is being filled has exactly one who fills it: a read, or a client's store.
+    # Each slot in state writing is filled by exactly one read or store.
     claimed = index.in_state(TierName.CPU, Residency.WRITING).tolist()
-    assert sorted(reading + stored) == sorted(claimed), "a claimed slot and nobody to fill it"
+    assert sorted(reading + stored) == sorted(claimed), (
+        "claimed slots are not those of reads and stores"
+    )
 
 
 def _check_stores(node: Node) -> None:
-    """Require that a session's account of what it holds is that of its leases."""
+    """Check each session's account of what it holds against its leases."""
     sizes = node.cache.index.payload_bytes
     for session in node.sessions.values():
         leased = Counter(row for lease in session.loads.values() for row in lease.rows)

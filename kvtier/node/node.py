@@ -1,18 +1,19 @@
-"""The node: every decision of the daemon, as ``handle(event, now_ns) -> actions``.
+"""The node: makes every decision of the daemon, as ``handle(event, now_ns) -> actions``.
 
 Theory
 ------
-The node is a synchronous state machine. It reads no clock, does no I/O and never waits: it is told
-what happened and when, and answers with what should be done. The asyncio driver beside it carries
-actions out and brings completions back; the simulator does the same with simulated tiers and a
-simulated clock, so the very code that runs in production runs under thousands of seeds.
+The node is a synchronous state machine. It reads no clock, does no I/O and never waits: an event
+says what happened and when, and the returned actions say what to do. In the daemon the driver
+(``kvtier.runtime``) carries the actions out and brings completions back. The simulator does the
+same with simulated tiers and a simulated clock, so the code that runs in production also runs under
+thousands of seeds.
 
 Rules
 -----
-* One writer: ``handle`` is called from one thread.
-* Every call gets exactly one answer, by its deadline, as long as ``Tick`` comes when
+* ``handle`` is called from one thread only.
+* Every call gets exactly one answer by its deadline, provided that a ``Tick`` comes when
   ``next_deadline_ns`` says.
-* An ended transfer is told once, however late; until then its slots belong to it.
+* Every transfer ends with exactly one completion, however late; until then it owns its slots.
 """
 
 import hashlib
@@ -69,27 +70,27 @@ from kvtier.observe.metrics import Metrics
 __all__ = ["Node", "NodeSettings"]
 
 _Call = ev.Announce | ev.Lookup | ev.Load | ev.PrepareStore | ev.CompleteStore | ev.EngineTierReport
-"""What only a registered engine may ask."""
+"""Calls that only a registered engine may make."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What a node is told about itself."""
+    """Settings of a node."""
 
     boot: str
-    """Changes whenever the daemon starts, so that clients notice."""
+    """Changes with every start of the daemon, so that clients notice a restart."""
     num_slabs: int
     slab_bytes: int
     lease_ns: int
     tiers: tuple[SlowTier, ...] = ()
     pin_share: float = 0.0
-    """Of the CPU tier, what pins and the like may keep from being evicted."""
+    """Share of the CPU tier that pins, priorities and announced requests may keep."""
     first_decision: int = 1
-    """The number of its first decision: no earlier node's decision has it, or a later number."""
+    """Number of the first decision; above all numbers of earlier runs."""
 
 
 class Node:
-    """See the module. Attributes are for the driver's status reports and for tests."""
+    """See the module. Public attributes are for status reports and tests."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Node:
         self.flush = Flush(self.cache, self.transfers, self.writes, history)
         self.decision_log = DecisionLog(settings.first_decision)
         self.history, self.planner, self.depth = history, planner, depth
-        self.uses = UseCounter(history, depth, self.cache.residency_listener)
+        self.use_counter = UseCounter(history, depth, self.cache.residency_listener)
         self.miss_fates = MissFates(self.cache, self.transfers, history, self.decision_log)
         self.retention = Retention(self.cache, settings.pin_share)
         self._demotion = Demotion(self.cache, self.transfers, self.writes)
@@ -149,12 +150,12 @@ class Node:
         self._reactions = self._all_reactions()
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
-        """Take one event in, and return what is to be done about it, in order."""
-        self.uses.advance(now_ns)
-        actions = self._reactions[type(event)](event, now_ns)
-        for lane, flight in self.transfers.note_overdue(now_ns):
-            self.measurements.overdue(lane, flight, now_ns)
-            for row in flight.rows if flight.is_read else ():
+        """Handle one event, and return the actions to take, in order."""
+        self.use_counter.advance(now_ns)
+        actions = self._reactions[type(event)](event, now_ns) or []
+        for lane, transfer in self.transfers.note_overdue(now_ns):
+            self.measurements.overdue(lane, transfer, now_ns)
+            for row in transfer.rows if transfer.is_read else ():
                 actions += self.loads.block_stuck(row)
         for lane, rows in self.transfers.shed_unusable(now_ns):
             for row in rows:
@@ -168,7 +169,7 @@ class Node:
         return actions
 
     def next_deadline_ns(self) -> int | None:
-        """Return when a ``Tick`` is due, if nothing else happens before."""
+        """Return when a ``Tick`` is due if no event comes earlier."""
         deadlines = [
             self.drops.next_deadline_ns(),
             self.transfers.next_deadline_ns(),
@@ -184,16 +185,16 @@ class Node:
 
     @property
     def num_pins(self) -> int:
-        """Return how many pins there are; 0 when the node is idle."""
+        """Return the number of pins; 0 when the node is idle."""
         return self.cache.num_pins
 
     @property
     def num_leases(self) -> int:
-        """Return how many leases are open."""
+        """Return the number of open leases."""
         return sum(len(s.loads) + len(s.stores) for s in self.sessions.values())
 
-    def _all_reactions(self) -> dict[type, Callable[..., list[Action]]]:
-        """Return what is done about each kind of event."""
+    def _all_reactions(self) -> dict[type, Callable[..., list[Action] | None]]:
+        """Return the handler of each kind of event."""
         return {
             ev.Register: self._register,
             ev.Announce: self._in_session(self._announce),
@@ -208,19 +209,19 @@ class Node:
             ev.PinBlocks: self._pin,
             ev.Warm: self._warm,
             ev.ReadDone: self._completions.read,
-            ev.WriteDone: self._write_done,
+            ev.WriteDone: self._completions.written,
             ev.ExistsQueryDone: self._exists_query_done,
-            ev.PurgeDone: self._purge_done,
-            ev.BlocksLost: self._lost,
-            ev.MarkUnverified: self._mark_unverified,
-            ev.BlocksVerified: self._verified,
+            ev.PurgeDone: self.drops.purged,
+            ev.BlocksLost: self._completions.lost,
+            ev.MarkUnverified: self._admin_states.mark_unverified,
+            ev.BlocksVerified: self._completions.verified,
             ev.TierUp: self._tier_up,
             ev.SetAdminState: self._set_admin_state,
-            ev.ConfigureTier: self._tier_settings,
-            ev.ForgetRows: self._forget,
-            ev.SetWriteAllowance: self._allowance,
-            ev.DaemonStopping: self._closing,
-            ev.SettingsChanged: self._tuned,
+            ev.ConfigureTier: self._admin_states.configure,
+            ev.ForgetRows: self._admin_states.forget,
+            ev.SetWriteAllowance: self.writes.set_allowance,
+            ev.DaemonStopping: self.flush.close,
+            ev.SettingsChanged: self._apply_settings,
             ev.SlabsReserved: self._slabs_reserved,
             ev.BlocksRecovered: self._recovered,
             ev.Tick: self._tick,
@@ -229,7 +230,7 @@ class Node:
     # Sessions
 
     def _in_session(self, react: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
-        """Return what is done about a call of a session, of whom we must know."""
+        """Return a handler that looks up the session of a call, and refuses an unknown one."""
 
         def reaction(event: _Call, now_ns: int) -> list[Action]:
             session = self.sessions.get(event.session)
@@ -247,7 +248,7 @@ class Node:
             full = f"{SESSIONS_MAX} engines are attached already"
             return [CallReply(event.call, Refused("too_many", full))]
         self._num_sessions += 1
-        # Only who holds the ticket can know it: each later call is let in by this alone.
+        # Only the holder of the ticket can know the token, which authorizes all later calls.
         secret = f"kvtier.session {self.boot}.{self._num_sessions} {event.ticket}"
         token = hashlib.sha256(secret.encode()).hexdigest()[:32]
         self.sessions[token] = Session(
@@ -299,9 +300,9 @@ class Node:
                 return [CallReply(event.call, Refused("chain", fault))]
         for each in event.requests:
             use = use_of(session, each.tenant, each.hashes, each.traits)
-            # One without a name counts when it is looked up, unless it need not be.
+            # A request without an id counts at its lookup, if it needs one.
             if each.traits.request_id or each.first == len(use.keys):
-                num_known = self.uses.count(session.token, use, 0, now_ns)
+                num_known = self.use_counter.count(session.token, use, 0, now_ns)
                 self.writes.used(as_keys(each.hashes)[:num_known], now_ns)
             chain = PromptChain.of(
                 Scope(session.key_space, each.tenant), each.hashes, session.layout.block_bytes
@@ -317,18 +318,16 @@ class Node:
             return [CallReply(event.call, Refused("chain", fault))]
         chain = _chain_of(session, event)
         run = self.find(chain, event.first, now_ns)
-        remote = self.transfers.lanes.get(TierName.REMOTE)
-        if remote is not None and remote.admin_state in {AdminState.DETACHING, AdminState.DETACHED}:
-            remote = None
+        shared = self.transfers.shared_lane()
         is_open = run.reason == "absent" and not self.cache.is_closed(chain.scope)
-        if remote is None or not is_open or has_repeats(event.hashes):
+        if shared is None or not is_open or has_repeats(event.hashes):
             return [self._found(event, session, chain, run, now_ns=now_ns)]
         query = self.pending_lookups.start(
             event,
             chain,
             event.first + len(run),
             session.layout.block_tokens,
-            lane=remote,
+            lane=shared,
             now_ns=now_ns,
         )
         if query is not None:
@@ -340,7 +339,7 @@ class Node:
         return [] if lookup is None else [self._answer(lookup, now_ns)]
 
     def _answer(self, lookup: PendingLookup, now_ns: int) -> CallReply:
-        """Answer a lookup that waited with what is known now."""
+        """Answer a lookup that waited with what the index knows now."""
         session = self.sessions.get(lookup.event.session)
         if session is None:
             return _unknown_session(lookup.event.call)
@@ -366,14 +365,14 @@ class Node:
         return actions if event.call is None else [*actions, CallReply(event.call, released)]
 
     def find(self, chain: PromptChain, first: int, now_ns: int) -> BlockRun:
-        """Return the run of blocks from ``first`` on that could be loaded now. Changes nothing."""
+        """Return the run of blocks from ``first`` on that can be loaded now. Changes nothing."""
         usable = {
             name
             for name, lane in self.transfers.lanes.items()
             if lane.is_usable(now_ns) and not lane.is_closed(chain.scope)
         }
         if self.cache.is_closed(chain.scope):
-            usable.clear()  # whatever is loaded goes through the CPU tier
+            usable.clear()  # every load goes through the CPU tier
         else:
             usable.add(TierName.CPU)
         run = find_run(self.cache.index, chain, first, frozenset(usable))
@@ -391,7 +390,7 @@ class Node:
     ) -> CallReply:
         use = use_of(session, event.tenant, event.hashes, event.traits)
         num_found = event.first + len(run)
-        num_known = self.uses.count(session.token, use, num_found if len(run) else 0, now_ns)
+        num_known = self.use_counter.count(session.token, use, num_found if len(run) else 0, now_ns)
         self.writes.used(chain.keys[:num_known], now_ns)
         if event.traits.request_id:
             self.prefetcher.request_over(session.token, event.traits.request_id)
@@ -407,13 +406,11 @@ class Node:
         return CallReply(event.call, replace(found, is_empty=self._is_empty(session.key_space)))
 
     def _is_empty(self, key_space: bytes) -> bool:
-        """Tell whether no tier has a block of a key space, nor might have one unknown to us."""
-        remote = self.transfers.lanes.get(TierName.REMOTE)
-        is_known = remote is None or remote.admin_state in {
-            AdminState.DETACHING,
-            AdminState.DETACHED,
-        }
-        return is_known and not self.cache.index.key_space_usage.has_blocks(key_space)
+        """Tell whether no tier has, or may have, a block of a key space."""
+        return (
+            self.transfers.shared_lane() is None
+            and not self.cache.index.key_space_usage.has_blocks(key_space)
+        )
 
     # Stores
 
@@ -421,10 +418,10 @@ class Node:
         if fault := chain_fault(event.hashes, event.tenant, event.first):
             return [CallReply(event.call, Refused("chain", fault))]
         if has_repeats(event.hashes):
-            return [CallReply(event.call, Refused("chain", "a chain names each block once"))]
+            return [CallReply(event.call, Refused("chain", "the chain contains a block twice"))]
         chain = _chain_of(session, event)
         use = use_of(session, event.tenant, event.hashes, event.traits, event.num_prompt_blocks)
-        self.uses.store(session.token, use, now_ns)
+        self.use_counter.store(session.token, use, now_ns)
         self.retention.keep_request(use, now_ns)
         return [
             CallReply(event.call, self.stores.prepare(session, chain, event.first, now_ns, use=use))
@@ -440,7 +437,7 @@ class Node:
             self.flush.stored(rows, now_ns)
         return [CallReply(event.call, StoreResult(len(rows))), *actions]
 
-    # The rest
+    # Operators, tiers and time
 
     def _pin(self, event: ev.PinBlocks, now_ns: int) -> list[Action]:
         if fault := chain_fault(event.hashes, event.tenant, 0):
@@ -452,73 +449,35 @@ class Node:
             return [CallReply(event.call, Refused("chain", fault))]
         return [CallReply(event.call, self.prefetcher.warm(event, now_ns))]
 
-    def _allowance(self, event: ev.SetWriteAllowance, _now_ns: int) -> list[Action]:
-        self.writes.note_allowance(event.tier, event.bytes_per_s)
-        return []
-
-    def _tuned(self, event: ev.SettingsChanged, _now_ns: int) -> list[Action]:
+    def _apply_settings(self, event: ev.SettingsChanged, _now_ns: int) -> None:
         self._lease_ns = event.lease_ns
         self.retention.share = event.pin_share
         for tier in event.tiers:
             if tier.name in self.transfers.lanes:
                 self.transfers.lanes[tier.name].tier = tier
-        return []
-
-    def _closing(self, _event: ev.DaemonStopping, now_ns: int) -> list[Action]:
-        self.flush.close(now_ns)
-        return []
 
     def _drop(self, event: ev.Drop, now_ns: int) -> list[Action]:
         actions = self.drops.start(event, now_ns)
-        if {TierName.CPU, TierName.REMOTE} & set(event.tiers):
+        if any(tier is TierName.CPU or tier.is_shared for tier in event.tiers):
             interrupted = self.pending_lookups.interrupt(event.selection)
             actions += [self._answer(lookup, now_ns) for lookup in interrupted]
         return actions
 
-    def _purge_done(self, event: ev.PurgeDone, _now_ns: int) -> list[Action]:
-        self.drops.purged(event)
-        return []
-
-    def _write_done(self, event: ev.WriteDone, now_ns: int) -> list[Action]:
-        self._completions.written(event, now_ns)
-        return []
-
-    def _lost(self, event: ev.BlocksLost, now_ns: int) -> list[Action]:
-        self._completions.lost(event, now_ns)
-        return []
-
-    def _mark_unverified(self, event: ev.MarkUnverified, _now_ns: int) -> list[Action]:
-        self._admin_states.mark_unverified(event)
-        return []
-
-    def _verified(self, event: ev.BlocksVerified, now_ns: int) -> list[Action]:
-        self._completions.verified(event, now_ns)
-        return []
-
-    def _tier_up(self, event: ev.TierUp, _now_ns: int) -> list[Action]:
+    def _tier_up(self, event: ev.TierUp, _now_ns: int) -> None:
         self.transfers.lanes[event.tier].is_up = event.is_up
         self.feeds.begin()
-        return []
 
     def _set_admin_state(self, event: ev.SetAdminState, now_ns: int) -> list[Action]:
         was_up = self._is_up(event.tier)
         actions = self._admin_states.change(event, now_ns)
         if event.admin_state is AdminState.DETACHED:
             self.drops.detached(event.tier)
-        if event.tier is TierName.REMOTE and event.admin_state is AdminState.DETACHED:
+        if event.tier.is_shared and event.admin_state is AdminState.DETACHED:
             interrupted = self.pending_lookups.interrupt(EVERYTHING)
             actions += [self._answer(lookup, now_ns) for lookup in interrupted]
         if self._is_up(event.tier) is not was_up:
             self.feeds.begin()
         return actions
-
-    def _tier_settings(self, event: ev.ConfigureTier, _now_ns: int) -> list[Action]:
-        self._admin_states.expect(event)
-        return []
-
-    def _forget(self, event: ev.ForgetRows, _now_ns: int) -> list[Action]:
-        self._admin_states.forget(event)
-        return []
 
     def _is_up(self, tier: TierName) -> bool:
         lane = self.transfers.lanes.get(tier)
@@ -526,15 +485,13 @@ class Node:
             lane.is_up and lane.admin_state in {AdminState.ACTIVE, AdminState.READ_ONLY}
         )
 
-    def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> list[Action]:
+    def _slabs_reserved(self, event: ev.SlabsReserved, _now_ns: int) -> None:
         self.cache.slots.reserve(event.num_slabs)
-        return []
 
-    def _recovered(self, event: ev.BlocksRecovered, _now_ns: int) -> list[Action]:
+    def _recovered(self, event: ev.BlocksRecovered, _now_ns: int) -> None:
         self._admin_states.recovered(event)
         if self._is_up(event.tier):
             self.feeds.begin()
-        return []
 
     def _tick(self, _event: ev.Tick, now_ns: int) -> list[Action]:
         actions = self.loads.expire(self.sessions.values(), now_ns)
@@ -543,18 +500,18 @@ class Node:
 
 
 def _refusal(event: ev.Register, slots: SlabAllocator) -> str:
-    """Return why a registration cannot be served, or nothing."""
+    """Return why a registration is refused, or an empty string."""
     layout = event.layout
     if (layout.name, layout.version) not in KNOWN_LAYOUTS:
         return f"layout {layout.name!r} version {layout.version} is not known to this daemon"
     if len(event.key_space) != HASH_BYTES:
         return f"key_space has {len(event.key_space)} bytes, not {HASH_BYTES}"
     if layout.block_bytes > BLOCK_BYTES_MAX:
-        return f"layout.block_bytes is {layout.block_bytes}, and at most {BLOCK_BYTES_MAX} can be"
+        return f"layout.block_bytes is {layout.block_bytes}; the maximum is {BLOCK_BYTES_MAX}"
     size, slab_bytes = slot_bytes(layout.block_bytes), slots.slab_bytes
     if size > slab_bytes:
         return f"a block takes {size} bytes and cpu.slab is {slab_bytes}; raise cpu.slab"
-    # What an engine alone may hold in stores must have room for one block.
+    # The share that a single engine may hold in stores must fit one block.
     least_bytes = int(size / STORE_ARENA_SHARE * (ENGINE_SHARE + 1) / ENGINE_SHARE)
     if least_bytes > slots.capacity_bytes:
         return f"a block takes {size} bytes; raise cpu.capacity to at least {least_bytes} bytes"
@@ -562,9 +519,7 @@ def _refusal(event: ev.Register, slots: SlabAllocator) -> str:
 
 
 def _unknown_session(call: int) -> CallReply:
-    return CallReply(
-        call, Refused("session", "this daemon does not know the session; register again")
-    )
+    return CallReply(call, Refused("session", "unknown session; register again"))
 
 
 def _chain_of(session: Session, event: ev.Lookup | ev.Load | ev.PrepareStore) -> PromptChain:

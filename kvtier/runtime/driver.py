@@ -1,12 +1,12 @@
-"""The asyncio loop around a node: carries out its actions and brings completions back.
+"""The driver: runs a node on the asyncio loop, carries out its actions and posts completions back.
 
-The node runs on the loop's thread and nowhere else. Tiers block, so each has threads of its own; a
-completion is posted back to the loop. A timer wakes the node at the deadline it names.
+The node runs on the loop's thread only. Tiers block, so each has threads of its own; a completion
+is posted back to the loop. A timer wakes the node at the deadline it asks for.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from itertools import count
 
@@ -36,20 +36,29 @@ from kvtier.tiers.host import HostArena
 __all__ = ["Driver", "TierWork"]
 
 _ORDERS_MAX = 64
-"""Orders that an engine may leave unanswered; more are not sent, and their drops say so."""
+"""Commands that an engine may leave unanswered; more are not sent, and their drops say so."""
 
 _BROKEN_PAUSE_S = 0.1
-"""After an event that the node could not take, so that one that comes again does not spin."""
+"""Pause after an event that raised in the node, so that a recurring one does not spin."""
 
 _NO_MORE_ORDERS = 0
 
 _FEED_PERIOD_S = 0.02
-"""Between two messages to a reader who has been told all: what happens meanwhile goes in one."""
+"""Pause between messages to a watcher that is up to date; changes meanwhile share one message."""
 
 _DECIDED = (ev.Announce, ev.Lookup, ev.PrepareStore)
-"""Calls that the node answers with a decision: what to restore, or what to keep."""
+"""Calls answered with a decision: what to restore, or what to store."""
 
 TierWork = ac.Read | ac.Write | ac.ExistsQuery | ac.Purge
+"""Actions that a tier carries out on its threads."""
+
+_CALL_NAMES: Mapping[type[TierWork], str] = {
+    ac.Read: "read",
+    ac.Write: "write",
+    ac.ExistsQuery: "lookup",
+    ac.Purge: "purge",
+}
+"""Names of calls in the health of a tier."""
 
 
 class Driver:
@@ -63,7 +72,7 @@ class Driver:
     ) -> None:
         self.node = node
         self.tiers = tiers
-        """Those that are used now: they come and go as operators say."""
+        """Tiers in use now; operators attach and detach them."""
         self.executors = {name: TierExecutor(tier, node.metrics) for name, tier in tiers.items()}
         self._arena = arena
         self._register_listeners: list[Callable[[ev.Register], None]] = []
@@ -74,20 +83,20 @@ class Driver:
         self._streams: dict[int, asyncio.Queue[ac.LoadUpdate | ac.CallReply]] = {}
         self._orders: dict[str, asyncio.Queue[int]] = {}
         self._readers: dict[str, asyncio.Event] = {}
-        """By session, set when there is news for its feed."""
+        """For each session that watches, an event that is set when its feed has news."""
         self._is_ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._moved_ns = dict.fromkeys(tiers, time.monotonic_ns())
-        """When a tier last ended a transfer, or had none to do."""
+        """When each tier last ended a transfer, or had none to do."""
 
     def add_register_listener(self, listener: Callable[[ev.Register], None]) -> None:
         """Call ``listener`` with the registration of each engine that was accepted."""
         self._register_listeners.append(listener)
 
     async def ask(self, make: Callable[[int], ev.Event]) -> ac.Answer:
-        """Hand the node a call and wait for its answer."""
+        """Post a call to the node and wait for its answer."""
         call = next(self._numbers)
         future: asyncio.Future[ac.Answer] = self._loop.create_future()
         self._calls[call] = future
@@ -100,9 +109,9 @@ class Driver:
     async def stream(
         self, make: Callable[[int], ev.Event]
     ) -> AsyncGenerator[ac.LoadUpdate | ac.CallReply, None]:
-        """Hand the node a load and yield its progress; ends after the last message."""
+        """Post a load to the node and yield its progress; ends after the last message."""
         call = next(self._numbers)
-        # Unbounded, yet small: a load sends at most one message a block.
+        # Unbounded but small: a load sends at most one message per block.
         queue = self._streams[call] = asyncio.Queue()
         try:
             self.post(make(call))
@@ -115,9 +124,9 @@ class Driver:
             del self._streams[call]
 
     async def orders(self, session: str) -> AsyncGenerator[int, None]:
-        """Yield the orders for a session until the driver stops or this is cancelled.
+        """Yield the commands for a session until the driver stops or this is cancelled.
 
-        One at a time for each session: another one ends it.
+        One stream for each session: a new one ends the previous one.
         """
         if (earlier := self._orders.get(session)) is not None:
             _end(earlier)
@@ -134,9 +143,9 @@ class Driver:
         return session in self._readers
 
     async def watch(self, session: str) -> AsyncGenerator[list[ResidencyChange], None]:
-        """Yield what the tiers have of a session's key space, then what comes and leaves.
+        """Yield the blocks of a session's key space in each tier, then the changes.
 
-        Ends with the session, or when the driver stops. One at a time for each session.
+        Ends with the session, or when the driver stops. One feed for each session.
         """
         sessions = self.node.sessions
         news = self._readers[session] = asyncio.Event()
@@ -148,20 +157,20 @@ class Driver:
                 while feed.has_news and session in sessions and not self._is_ending:
                     if changes := feed.take():
                         yield changes
-                    await asyncio.sleep(0)  # an index of millions takes many looks
+                    await asyncio.sleep(0)  # an index of millions of rows takes many steps
                 await asyncio.sleep(_FEED_PERIOD_S)
         finally:
             self.node.feeds.close(feed)
             del self._readers[session]
 
     def post(self, event: ev.Event) -> None:
-        """Let the node take an event in, and carry out what it wants done."""
+        """Let the node handle an event, and carry out its actions."""
         if isinstance(event, ev.ReadDone | ev.WriteDone):
             self._note_moved(event.transfer)
         start_ns = time.monotonic_ns()
         try:
             actions = self.node.handle(event, start_ns)
-        except BaseException:  # a bug; the node is woken all the same for what others wait for
+        except BaseException:  # a bug; keep the timer going, because other calls wait
             self._arm(_BROKEN_PAUSE_S)
             raise
         if isinstance(event, _DECIDED):
@@ -181,7 +190,7 @@ class Driver:
             self._quiet.clear()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way to a tier that is up; False if that takes longer."""
+        """Wait until tiers that are up have nothing queued or in flight; False on timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._quiet.wait()
@@ -190,7 +199,7 @@ class Driver:
         return True
 
     def end_orders(self) -> None:
-        """End every ``orders`` and ``watch``, so that no call of a client outlives the others."""
+        """End every ``orders`` and ``watch`` stream, so that none outlives the other calls."""
         self._is_ending = True
         for news in self._readers.values():
             news.set()
@@ -198,7 +207,7 @@ class Driver:
             _end(queue)
 
     def stop(self) -> None:
-        """Begin nothing more; calls still open are cancelled, and threads left to themselves."""
+        """Stop: cancel open calls, and start nothing more. Threads in a call are left alone."""
         if self._timer:
             self._timer.cancel()
         for future in self._calls.values():
@@ -207,7 +216,7 @@ class Driver:
             executor.stop()
 
     def attach(self, tier: BreakerTier) -> None:
-        """Have a tier used, of which the node knows already what it holds."""
+        """Use a tier from now on; the node already knows its contents."""
         name = tier.properties.name
         self.tiers[name], self.executors[name] = tier, TierExecutor(tier, self.node.metrics)
         self.post(ev.SetAdminState(name, AdminState.ACTIVE))
@@ -221,11 +230,11 @@ class Driver:
         return executor
 
     async def check_health(self, name: TierName) -> None:
-        """Tell the node whether a tier is up, and have it probed if that is due."""
+        """Tell the node whether a tier is up, and start a health check of it if one is due."""
         executor = self.executors.get(name)
         if executor is None:
             return
-        if executor.has_new_generation():  # before the node hears that the tier is up again
+        if executor.has_new_generation():  # before the node is told that the tier is up
             await self.mark_unverified(name, "its server restarted or failed over")
         executor.check(partial(self._note_health, name))
 
@@ -234,14 +243,14 @@ class Driver:
         index, first = self.node.cache.index, 0
         if not (num_blocks := index.num_in(name, Residency.READY)):
             return
-        self._log.info("verifying the blocks of a tier", tier=name, blocks=num_blocks, why=why)
+        self._log.info("verifying all blocks of a tier", tier=name, blocks=num_blocks, why=why)
         while first < index.extent:
             self.post(ev.MarkUnverified(name, first, first + ROWS_TOLD_AT_ONCE))
             first += ROWS_TOLD_AT_ONCE
             await asyncio.sleep(0)  # let requests be handled
 
     def stalled(self, limit_s: float) -> list[TierName]:
-        """Return the tiers that count as up, have work queued, and moved nothing for so long."""
+        """Return the tiers that are up and have work queued, but moved nothing for ``limit_s``."""
         now_ns = time.monotonic_ns()
         stalled = []
         for name, lane in self.node.transfers.lanes.items():
@@ -252,9 +261,9 @@ class Driver:
         return stalled
 
     def is_reading(self, name: TierName) -> bool:
-        """Tell whether reads wait for a tier or are under way."""
+        """Tell whether reads of a tier are queued or in flight."""
         lane = self.node.transfers.lanes[name]
-        return bool(lane.reads) or any(flight.is_read for flight in lane.in_flight.values())
+        return bool(lane.reads) or any(transfer.is_read for transfer in lane.in_flight.values())
 
     def _note_health(self, name: TierName, before: HealthState, now: HealthState) -> None:
         if HealthState.OUT in {before, now}:
@@ -276,20 +285,14 @@ class Driver:
                 if orders is not None and not orders.full():
                     orders.put_nowait(action.order)
             case _:
-                # Said to operators, to whom a probe is something else.
-                what = (
-                    "lookup"
-                    if isinstance(action, ac.ExistsQuery)
-                    else type(action).__name__.lower()
-                )
                 executor = self.executors[action.tier]
                 work = partial(self._work, executor, action)
-                if not executor.submit(work, what, action.deadline_ns):
-                    event = _faulted(action, "too much waits for the tier's threads")
+                if not executor.submit(work, _CALL_NAMES[type(action)], action.deadline_ns):
+                    event = _faulted(action, "too many calls are queued for the tier")
                     self._loop.call_soon(self.post, event)
 
     def _completed(self, executor: TierExecutor, event: ev.Event) -> None:
-        # The node knows which transfers are of a tier that was taken off, but not which purges.
+        # The node recognizes transfers of a detached tier, but not purges.
         if not isinstance(event, ev.PurgeDone) or self.executors.get(event.tier) is executor:
             self.post(event)
 
@@ -313,15 +316,15 @@ class Driver:
     # On the tiers' threads
 
     def _work(self, executor: TierExecutor, action: TierWork) -> None:
-        """Do what a tier is asked, and bring the completion back; there always is one."""
+        """Do a tier's work and post its completion; there always is one."""
         try:
             event = self._done(executor.tier, action)
         except TierError as error:
-            self._log.warning("a tier failed", tier=action.tier, error=error)
+            self._log.warning("tier call failed", tier=action.tier, error=error)
             event = _faulted(action, str(error))
         except Exception as error:
-            # A bug in a tier. Told as a fault, so that nobody waits for it for ever.
-            self._log.exception("a tier broke", tier=action.tier)
+            # A bug in a tier; reported as a fault, so that nothing waits for it for ever.
+            self._log.exception("unexpected error in a tier call", tier=action.tier)
             event = _faulted(action, repr(error))
         executor.to_loop(partial(self._completed, executor, event))
 
@@ -361,7 +364,7 @@ class Driver:
             BlockWrite(b.header, self._arena.view(b.offset, b.header.payload_bytes))
             for b in action.blocks
         ]
-        # Checked before they spread: a client may have scribbled over the arena.
+        # Check before bytes spread: a client may have scribbled over the arena.
         is_whole = [write.header.matches(write.payload) for write in writes]
         whole = [write for write, ok in zip(writes, is_whole, strict=True) if ok]
         report = tier.write(whole, action.deadline_ns)

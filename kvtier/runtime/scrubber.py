@@ -34,34 +34,34 @@ __all__ = ["ScrubProgress", "TierScrubber", "Verifier"]
 _log = Log("kvtier.daemon")
 
 _STEP_LIMIT_NS = 2_000_000_000
-"""Probes wait for the same thread, and they should notice trouble within seconds."""
+"""Limit of one step. Health checks wait for the same thread, and should see trouble in seconds."""
 
 _TIMEOUTS_MAX = 5
-"""In a row, of a pass that somebody waits for: writes may be in its way now and then."""
+"""Timeouts in a row that a requested pass tolerates: writes may be in its way now and then."""
 
 _PASS_STEP_BYTES = 16 << 20
-"""Of a pass that somebody waits for: some ten milliseconds, which is what a read may wait."""
+"""Step of a requested pass: about ten milliseconds, which a read may have to wait."""
 
 _YIELD_S = 0.01
-"""Between two looks whether reads are over."""
+"""Pause between two checks whether reads are over."""
 
 _HASHES_SHOWN_MAX = 100
 
 
 @dataclass(slots=True)
 class ScrubProgress:
-    """What a whole pass has seen so far."""
+    """Progress of a whole pass."""
 
     num_blocks: int = 0
     num_bytes: int = 0
     num_damaged: int = 0
     num_expired: int = 0
     damaged: list[str] = field(default_factory=list)
-    """The first of them, in hexadecimal digits."""
+    """The first damaged blocks, as hexadecimal hashes."""
     is_over: bool = False
 
     def add(self, step: Scrubbed, *, is_counted: bool) -> None:
-        """Note what a step found, and where it is of the pass that counts, what it saw."""
+        """Add the findings of a step; its totals count only in the pass that was requested."""
         if is_counted:
             self.num_blocks += step.num_blocks
             self.num_bytes += step.num_bytes
@@ -82,7 +82,7 @@ class TierScrubber:
         self._is_between_passes = True
 
     async def step(self, max_bytes: int) -> None:
-        """Verify about ``max_bytes``, unless reads are at work or somebody waits for a pass.
+        """Verify about ``max_bytes``, unless reads are queued or in flight or a pass is requested.
 
         Raises TierError.
         """
@@ -94,12 +94,12 @@ class TierScrubber:
                 await self._scrub(max_bytes)
             except TierError:
                 if self._driver.executors.get(self._tier) is executor:
-                    raise  # else it was detached meanwhile, and there is nothing to scrub
+                    raise  # otherwise it was detached, and there is nothing to scrub
 
     async def whole_pass(self) -> AsyncGenerator[ScrubProgress, None]:
-        """Verify everything, reads first; yields after each step. Raises TierError.
+        """Verify all blocks, after any reads; yields after each step. Raises TierError.
 
-        A pass that a second's share has begun is ended first, and what it sees is not counted.
+        First finishes a pass that background steps have begun; its blocks are not counted.
         """
         async with self._lock:
             progress = ScrubProgress()
@@ -135,12 +135,12 @@ class TierScrubber:
     def _executor(self) -> TierExecutor:
         executor = self._driver.executors.get(self._tier)
         if executor is None:
-            raise TierError(f"{self._tier} is not in use: there is none, or it was detached")
+            raise TierError(f"{self._tier} is not attached")
         return executor
 
     def _check_same(self, executor: TierExecutor) -> None:
         if self._driver.executors.get(self._tier) is not executor:
-            raise TierError(f"{self._tier} was detached meanwhile")
+            raise TierError(f"{self._tier} was detached during the scrub")
 
     async def _scrub(self, max_bytes: int) -> Scrubbed:
         executor = self._executor()
@@ -163,7 +163,7 @@ class TierScrubber:
                 self._driver.post(ev.BlocksLost(self._tier, b"".join(hashes), reason))
         if step.damaged:
             self._warnings.warning(
-                "damaged blocks were found", tier=self._tier, blocks=len(step.damaged)
+                "scrub found damaged blocks", tier=self._tier, blocks=len(step.damaged)
             )
         return step
 
@@ -214,7 +214,7 @@ class Verifier:
                 present = await self._ask(executor, hashes)
                 self._driver.post(ev.BlocksVerified(self._tier, hashes, present))
                 if all(is_there is None for is_there in present):
-                    return  # the servers that have them do not answer
+                    return  # the servers with these blocks do not answer
             if not self._next_row:
                 break
             await asyncio.sleep(_PAUSE_S if hashes else 0)
@@ -254,7 +254,7 @@ class Verifier:
             "verification", lambda tier, until_ns: tier.contains(asked, until_ns), _LIMIT_NS
         )
         if self._driver.executors.get(self._tier) is not executor:
-            raise TierError(f"{self._tier} has been detached")
+            raise TierError(f"{self._tier} was detached")
         return tuple(present)
 
     def _num_blocks(self) -> int:

@@ -1,14 +1,13 @@
-"""A tier's threads, and the health that the node sees.
+"""Tier executor: runs a tier's blocking calls on threads, and derives the health the node sees.
 
 Theory
 ------
-Calls to a tier block. Those that requests wait for have ``num_workers`` threads and one more, so
-that lookups and purges do not wait for a full lane. What no request waits for (probes, scrubs and
-the like) has one spare thread, and so never takes one from the others.
+Calls that requests wait for have ``num_workers`` threads and one more, so that lookups and purges
+do not wait for a full lane. Background calls (health checks, scrubs and the like) share one spare
+thread, and so never take a thread from requests.
 
-A call that does not come back takes its tier out until it does. It costs a thread, of which there
-are only so many, and nobody waits for it; when the last of them has come back the tier is in use
-again by itself.
+A call that does not return takes its tier out until it does. It occupies a thread, of which there
+are few, but nothing waits for it. When the last such call has returned the tier is in use again.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ not. A probe writes a page: 170 MB a day to a drive."""
 _PROBE_LIMIT_NS = 1_000_000_000
 
 _WAIT_S = 3.0
-"""For the spare thread to be free: others may be before, each with a limit of its own."""
+"""Wait for the spare thread: other calls may be before, each with its own limit."""
 
 _SPARE_QUEUE_MAX = 8
 """Calls that may wait for the spare thread: there are not more kinds of them."""
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 class TierExecutor:
-    """The threads of ``tier``; to be made, and asked, on the loop's thread."""
+    """The threads of ``tier``. Create and use it on the loop's thread."""
 
     def __init__(self, tier: BreakerTier, metrics: Metrics) -> None:
         self.tier = tier
@@ -54,7 +53,7 @@ class TierExecutor:
         self._log = Log("kvtier.node")
         self._warnings = RateLimitedLog(self._log)
         self.last_health = Health()
-        """The tier's health at the last check, which is what the node acts upon."""
+        """The tier's health at the last check, on which the node acts."""
         self._generation: int | None = None
         self.is_probing = False
         """Whether a probe is under way, or waits for its thread."""
@@ -65,15 +64,15 @@ class TierExecutor:
         self._spare = WorkerPool(f"kvtier-{name}-spare", 1, _SPARE_QUEUE_MAX)
 
     def submit(self, run: Callable[[], None], what: str, deadline_ns: int) -> bool:
-        """Have ``run``, which raises nothing, done; False where too much waits already."""
+        """Run ``run``, which raises nothing, on a thread; False if too many calls are queued."""
         return self._workers.submit(run, what, deadline_ns - time.monotonic_ns())
 
     async def run_in_background(
         self, what: str, call: Callable[[BreakerTier, int], T], limit_ns: int
     ) -> T:
-        """Make a call that no request waits for, on the spare thread; it gets its deadline.
+        """Make a call that no request waits for, on the spare thread; it is passed its deadline.
 
-        Raises TierTimeout where it does not come back in time, or never began.
+        Raises TierTimeout if it does not return in time, or was never started.
         """
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -82,13 +81,13 @@ class TierExecutor:
                 publish = partial(
                     future.set_result, call(self.tier, time.monotonic_ns() + limit_ns)
                 )
-            except BaseException as error:  # the caller's, whatever it is
+            except BaseException as error:  # passed on to the caller
                 publish = partial(future.set_exception, error)
             self.to_loop(lambda: None if future.done() else publish())
 
         name = self.tier.properties.name
         if not self._spare.submit(run, what, limit_ns):
-            raise TierTimeout(f"{name}: its spare thread takes no more for now")
+            raise TierTimeout(f"{name}: too many background calls are queued")
         try:
             async with asyncio.timeout(limit_ns / 1e9 + _WAIT_S):
                 return await future
@@ -96,13 +95,13 @@ class TierExecutor:
             raise TierTimeout(f"{name}: no answer to a {what} in time") from None
 
     def late_calls(self) -> list[LateCall]:
-        """Return the calls that hang, the longest first; each has a thread."""
+        """Return the calls that hang, the longest first; each occupies a thread."""
         now_ns = time.monotonic_ns()
         late = [*self._workers.late(now_ns), *self._spare.late(now_ns)]
         return sorted(late, key=lambda call: -call.seconds)
 
     def health(self) -> Health:
-        """Return how the tier does now: out while a call hangs, else what its breaker says."""
+        """Return the tier's health: out while a call hangs, otherwise what its breaker says."""
         late = self.late_calls()
         if not late:
             return self.tier.health()
@@ -112,7 +111,7 @@ class TierExecutor:
         return Health(HealthState.OUT, reason)
 
     def check(self, on_change: Callable[[HealthState, HealthState], None]) -> None:
-        """Tell of a change of state, before and after; have the medium touched if it is time."""
+        """Report a change of state, and start a health check of the device if one is due."""
         before, health = self.last_health.state, self.health()
         self.last_health = health
         if health.state is not before:
@@ -122,36 +121,36 @@ class TierExecutor:
             self.is_probing = self._spare.submit(self._probe, "probe", _PROBE_LIMIT_NS)
 
     def has_new_generation(self) -> bool:
-        """Tell whether the medium may have lost blocks since the last call of this method."""
+        """Tell whether the tier may have lost blocks since the last call of this method."""
         before, self._generation = self._generation, self.tier.usage().generation
         return before is not None and before != self._generation
 
     @property
     def is_at_rest(self) -> bool:
-        """Tell whether no call is under way, and none waits."""
+        """Tell whether no call is running or queued."""
         return self._workers.num_calls + self._spare.num_calls == 0
 
     def retire(self) -> None:
-        """Take no more calls; those that wait are still made, since somebody is owed their end."""
+        """Take no more calls; queued calls are still made, since their completions are awaited."""
         self._workers.retire()
         self._spare.retire()
 
     def stop(self) -> None:
-        """Begin nothing more; threads that are in a call are left to themselves."""
+        """Start nothing more; threads in a call are left alone."""
         self._workers.stop()
         self._spare.stop()
 
     def to_loop(self, call: Callable[[], object]) -> None:
-        """Have ``call`` made on the loop's thread; from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        """Call ``call`` on the loop's thread; may be used from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(call)
 
     def _log_change(self, health: Health) -> None:
         name = self.tier.properties.name
         if health.state is HealthState.UP:
-            self._log.info("a tier is up", tier=name)
+            self._log.info("tier is up", tier=name)
         else:
-            self._log.warning(f"a tier is {health.state}", tier=name, reason=health.reason)
+            self._log.warning(f"tier is {health.state}", tier=name, reason=health.reason)
 
     def _probe(self) -> None:
         """Touch the medium, so that the breaker learns how it does; on the spare thread."""
@@ -159,10 +158,12 @@ class TierExecutor:
             self.tier.health_check(time.monotonic_ns() + _PROBE_LIMIT_NS)
         except TierError as error:
             name = self.tier.properties.name
-            self._warnings.warning("a probe failed", tier=name, error=error)
+            self._warnings.warning("tier health check failed", tier=name, error=error)
         except Exception:
             self._metrics.add(BACKGROUND_FAULTS, task="health")
-            self._warnings.exception("a probe broke", tier=self.tier.properties.name)
+            self._warnings.exception(
+                "unexpected error in a tier health check", tier=self.tier.properties.name
+            )
         self.to_loop(self._probed)
 
     def _probed(self) -> None:

@@ -1,8 +1,8 @@
-"""Threads for calls that block: bounded, watched, and never waited for.
+"""Threads for blocking calls: bounded, watched, and never joined.
 
-A system call on a dead disk cannot be interrupted. Its thread is then lost until the disk answers,
-so every thread here is a daemon thread, which no exit of the process waits for, and the number of
-calls that are late can be asked for at any time.
+A system call on a dead disk cannot be interrupted: its thread is lost until the disk answers. So
+every thread here is a daemon thread, which no exit of the process waits for, and the pool reports
+the calls that are late.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ _log = Log("kvtier.node")
 T = TypeVar("T")
 
 _LATE_NS = 500_000_000
-"""Past its limit by this much a call hangs: one that just misses it comes back by itself."""
+"""A call this long past its limit hangs; one that just misses its limit returns by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateCall:
-    """A call that should have come back by now."""
+    """A call that should have returned by now."""
 
     name: str
     seconds: float
-    """Since it began."""
+    """Seconds since it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Work:
 
 
 class WorkerPool:
-    """Up to ``num_threads`` threads, started as they are needed, and a queue before them."""
+    """Up to ``num_threads`` threads, started on demand, with a bounded queue."""
 
     def __init__(self, name: str, num_threads: int, queued_max: int) -> None:
         self._name = name
@@ -53,15 +53,15 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._num_started = 0
         self._running: dict[int, tuple[_Work, int]] = {}
-        """By thread: what it does, and since when."""
+        """For each thread its call, and when it started."""
         self.num_calls = 0
-        """Those under way, or waiting."""
+        """Calls running or queued."""
         self._is_stopped = False
 
     def submit(self, run: Callable[[], None], name: str, limit_ns: int) -> bool:
-        """Have a thread do ``run``, which raises nothing; False where too much waits already.
+        """Run ``run``, which raises nothing, on a thread; False if too many calls are queued.
 
-        It hangs once it has taken longer than ``limit_ns``, its wait not counted.
+        It hangs once it has run longer than ``limit_ns``; time in the queue does not count.
         """
         with self._lock:
             if self._is_stopped:
@@ -72,11 +72,11 @@ class WorkerPool:
                 return False
             self.num_calls += 1
             if self._num_started < min(self.num_calls, self._num_threads):
-                with contextlib.suppress(RuntimeError):  # none is to be had: the others do it
+                with contextlib.suppress(RuntimeError):  # no thread available: the others do it
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
                     self._num_started += 1
             if not self._num_started:
-                self._queue.get_nowait()  # nobody would come for it
+                self._queue.get_nowait()  # no thread would take it
                 self.num_calls -= 1
                 return False
         return True
@@ -92,14 +92,14 @@ class WorkerPool:
         return sorted(hanging, key=lambda call: -call.seconds)
 
     def retire(self) -> None:
-        """Take nothing more; what waits is still done, and then the threads end."""
+        """Take no more calls; queued calls are still made, and then the threads end."""
         with self._lock:
             self._is_stopped = True
-            with contextlib.suppress(queue.Full):  # then nobody is idle, who would have to be told
+            with contextlib.suppress(queue.Full):  # then no thread is idle and waits for a stop
                 self._queue.put_nowait(None)
 
     def stop(self) -> None:
-        """Begin nothing more; what is being done goes on, and its threads end after it."""
+        """Start nothing more; running calls go on, and their threads end after them."""
         with self._lock:
             self._is_stopped = True
             with contextlib.suppress(queue.Empty):
@@ -118,35 +118,37 @@ class WorkerPool:
                 self._running[me] = (work, time.monotonic_ns())
             try:
                 work.run()
-            except Exception:  # a bug; the thread is not to be lost by it
-                _log.exception("a call broke", call=work.name, thread=self._name)
+            except Exception:  # a bug; keep the thread
+                _log.exception(
+                    "unexpected error in a worker thread", call=work.name, thread=self._name
+                )
             finally:
                 with self._lock:
                     del self._running[me]
                     self.num_calls -= 1
-        # The others are told too, where there are more of them than fit into the queue.
+        # Pass the stop on, in case there are more threads than queue entries.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
 
 def run_in_thread(call: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Make a call on a thread that no exit waits for; wait for the result with a deadline.
+    """Run a call on a thread that no exit waits for; await the result with a deadline.
 
-    Unlike asyncio's own executor, whose threads are joined when the loop ends.
+    Unlike asyncio's executor, whose threads are joined when the loop ends.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(publish: Callable[[], None]) -> None:
-        if not future.done():  # else nobody waits any more
+        if not future.done():  # otherwise nothing waits any more
             publish()
 
     def run() -> None:
         try:
             publish = partial(future.set_result, call())
-        except BaseException as error:  # the caller's, whatever it is
+        except BaseException as error:  # passed on to the caller
             publish = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, publish)
 
     threading.Thread(target=run, name=name, daemon=True).start()

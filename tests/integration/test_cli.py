@@ -210,8 +210,8 @@ def test_drop_names_an_engine_that_does_not_answer(node: RunningNode) -> None:
         with child.stopped():
             told = run(node, "drop", "--tier", "gpu", "--timeout", "0.5")
         assert told.returncode == 1
-        assert "1 engine(s) did not empty their own" in told.stdout
-        assert f"pattern (pid {child.pid}): it gave no answer" in told.stdout
+        assert "1 engine(s) did not empty their GPU tier" in told.stdout
+        assert f"pattern (pid {child.pid}): no answer" in told.stdout
 
 
 def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: RunningNode) -> None:
@@ -219,7 +219,7 @@ def test_drop_names_an_engine_that_cannot_empty_its_own_cache(node: RunningNode)
     with one, PatternEngine(node.socket):
         told = run(node, "drop", "--tier", "all")
         assert told.returncode == 1
-        assert "1 engine(s) did not empty their own\n" in told.stdout
+        assert "1 engine(s) did not empty their GPU tier\n" in told.stdout
         assert f"        one (pid {os.getpid()}): ask? me\n" in told.stdout
         stat = run(node, "stat").stdout
         assert re.search(r"^gpu +untold +- +- +- +- +-$", stat, re.MULTILINE), stat

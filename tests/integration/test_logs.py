@@ -95,7 +95,7 @@ def test_a_request_is_found_in_both_logs_and_its_prompt_in_none(
         texts = [daemon.log, engine.log, refusals, documents]
     (serving,) = (each for each in logs["engine"] if each["event"] == "serving")
     assert serving["smallest_prefix_tokens"] == 64
-    for name, event in (("daemon", "a request was decided on"), ("engine", "prompt finished")):
+    for name, event in (("daemon", "restore decision"), ("engine", "prompt finished")):
         (line,) = (
             each for each in logs[name] if each["event"] == event and each["request"] == request
         )

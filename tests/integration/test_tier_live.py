@@ -160,7 +160,7 @@ def test_a_disk_is_taken_away_and_brought_back(node: Node) -> None:
             path.unlink()
         assert engine.lookup(0, FULL) == ([], "absent")
         (kept,) = node.drop_now("ssd")
-        assert kept.error == "it is detached, and keeps what it has"
+        assert kept.error == "detached; it keeps its blocks"
         assert engine.store(9, FULL) == FULL, "the rest goes on"
         assert engine.load(9, FULL) == (["cpu"] * FULL, "complete")
         node.await_gauge("ssd", "detached")  # which is set together with what follows

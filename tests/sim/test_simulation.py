@@ -203,7 +203,7 @@ def purge_while_a_write_is_under_way(patch):
 
 
 def forget_what_waits_for_a_purge(patch):
-    patch.setattr(Drops, "purged", lambda self, event: None)
+    patch.setattr(Drops, "purged", lambda self, event, now_ns: None)
 
 
 def keep_work_on_the_lane_of_a_tier_that_left(patch):
@@ -213,8 +213,8 @@ def keep_work_on_the_lane_of_a_tier_that_left(patch):
 def forget_less_than_a_tier_held(patch):
     forget = AdminStates.forget
 
-    def forget_one_less(self, event):
-        forget(self, replace(event, end_row=event.end_row - 1))
+    def forget_one_less(self, event, now_ns):
+        forget(self, replace(event, end_row=event.end_row - 1), now_ns)
 
     patch.setattr(AdminStates, "forget", forget_one_less)
 

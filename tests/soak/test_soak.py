@@ -60,7 +60,8 @@ HIT_RATE_LOSS_MAX = 0.05
 
 EXPECTED = re.compile(
     r"level=info |"
-    r'level=warning .* event="(a tier is out|a tier failed|a probe failed|the server has no max.*)"'
+    r'level=warning .* event="(tier is out|tier call failed|tier health check failed|'
+    r'the server has no max.*)"'
 )
 """What the log may say of a node that lost its server for a while."""
 

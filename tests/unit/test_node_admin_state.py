@@ -185,7 +185,7 @@ def test_a_drop_of_a_tier_that_leaves_says_so():
     stage.waiting.remove(purge)  # it hangs, and is told to nobody
     leave(stage, SSD)
     (ssd, cpu) = stage.answers.pop(call)
-    assert ssd.error == "it is detached, and keeps what it has"
+    assert ssd.error == "detached; it keeps its blocks"
     assert (cpu.num_blocks, cpu.error) == (2, "")
     come(stage, SSD)
     (again,) = [drop(stage, SSD)]
@@ -211,7 +211,7 @@ def test_a_drop_vouches_for_no_tier_that_left_after_it_was_emptied(is_back):
     load.release()
     ssd, cpu = stage.answers.pop(call)
     assert ssd.num_blocks == 2
-    assert ssd.error.startswith("it was emptied, but detached")
+    assert ssd.error.startswith("emptied, but detached")
     assert (cpu.num_blocks, cpu.error) == (2, "")
 
 
@@ -236,7 +236,7 @@ def test_a_drop_ends_though_a_tier_came_meanwhile():
     set_admin_state(stage, SSD, AdminState.ACTIVE)
     load.release()
     ssd, cpu = stage.answers.pop(call)
-    assert (ssd.error, cpu.num_blocks) == ("there is no such tier here", 1)
+    assert (ssd.error, cpu.num_blocks) == ("no such tier", 1)
     assert not stage.node.transfers.lanes[SSD].closed
 
 

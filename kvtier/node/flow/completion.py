@@ -36,18 +36,18 @@ __all__ = ["Completions", "Measurements"]
 _DAMAGE = frozenset(
     {MissReason.CHECKSUM, MissReason.HEADER, MissReason.LENGTH, MissReason.SEAL},
 )
-"""Why a read found nothing, where something was there and is not what was written."""
+"""Why a read missed although the tier had something: not what was written."""
 
 _FATES: Mapping[str, Fate] = {
     "corrupt": Fate.FAILED_CHECK,
     MissReason.EXPIRED: Fate.EXPIRED,
     MissReason.IDENTITY: Fate.IDENTITY,
 } | dict.fromkeys(_DAMAGE, Fate.FAILED_CHECK)
-"""By why a tier let blocks go, or has them not, what became of them; else they were evicted."""
+"""Fate of blocks by the reason why a tier lost or missed them; otherwise they were evicted."""
 
 
 class Measurements:
-    """Hands each transfer to the planner, once."""
+    """Reports each transfer to the planner, once."""
 
     def __init__(self, cache: Cache, planner: Planner | None) -> None:
         self._cache = cache
@@ -60,13 +60,13 @@ class Measurements:
         event: ReadDone | WriteDone,
         now_ns: int,
     ) -> None:
-        """Take in a transfer that ended; one that was late before counts no more."""
+        """Report a transfer that ended; one that was overdue before is ignored."""
         if self._planner is None or transfer.is_overdue:
             return
         if event.fault:
             self._at_least(lane, transfer, now_ns)
             return
-        # A block that was not there, or not wanted, took no time to speak of.
+        # A block that was absent or refused took hardly any time.
         results = zip(transfer.rows, event.results, strict=True)
         moved = [row for row, result in results if _has_moved(result)]
         if moved:
@@ -74,7 +74,7 @@ class Measurements:
             self._planner.note_transfer(lane.tier.name, transfer.is_read, sample, now_ns)
 
     def overdue(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
-        """Take in a transfer that is past its deadline, and may never end."""
+        """Report a transfer that is past its deadline, and may never end."""
         self._at_least(lane, transfer, now_ns)
 
     def _at_least(self, lane: TransferLane, transfer: InFlightTransfer, now_ns: int) -> None:
@@ -91,7 +91,7 @@ class Measurements:
 
 
 class Completions:
-    """Keeps the index true to what the tiers hold, and goes on with what waited for them."""
+    """Keeps the index true to what the tiers hold, and resumes what waited for them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Completions:
         self._metrics = cache.metrics
 
     def read(self, event: ReadDone, now_ns: int) -> list[Action]:
-        """Publish what was read; what was not is looked for elsewhere, or missed."""
+        """Handle the end of a read: publish blocks that arrived, and end what waited for others."""
         orphan = self._transfers.end_orphan(event.transfer)
         if orphan is not None:
             lost = [self._loads.block_lost(row, "failed", Fate.DETACHED) for row in orphan.rows]
@@ -138,7 +138,7 @@ class Completions:
         return actions
 
     def written(self, event: WriteDone, now_ns: int) -> None:
-        """Note what a tier took, and what it let go for that."""
+        """Handle the end of a write: record which blocks the tier has now."""
         if self._transfers.end_orphan(event.transfer) is not None:
             return
         lane, transfer = self._transfers.end(event.transfer)
@@ -157,9 +157,9 @@ class Completions:
             if result is None:
                 self._metrics.add(MISS_BLOCKS, tier=TierName.CPU, reason="checksum")
                 self._cache.condemn(row)
-        if tier is TierName.REMOTE:
+        if tier.is_shared:
             self._pending_lookups.note_stored(index.hash_of(row) for row in rows)
-        # One that was condemned before may have left the CPU tier when this write let go of it.
+        # A condemned block may have left the CPU tier when this write unpinned it.
         index.forget_absent(np.array(rows))
         self._forget(lane, event.evicted, "capacity")
 
@@ -189,7 +189,7 @@ class Completions:
         self._metrics.add(MISS_BLOCKS, tier=tier, reason=reason)
         self._metrics.add(QUARANTINED_BLOCKS, reason in _DAMAGE, tier=tier)
         fate = _FATES.get(reason, Fate.EVICTED)
-        # Before the row may be forgotten: it is in the CPU tier's state writing till then.
+        # Before the row may be forgotten: until then it is in state writing in the CPU tier.
         with self._cache.residency_listener.leaving(fate):
             self._cache.index.move(row, tier, Residency.ABSENT)
         return self._loads.block_missed(row, fate, now_ns)

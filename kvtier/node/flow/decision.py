@@ -1,8 +1,8 @@
-"""Decisions: how much of what was found for a request to restore, and what came of that.
+"""Decides how much of what a lookup found to restore, and takes in how it turned out.
 
-The planner decides; here its question is put together from what the node sees: which tier would
-serve which blocks, what waits before them, and what the engine has to do. Its answers are kept in
-the ledger, and what the engine measured goes back to the planner as it comes.
+The planner decides. This module states its question: which tier would serve which blocks, what is
+queued before them, and how busy the engine is. Decisions go to the decision log, and what engines
+measure goes back to the planner.
 """
 
 import math
@@ -43,11 +43,11 @@ __all__ = ["Decisions"]
 _log = Log("kvtier.node")
 
 _COMPUTED = frozenset({PlanReason.PART, PlanReason.COST, PlanReason.RISK, PlanReason.GUARD})
-"""Why blocks that are there are computed all the same, because that is faster."""
+"""Reasons to compute cached blocks because that is faster."""
 
 
 class Decisions:
-    """All decisions of a node; without a planner there are none, and everything is restored."""
+    """All decisions of a node. Without a planner none are made, and everything is restored."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Decisions:
         *,
         now_ns: int,
     ) -> LookupResult:
-        """Answer a lookup; what is there and not restored is added to ``missed``."""
+        """Answer a lookup; blocks that are found but not restored are added to ``missed``."""
         runs = run.by_tier()
         if self._planner is None:
             return LookupResult(runs, run.reason, max_offload_tokens=max_offload_tokens)
@@ -86,7 +86,7 @@ class Decisions:
             assert 0 <= plan.num_blocks <= len(run), "no more can be restored than was found"
             self._metrics.add(DECISIONS, int(session.is_of_first_rank), reason=plan.reason)
         _log.debug(
-            "a request was decided on",
+            "restore decision",
             request=event.traits.request_id,
             decision=number,
             engine=session.engine,
@@ -116,12 +116,12 @@ class Decisions:
         return LookupResult(runs, run.reason, plan, max_offload_tokens)
 
     def plan_of(self, event: Load, session: Session) -> RestorePlan | None:
-        """Return the plan that a load carries out, if it is one of its own engine's."""
+        """Return the plan that a load carries out, if it was made for the same session."""
         decision = self.decision_log.find(event.decision) if event.decision else None
         return decision.plan if decision and decision.session == session.token else None
 
     def conclude(self, session: Session, outcome: PlanOutcome, now_ns: int) -> None:
-        """Take in what came of a decision, once, and from the engine it was made for."""
+        """Take in the outcome of a decision, once, and only from the engine it was made for."""
         decision = self.decision_log.open(outcome.decision, session.token, now_ns)
         if self._planner is None or decision is None or not _is_sane(outcome, decision):
             return
@@ -131,7 +131,7 @@ class Decisions:
         self.decision_log.close(outcome.decision, outcome, evaluation)
         session.counters.count_outcome(decision.ask, outcome, evaluation)
         _log.debug(
-            "a request got its first token",
+            "first token",
             request=decision.request_id,
             decision=decision.number,
             restore_s=outcome.restore_s,
@@ -160,7 +160,7 @@ class Decisions:
     def num_paying(
         self, session: Session, use: Use, run: BlockRun, first: int, *, now_ns: int
     ) -> int:
-        """Return how many leading blocks of a run to bring closer for a request that waits."""
+        """Return how many leading blocks of a run are worth prefetching for a waiting request."""
         if self._planner is None:
             return len(run)
         num_tokens = len(use.keys) * use.block_tokens
@@ -185,7 +185,7 @@ class Decisions:
         )
 
     def _sources(self, run: BlockRun) -> tuple[Source, ...]:
-        """Return which tiers would serve a run; what is being read comes from where it is read."""
+        """Return the tiers that would serve a run; a block being read counts for its source."""
         queued = {name: lane.read_bytes for name, lane in self._transfers.lanes.items()}
         if not run.is_writing.any():
             return tuple(
@@ -202,11 +202,11 @@ class Decisions:
 
 
 def _is_sane(outcome: PlanOutcome, decision: LoggedDecision) -> bool:
-    """Tell whether an outcome could be true: one that is not would spoil every sum."""
+    """Tell whether an outcome can be true; one that is not would spoil every sum."""
     times = (outcome.restore_s, outcome.compute_s, outcome.wait_s, outcome.ttft_s)
     if not all(math.isfinite(seconds) and 0 <= seconds <= SAMPLE_MAX_S for seconds in times):
         return False
-    if outcome.ttft_s - outcome.wait_s > OUTCOME_LATE_NS / 1e9:  # it would not be told any more
+    if outcome.ttft_s - outcome.wait_s > OUTCOME_LATE_NS / 1e9:  # too late to be reported
         return False
     num_found = sum(length for _, length in decision.found)
     num_blocks = sum(length for _, length in outcome.tiers)

@@ -33,6 +33,7 @@ from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.table import Keys, Rows, as_keys
 from kvtier.node.flow.tier_writes import TierWrites
+from kvtier.node.messages.events import DaemonStopping
 from kvtier.node.messages.slow_tier import AdminState, WriteMode
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.transfer import TierTransfers, TransferLane
@@ -41,21 +42,21 @@ from kvtier.observe.daemon_metrics import DEMOTED_BLOCKS, REFUSED_BLOCKS
 __all__ = ["Demotion", "Flush"]
 
 _LOOKS_A_WINDOW = 256
-"""A window is looked through each time so small a part of it has been used up."""
+"""A window is examined again each time this fraction of it has been used up."""
 
 
 @dataclass(slots=True)
 class _Look:
-    """One look ahead."""
+    """State of one look ahead."""
 
     lanes: list[TransferLane]
     num_left: int
-    """Blocks that may be offered before others get their turn."""
+    """Blocks that may still be offered before other work gets its turn."""
     is_cut_short: bool = False
 
 
 class Demotion:
-    """Looks ahead of eviction each time slots were given out."""
+    """Looks ahead of eviction each time slots were claimed."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, writes: TierWrites) -> None:
         self._cache = cache
@@ -63,17 +64,17 @@ class Demotion:
         self._writes = writes
         self._num_claims_seen = 0
         self._is_cut_short = False
-        """More was to be demoted than the lanes would take."""
+        """More blocks were due than the lanes had room for."""
 
     def advance(self, now_ns: int) -> None:
-        """Offer the next blocks to go, a bounded number of them."""
+        """Offer the next blocks to be evicted, a bounded number of them."""
         num_claims = self._cache.num_claims - self._num_claims_seen
         if not self._is_cut_short and num_claims < self._num_claims_between():
             return
         lanes = self._lanes(now_ns, WriteMode.DEMOTE, WriteMode.STORE)
         if not lanes or all(self._transfers.room_bytes(lane) <= 0 for lane in lanes):
             self._is_cut_short = True
-            return  # looked at again once something was written
+            return  # tried again when a write has ended
         self._num_claims_seen = self._cache.num_claims
         look = _Look(lanes, DEMOTION_BLOCKS_MAX)
         slots = self._cache.slots
@@ -83,11 +84,12 @@ class Demotion:
         self._is_cut_short = look.is_cut_short
 
     def hold_back(self, rows: Rows, now_ns: int) -> Rows:
-        """Offer what is about to leave and had no chance yet; returns the rows that may go now.
+        """Offer victims that had no chance yet; returns the rows that may be evicted now.
 
-        The order changes with time, so that what nobody looked ahead at may be the next to go. What
-        a tier takes of it stays until it is written, and so does, from its parent on, what has no
-        room to be written after it; others go instead. Without any room all go.
+        Eviction order changes with time, so a block that no look ahead reached may be the next
+        victim. Victims that a tier takes stay until they are written. So do, from the parent on,
+        those that have no room to be written after them; others are evicted instead. Without any
+        room all may be evicted.
         """
         lanes = self._lanes(now_ns, WriteMode.DEMOTE)
         if not lanes:
@@ -110,9 +112,9 @@ class Demotion:
         return np.array(going, np.int64)
 
     def note_evicted(self, rows: Rows) -> None:
-        """Count rows that leave the CPU tier now and would have been offered, had there been time.
+        """Count rows that are evicted without having been offered, for lack of time.
 
-        To be called before they are gone.
+        Call it while they are still in the CPU tier.
         """
         index = self._cache.index
         for lane in self._transfers.lanes.values():
@@ -124,12 +126,12 @@ class Demotion:
                 )
 
     def _lanes(self, now_ns: int, *modes: WriteMode) -> list[TransferLane]:
-        """Return the lanes that are written to in one of these modes, and can be used."""
+        """Return the lanes with one of these write modes that take writes now."""
         lanes = self._transfers.lanes.values()
         return [lane for lane in lanes if lane.tier.write in modes and lane.takes_writes(now_ns)]
 
     def _num_claims_between(self) -> int:
-        """Return how many slots are given out between two looks: few of those looked at."""
+        """Return how many claims to wait for before the next look ahead."""
         windows = [self._window(size) for size in self._cache.slots.sizes()]
         return max(1, min(windows, default=0) // _LOOKS_A_WINDOW)
 
@@ -139,21 +141,20 @@ class Demotion:
         num_slots = slots.num_slabs_of(size) * (slots.slab_bytes // size)
         wanted = max(DEMOTION_WINDOW_BLOCKS, int(num_slots * DEMOTION_WINDOW_SHARE))
         if not self._is_last_chance():
-            # The longer a block was here the better it is known what it is worth.
+            # The longer a block stays, the better its value is known.
             wanted = min(wanted, max(1, int(num_slots * DEMOTION_WINDOW_SHARE_MAX)))
         return min(wanted, DEMOTION_WINDOW_BLOCKS_MAX)
 
     def _is_last_chance(self) -> bool:
-        """Tell whether all tiers are written to at once, so that here they get what they missed."""
+        """Tell whether all tiers are in mode ``store``, so that blocks only catch up here."""
         lanes = self._transfers.lanes.values()
         return all(lane.tier.write is WriteMode.STORE for lane in lanes)
 
     def _next(self, size: int) -> Rows:
-        """Return the next rows to go that were not offered yet.
+        """Return the next rows to be evicted that were not offered yet.
 
-        In the order in which they go, children before their parents, so that what is needed below
-        for its children is known by then. Where everything is written anyway, those first that
-        proved useful.
+        In eviction order, children before their parents, so that parents that are needed are known
+        by then. If all tiers are in mode ``store``, blocks that proved useful come first.
         """
         cache, index = self._cache, self._cache.index
         rows = cache.eviction.next_victims(index, cache.slots, size, self._window(size))
@@ -174,20 +175,20 @@ class Demotion:
             if all(chance is None for chance in chances):
                 look.is_cut_short = True
                 return
-            look.num_left -= 1  # a refusal takes as long
-            # What it needs may have been passed over before.
+            look.num_left -= 1  # a refusal takes just as long
+            # Its parent may have been passed over before.
             look.is_cut_short |= 1 in chances
             self._mark(row, is_taken=1 in chances)
 
     def _offer(self, row: int, lane: TransferLane, now_ns: int) -> int | None:
-        """Offer a row to a tier; returns how many were taken, None where there is no room."""
+        """Offer a row to a tier; returns how many were taken, None if there is no room."""
         index, name = self._cache.index, lane.tier.name
         if not self._cache.lacks(row, name):
             if index.past[row] & WAS_FLUSHED:
                 self._writes.note_written(lane, row, now_ns)
             return 0
         if lane.tier.write is WriteMode.STORE and self._is_below(row):
-            return 0  # a last chance is for what would be lost
+            return 0  # only blocks that would be lost get another chance
         if self._transfers.room_bytes(lane) < self._cache.size_of(row):
             return None
         taken = self._writes.offer(lane, [row], OfferReason.LEAVING, now_ns)
@@ -207,11 +208,11 @@ class Demotion:
 
 
 _PAUSE_NS = 1_000_000
-"""Between two looks at what is due: a look takes as long at most."""
+"""Pause between two flush steps; one step takes at most about as long."""
 
 
 class Flush:
-    """Of all tiers that are written to on demotion."""
+    """Flushes blocks to the tiers in mode ``demote``."""
 
     def __init__(
         self,
@@ -225,23 +226,23 @@ class Flush:
         self._writes = writes
         self._history = history
         self._lingering: dict[TierName, deque[tuple[int, Keys]]] = {}
-        """By tier, when what was stored together came, oldest first."""
+        """For each tier the stores that are not flushed yet, oldest first, with their times."""
         self._closing: dict[TierName, deque[bytes]] = {}
-        """By tier, what is to be written before the daemon stops, most worth first."""
+        """For each tier the blocks to write before the daemon stops, most valuable first."""
         self._is_closing = False
         self._resume_ns = 0
-        """What is due waits until then, so that others get their turn."""
+        """Flushing pauses until then, so that other work gets its turn."""
 
     def stored(self, rows: list[int], now_ns: int) -> None:
-        """Note blocks of one chain that came into the CPU tier."""
+        """Note stored blocks of one chain, to flush them later."""
         for lane in self._lanes():
             if lane.tier.flush_after_ns and not self._is_closing:
                 empty: deque[tuple[int, Keys]] = deque(maxlen=LINGERING_STORES_MAX)
                 keys = self._cache.index.keys_of(np.array(rows))
                 self._lingering.setdefault(lane.tier.name, empty).append((now_ns, keys))
 
-    def close(self, now_ns: int) -> None:
-        """Begin to write what the tiers would take; each is idle once it is all there."""
+    def close(self, _event: DaemonStopping, now_ns: int) -> None:
+        """Start to write everything the tiers would take; a tier is idle when all is written."""
         self._is_closing = True
         self._lingering.clear()
         for lane in self._lanes():
@@ -249,7 +250,7 @@ class Flush:
                 self._closing[lane.tier.name] = deque(self._worthy(lane, now_ns))
 
     def advance(self, now_ns: int) -> None:
-        """Queue what is due, as far as there is room for it; a bounded number of blocks."""
+        """Queue blocks that are due, as far as there is room; a bounded number."""
         for name in self._lingering:
             lane = self._transfers.lanes[name]
             due_ns = self._due_ns(lane)
@@ -261,7 +262,7 @@ class Flush:
                 self._write_closing(lane, keys.popleft(), now_ns)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when something is due that could be written then."""
+        """Return when blocks become due that can be written then."""
         lanes = [self._transfers.lanes[name] for name in self._lingering]
         dues = [
             self._due_ns(lane)
@@ -286,7 +287,7 @@ class Flush:
         came_ns = now_ns - lane.tier.flush_after_ns
         while stores and stores[0][0] <= came_ns and num_left > 0:
             stored_ns, keys = stores.popleft()
-            if len(keys) > num_left:  # the tail first: its parents are then needed
+            if len(keys) > num_left:  # the tail first, so that its parents are needed
                 stores.appendleft((stored_ns, keys[:-num_left]))
                 keys = keys[-num_left:]
             num_left -= len(keys)
@@ -312,7 +313,7 @@ class Flush:
             latest = np.argpartition(index.stamp[rows], -CLOSING_BLOCKS_MAX)[-CLOSING_BLOCKS_MAX:]
             rows = rows[latest]
         taken: list[int] = []
-        # Children first, so that what is needed for them is known when its turn comes.
+        # Children first, so that needed parents are known when their turn comes.
         for row in rows[np.argsort(-index.position[rows].astype(np.int64), kind="stable")].tolist():
             if self._writes.would_take(lane, row, now_ns):
                 self._writes.note_needed(lane, [row])

@@ -1,12 +1,13 @@
-"""Loads: leading blocks leased in the arena, each announced as soon as it is there.
+"""Loads: lease leading blocks in the arena, and announce each as soon as it is there.
 
-A load covers the leading run of blocks that some tier has. Those in the CPU tier are ready at once;
-the others are claimed and read, and blocks that another load or store is bringing are waited for:
-each block is read once, however many wait for it. A block that does not come ends the run there.
-A load from the back is the same in the opposite order: its engine computes the front meanwhile.
-The lease pins all its blocks until it is released, or expires. An engine's leases together may
-hold twice of what they leave to others: a load that asks for more gets what fits, and ends with
-``no_room``.
+A load covers the leading run of blocks that some tier has. Blocks in the CPU tier are ready at
+once; the others are claimed and read. Blocks that another load or store is bringing are waited for:
+each block is read once, however many loads wait for it. A block that does not arrive ends the run.
+A load from the back does the same in reverse order while its engine computes the front.
+
+The lease pins all its blocks until it is released or expires. The leases of an engine together may
+hold at most twice what they leave to others: a load that asks for more gets what fits, and ends
+with ``no_room``.
 """
 
 from collections import defaultdict
@@ -49,9 +50,9 @@ class Loads:
         self._metrics = self._cache.metrics
         self._num_leases = 0
         self._waiting: dict[int, dict[int, LoadLease]] = defaultdict(dict)
-        """By row, the leases that wait for it, by number."""
+        """For each row the leases that wait for it, by number."""
         self._remaining: dict[int, list[TierName]] = {}
-        """By row being read, the tiers to try if this read misses."""
+        """For each row being read, the tiers to try if this read misses."""
 
     def start(
         self,
@@ -65,7 +66,7 @@ class Loads:
     ) -> list[Action]:
         """Lease the blocks of ``run``; ``before`` are the rows of the chain's blocks before it.
 
-        Waits no longer than the client would, nor than its plan says.
+        Waits no longer than the client would, and than the plan says.
         """
         if len(session.loads) >= LEASES_PER_SESSION_MAX:
             return [CallReply(event.call, Refused("too_many", "release loads that are done"))]
@@ -94,7 +95,7 @@ class Loads:
         session.loads[lease.number] = lease
         places = range(len(run))
         self._gather(lease, before, run, places[::-1] if event.from_back else places, now_ns)
-        # The first message always comes at once, so that the client can name the lease.
+        # The first message is sent at once, so that the client knows the lease's number.
         return self._advance(lease) or [self._progress(lease, (), (), ())]
 
     def release(
@@ -104,10 +105,10 @@ class Loads:
         corrupt: Sequence[int] = (),
         outcome: str = "complete",
     ) -> tuple[ReleaseResult, list[Action]]:
-        """End a lease; it held if it was still there. Blocks found corrupt are served no more.
+        """End a lease. Blocks that the client found corrupt are no longer served.
 
-        A load that was still going on gets its last message. ``outcome`` is what became of the
-        blocks handed out, as far as one knows.
+        A load in progress gets its last message. ``outcome`` says what became of the blocks handed
+        out, as far as it is known.
         """
         lease = session.loads.pop(number, None)
         if lease is None:
@@ -134,9 +135,9 @@ class Loads:
         return actions
 
     def block_missed(self, row: int, fate: Fate, now_ns: int) -> list[Action]:
-        """Note that a claimed row's bytes did not come: try the next tier, or end the loads there.
+        """Note that the read of a claimed row missed: try the next tier, or end the loads there.
 
-        In the end the row is still claimed if the next tier is being read, else abandoned.
+        Afterwards the row is either claimed and being read from another tier, or abandoned.
         """
         while self._waiting.get(row) and self._remaining.get(row):
             tier = self._remaining[row].pop(0)
@@ -151,7 +152,7 @@ class Loads:
     def block_stuck(self, row: int, fate: Fate = Fate.DEADLINE) -> list[Action]:
         """End every load that waits for a row whose read may never end, and keeps its slot.
 
-        No other tier is tried: its bytes would need the very slot.
+        No other tier is tried: its bytes would need the same slot.
         """
         actions: list[Action] = []
         for lease in list(self._waiting.pop(row, {}).values()):
@@ -171,7 +172,7 @@ class Loads:
         return actions
 
     def expire(self, sessions: Iterable[Session], now_ns: int) -> list[Action]:
-        """End loads that are past their deadline, and leases past their time."""
+        """End loads past their deadline, and leases past their expiry."""
         actions: list[Action] = []
         for session in sessions:
             for lease in list(session.loads.values()):
@@ -188,7 +189,7 @@ class Loads:
     def _gather(
         self, lease: LoadLease, before: Rows, run: BlockRun, places: range, now_ns: int
     ) -> None:
-        """Pin what is here, claim and queue what is elsewhere, and stop where there is no room."""
+        """Pin blocks that are here, claim and queue the others; stop where there is no room."""
         used = np.concatenate([before, run.rows])
         mark = self._allocator.touch(used, run.payload_bytes, now_ns)
         self._cache.note_loaded(run.rows)
@@ -206,12 +207,12 @@ class Loads:
             if self._is_ready(row):
                 lease.tiers.append(TierName.CPU)
                 continue
-            # What is on its way comes from where it is read, whoever asked for it first.
+            # A block on its way counts for the tier it is read from, whoever asked first.
             lease.tiers.append(self._transfers.reading(row) or tiers[0])
             self._waiting[row][lease.number] = lease
 
     def _may_hold(self, lease: LoadLease, row: int) -> bool:
-        """Tell whether an engine may hold one more block: not where it is too much already."""
+        """Tell whether the engine may hold one more block without taking more than its share."""
         if self._cache.is_held(row):
             return True
         slots, size, num_bytes = self._cache.slots, self._cache.size_of(row), lease.leased.num_bytes
@@ -231,7 +232,7 @@ class Loads:
         return True
 
     def _advance(self, lease: LoadLease) -> list[Action]:
-        """Say what has become ready since the last message, if anything has."""
+        """Announce the blocks that became ready since the last message, if any."""
         if lease.is_ended:
             return []
         rows = lease.rows
@@ -271,7 +272,7 @@ class Loads:
         return self._cache.state(row, TierName.CPU) == Residency.EVICTING
 
     def _end_at(self, lease: LoadLease, length: int, end: str, fate: Fate) -> None:
-        """Let a load end after its first ``length`` rows, because of what became of the next."""
+        """End a load after its first ``length`` rows; ``fate`` is that of the next row."""
         lease.end = end
         self._miss_fates.count_load(lease.decision, fate, len(lease.rows) - length)
         self._cut(lease, length)
@@ -279,7 +280,8 @@ class Loads:
     def _cut(self, lease: LoadLease, length: int) -> None:
         """Let go of a lease's rows from ``length`` on.
 
-        Reads under way go on, as promotions; those that wait are given up with the last lease.
+        Reads in flight go on, as promotions; queued reads that no lease wants any more are
+        cancelled.
         """
         for row in lease.rows[length:]:
             waiting = self._waiting.get(row, {})
@@ -290,19 +292,19 @@ class Loads:
                 continue
             self._waiting.pop(row, None)
             if self._transfers.cancel_read(row):
-                self._remaining.pop(row, None)  # of one that is being warmed there is none
+                self._remaining.pop(row, None)  # none for a prefetched row
                 self._cache.abandon(row)
         del lease.rows[length:], lease.tiers[length:]
         if lease.num_ready >= length:
             self._transfers.forget_load(lease.number)
 
     def _finish(self, lease: LoadLease) -> None:
-        """Note that no more is handed out."""
+        """Note that no more blocks are handed out."""
         lease.is_ended = True
         count_load(self._metrics, lease)
 
     def _count_copied(self, lease: LoadLease, outcome: str) -> None:
-        """Count what the engine was handed, to copy it."""
+        """Count the bytes that the engine was handed to copy."""
         if not lease.purpose.copies:
             return
         num_bytes = self._cache.payload_bytes(lease.rows[: lease.num_sent])

@@ -1,4 +1,4 @@
-"""Misses: what became of each block that was asked for and not served, counted once."""
+"""Determines the fate of each block that was requested and not served, and counts it once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = ["MissFates"]
 
 
 class MissFates:
-    """Asks the history, except where the node knows better."""
+    """Asks the history for fates, unless the node knows better."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class MissFates:
         is_late: bool,
         now_ns: int,
     ) -> Counter[Fate]:
-        """Return the fates of a chain's blocks from ``gap`` on, where what was found ends.
+        """Return the fates of a chain's blocks from ``gap`` on, where the found run ends.
 
-        ``num_known`` leading blocks were known before this request. A block that is somewhere, but
-        behind one that is not, shares that one's fate. ``is_late``: the tier that might have the
-        others did not answer.
+        ``num_known`` leading blocks were known before this request. A block that some tier has,
+        behind one that is missing, shares the fate of the missing one. ``is_late``: the shared
+        tier, which may have the others, did not answer in time.
         """
         if not len(chain.keys):
             return Counter({Fate.TOO_SHORT: 1})
@@ -64,7 +64,7 @@ class MissFates:
         remembered = self._remembered(known, unoffered)
         at_gap = unserved or (remembered[0] if remembered else unknown)
         is_there = self._is_there(rows)
-        is_there[0] = True  # as the first one counts for those behind it
+        is_there[0] = True  # so that it counts like the blocks behind it
         fates = Counter({at_gap: int(is_there.sum())})
         fates.update(
             fate
@@ -75,7 +75,7 @@ class MissFates:
         return +fates
 
     def count(self, fates: Counter[Fate]) -> None:
-        """Count what a lookup missed."""
+        """Count the misses of a lookup."""
         for fate, count in fates.items():
             self._cache.metrics.add(MISSED_BLOCKS, count, fate=fate)
 
@@ -90,7 +90,7 @@ class MissFates:
         return is_there
 
     def _unserved(self, row: int, chain: PromptChain, now_ns: int) -> Fate | None:
-        """Return why a block that some tier has is not served, if one has it."""
+        """Return why a block is not served although some tier has it; None if none has it."""
         if row < 0:
             return None
         having = [t for t in LOWER_TIERS if self._cache.state(row, t) == Residency.READY]
@@ -107,7 +107,7 @@ class MissFates:
         return Fate.DETACHED if is_off else Fate.TIER_DOWN
 
     def _remembered(self, keys: Sequence[BlockHash], unoffered: Fate) -> list[Fate]:
-        """Return what became of blocks that were asked for before."""
+        """Return the fates of blocks that were requested before."""
         if self._history is None or not keys:
             return []
         fates = self._history.fates(keys)

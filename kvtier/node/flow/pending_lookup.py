@@ -1,8 +1,8 @@
-"""Probes: lookups that wait until a shared tier has said what it may have.
+"""Lookups that wait for a shared tier to answer which blocks it may have.
 
-Other nodes write to a shared tier too, so only the tier knows what is there. But asking takes time
-that every lookup pays and few gain by: it is done only where enough is missing, where the tier
-answers in time, and where it did not say no a moment ago.
+Other nodes also write to a shared tier, so only the tier knows its contents. Asking takes time that
+every lookup pays and few gain by. So a query is sent only if enough blocks are missing, the tier
+answers in time, and it did not just answer that the next block is absent.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,15 +37,17 @@ class PendingLookup:
 
     event: Lookup
     chain: PromptChain
+    tier: TierName
+    """The shared tier that was asked."""
     first: int
-    """The first block that the shared tier was asked for."""
+    """Index of the first block that the shared tier was asked for."""
     deadline_ns: int
     is_late: bool = False
-    """The shared tier did not answer, so that nobody knows what it has."""
+    """The shared tier did not answer in time."""
 
 
 class PendingLookups:
-    """All lookups that wait."""
+    """All lookups that wait for a shared tier."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -53,7 +55,7 @@ class PendingLookups:
         self._num_queries = 0
         self._absent = _Absent()
         self._num_late = 0
-        """Probes in a row that came late."""
+        """Number of queries in a row that were answered late."""
         self._paused_until_ns = 0
 
     def start(
@@ -66,7 +68,7 @@ class PendingLookups:
         lane: TransferLane,
         now_ns: int,
     ) -> ExistsQuery | None:
-        """Ask ``lane`` for the blocks from ``first`` on, if that can pay."""
+        """Query ``lane`` for the blocks from ``first`` on; None if that cannot pay."""
         deadline_ns = event.deadline_ns - EXISTENCE_CHECK_GRACE_NS
         asked = split_hashes(chain.keys[first : first + EXISTENCE_CHECK_BLOCKS_MAX].tobytes())
         num_tokens = (len(chain.keys) - first) * block_tokens
@@ -82,13 +84,15 @@ class PendingLookups:
             refusal = "busy"
         else:
             self._num_queries += 1
-            self._pending[self._num_queries] = PendingLookup(event, chain, first, deadline_ns)
+            self._pending[self._num_queries] = PendingLookup(
+                event, chain, lane.tier.name, first, deadline_ns
+            )
             return ExistsQuery(self._num_queries, lane.tier.name, tuple(asked), deadline_ns)
         self._count(refusal)
         return None
 
     def end(self, event: ExistsQueryDone, now_ns: int) -> PendingLookup | None:
-        """Take in what a shared tier said; returns the lookup that waited, if it still does."""
+        """Take in the answer of a shared tier; returns the lookup if it still waits."""
         lookup = self._pending.pop(event.query, None)
         if lookup is None:
             return None
@@ -119,7 +123,7 @@ class PendingLookups:
         return late
 
     def interrupt(self, selection: Selection) -> list[PendingLookup]:
-        """Return the lookups of a selection that is being dropped: what they hear is outdated."""
+        """Return the lookups of a selection that is being dropped, whose answers are outdated."""
         dropped = self._take(
             lambda lookup: selection.has(lookup.chain.scope.key_space, lookup.chain.scope.tenant)
         )
@@ -127,7 +131,7 @@ class PendingLookups:
         return dropped
 
     def note_stored(self, hashes: Iterable[BlockHash]) -> None:
-        """Note what this node wrote: it may be asked for again."""
+        """Note blocks that this node wrote to the tier: they may be queried again."""
         for block_hash in hashes:
             self._absent.discard(block_hash)
 
@@ -136,7 +140,7 @@ class PendingLookups:
         return min((lookup.deadline_ns for lookup in self._pending.values()), default=None)
 
     def _learn(self, lookup: PendingLookup, length: int) -> None:
-        """Enter what the shared tier has into the index, as far as there is room."""
+        """Enter the blocks that the shared tier has into the index, as far as there is room."""
         length = min(length, self._cache.make_rows(length))
         first, end = lookup.first, lookup.first + length
         if not length:
@@ -151,8 +155,8 @@ class PendingLookups:
                 payload_bytes=lookup.chain.payload_bytes,
             )
         )
-        fresh = rows[index.lacks(rows, TierName.REMOTE)]
-        index.move(fresh, TierName.REMOTE, Residency.READY)
+        fresh = rows[index.lacks(rows, lookup.tier)]
+        index.move(fresh, lookup.tier, Residency.READY)
 
     def _take(self, is_meant: Callable[[PendingLookup], bool]) -> list[PendingLookup]:
         numbers = [number for number, lookup in self._pending.items() if is_meant(lookup)]
@@ -163,11 +167,11 @@ class PendingLookups:
 
 
 class _Absent:
-    """Hashes that a shared tier did not have a moment ago."""
+    """Hashes that a shared tier recently did not have."""
 
     def __init__(self) -> None:
         self._until_ns: dict[BlockHash, int] = {}
-        """In the order in which they run out."""
+        """When each hash expires, in order of expiry."""
 
     def add(self, block_hash: BlockHash, now_ns: int) -> None:
         self._until_ns.pop(block_hash, None)

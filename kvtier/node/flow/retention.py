@@ -1,17 +1,17 @@
-"""Retention: blocks that are kept from being evicted, for whom and until when.
+"""Retention: keeps blocks from being evicted, for a caller and a time.
 
-Four kinds of callers want blocks kept: an operator pins a chain, a request has a priority or a time
-to live, and a request that was announced will be looked up soon. Each is a claim on the leading
-blocks of a chain, by hash, whether they are in the CPU tier now or come later.
+An operator pins a chain, a request has a priority or a time to live, or an announced request will
+soon be looked up. Each is a claim on the leading blocks of a chain, by hash, whether they are in
+the CPU tier now or come later.
 
 Rules
 -----
-* All claims together name no more bytes than the budget. Beyond it the tail of the claim of the
-  least priority, of equals the oldest, is given up, or that of the newcomer if it has the least.
-* What is kept is passed over by eviction, not held: where nothing else can go it goes, in the same
-  order. So a store that would find room without claims finds it with them.
-* Claims live in memory. They outlast drops of tiers, but not the daemon.
-* Nobody is woken when a claim expires; it ends with the next event, and harms nobody until then.
+* All claims together name no more bytes than the budget. Beyond it, the tail of the claim with the
+  lowest priority gives way, of equals that of the oldest; or the newcomer's tail, if it is lowest.
+* Kept blocks are passed over by eviction, not locked: if nothing else can go they go, in the same
+  order. So a store that would find room without claims also finds it with them.
+* Claims live in memory. They survive drops of tiers, but not the daemon.
+* An expired claim ends with the next event, without a timer; it does no harm until then.
 """
 
 from collections import Counter, OrderedDict
@@ -42,14 +42,14 @@ from kvtier.node.state.cache import Cache
 __all__ = ["Retention"]
 
 _PIN_PRIORITY = PRIORITY_MAX + 1
-"""An operator's word is above any request's."""
+"""An operator's pin outranks any request."""
 
 _LOOKED_AT_ONCE = 64
-"""Kept blocks of which is found out together whether they could go: one by one, thousands that are
-not in the CPU tier hold up the node for the better part of a second."""
+"""Kept blocks that are checked together for whether they can go. One by one, thousands that are not
+in the CPU tier would hold up the node for most of a second."""
 
 _ENDS_MAX = 4 * CLAIMS_MAX
-"""Ends remembered before those of claims that were renewed are forgotten."""
+"""Ends remembered before those of renewed claims are forgotten."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _Claim:
     until_ns: int
     keys: list[bytes]
     size: int
-    """Of the slot of each of its blocks."""
+    """Size of the slot of each block."""
 
 
 class Retention:
@@ -68,22 +68,22 @@ class Retention:
         self._cache = cache
         self.share = share
         self._claims: dict[int, OrderedDict[Hashable, _Claim]] = {}
-        """By priority, in the order in which they came or were renewed."""
+        """Claims by priority, in the order in which they came or were renewed."""
         self._priorities: dict[Hashable, int] = {}
-        """Of each claim, by its name."""
+        """Priority of each claim, by its name."""
         self._ends: list[tuple[int, int, Hashable]] = []
-        """A heap of when claims end; some have been renewed or given up since."""
+        """Heap of when claims end; some have been renewed or given up since."""
         self._num_made = 0
         self._wanted: Counter[bytes] = Counter()
-        """By block, how many claims name it."""
+        """Number of claims that name each block."""
         self._sizes: dict[bytes, int] = {}
         self._num_bytes = 0
-        """Of all blocks named, each once."""
+        """Total size of all named blocks, each counted once."""
         self._given_up: dict[bytes, None] = {}
-        """Blocks that no claim named any more at some time, not yet told to the cache."""
+        """Blocks that lost their last claim and are not yet offered to eviction."""
 
     def pin(self, keys: Sequence[bytes], payload_bytes: int, ttl_ns: int, now_ns: int) -> PinResult:
-        """Keep a chain's blocks for a time, or no longer where that is none."""
+        """Keep a chain's blocks for a time; 0 unpins them."""
         if not keys:
             return PinResult(0)
         name = ("pin", keys[-1])
@@ -114,7 +114,7 @@ class Retention:
         traits: RequestTraits,
         now_ns: int,
     ) -> int:
-        """Keep what a request will ask for until its turn; returns how many leading blocks."""
+        """Keep the blocks of a request until its turn; returns how many leading blocks."""
         if not keys or not traits.request_id:
             return 0
         claim = _Claim(
@@ -126,18 +126,18 @@ class Retention:
         return self._make(("announced", session, traits.request_id), claim).num_blocks
 
     def request_over(self, session: str, request_id: str) -> None:
-        """Note that an announced request had its turn, or that it will not come."""
+        """Note that an announced request was looked up, or will not be."""
         self._end(("announced", session, request_id))
         self._settle()
 
     def session_ended(self, session: str) -> None:
-        """Wait for no request of an engine that has gone."""
+        """End the claims of requests that a gone engine announced."""
         for name in [each for each in self._priorities if _is_announced(each, session)]:
             self._end(name)
         self._settle()
 
     def expire(self, now_ns: int) -> None:
-        """End what is past its time."""
+        """End claims past their time."""
         while self._ends and self._ends[0][0] <= now_ns:
             _, _, name = heappop(self._ends)
             claim = self._find(name)
@@ -150,9 +150,9 @@ class Retention:
         return key in self._wanted
 
     def give_way(self, size: int) -> bool:
-        """Give up kept blocks, the least first, until one in a slot of ``size`` can be evicted.
+        """Give up kept blocks, lowest first, until one in a slot of ``size`` can be evicted.
 
-        False where there is none.
+        False if there is none.
         """
         num_given_up, is_found = self._num_until_free(size)
         for _ in range(num_given_up):
@@ -165,7 +165,7 @@ class Retention:
         rows = self._rows(list(self._wanted))
         is_here = self._cache.index.residency(rows, TierName.CPU) != Residency.ABSENT
         payload_bytes = self._cache.index.payload_bytes[rows[is_here]]
-        # There are few sizes, may be many blocks, and this is asked each second.
+        # Few sizes, perhaps many blocks, and called every second.
         sizes = zip(*np.unique(payload_bytes, return_counts=True), strict=True)
         return sum(slot_bytes(int(size)) * int(count) for size, count in sizes)
 
@@ -173,7 +173,7 @@ class Retention:
         return int(self._cache.slots.reserved_bytes * self.share)
 
     def _make(self, name: Hashable, claim: _Claim) -> PinResult:
-        """Put a claim in place of any of that name, as much of it as the budget allows."""
+        """Replace the claim of that name, with as many blocks as the budget allows."""
         retained = self._put(name, claim)
         self._settle()
         return retained
@@ -199,7 +199,7 @@ class Retention:
         return PinResult(len(claim.keys), "budget" if len(claim.keys) < len(wanted) else "")
 
     def _make_room(self, claim: _Claim) -> bool:
-        """Give up what has less priority than a claim, or is older, until a block more fits."""
+        """Trim lower or older claims until one more block fits; False if none can give way."""
         while (
             self._num_bytes + claim.size > self._budget_bytes()
             or len(self._wanted) >= KEPT_BLOCKS_MAX
@@ -238,7 +238,7 @@ class Retention:
         claim.keys.append(key)
 
     def _num_until_free(self, size: int) -> tuple[int, bool]:
-        """Return how many blocks to give up until one in such a slot can go, and if one can."""
+        """Return how many blocks to give up until one of ``size`` can go, and if one can."""
         index, named = self._cache.index, Counter[bytes]()
         leaving = (
             (key, claim.size)
@@ -263,7 +263,7 @@ class Retention:
             self._end(name)
 
     def _end(self, name: Hashable) -> None:
-        """Give up a claim, if there is one of that name."""
+        """Give up the claim of that name, if there is one."""
         claim = self._find(name)
         if claim is None:
             return
@@ -275,7 +275,7 @@ class Retention:
             self._let_go(key)
 
     def _let_go(self, key: bytes) -> None:
-        """Let one claim name a block no more."""
+        """Remove one claim on a block."""
         self._wanted[key] -= 1
         if not self._wanted[key]:
             del self._wanted[key]
@@ -283,7 +283,7 @@ class Retention:
             self._given_up[key] = None
 
     def _settle(self) -> bool:
-        """Let what was given up be evicted; tells whether any of it can be now.
+        """Offer blocks that lost their last claim to eviction; True if any can be evicted now.
 
         All at once: one by one, a chain of thousands of blocks would hold up the node.
         """
@@ -299,7 +299,7 @@ class Retention:
         return bool(free)
 
     def _mark(self, keys: Sequence[bytes]) -> None:
-        """Mark rows that are in the CPU tier; those that come later are marked then."""
+        """Mark rows in the CPU tier as kept; those that come later are marked on arrival."""
         index = self._cache.index
         rows = self._rows(keys)
         index.past[rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]] |= IS_KEPT

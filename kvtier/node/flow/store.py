@@ -1,8 +1,8 @@
-"""Stores: blocks leased to be copied into the arena, published when they are whole.
+"""Stores: lease slots to be filled by clients, and publish their blocks when they are whole.
 
-Prepare, copy, complete. Until it is completed a store's blocks are writing: nobody is served from
-them. A lease whose time is up is not taken back while its client lives, because that client may
-still be writing into the slots; it counts against the client's share of the arena instead.
+Prepare, copy, complete: until a store is completed its blocks are in state writing, and are not
+served. A lease past its time is not taken back while its client lives, because the client may still
+be writing into the slots; it counts against the client's share of the arena instead.
 """
 
 from bisect import bisect_left
@@ -46,12 +46,12 @@ _FATES: Mapping[RefusalRule, Fate] = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How many leading blocks of what is lacking may come in, and what refuses the next one."""
+    """How many leading blocks of those lacking are admitted, and what refuses the next one."""
 
     num_blocks: int
     rule: RefusalRule = RefusalRule.FULL
     reason: str = ""
-    """In the words of the answer to the client, where it is not the rule's."""
+    """Reason in the answer to the client, if it is not the rule's name."""
 
 
 class Stores:
@@ -77,7 +77,7 @@ class Stores:
         self._metrics = self._cache.metrics
         self._num_leases = 0
         self._held_bytes = 0
-        """Of all stores that are not completed."""
+        """Bytes of all stores that are not completed."""
 
     def prepare(
         self,
@@ -90,8 +90,7 @@ class Stores:
     ) -> StoreGrant:
         """Lease slots for the blocks from ``first`` on that no local tier has, as far as admitted.
 
-        What is granted is a prefix of what is lacking: a block behind one that was refused could
-        not be reached.
+        Grants a prefix of the lacking blocks: a block behind a refused one could not be found.
         """
         before, rows = self._rows_of(chain, first)
         mark = self._allocator.touch(np.concatenate([before, rows]), chain.payload_bytes, now_ns)
@@ -135,7 +134,7 @@ class Stores:
         self._held_bytes -= lease.num_bytes
         actions: list[Action] = []
         whole = lease.rows[: len(event.checksums)]
-        # What was dropped meanwhile is not published, though its waiters have to hear of it.
+        # Blocks dropped meanwhile are not published, but loads that wait for them must end.
         ready = self._cache.publish_all(whole, event.checksums[: len(whole)])
         self._count_copied(session, len(ready), "complete")
         self._count_copied(session, len(whole) - len(ready), "cancelled")
@@ -147,7 +146,7 @@ class Stores:
         return ready, actions
 
     def abandon(self, session: Session) -> list[Action]:
-        """Give up every store of a client that is gone."""
+        """Abandon all stores of a client that is gone."""
         actions: list[Action] = []
         for lease in session.stores.values():
             self._held_bytes -= lease.num_bytes
@@ -163,9 +162,9 @@ class Stores:
         )
 
     def _rows_of(self, chain: PromptChain, first: int) -> tuple[Rows, Rows]:
-        """Return the rows before ``first`` that are known, and those from there on, new ones too.
+        """Return the known rows before ``first``, and the rows from there on, added if new.
 
-        Both end where a block of another identity has the name of one of ours.
+        Both end at a block whose hash is known with another identity.
         """
         index = self._cache.index
         self._cache.make_rows(len(chain.keys) - first)
@@ -181,12 +180,12 @@ class Stores:
         return before[before >= 0], index.add(new, known[first:end])
 
     def _lacking(self, rows: Rows, scope: Scope, now_ns: int) -> list[int]:
-        """Return the places of rows that no local tier can serve, nor is about to."""
+        """Return the indexes of rows that no local tier has, or is about to have."""
         index = self._cache.index
         outside = index.residency(rows, TierName.CPU) == Residency.ABSENT
-        ssd = self._transfers.lanes.get(TierName.SSD)
-        if ssd is not None and ssd.is_usable(now_ns) and not ssd.is_closed(scope):
-            outside &= index.residency(rows, TierName.SSD) != Residency.READY
+        for name, lane in self._transfers.lanes.items():
+            if not name.is_shared and lane.is_usable(now_ns) and not lane.is_closed(scope):
+                outside &= index.residency(rows, name) != Residency.READY
         places: list[int] = np.flatnonzero(outside).tolist()
         return places
 
@@ -198,7 +197,7 @@ class Stores:
         use: Use | None,
         now_ns: int,
     ) -> _Answer:
-        """Return how many of the lacking blocks may come in, and why not the others."""
+        """Return how many of the lacking blocks are admitted, and why not the others."""
         size = slot_bytes(session.layout.block_bytes)
         if not lacking:
             return _Answer(0)
@@ -217,7 +216,7 @@ class Stores:
                 first_position=first + lacking[0],
                 payload_bytes=size,
                 queued_bytes=held_bytes,
-                # At most twice of what is left is two thirds of all.
+                # Twice what is left to others is two thirds of the share.
                 queued_bytes_max=left_bytes * ENGINE_SHARE // (ENGINE_SHARE + 1),
                 use=use,
                 num_spare=min(num_near, self._cache.slots.num_free(size)),
@@ -234,7 +233,7 @@ class Stores:
         return _Answer(0, reason=verdict.reason)
 
     def _limit_blocks(self, use: Use | None) -> int:
-        """Return how many leading blocks of a request are taken at most."""
+        """Return how many leading blocks of a request are admitted at most."""
         if use is None:
             return CHAIN_BLOCKS_MAX
         if self._depth is not None:
@@ -244,7 +243,7 @@ class Stores:
         return CHAIN_BLOCKS_MAX if most_tokens is None else most_tokens // use.block_tokens
 
     def _note_refused(self, rows: Rows, places: Sequence[int], rule: RefusalRule) -> None:
-        """Count what did not come in, and remember why."""
+        """Count refused blocks, and record why they were refused."""
         self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
         self._count("throttled" if rule is RefusalRule.FULL else "rejected", len(places))
         if self._history is not None and places:

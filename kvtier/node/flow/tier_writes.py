@@ -34,6 +34,7 @@ from kvtier.core.layout import KVLayout
 from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.table import Keys, Rows
+from kvtier.node.messages.events import SetWriteAllowance
 from kvtier.node.messages.slow_tier import AdminState, WriteMode
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.transfer import TierTransfers, TransferLane
@@ -42,11 +43,11 @@ from kvtier.observe.daemon_metrics import ADMISSION_BLOCKS, REFUSED_BLOCKS
 __all__ = ["TierWrites"]
 
 _UNKNOWN_TOKENS = 64
-"""Tokens of a block of which only a disk knows: as many as a block has by default."""
+"""Assumed tokens of a block that no engine has described: the default block size."""
 
 
 class TierWrites:
-    """Offers blocks to lanes, and queues what is taken."""
+    """Offers blocks to lanes, and queues those that admission takes."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, admission: Admission) -> None:
         self._cache = cache
@@ -54,27 +55,27 @@ class TierWrites:
         self._admission = admission
         self._metrics = cache.metrics
         self._layouts: dict[bytes, KVLayout] = {}
-        """By key space; the oldest is forgotten first."""
+        """Layout of each key space; the oldest is forgotten first."""
         self._wanted: dict[bytes, None] = {}
-        """Blocks asked for a second time that were not here; the oldest is forgotten first."""
+        """Blocks used for a second time while absent; the oldest is forgotten first."""
 
     def note_layout(self, key_space: bytes, layout: KVLayout) -> None:
-        """Take what the blocks of a key space are like."""
+        """Record the layout of a key space's blocks."""
         self._layouts[key_space] = layout
         if len(self._layouts) > KEY_SPACES_MAX:
             del self._layouts[next(iter(self._layouts))]
 
     def payload_bytes_of(self, key_space: bytes) -> int:
-        """Return the size of a key space's blocks; 0: no engine has told it."""
+        """Return the block size of a key space; 0 if no engine has registered it."""
         layout = self._layouts.get(key_space)
         return layout.block_bytes if layout else 0
 
-    def note_allowance(self, tier: TierName, bytes_per_s: float | None) -> None:
-        """Take what may be written to a tier for the time being."""
-        self._admission.note_allowance(tier, bytes_per_s)
+    def set_allowance(self, event: SetWriteAllowance, _now_ns: int) -> None:
+        """Limit the writes to a tier for the time being."""
+        self._admission.note_allowance(event.tier, event.bytes_per_s)
 
     def stored(self, rows: Sequence[int], now_ns: int) -> None:
-        """Offer blocks of one chain that were just published to the tiers that are due."""
+        """Offer newly published blocks of one chain to the tiers that take them at once."""
         for lane in self._transfers.lanes.values():
             if lane.admin_state is not AdminState.ACTIVE:
                 continue
@@ -88,7 +89,7 @@ class TierWrites:
             self._wanted.pop(self._cache.index.hash_of(row), None)
 
     def used(self, keys: Keys, now_ns: int) -> None:
-        """Note that the leading blocks of a chain were asked for not for the first time."""
+        """Note that the leading blocks of a chain were used, not for the first time."""
         lanes = self._lanes(WriteMode.SECOND_USE)
         if not lanes:
             return
@@ -107,7 +108,7 @@ class TierWrites:
     def offer(
         self, lane: TransferLane, rows: Sequence[int], reason: OfferReason, now_ns: int
     ) -> int:
-        """Offer rows, consecutive in one chain, to one tier; returns how many will be written."""
+        """Offer rows, consecutive in one chain, to a tier; returns how many will be written."""
         name = lane.tier.name
         lacking = [
             row
@@ -125,7 +126,7 @@ class TierWrites:
         verdict = self._admission.decide(self._offer(lane, lacking, reason, now_ns))
         taken = verdict.num_blocks if isinstance(verdict, Admit) else 0
         self._metrics.add(ADMISSION_BLOCKS, taken, tier=name, outcome="admitted")
-        if reason is not OfferReason.LINGERING:  # it is offered again before it goes
+        if reason is not OfferReason.LINGERING:  # it is offered again before it is evicted
             rule = RefusalRule.FULL if isinstance(verdict, Throttle) else verdict.rule
             self._count_refused(lane, rule, len(lacking) - taken)
         self._transfers.write(lane, lacking[:taken], now_ns)
@@ -142,12 +143,12 @@ class TierWrites:
                 self.offer(lane, [row], OfferReason.STORED, now_ns)
 
     def would_take(self, lane: TransferLane, row: int, now_ns: int) -> bool:
-        """Tell whether a row would be written before the daemon stops, were there room for it."""
+        """Tell whether admission would take a row at shutdown if there were room for it."""
         offer = self._offer(lane, [row], OfferReason.CLOSING, now_ns, has_room=True)
         return isinstance(self._admission.decide(offer), Admit)
 
     def note_written(self, lane: TransferLane, row: int, now_ns: int) -> None:
-        """Have a row that is about to go, and was written long ago, counted as written."""
+        """Charge admission for a row that is about to be evicted and was written long ago."""
         offer = self._offer(lane, [row], OfferReason.LEAVING, now_ns, has_room=True, is_needed=True)
         self._admission.decide(offer)
 
@@ -160,7 +161,7 @@ class TierWrites:
         parents = parents[parents >= 0]
         parents = parents[index.lacks(parents, lane.tier.name)]
         index.past[parents] |= NEEDED_BY[lane.tier.name]
-        # One that had its turn before, and was not taken, gets another.
+        # A parent that was offered and refused before is offered again.
         index.past[parents] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
     def _lanes(self, mode: WriteMode) -> list[TransferLane]:

@@ -1,22 +1,21 @@
-"""The books: what became of the tokens that engines ask for, in counters that add up.
+"""Counts what became of the tokens that engines look up, in counters that add up.
 
 Theory
 ------
-Every token of a full block that an engine asks for is in one place of each line, at any time at
-which no load is open::
+While no load is open, every token of a full block that was looked up is in one place of each line::
 
     asked   = found (by tier) + absent
     found   = left (by the decision's reason) + what may be ordered
     ordered = loaded (by tier) + unloaded (by why the load ended where it did)
 
-What may be ordered is as a rule ordered: else the request went away, or its engine found another
-way. What engines used of what was loaded, and what they computed, they count themselves::
+What may be ordered usually is, unless the request goes away or its engine finds another way.
+Engines count themselves what they used and what they computed::
 
     prompt  = used (by tier, GPU included) + computed
 
-A block may be found in one tier and loaded from another, where it was brought up in between. Of a
-request that several ranks serve together, each with blocks of its own, the tokens count once. What
-one call holds and another copies was loaded by the first.
+A block may be found in one tier and loaded from another, if it was promoted in between. Tokens of a
+request that several ranks serve together, each with its own blocks, count once. Blocks that one
+call holds and another copies count as loaded by the first.
 """
 
 from collections import Counter
@@ -43,7 +42,7 @@ __all__ = ["count_load", "count_lookup"]
 def count_lookup(
     metrics: Metrics, num_asked: int, run: BlockRun, found: LookupResult, session: Session
 ) -> None:
-    """Count a lookup that asked for ``num_asked`` blocks, found a run, and was answered so."""
+    """Count a lookup that asked for ``num_asked`` blocks and was answered with ``found``."""
     pending = int(run.is_writing.sum())
     block_tokens = session.layout.block_tokens if session.is_of_first_rank else 0
     by_tier = Counter[TierName]()
@@ -64,7 +63,7 @@ def count_lookup(
 
 
 def count_load(metrics: Metrics, lease: LoadLease) -> None:
-    """Count a load that has ended, with what was handed out until then."""
+    """Count a load that has ended, with the blocks that were handed out."""
     if not lease.purpose.brings or not lease.is_of_first_rank:
         return
     metrics.add(ORDERED_TOKENS, lease.num_ordered * lease.block_tokens)

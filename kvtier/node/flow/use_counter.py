@@ -1,7 +1,7 @@
-"""Uses: each request is one use of its chain, however often the node hears of it.
+"""Counts each request as one use of its chain, however often the node sees it.
 
-A request is announced, looked up, perhaps looked up again after it was preempted, and its blocks
-are offered in pieces. Counting each of these would teach the history that everything is reused.
+A request is announced, looked up, perhaps looked up again after preemption, and its blocks are
+offered in pieces. Counting each of these would teach the history that everything is reused.
 """
 
 from kvtier.core.identity import split_hashes
@@ -22,7 +22,7 @@ def use_of(
     traits: RequestTraits,
     num_prompt_blocks: int = -1,
 ) -> Use:
-    """Return what a call of a session says of its request."""
+    """Return the use that a call of a session describes."""
     return Use(
         keys=split_hashes(hashes),
         payload_bytes=session.layout.block_bytes,
@@ -34,7 +34,7 @@ def use_of(
 
 
 class UseCounter:
-    """Tells history and depth curves of each request once."""
+    """Reports each request to the history and the depth curves once."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class UseCounter:
         self._counted = _Counted()
 
     def advance(self, now_ns: int) -> None:
-        """Let time pass."""
+        """Let time pass in the history."""
         if self._history is not None:
             self._history.advance(now_ns)
 
@@ -56,7 +56,7 @@ class UseCounter:
         """Count a request that is announced or looked up, unless it was counted before.
 
         Its first ``num_stored`` blocks are in some tier. Returns how many leading blocks were known
-        before it came.
+        before this request.
         """
         if self._history is None or not use.keys:
             return 0
@@ -67,7 +67,7 @@ class UseCounter:
         return num_known
 
     def store(self, session: str, use: Use, now_ns: int) -> None:
-        """Extend a request's chain by what is offered of it; counts where nothing did before."""
+        """Extend a request's chain by the blocks offered; counts it if nothing did before."""
         if self._history is None or not use.keys:
             return
         if self._counted.find(session, _name(use), now_ns) is None:
@@ -87,9 +87,9 @@ class UseCounter:
 
 
 def _name(use: Use) -> str | bytes:
-    """Return what to remember a request by: where it has no name, how its chain begins.
+    """Return the name of a request to remember: its id, or else the first block of its chain.
 
-    What is offered without a name was looked up before, as a rule, in pieces of another length.
+    Blocks offered without an id were usually looked up before, in pieces of other lengths.
     """
     return use.traits.request_id or use.keys[0]
 
@@ -99,7 +99,7 @@ class _Counted:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str | bytes], tuple[int, int]] = {}
-        """When each was counted and how many blocks were known then; oldest first."""
+        """When each request was counted and how many blocks were known then; oldest first."""
 
     def add(self, session: str, name: str | bytes, num_known: int, now_ns: int) -> None:
         self._seen.pop((session, name), None)
@@ -108,7 +108,7 @@ class _Counted:
             del self._seen[next(iter(self._seen))]
 
     def find(self, session: str, name: str | bytes, now_ns: int) -> int | None:
-        """Return how many blocks were known when it was counted; None: it was not, or long ago."""
+        """Return how many blocks were known when a request was counted; None if not recently."""
         seen = self._seen.get((session, name))
         if seen is None or now_ns - seen[0] > USE_KEPT_NS:
             return None

@@ -1,4 +1,4 @@
-"""What a node wants done: answers to calls, and work for tiers and sessions."""
+"""Output of a node: answers to calls, and work for tiers and engines."""
 
 from dataclasses import dataclass
 
@@ -33,20 +33,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TransferBlock:
-    """One block on its way: who it is, and its slot's offset in the arena."""
+    """A block to transfer, and the offset of its slot in the arena."""
 
     header: BlockHeader
     offset: int
 
     @property
     def slot_bytes(self) -> int:
-        """Return the size of the slot: the payload in whole pages."""
+        """Return the size of the slot: the payload rounded up to whole pages."""
         return slot_bytes(self.header.payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fill arena slots from a tier; ends in ``ReadDone``."""
+    """Reads blocks from a tier into arena slots; ends in ``ReadDone``."""
 
     transfer: int
     tier: TierName
@@ -56,7 +56,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy arena slots to a tier; ends in ``WriteDone``."""
+    """Writes blocks from arena slots to a tier; ends in ``WriteDone``."""
 
     transfer: int
     tier: TierName
@@ -66,7 +66,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class ExistsQuery:
-    """Ask a shared tier what it may have; ends in ``ExistsQueryDone``."""
+    """Asks a shared tier which blocks it may have; ends in ``ExistsQueryDone``."""
 
     query: int
     tier: TierName
@@ -76,7 +76,7 @@ class ExistsQuery:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Take a selection of blocks out of a tier; ends in ``PurgeDone``."""
+    """Removes a selection of blocks from a tier; ends in ``PurgeDone``."""
 
     tier: TierName
     selection: Selection
@@ -85,7 +85,7 @@ class Purge:
 
 @dataclass(frozen=True, slots=True)
 class EmptyEngineTier:
-    """Have a session's engine empty its own tier; it answers with a ``Report``."""
+    """Asks an engine to empty its own tier; it answers with an ``EngineTierReport``."""
 
     session: str
     order: int
@@ -93,7 +93,7 @@ class EmptyEngineTier:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A call that cannot be served: ``kind`` is a closed set, ``message`` is for people."""
+    """A call that cannot be served: ``kind`` is from a closed set, ``message`` is for people."""
 
     kind: str
     message: str
@@ -111,34 +111,34 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Where the leading blocks are, and why the run ends."""
+    """Where the leading blocks are, why the run ends, and how many blocks to restore."""
 
     runs: tuple[tuple[TierName, int], ...]
-    """Consecutive blocks that one tier would serve, with how many they are."""
+    """Consecutive runs of blocks: the tier that would serve each run, and its number of blocks."""
     reason: str
     plan: RestorePlan | None = None
-    """What to do with them; without one all of them are restored."""
+    """How many blocks to restore and how; None restores all of them."""
     max_offload_tokens: int | None = None
-    """What it pays to offer of this request; None: all of it."""
+    """How many tokens of the request are worth offering; None for all."""
     is_empty: bool = False
     """No tier has any block of the key space."""
 
     @property
     def num_blocks(self) -> int:
-        """Return how many blocks could be loaded."""
+        """Return how many blocks can be loaded."""
         return sum(length for _, length in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseResult:
-    """Whether the lease held until now."""
+    """Whether the lease was still valid."""
 
     held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGrant:
-    """Slots to copy blocks into: ``indexes`` of the chain and ``offsets`` in the arena."""
+    """Slots to copy blocks into: ``indexes`` in the chain and ``offsets`` in the arena."""
 
     lease: int
     indexes: tuple[int, ...]
@@ -157,7 +157,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class PinResult:
-    """How many leading blocks are kept, and why not the others."""
+    """How many leading blocks are kept, and why not more."""
 
     num_blocks: int
     reason: str = ""
@@ -165,7 +165,7 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """How many leading blocks are in the CPU tier or on their way there, and why not the others."""
+    """How many leading blocks are in the CPU tier or being read, and why not more."""
 
     num_ready: int
     num_coming: int
@@ -174,7 +174,7 @@ class WarmResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineNotEmptied:
-    """An engine that did not empty its own tier when it was told to."""
+    """An engine that did not empty its own tier when asked to."""
 
     engine: str
     pid: int
@@ -183,7 +183,7 @@ class EngineNotEmptied:
 
 @dataclass(frozen=True, slots=True)
 class TierDropped:
-    """What one tier lost, and what it kept because it was in use until the deadline."""
+    """What one tier dropped, and what it kept because it was in use until the deadline."""
 
     tier: TierName
     num_blocks: int
@@ -191,7 +191,7 @@ class TierDropped:
     kept_blocks: int = 0
     error: str = ""
     keeping: tuple[EngineNotEmptied, ...] = ()
-    """Engines that still have what they had; of the GPU tier."""
+    """Engines whose GPU tier still holds its blocks."""
 
 
 Answer = (
@@ -218,7 +218,7 @@ class CallReply:
 
 @dataclass(frozen=True, slots=True)
 class LoadUpdate:
-    """The next blocks of a load that are in place; the last message has an ``end``."""
+    """The next blocks of a load that are in place; only the last message has an ``end``."""
 
     call: int
     lease: int
@@ -227,8 +227,8 @@ class LoadUpdate:
     tiers: tuple[TierName, ...]
     end: str = ""
     num_blocks: int = 0
-    """Of the lease as it was made: a load from the back begins with the last of them. 0: as many
-    as were asked for."""
+    """Blocks that the lease was made for; a load from the back starts with the last one. 0 if as
+    many as requested."""
 
 
 Action = CallReply | LoadUpdate | Read | Write | ExistsQuery | Purge | EmptyEngineTier

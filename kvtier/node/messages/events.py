@@ -1,7 +1,7 @@
-"""What happens to a node: calls from clients, completions from tiers, and the passing of time.
+"""Input of a node: calls from clients, completions from tiers, requests of operators, and time.
 
-Calls carry a ``call`` number chosen by the driver; exactly one ``Reply`` (or one final
-``Progress``) goes back for each.
+Calls carry a ``call`` number chosen by the driver; exactly one ``CallReply``, or one final
+``LoadUpdate``, answers each.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """An engine presents itself; ``ticket`` ties the session to its arena connection."""
+    """An engine registers; ``ticket`` ties its session to its arena connection."""
 
     call: int
     ticket: str
@@ -62,27 +62,27 @@ class Register:
     pid: int
     flops: ModelFlops = field(default_factory=ModelFlops)
     can_split: bool = False
-    """It can compute the front of a prompt while the back is loaded."""
+    """Whether the engine can compute the front of a prompt while the back is loaded."""
     rank: int = 0
-    """Of the workers that serve a request together."""
+    """Rank among the workers that serve a request together."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest:
-    """A request that waits for its turn, or that the engine's own tier answers."""
+    """A request that waits for its turn, or that the engine serves from its own GPU tier."""
 
     traits: RequestTraits
     tenant: bytes
     hashes: bytes
     first: int
-    """Blocks before this one the engine has itself."""
+    """The engine holds the blocks before this index itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Say which requests have come, each once, before it is looked up; and which are over.
+    """Announces new requests, each once and before its lookup, and reports finished ones.
 
-    This is where uses are counted. What a request lacks is brought into the CPU tier, and kept
+    Uses are counted here. Blocks that a request lacks are prefetched into the CPU tier and kept
     there until its turn.
     """
 
@@ -95,9 +95,9 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Ask which blocks from ``first`` on could be loaded, and how many of them should be.
+    """Asks which blocks from ``first`` on can be loaded, and how many of them are worth restoring.
 
-    Counts as a use where its request was not announced.
+    Counts as a use of the chain unless its request was announced.
     """
 
     call: int
@@ -112,10 +112,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Lease blocks from ``first`` on in the arena, as many leading ones as can be had.
+    """Leases as many leading blocks from ``first`` on as possible in the arena.
 
-    ``from_back``: they are announced from the last one on, while the engine computes the first
-    ones; what it has computed by then it does not wait for.
+    With ``from_back`` they are announced from the last block on, while the engine computes the
+    first ones; the engine does not wait for blocks that it has computed by then.
     """
 
     call: int
@@ -125,16 +125,16 @@ class Load:
     first: int
     deadline_ns: int
     decision: int = 0
-    """Of the plan that led to this load, or 0."""
+    """Number of the decision that led to this load, or 0."""
     from_back: bool = False
     purpose: LoadPurpose = LoadPurpose.COPY
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End a load's lease. ``call`` is None where nobody waits for the answer.
+    """Ends a load's lease. ``call`` is None if nobody waits for the answer.
 
-    ``corrupt`` names the blocks, counted in the order announced, whose bytes failed their check.
+    ``corrupt`` lists blocks whose bytes failed their check, as indexes in the order announced.
     """
 
     call: int | None
@@ -145,7 +145,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class PrepareStore:
-    """Lease slots for the blocks from ``first`` on that are neither here nor refused."""
+    """Leases slots for the blocks from ``first`` on that are neither cached nor refused."""
 
     call: int
     session: str
@@ -154,12 +154,12 @@ class PrepareStore:
     first: int
     traits: RequestTraits = NO_TRAITS
     num_prompt_blocks: int = -1
-    """Blocks from this one on hold generated tokens; -1: none does."""
+    """Blocks from this index on hold generated tokens; -1 if none does."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteStore:
-    """Publish the leading ``len(checksums)`` blocks of a store's lease, drop the others."""
+    """Publishes the leading ``len(checksums)`` blocks of a store's lease, and drops the others."""
 
     call: int
     session: str
@@ -169,7 +169,7 @@ class CompleteStore:
 
 @dataclass(frozen=True, slots=True)
 class EngineTierReport:
-    """What an engine's own tier holds; ``order`` is the one this answers, or 0."""
+    """An engine reports its GPU tier; ``order`` is the command that this answers, or 0."""
 
     call: int
     session: str
@@ -180,23 +180,23 @@ class EngineTierReport:
     order: int = 0
     removed: Removed = field(default_factory=Removed)
     refusal: str = ""
-    """Why the order was not followed."""
+    """Why the engine did not empty its tier."""
     steps: tuple[StepSample, ...] = ()
-    """What the engine's steps took since the last report."""
+    """Duration and load of the engine's steps since its last report."""
     outcomes: tuple[PlanOutcome, ...] = ()
     load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The connection behind a ticket is gone, and with it the client's mapping of the arena."""
+    """A ticket's connection is closed, so the client no longer maps the arena."""
 
     ticket: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Take a selection of blocks out of tiers, once what is on its way to them has arrived."""
+    """Drops a selection of blocks from tiers, after transfers of them to these tiers have ended."""
 
     call: int
     tiers: tuple[TierName, ...]
@@ -206,7 +206,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class PinBlocks:
-    """Keep a chain's blocks for a time, or no longer (``ttl_ns`` 0), within the budget for that."""
+    """Keeps a chain's blocks for ``ttl_ns`` within the budget for pins; 0 unpins them."""
 
     call: int
     key_space: bytes
@@ -217,7 +217,7 @@ class PinBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Bring a chain's blocks into the CPU tier."""
+    """Prefetches a chain's blocks into the CPU tier."""
 
     call: int
     key_space: bytes
@@ -228,7 +228,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A transfer up ended: for each block its checksum or why it is a miss; or ``fault``."""
+    """A read ended: for each block its checksum or the reason of its miss; or ``fault`` for all."""
 
     transfer: int
     results: tuple[bytes | MissReason, ...]
@@ -238,7 +238,7 @@ class ReadDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """A transfer down ended; ``None`` marks a block whose bytes in the arena failed their check."""
+    """A write ended. A result of None marks a block whose bytes in the arena failed their check."""
 
     transfer: int
     results: tuple[WriteOutcome | None, ...]
@@ -249,7 +249,7 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class ExistsQueryDone:
-    """A shared tier answered which blocks it may have; empty if it did not answer."""
+    """A shared tier told which blocks it may have; empty if it did not answer."""
 
     query: int
     present: tuple[bool | None, ...]
@@ -257,7 +257,7 @@ class ExistsQueryDone:
 
 @dataclass(frozen=True, slots=True)
 class PurgeDone:
-    """A selection of blocks was taken out of a tier, or could not be."""
+    """A selection of blocks was removed from a tier, or removing it failed with ``fault``."""
 
     tier: TierName
     selection: Selection
@@ -267,7 +267,7 @@ class PurgeDone:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLost:
-    """A tier found that it can no longer serve these blocks; ``hashes`` are joined."""
+    """A tier can no longer serve these blocks; ``hashes`` are joined."""
 
     tier: TierName
     hashes: bytes
@@ -277,7 +277,7 @@ class BlocksLost:
 
 @dataclass(frozen=True, slots=True)
 class MarkUnverified:
-    """A shared tier may have lost its blocks in these rows of the index: they become unverified."""
+    """A shared tier may have lost blocks in this range of index rows: they become unverified."""
 
     tier: TierName
     first_row: int
@@ -291,12 +291,12 @@ class BlocksVerified:
     tier: TierName
     hashes: bytes
     present: tuple[bool | None, ...]
-    """Whether the tier has each block; None if that is still unknown."""
+    """For each block whether the tier has it; None if that is still unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierUp:
-    """A tier began or stopped answering."""
+    """A tier started or stopped answering."""
 
     tier: TierName
     is_up: bool
@@ -304,7 +304,7 @@ class TierUp:
 
 @dataclass(frozen=True, slots=True)
 class SetAdminState:
-    """An operator wants a tier used for this."""
+    """Sets the administrative state of a tier."""
 
     tier: TierName
     admin_state: AdminState
@@ -312,14 +312,17 @@ class SetAdminState:
 
 @dataclass(frozen=True, slots=True)
 class ConfigureTier:
-    """A tier that is off duty, or new, is about to be put on; what it holds comes first."""
+    """Sets the settings of a detached or new tier that is about to be attached.
+
+    ``BlocksRecovered`` with its contents follows before the tier becomes active.
+    """
 
     settings: SlowTier
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetRows:
-    """A tier that is off duty held some of these rows of the index, and they are lost to us."""
+    """Forgets the blocks that a detached tier held in this range of index rows."""
 
     tier: TierName
     first_row: int
@@ -328,7 +331,7 @@ class ForgetRows:
 
 @dataclass(frozen=True, slots=True)
 class SetWriteAllowance:
-    """So much may be written to a tier for the time being; None: as much as there is."""
+    """Limits writes to a tier for the time being; None removes the limit."""
 
     tier: TierName
     bytes_per_s: float | None
@@ -336,29 +339,29 @@ class SetWriteAllowance:
 
 @dataclass(frozen=True, slots=True)
 class SettingsChanged:
-    """The operator wants the node to go by these settings from now on."""
+    """The configuration was reloaded."""
 
     lease_ns: int
-    """For engines that register from now on."""
+    """Lease time of engines that register from now on."""
     pin_share: float
     tiers: tuple[SlowTier, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonStopping:
-    """The daemon is about to stop: no more calls come, and what is worth it is written below."""
+    """The daemon is about to stop: no more calls come, and valuable blocks are flushed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabsReserved:
-    """The first ``num_slabs`` slabs of the arena have memory behind them."""
+    """The first ``num_slabs`` slabs of the arena are backed by memory."""
 
     num_slabs: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRecovered:
-    """A persistent tier was found to hold these blocks; each is told once."""
+    """A tier was found to hold these blocks when it was opened; each block is reported once."""
 
     tier: TierName
     headers: Headers

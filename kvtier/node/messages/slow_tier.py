@@ -1,4 +1,4 @@
-"""How the node uses the tiers below the CPU tier: administrative state, write mode, limits."""
+"""How the node uses a tier below the CPU tier: settings, write mode and administrative state."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,29 +26,29 @@ class WriteMode(StrEnum):
     """When blocks are written to a tier."""
 
     DEMOTE = "demote"
-    """When the CPU tier is about to let them go, and the admission takes them."""
+    """When the CPU tier is about to evict them, if admission takes them."""
     SECOND_USE = "second_use"
-    """Once they are asked for a second time."""
+    """When they are used for the second time."""
     STORE = "store"
-    """As soon as they are stored."""
+    """When they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowTier:
-    """What the node must know of a tier below the CPU."""
+    """Settings of a tier below the CPU tier."""
 
     name: TierName
     num_workers: int
     deadline_ns: int
-    """For the answer; a transfer gets the time for its bytes on top."""
+    """Time for an answer; a transfer gets the time for its bytes on top."""
     queue_bytes_max: int
-    """Bytes that may wait to be written; each of them is pinned in the arena."""
+    """Bytes that may be queued for writing; all of them are pinned in the arena."""
     min_tokens: int = 0
-    """A lookup asks a shared tier only where at least so many are missing."""
+    """A lookup asks a shared tier only if at least this many tokens are missing."""
     transfer_bytes: int = TRANSFER_BYTES
-    """What a transfer of small blocks may take together."""
+    """Bytes that small blocks may take together in one transfer."""
     write: WriteMode = WriteMode.STORE
     flush_after_ns: int = 0
-    """With ``DEMOTE``: after so long in the CPU tier blocks are written too; 0: never."""
+    """In mode ``demote``, blocks this old are written while the tier is idle; 0 for never."""
     is_kept: bool = True
-    """False: what is in it does not outlive the daemon."""
+    """Whether the tier's contents outlive the daemon."""

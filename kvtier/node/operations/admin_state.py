@@ -1,15 +1,15 @@
-"""Duties: an operator takes a slow tier off, as a whole or for writes, and puts one on again.
+"""Administrative states: attaches and detaches tiers while requests run.
 
 Theory
 ------
-A tier leaves in steps, so that nothing is lost that need not be: first nothing new is written to
-it, or read from it, and what is under way ends (``LAST``); then it is let go (``NONE``), and what
-the index has of it is forgotten, some rows at a time, since there may be millions. What still hangs
-then is orphaned: it keeps its slots, which it may yet touch, and whatever comes of it is told to
-nobody, for it is about a store that is no longer ours.
+A tier is detached in steps, so that nothing is lost needlessly. First nothing new is read or
+written, and what is in flight ends (``DETACHING``). Then the tier is given up (``DETACHED``), and
+its blocks are forgotten, a range of rows at a time, since there may be millions. Transfers that
+still hang are orphaned: they keep their slots, which they may yet touch, and their completions have
+no effect, because the store is no longer ours.
 
-A tier that comes is empty for the node until it has been told all that the store holds now; only
-then is it asked for any of it. So what another daemon did to the store meanwhile cannot matter.
+A tier that is attached counts as empty until all its contents have been reported; only then is it
+read. So it does not matter what another daemon did to the store meanwhile.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ __all__ = ["AdminStates"]
 
 
 class AdminStates:
-    """Changes what lanes are used for, and keeps the index true to it."""
+    """Changes the states of lanes, and keeps the index true to them."""
 
     def __init__(self, cache: Cache, transfers: TierTransfers, loads: Loads) -> None:
         self._cache = cache
@@ -44,24 +44,24 @@ class AdminStates:
         self._loads = loads
 
     def change(self, event: SetAdminState, now_ns: int) -> list[Action]:
-        """Use a tier for that from now on. Off duty, loads that wait for it go on without it."""
+        """Change a tier's state. If it is detached, loads that wait for it go on without it."""
         lane = self._transfers.lanes[event.tier]
         if event.admin_state is AdminState.ACTIVE and lane.admin_state is not AdminState.ACTIVE:
             self._offer_again(lane)
         lane.admin_state = event.admin_state
         return self._let_go(lane, now_ns) if event.admin_state is AdminState.DETACHED else []
 
-    def expect(self, event: ConfigureTier) -> None:
-        """Take the settings of a tier that is off duty, or new; what it holds is told next."""
+    def configure(self, event: ConfigureTier, _now_ns: int) -> None:
+        """Set the settings of a detached or new tier; its contents are reported next."""
         name = event.settings.name
         lane = self._transfers.lanes.setdefault(
             name, TransferLane(event.settings, AdminState.DETACHED)
         )
-        assert lane.admin_state is AdminState.DETACHED, "a tier is taken off before it is put on"
+        assert lane.admin_state is AdminState.DETACHED, "a tier is detached before it is attached"
         lane.tier, lane.is_up = event.settings, True
 
-    def forget(self, event: ForgetRows) -> None:
-        """Forget which of some rows a tier that is off duty held."""
+    def forget(self, event: ForgetRows, _now_ns: int) -> None:
+        """Forget which of a range of rows a detached tier held."""
         assert self._transfers.lanes[event.tier].admin_state is AdminState.DETACHED
         index = self._cache.index
         rows = np.arange(event.first_row, min(event.end_row, index.extent))
@@ -70,15 +70,15 @@ class AdminStates:
             index.move(rows, event.tier, Residency.ABSENT)
         index.forget_absent(rows)
 
-    def mark_unverified(self, event: MarkUnverified) -> None:
-        """Mark some rows of a tier as unverified."""
+    def mark_unverified(self, event: MarkUnverified, _now_ns: int) -> None:
+        """Mark a range of a tier's rows as unverified."""
         index = self._cache.index
         rows = np.arange(event.first_row, min(event.end_row, index.extent))
         rows = rows[index.residency(rows, event.tier) == Residency.READY]
         index.move(rows, event.tier, Residency.UNVERIFIED)
 
     def recovered(self, event: BlocksRecovered) -> None:
-        """Record blocks that a tier was found to hold; some may be known from other tiers."""
+        """Record blocks that a tier was found to hold; other tiers may have some of them."""
         index = self._cache.index
         rows = index.find(as_keys(event.headers["block_hash"].tobytes()))
         is_new = rows < 0
@@ -92,7 +92,7 @@ class AdminStates:
         index.move(known, event.tier, Residency.READY)
 
     def _offer_again(self, lane: TransferLane) -> None:
-        """Let the tier be offered the blocks that it missed while it was not written to."""
+        """Clear the marks of blocks that were offered while the tier took no writes."""
         index = self._cache.index
         rows = np.arange(index.extent)
         rows = rows[index.lacks(rows, lane.tier.name)]
@@ -105,5 +105,5 @@ class AdminStates:
         for row in self._transfers.shed(lane):
             self._cache.metrics.add(MISS_BLOCKS, tier=lane.tier.name, reason="fault")
             actions += self._loads.block_missed(row, Fate.DETACHED, now_ns)
-        lane.purging = None  # nobody will tell of its end
+        lane.purging = None  # its end will not be reported
         return actions

@@ -1,13 +1,13 @@
-"""Drops: an operator takes blocks out of tiers.
+"""Drops: remove an operator's selection of blocks from tiers.
 
 Theory
 ------
-A block must not come back after a drop: not with a write that was under way, not read up from a
-tier that is emptied later, not because a store began before and ends after it. So from its first
-step to its answer a drop *closes* the tiers that it names to the blocks that it means. None of them
-is served from there, none comes in, and what was on its way in leaves as soon as it has arrived.
-The CPU tier lets go at once of what nobody uses; a slower one is purged when no such block is being
-written to it. What is still held at the deadline is counted as kept, and is served no more.
+A block must not come back after a drop: not with a write that was in flight, not read up from a
+tier that is emptied later, not by a store that began before the drop and ends after it. So from its
+first step to its answer a drop *closes* its tiers to the selected blocks. Closed blocks are not
+served and do not come in; those on their way in leave as soon as they have arrived. The CPU tier
+drops unused blocks at once; a slower tier is purged when none of the blocks is being written to it.
+Blocks still held at the deadline are counted as kept, and are no longer served.
 """
 
 from dataclasses import dataclass, field, replace
@@ -38,37 +38,37 @@ from kvtier.tiers.base import Removed
 __all__ = ["Drops"]
 
 
-_SILENT = "it gave no answer: look at its log, and drop again"
-_DETACHED = "it is detached, and keeps what it has"
-_EMPTIED = "it was emptied, but detached before the drop ended: what it has now is not known"
+_SILENT = "no answer; check its log and drop again"
+_DETACHED = "detached; it keeps its blocks"
+_EMPTIED = "emptied, but detached before the drop ended: its contents are unknown"
 
 
 @dataclass(slots=True)
 class _Pending:
     event: Drop
     lanes: list[TransferLane]
-    """Those it has closed to what is dropped; others may come meanwhile."""
+    """Lanes that this drop has closed; other tiers may be attached meanwhile."""
     done: dict[TierName, TierDropped] = field(default_factory=dict)
     purging: set[TierName] = field(default_factory=set)
     orders: dict[int, str] = field(default_factory=dict)
-    """Order numbers not yet answered, with the session that owes the answer."""
+    """Unanswered commands to empty engine tiers, with the sessions that owe an answer."""
     gpu: Removed = field(default_factory=Removed)
     keeping: list[EngineNotEmptied] = field(default_factory=list)
-    """Engines that do not empty their own tier."""
+    """Engines that did not empty their own tier."""
     cpu: Removed = field(default_factory=Removed)
     """What left the CPU tier at once."""
     held: Keys = field(default_factory=lambda: as_keys(b""))
-    """What could not, because somebody read or filled it."""
+    """Blocks that could not leave at once, because they were being read or filled."""
     held_bytes: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     was_ready: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    """Which of those were blocks already."""
+    """Which of the held blocks were readable."""
 
     def report(self, tier: TierName, removed: Removed, kept: int = 0, error: str = "") -> None:
         self.done[tier] = TierDropped(tier, removed.num_blocks, removed.num_bytes, kept, error)
 
 
 class Drops:
-    """All drops that are not done."""
+    """All drops in progress."""
 
     def __init__(
         self, cache: Cache, transfers: TierTransfers, sessions: dict[str, Session]
@@ -80,7 +80,7 @@ class Drops:
         self._num_orders = 0
 
     def start(self, event: Drop, now_ns: int) -> list[Action]:
-        """Begin to empty tiers; the answer comes when all are done."""
+        """Start a drop; the answer comes when all its tiers are done."""
         lanes = self._transfers.lanes
         drop = _Pending(event, [lanes[tier] for tier in event.tiers if tier in lanes])
         self._pending.append(drop)
@@ -96,7 +96,7 @@ class Drops:
         return actions + self.advance(now_ns)
 
     def advance(self, now_ns: int) -> list[Action]:
-        """Take the steps that have become possible, or that the deadline asks for."""
+        """Take the steps that have become possible, or that the deadline demands."""
         actions: list[Action] = []
         for drop in list(self._pending):
             is_overdue = now_ns >= drop.event.deadline_ns - DROP_GRACE_NS
@@ -108,8 +108,8 @@ class Drops:
                 actions.append(CallReply(drop.event.call, answer))
         return actions
 
-    def purged(self, event: PurgeDone) -> None:
-        """Note that a selection of blocks was taken out of a tier."""
+    def purged(self, event: PurgeDone, _now_ns: int) -> None:
+        """Handle the end of a tier's purge."""
         self._transfers.lanes[event.tier].purging = None
         if not event.fault:
             index = self._cache.index
@@ -124,10 +124,11 @@ class Drops:
                 drop.report(event.tier, event.removed, error=event.fault)
 
     def detached(self, tier: TierName) -> None:
-        """Note that a tier was taken off: what it has when it comes back is none of a drop's.
+        """Note that a tier was detached: what it holds when it comes back is not part of a drop.
 
-        Nor is it where the tier was emptied before: whoever has the medium may write to it, and
-        it may come back with that before the answer, which then must not say that it is empty.
+        This also holds if the tier was emptied before: the owner of the device may write to it, and
+        it may come back with new blocks before the answer, which then must not say that it is
+        empty.
         """
         for drop in self._pending:
             if tier not in drop.event.tiers:
@@ -140,7 +141,7 @@ class Drops:
                 drop.done[tier] = replace(done, error=_EMPTIED)
 
     def answered(self, session: Session, order: int, removed: Removed, refusal: str) -> None:
-        """Note an engine's answer."""
+        """Handle an engine's answer."""
         for drop in self._pending:
             if drop.orders.pop(order, None) is not None:
                 drop.gpu += removed
@@ -148,7 +149,7 @@ class Drops:
                     drop.keeping.append(EngineNotEmptied(session.engine, session.pid, refusal))
 
     def session_ended(self, token: str) -> None:
-        """Expect no more answers from a session."""
+        """Stop waiting for answers from a session."""
         for drop in self._pending:
             drop.orders = {order: s for order, s in drop.orders.items() if s != token}
 
@@ -157,7 +158,7 @@ class Drops:
         return min((d.event.deadline_ns - DROP_GRACE_NS for d in self._pending), default=None)
 
     def _order(self, drop: _Pending) -> list[Action]:
-        """Have engines empty their own tier; they know no selection but all."""
+        """Ask engines to empty their own tier; they cannot drop a part of it."""
         actions: list[Action] = []
         for session in self._sessions.values():
             if drop.event.selection.key_space in {b"", session.key_space}:
@@ -167,7 +168,7 @@ class Drops:
         return actions
 
     def _expel(self, drop: _Pending) -> None:
-        """Take out of the CPU tier what can go, and mark the rest to follow."""
+        """Evict unused blocks from the CPU tier, and mark the others to follow."""
         cache, index = self._cache, self._cache.index
         drop.cpu = Removed(*cache.evict_all(drop.event.selection))
         held = cache.held(drop.event.selection)
@@ -201,7 +202,9 @@ class Drops:
             return
         late = [self._sessions[token] for token in drop.orders.values()]
         drop.keeping += [EngineNotEmptied(each.engine, each.pid, _SILENT) for each in late]
-        error = f"{len(drop.keeping)} engine(s) did not empty their own" if drop.keeping else ""
+        error = (
+            f"{len(drop.keeping)} engine(s) did not empty their GPU tier" if drop.keeping else ""
+        )
         drop.done[TierName.GPU] = TierDropped(
             TierName.GPU,
             drop.gpu.num_blocks,
@@ -226,7 +229,7 @@ class Drops:
     def _step_slow(self, drop: _Pending, tier: TierName, is_overdue: bool) -> list[Action]:
         lane, selection = self._transfers.lanes.get(tier), drop.event.selection
         if lane is None:
-            drop.report(tier, Removed(), error="there is no such tier here")
+            drop.report(tier, Removed(), error="no such tier")
         elif lane.admin_state is AdminState.DETACHED:
             drop.purging.discard(tier)
             drop.report(tier, Removed(), error=_DETACHED)

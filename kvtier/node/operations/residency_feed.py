@@ -1,16 +1,16 @@
-"""Feeds: who watches a key space hears what the tiers have of it, and what comes and leaves.
+"""Residency feeds: report the blocks of a key space in each tier, and all changes, to watchers.
 
 Theory
 ------
-A feed is read at its reader's pace. It begins with all that is there, some rows of the index at a
-time; what happens meanwhile to rows that were told already is told in its place, and the others are
-told as they are by then. A reader that takes each change as "is there now" or "is not there any
-more" therefore ends with what the index has, whenever it looks.
+A feed is read at its reader's pace. It starts with the blocks that are there, a range of index rows
+at a time. Changes of rows that were reported already are queued in order; other rows are reported
+later as they are by then. So a reader that takes each change as "is there now" or "is gone now"
+ends with the state of the index, whenever it reads.
 
-What waits for a slow reader is bounded: beyond, the feed forgets it and begins again, so that a
-reader may be behind, and never wrong. Where nobody watches nothing is done at all.
+The queue of a slow reader is bounded: beyond the bound the feed discards it and starts again, so a
+reader may be behind, but is never wrong. Without watchers it costs nothing.
 
-A tier that is out counts as empty: nothing could be loaded from it.
+A tier that is out counts as empty: nothing can be loaded from it.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ __all__ = ["ResidencyFeed", "ResidencyFeeds"]
 
 
 class ResidencyFeed:
-    """What one reader is told of a key space; ``on_news`` is called when there is something."""
+    """The changes for one reader; ``on_news`` is called when there is something to take."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class ResidencyFeed:
         self._waiting: deque[ResidencyChange] = deque()
         self._num_waiting = 0
         self._next_row: int | None = None
-        """Of those that are told as they are; None: all were told."""
+        """First row not reported yet; None if all were."""
         self.begin()
 
     def begin(self) -> None:
-        """Void what was told, and tell all that is there."""
+        """Start again: discard what was reported, and report everything that is there."""
         self._waiting.clear()
         self._waiting.append(RESYNC)
         self._num_waiting = 0
@@ -58,7 +58,7 @@ class ResidencyFeed:
         self._on_news()
 
     def note(self, rows: Rows, tier: TierName, *, is_there: bool) -> None:
-        """Tell what happened to rows of this key space; those not told yet are told later."""
+        """Report a change of rows of this key space; rows not reported yet are left for later."""
         if self._next_row is not None:
             rows = rows[rows < self._next_row]
         if not len(rows):
@@ -76,7 +76,7 @@ class ResidencyFeed:
         return bool(self._waiting) or self._next_row is not None
 
     def take(self) -> list[ResidencyChange]:
-        """Take what is to be told next, in order; it may be nothing, and more come after it."""
+        """Take the next changes, in order; may be empty although more follow."""
         if not self._waiting and self._next_row is not None:
             return self._look(self._next_row)
         taken, num_blocks = list[ResidencyChange](), 0
@@ -87,7 +87,7 @@ class ResidencyFeed:
         return taken
 
     def _look(self, first: int) -> list[ResidencyChange]:
-        """Return what the next rows are in each tier."""
+        """Return the state of the next rows in each tier."""
         index, end = self._index, min(first + FEED_ROWS_AT_ONCE, self._index.extent)
         self._next_row = end if end < index.extent else None
         rows: Rows = np.arange(first, end)
@@ -101,7 +101,7 @@ class ResidencyFeed:
 
 
 class ResidencyFeeds:
-    """All feeds of a node. They listen to the index as long as there are any."""
+    """All feeds of a node. Listens to the index while there are any."""
 
     def __init__(self, index: BlockIndex, is_up: Callable[[TierName], bool]) -> None:
         self._index = index
@@ -109,7 +109,7 @@ class ResidencyFeeds:
         self._feeds: list[ResidencyFeed] = []
 
     def open(self, key_space: bytes, on_news: Callable[[], None]) -> ResidencyFeed:
-        """Return a feed that begins with all that is there."""
+        """Return a new feed, which starts with all blocks that are there."""
         if not self._feeds:
             self._index.add_listener(self._moved)
         feed = ResidencyFeed(self._index, key_space, self._is_up, on_news)
@@ -123,7 +123,7 @@ class ResidencyFeeds:
             self._index.remove_listener(self._moved)
 
     def begin(self) -> None:
-        """Have all begin again: more has changed than the index tells, or other tiers are up."""
+        """Restart all feeds: a tier went up or down, or the index changed without an event."""
         for feed in self._feeds:
             feed.begin()
 
@@ -135,14 +135,14 @@ class ResidencyFeeds:
         if not len(changed) or not self._is_up(tier):
             return
         scopes = self._index.scope[changed]
-        if (scopes == scopes[0]).all():  # as in all moves but those of drops and evictions
+        if (scopes == scopes[0]).all():  # all moves except drops and evictions
             self._tell(changed, tier, is_there=is_there)
             return
         for scope in np.unique(scopes):
             self._tell(changed[scopes == scope], tier, is_there=is_there)
 
     def _tell(self, rows: Rows, tier: TierName, *, is_there: bool) -> None:
-        """Tell of rows of one scope."""
+        """Report rows of one scope."""
         key_space = self._index.scope_of(int(rows[0])).key_space
         for feed in self._feeds:
             if feed.key_space == key_space:

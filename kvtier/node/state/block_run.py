@@ -1,4 +1,4 @@
-"""A run of a chain: which blocks, from one on, some tier has, from where, and why it ends."""
+"""Finds the run of a chain that tiers can serve: which blocks, from where, and why it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _SOURCES = tuple(
     tuple(tier for tier, is_there in zip(LOWER_TIERS, reversed(bits), strict=True) if is_there)
     for bits in product((False, True), repeat=len(LOWER_TIERS))
 )
-"""By bit mask, the tiers that have a block, fastest first."""
+"""For each bit mask the tiers that have a block, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class PromptChain:
     keys: Keys
     parents: Keys
     payload_bytes: int
-    """Of each of its blocks."""
+    """Payload size of each block."""
 
     @classmethod
     def of(cls, scope: Scope, hashes: bytes, payload_bytes: int) -> "PromptChain":
-        """Read a chain as it travels in messages."""
+        """Build a chain from the joined hashes of a message."""
         root = chain_root(scope.key_space, scope.tenant)
         keys = as_keys(hashes)
         parents = as_keys(root + hashes[:-HASH_BYTES]) if len(keys) else keys
@@ -44,27 +44,27 @@ class PromptChain:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Consecutive blocks that could be served: their rows, and for each a mask of tiers."""
+    """Consecutive blocks that can be served: their rows, and a mask of tiers for each."""
 
     rows: Rows
     masks: npt.NDArray[np.uint8]
     is_writing: npt.NDArray[np.bool_]
-    """Blocks on their way into the CPU tier: pending rather than hits."""
+    """Blocks being written into the CPU tier: pending rather than hits."""
     payload_bytes: int
     reason: str
-    """``complete``, or the first block beyond is ``absent`` or of another ``identity``."""
+    """``complete``, or why the next block is missing: ``absent``, or another ``identity``."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def without(self, stuck: Sequence[int]) -> "BlockRun":
-        """Return the run up to the first of these rows, which do not count as there."""
+        """Return the run up to the first of these rows, which count as absent."""
         if not stuck or not (is_stuck := np.isin(self.rows, stuck)).any():
             return self
         return replace(self.head(int(is_stuck.argmax())), reason="absent")
 
     def head(self, length: int) -> "BlockRun":
-        """Return the first ``length`` blocks, or all there are."""
+        """Return the first ``length`` blocks, or all if there are fewer."""
         return replace(
             self,
             rows=self.rows[:length],
@@ -78,7 +78,7 @@ class BlockRun:
 
     def by_tier(self) -> tuple[tuple[TierName, int], ...]:
         """Return the run in pieces: the fastest tier of each, and its number of blocks."""
-        fastest = self.masks & (~self.masks + 1)  # the lowest bit that is set
+        fastest = self.masks & (~self.masks + 1)  # the lowest bit set
         if not len(fastest):
             return ()
         starts = [0, *(np.flatnonzero(fastest[1:] != fastest[:-1]) + 1).tolist()]
@@ -88,10 +88,10 @@ class BlockRun:
 
 
 def find_own(index: BlockIndex, chain: PromptChain) -> tuple[Rows, int]:
-    """Return the row of each block, and the place of the first known by another identity.
+    """Return the row of each block, and the index of the first block with another identity.
 
-    An honest hash has one identity. A client that lies, or counts wrongly, must not get at others'
-    blocks, disturb their order, or have good ones condemned because it expected something else.
+    An honest hash has one identity. A client that lies or miscounts must not reach other clients'
+    blocks, disturb their order, or get good ones condemned because it expected other bytes.
     """
     rows = index.find(chain.keys)
     facts = index.facts(rows)
@@ -107,10 +107,7 @@ def find_own(index: BlockIndex, chain: PromptChain) -> tuple[Rows, int]:
 def find_run(
     index: BlockIndex, chain: PromptChain, first: int, usable: frozenset[TierName]
 ) -> BlockRun:
-    """Return the run of blocks from ``first`` on in ``usable`` tiers.
-
-    Changes nothing.
-    """
+    """Return the run of blocks from ``first`` on in ``usable`` tiers. Changes nothing."""
     rows, own_end = find_own(index, chain)
     rows = rows[first : max(first, own_end)]
     state = index.facts(rows)["state"] * (rows >= 0)[:, None]
@@ -118,7 +115,7 @@ def find_run(
     is_there &= np.array([tier in usable for tier in LOWER_TIERS])
     is_writing = (state[:, 0] == Residency.WRITING) & (TierName.CPU in usable)
     is_there[:, 0] |= is_writing
-    # While somebody still holds an expelled block's slot, nothing can be read into the CPU tier.
+    # While an expelled block's slot is held, the block cannot be read into the CPU tier.
     is_there &= (state[:, 0] != Residency.EVICTING)[:, None]
     masks = is_there @ _BITS
     gaps = np.flatnonzero(masks == 0)
@@ -132,12 +129,12 @@ def find_run(
 
 
 def has_repeats(hashes: bytes) -> bool:
-    """Tell whether joined hashes name a block twice."""
+    """Tell whether joined hashes contain a block twice."""
     return len(set(split_hashes(hashes))) < len(hashes) // HASH_BYTES
 
 
 def chain_fault(hashes: bytes, tenant: bytes, first: int) -> str:
-    """Return what is wrong with a chain that came from outside, or nothing."""
+    """Return what is wrong with a chain from a client, or an empty string."""
     if len(hashes) % HASH_BYTES or len(tenant) != HASH_BYTES:
         return f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
     num_blocks = len(hashes) // HASH_BYTES

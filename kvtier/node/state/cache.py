@@ -1,13 +1,13 @@
-"""The CPU tier as the node sees it: index, slots and eviction, kept consistent with each other.
+"""The CPU tier: keeps index, slots and eviction order consistent with each other.
 
 Rules
 -----
 * A row has a slot exactly when it is not absent from the CPU tier, and a checksum exactly when it
   is ready there, or was until it was condemned.
-* ``claim``, then bytes are copied by somebody, then ``publish`` or ``abandon``; in between nobody
-  reads the slot.
-* A block that is pinned, or named in the call that makes room, is not evicted.
-* A block that is *expelled* is served no more, and leaves once nobody reads or fills its slot.
+* A slot is claimed (``CpuAllocator``), its bytes are copied, then it is published or abandoned; in
+  between nobody reads it.
+* A pinned block is not evicted.
+* An *expelled* block is no longer served, and leaves when nobody reads or fills its slot.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from kvtier.core.index import (
     Scope,
 )
 from kvtier.core.limits import INDEX_ROWS_MAX
-from kvtier.core.residency import Residency, TierName
+from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows, as_keys
@@ -38,7 +38,7 @@ __all__ = ["Cache"]
 
 
 class Cache:
-    """Which blocks are where, and which arena slots they have."""
+    """The blocks of the CPU tier and their arena slots."""
 
     def __init__(
         self,
@@ -55,51 +55,53 @@ class Cache:
         self.num_pins = 0
         """Pins of all rows together; 0 when the node is idle."""
         self.num_claims = 0
-        """Slots given out so far."""
+        """Slots claimed so far."""
         self.closed: list[Selection] = []
-        """Whose blocks are being dropped: none is served, and none comes in."""
+        """Selections being dropped: their blocks are not served, and none comes in."""
         self.expelled: set[int] = set()
-        """Rows that leave once they are unpinned, or written."""
+        """Rows that leave when they are unpinned, or written."""
 
     def is_closed(self, scope: Scope) -> bool:
         """Tell whether a scope's blocks are being dropped from the CPU tier."""
         return any(each.has(scope.key_space, scope.tenant) for each in self.closed)
 
     def note_loaded(self, rows: Rows) -> None:
-        """Note that blocks proved worth keeping.
+        """Record that blocks were loaded, which proves them worth keeping.
 
-        A store says nothing of that: it may be the next part of the request that stored them.
+        A store proves nothing: it may be the next part of the request that stored the blocks.
         """
         is_here = self.index.residency(rows, TierName.CPU) == Residency.READY
         self.index.past[rows[is_here]] |= WAS_USED
-        # What was used since it was offered below may be taken there now.
+        # Blocks used since a slower tier refused them may be admitted now.
         self.index.past[rows[is_here]] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
     def make_rows(self, count: int) -> int:
-        """Return how many more blocks fit into the index, forgetting some if it is full.
+        """Return how many more blocks fit into the index, after forgetting some if it is full.
 
-        Forgets blocks that only the remote tier has: an existence query finds them again.
+        Forgets blocks that only shared tiers have: an existence query finds them again.
         """
         index = self.index
         if len(index) + count > INDEX_ROWS_MAX:
             rows = index.rows()
-            here = index.residency(rows, TierName.CPU) != Residency.ABSENT
-            here |= index.residency(rows, TierName.SSD) != Residency.ABSENT
-            forgettable = index.held(rows[~here], TierName.REMOTE)
-            index.move(forgettable, TierName.REMOTE, Residency.ABSENT)
-            index.forget_absent(forgettable)
+            for tier in LOWER_TIERS:
+                if not tier.is_shared:
+                    rows = rows[index.residency(rows, tier) == Residency.ABSENT]
+            for tier in LOWER_TIERS:
+                if tier.is_shared:
+                    index.move(index.held(rows, tier), tier, Residency.ABSENT)
+            index.forget_absent(rows)
         return max(0, INDEX_ROWS_MAX - len(index))
 
     def publish(self, row: int, checksum: bytes) -> bool:
-        """Publish one row; False if it was expelled meanwhile."""
+        """Make one claimed row readable; False if it was expelled meanwhile."""
         return bool(self.publish_all([row], [checksum]))
 
     def payload_bytes(self, rows: Sequence[int]) -> int:
-        """Return the bytes of these rows' payloads, together."""
+        """Return the total payload size of rows."""
         return int(self.index.payload_bytes[np.array(rows, np.int64)].sum())
 
     def publish_all(self, rows: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
-        """Make claimed rows readable; returns those that are, not expelled meanwhile."""
+        """Make claimed rows readable; returns those that were not expelled meanwhile."""
         index, numbers = self.index, np.array(rows, np.int64)
         assert (index.residency(numbers, TierName.CPU) == Residency.WRITING).all()
         index.checksum[numbers] = as_keys(b"".join(checksums))
@@ -115,12 +117,12 @@ class Cache:
         return [row for row in rows if row not in expelled]
 
     def abandon(self, row: int) -> None:
-        """Take a claimed row's slot back; the row is forgotten if it is nowhere else."""
+        """Take a claimed row's slot back; the row is forgotten if no other tier has it."""
         assert self.state(row, TierName.CPU) == Residency.WRITING
         self._vacate(row)
 
     def evict(self, rows: Rows) -> None:
-        """Drop ready, unpinned rows from the CPU tier; forgotten if they are nowhere else."""
+        """Evict ready, unpinned rows; rows that no other tier has are forgotten."""
         index = self.index
         assert (index.residency(rows, TierName.CPU) == Residency.READY).all()
         assert not index.pins[rows].any(), "a pinned block is not evicted"
@@ -129,7 +131,7 @@ class Cache:
         self._note_gone(rows)
 
     def evict_all(self, selection: Selection) -> tuple[int, int]:
-        """Drop the ready, unpinned rows of a selection; returns blocks and payload bytes."""
+        """Evict the ready, unpinned rows of a selection; returns their number and payload bytes."""
         index = self.index
         rows = index.selected(index.in_state(TierName.CPU, Residency.READY), selection)
         rows = rows[index.pins[rows] == 0]
@@ -149,7 +151,7 @@ class Cache:
         return index.selected(rows, selection)
 
     def expel(self, rows: Rows) -> None:
-        """Serve rows of the CPU tier no more; each leaves once nobody holds or fills it."""
+        """Stop serving rows; each leaves when nobody holds or fills it."""
         for row in rows.tolist():
             if self.state(row, TierName.CPU) == Residency.READY:
                 self._expel_ready(row)
@@ -157,15 +159,15 @@ class Cache:
                 self.expelled.add(row)
 
     def pin(self, row: int) -> None:
-        """Keep a row's slot from being evicted until the matching ``unpin``."""
+        """Protect a row's slot from eviction until the matching ``unpin``."""
         self.index.pins[row] += 1
         self.num_pins += 1
         if self.index.pins[row] == 1 and self.state(row, TierName.CPU) == Residency.READY:
             self.slots.hold(int(self.index.slot[row]))
 
     def unpin(self, row: int) -> None:
-        """End one ``pin``; the last one of an expelled row lets it go."""
-        assert self.index.pins[row] > 0, "every unpin has its pin"
+        """Undo one ``pin``; an expelled row leaves with its last pin."""
+        assert self.index.pins[row] > 0, "unpin without pin"
         self.index.pins[row] -= 1
         self.num_pins -= 1
         if self.index.pins[row] > 0:
@@ -178,7 +180,7 @@ class Cache:
             self.eviction.offer(self.index, row)
 
     def condemn(self, row: int) -> None:
-        """Serve a ready row no more, because its bytes are not those that were stored."""
+        """Stop serving a ready row whose bytes are not those that were stored."""
         if self.state(row, TierName.CPU) != Residency.READY:
             return
         self.metrics.add(EVICTED_BLOCKS, tier=TierName.CPU, reason="corrupt")
@@ -228,12 +230,12 @@ class Cache:
         if self.index.pins[row] == 0:
             self.evict(np.array([row]))
             return
-        # The checksum stays: a write that waits needs it, to find bytes that fail it.
+        # Keep the checksum: a queued write needs it to detect damaged bytes.
         self.expelled.add(row)
         self.index.move(row, TierName.CPU, Residency.EVICTING)
 
     def _vacate(self, row: int) -> None:
-        """Take back the slot of a row that is held: written or expelled."""
+        """Free the slot of a row that is being written, or expelled."""
         offset = int(self.index.slot[row])
         self.slots.let_go(offset)
         self.slots.give(offset)

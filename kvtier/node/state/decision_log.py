@@ -1,7 +1,7 @@
-"""The ledger: what was decided about each of the last requests, and the outcome.
+"""The log of recent decisions: what was decided about each request, and how it turned out.
 
-``explain`` reads it. An engine usually reports the outcome of a decision within seconds; outcomes
-that are reported late, twice, or for another engine's decision are ignored.
+``explain`` reads it. An engine usually reports the outcome of a decision within seconds. Outcomes
+that come late, twice, or for another engine's decision are ignored.
 """
 
 import math
@@ -27,27 +27,27 @@ __all__ = ["DecisionLog", "LoggedDecision"]
 
 @dataclass(frozen=True, slots=True)
 class LoggedDecision:
-    """One lookup, as it was answered."""
+    """One lookup and its answer."""
 
     number: int
     request_id: str
     session: str
     engine: str
     at_ns: int
-    """By the node's clock, which means nothing outside."""
+    """Time by the node's clock, which means nothing outside."""
     ask: PlanRequest
     plan: RestorePlan
     found: tuple[tuple[TierName, int], ...] = ()
-    """The runs that were found, as the engine was told them."""
+    """The runs that were found, as sent to the engine."""
     reason: str = ""
-    """Why they end where they end."""
+    """Why the runs end where they do."""
     missed: Mapping[Fate, int] = field(default_factory=dict)
-    """Blocks that are not restored, by what became of them."""
+    """Number of blocks that are not restored, by fate."""
     outcome: PlanOutcome | None = None
     evaluation: PlanEvaluation | None = None
     tenant: bytes = NO_TENANT
     hashes: bytes = b""
-    """Of the request's chain, from the root on."""
+    """Joined hashes of the request's chain, from the root on."""
 
     @property
     def is_cold(self) -> bool:
@@ -61,16 +61,16 @@ class LoggedDecision:
 
 
 class DecisionLog:
-    """The last ``DECISIONS_MAX`` decisions, or fewer where their chains are long."""
+    """The last ``DECISIONS_MAX`` decisions, or fewer if their chains are long."""
 
     def __init__(self, first_number: int = 1) -> None:
         self._next_number = first_number
         self._by_number: dict[int, LoggedDecision] = {}
-        """Oldest first."""
+        """Decisions, oldest first."""
         self._by_request: dict[str, int] = {}
-        """The last decision about each request that has a name."""
+        """Number of the last decision about each request that has an id."""
         self._num_bytes = 0
-        """Of their chains."""
+        """Total size of the chains."""
         self._cold_s: dict[bytes, float] = {}
         """Shortest measured time of computing a prompt, by its last full block, oldest first."""
 
@@ -78,12 +78,12 @@ class DecisionLog:
         return len(self._by_number)
 
     def next_number(self) -> int:
-        """Return the number of the decision to be made, a new one each time."""
+        """Return a new number for the next decision."""
         self._next_number += 1
         return self._next_number - 1
 
     def add(self, decision: LoggedDecision) -> None:
-        """Note a decision; the oldest are forgotten for it."""
+        """Add a decision; the oldest ones make room for it."""
         self._by_number[decision.number] = decision
         self._num_bytes += len(decision.hashes)
         if decision.request_id:
@@ -99,14 +99,14 @@ class DecisionLog:
         return self._by_number.get(number)
 
     def latest(self, count: int) -> list[LoggedDecision]:
-        """Return the last decisions, the newest first."""
+        """Return the last decisions, newest first."""
         return list(islice(reversed(self._by_number.values()), count))
 
     def find_request(self, request_id: str) -> LoggedDecision | None:
         """Return the last decision about a request, if it is remembered.
 
-        An engine may have a longer name for it than the id in its answer: vLLM adds a dash, the
-        prompt's number and random letters.
+        An engine's name for a request may be longer than the id in its answer: vLLM appends a dash,
+        the prompt's number and random letters.
         """
         number = self._by_request.get(request_id, 0) or max(
             (last for name, last in self._by_request.items() if name.startswith(f"{request_id}-")),
@@ -115,14 +115,14 @@ class DecisionLog:
         return self._by_number.get(number)
 
     def add_missed(self, number: int, fate: Fate, num_blocks: int) -> None:
-        """Note that blocks which a decision counted on did not come."""
+        """Record that blocks which a decision counted on did not arrive."""
         decision = self._by_number.get(number)
         if decision is not None:
             missed = {**decision.missed, fate: decision.missed.get(fate, 0) + num_blocks}
             self._by_number[number] = replace(decision, missed=missed)
 
     def open(self, number: int, session: str, now_ns: int) -> LoggedDecision | None:
-        """Return a decision whose outcome this session may still tell."""
+        """Return a decision whose outcome this session may still report."""
         decision = self._by_number.get(number)
         if decision is None or decision.session != session or decision.outcome is not None:
             return None

@@ -1,9 +1,9 @@
-"""Reads that wait for a tier: each row once, and loads take turns.
+"""Queues reads of a tier: each row once, with loads taking turns.
 
-First come, first served would let one long load hold up fifty short ones. So each load has a line
-of its own, and a transfer takes the next rows of one line; then it is the next load's turn. A row
-that many loads wait for stands in all their lines, and is read as soon as the first gets to it.
-A load that wants its rows in smaller transfers has several of them in a turn.
+First come, first served would let one long load hold up fifty short ones. So each load has its own
+line, and a transfer takes the next rows of one line; then it is the next load's turn. A row that
+many loads wait for is in all their lines, and is read as soon as the first of them gets to it. A
+load that wants smaller transfers gets several of them in one turn.
 """
 
 from collections import OrderedDict, deque
@@ -12,23 +12,23 @@ from collections.abc import Iterator
 __all__ = ["BACKGROUND", "ReadQueue"]
 
 BACKGROUND = 0
-"""In place of a load's number: nobody waits for it, so that every load goes first."""
+"""Takes the place of a load's number in prefetch reads, which run only when no load is waiting."""
 
 
 class ReadQueue:
-    """Rows to be read from one tier. Iterating gives the rows, in no order that matters."""
+    """Rows to read from one tier. Iterates over the rows in no particular order."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._queued: dict[int, tuple[int, int]] = {}
-        """By row, when it was queued first, and its size."""
+        """For each row the time it was queued first, and its size."""
         self._lines: OrderedDict[int, deque[int]] = OrderedDict()
-        """By load, in the order of their turns, its rows; some may have been read or given up."""
+        """For each load its rows, in the order of turns; some may have been read or cancelled."""
 
         self._parts: dict[int, int] = {}
-        """By load, the most rows that it takes at once, where it is to be fewer than usual."""
+        """For loads that want smaller transfers, the most rows taken at once."""
         self._turn = (BACKGROUND, 0)
-        """Whose turn it is, and how many rows it has had of it."""
+        """The load whose turn it is, and how many rows it has had of it."""
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -40,7 +40,7 @@ class ReadQueue:
         return row in self._queued
 
     def add(self, row: int, load: int, num_bytes: int, now_ns: int) -> None:
-        """Queue a row for a load, behind what it wants already; another may have queued it too."""
+        """Queue a row for a load, at the end of its line; other loads may have queued it too."""
         if row not in self._queued:
             self._queued[row] = (now_ns, num_bytes)
             self.num_bytes += num_bytes
@@ -48,28 +48,28 @@ class ReadQueue:
 
     def cut(self, load: int, count: int) -> None:
         """Give a load no more than ``count`` rows at once, until it is forgotten."""
-        assert count > 0, "something is taken"
+        assert count > 0, "a turn has at least one row"
         self._parts[load] = count
 
     def discard(self, row: int) -> bool:
-        """Take a row off the queue, whoever wants it; False where it is not there."""
+        """Remove a row for all loads; False if it is not queued."""
         return self._pop(row) is not None
 
     def forget(self, load: int) -> None:
-        """Drop a load's line; what others do not want was taken off before."""
+        """Drop a load's line; rows that no other load wants were discarded before."""
         self._lines.pop(load, None)
         self._parts.pop(load, None)
 
     def clear(self) -> None:
-        """Take everything off."""
+        """Remove everything."""
         self.num_bytes = 0
         self._queued.clear()
         self._lines.clear()
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Take up to ``count`` rows off, all of the load whose turn it is, with when they came.
+        """Remove up to ``count`` rows of the load whose turn it is.
 
-        So many are a turn, too.
+        Returns the rows and when each was queued. A turn is ``count`` rows.
         """
         while self._queued:
             load = self._next_load()
@@ -88,9 +88,9 @@ class ReadQueue:
         return []
 
     def check(self) -> None:
-        """Raise AssertionError unless each row that waits stands in some line."""
+        """Raise AssertionError unless each queued row is in some line."""
         wanted = {row for line in self._lines.values() for row in line}
-        assert wanted >= self._queued.keys(), "a row that is in nobody's line is never read"
+        assert wanted >= self._queued.keys(), "a row in no line is never read"
 
     def _next_load(self) -> int:
         turns = iter(self._lines)

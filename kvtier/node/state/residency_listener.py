@@ -1,14 +1,13 @@
-"""Whereabouts: tells the history which blocks came to a tier and which left one, and why.
+"""Reports to the history which blocks entered or left a tier, and why they left.
 
-All moves of blocks go through the index, and this module listens there. Arrivals are passed on in
-batches, because a store publishes block by block and a call costs as much for one block as for
-fifty. Departures are passed on at once, after all earlier arrivals. Blocks that a disk was found to
-hold at the start are passed on when a request asks for them: there may be millions of them, and
-most are never asked for again.
+Listens to the index, through which all moves of blocks go. Arrivals are reported in batches: a
+store publishes block by block, and a call costs as much for one block as for fifty. Departures are
+reported at once, after all earlier arrivals. Blocks found on a disk at the start are reported when
+a request names them: there may be millions, and most are never requested again.
 
-The index is the source of parents that no request has named: a block that the history does not know
+If no request has named a block's parent, the index knows it: a block that the history does not know
 is adopted with its parent from the index. So both agree however a block came to a tier: by a store,
-by warming, from another node, or from a disk that was attached.
+a prefetch, another node, or a disk that was attached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,16 +34,16 @@ class ResidencyListener:
         self._index = index
         self._history = history
         self._arrivals: list[tuple[TierName, Rows]] = []
-        """Tiers and rows that are ready there now, in the order in which they came."""
+        """Tiers and the rows that became ready there, in order of arrival; not reported yet."""
         self._num_arrived = 0
-        """Of all these rows."""
+        """Number of rows in ``_arrivals``."""
         self._fate = Fate.EVICTED
-        """Of what leaves now."""
+        """Why blocks leave their tiers now."""
         if history is not None:
             index.add_listener(self._moved)
 
     def tell(self) -> None:
-        """Let the history know of all that came."""
+        """Report all arrivals so far to the history."""
         if self._history is None or not self._arrivals:
             return
         arrivals, self._arrivals, self._num_arrived = self._arrivals, [], 0
@@ -54,9 +53,9 @@ class ResidencyListener:
                 self._enter(self._history, tier, np.concatenate(came))
 
     def num_restored(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain are somewhere, if a tier was found not empty.
+        """Return how many leading blocks of a chain some tier has, if any tier was found not empty.
 
-        Otherwise the history knows them anyway, and 0 is returned.
+        Returns 0 otherwise: then the history knows all blocks anyway.
         """
         if not self._index.num_restored:
             return 0
@@ -65,15 +64,15 @@ class ResidencyListener:
         return len(rows) if is_there.all() else int(is_there.argmin())
 
     def tell_restored(self, rows: Rows, tier: TierName) -> None:
-        """Tell the history which of the blocks that it remembers were found in a tier."""
+        """Report blocks found in a tier that the history remembers."""
         if self._history is not None and self._history.num_remembered:
             needs_adoption = self._history.needs_adoption(self._keys(rows))
             self._enter(self._history, tier, rows[~needs_adoption])
 
     def tell_found(self, keys: Sequence[bytes]) -> None:
-        """Tell the history in which tiers blocks are that a request has just named.
+        """Report in which tiers the blocks are that a request has just named.
 
-        This is only needed for blocks that were found at the start; others are told on arrival.
+        Needed only for blocks found at the start; others are reported on arrival.
         """
         if self._history is None or not self._index.num_restored:
             return
@@ -86,7 +85,7 @@ class ResidencyListener:
 
     @contextmanager
     def leaving(self, fate: Fate) -> Iterator[None]:
-        """Set why blocks leave their tiers in this context, if not to make room."""
+        """Set why blocks leave their tiers in this context; otherwise they are evicted."""
         before, self._fate = self._fate, fate
         try:
             yield
@@ -100,7 +99,7 @@ class ResidencyListener:
         history.enter(tier, self._keys(rows), rows.tolist())
 
     def _adopt(self, history: History, rows: Rows) -> None:
-        """Tell the history the parents of blocks that it does not know, and all their tiers."""
+        """Add blocks unknown to the history, with their parents and all their tiers."""
         index = self._index
         sizes = index.payload_bytes[rows]
         for size in sorted(set(sizes.tolist())):

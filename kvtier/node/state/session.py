@@ -1,10 +1,10 @@
-"""Who is attached, and what each has on lease.
+"""Sessions: the registered engines, their leases and their request counters.
 
-A session is bound to a ticket, that is to the connection over which the client got the arena. When
-the kernel closes that connection the client's process is gone and cannot touch the arena any more,
-so everything it held is free at once. A client that merely hangs keeps its connection: its load
-leases run out by their deadline (it is told so, and throws away what it copied), while the slots of
-its unfinished stores stay reserved, since it might still be writing to them.
+A session is bound to a ticket: the connection over which the client got the arena. When the kernel
+closes that connection, the client's process is gone and cannot touch the arena any more, so all its
+leases end at once. A client that merely hangs keeps its connection: its load leases expire at their
+deadline (it is told so, and discards what it copied), while the slots of its unfinished stores stay
+reserved, since it may still be writing to them.
 """
 
 from collections import Counter
@@ -20,20 +20,20 @@ __all__ = ["EngineReport", "Leased", "LoadLease", "RequestCounters", "Session", 
 
 @dataclass(slots=True)
 class RequestCounters:
-    """Kept by its session; what is asked for per second its reader takes from two looks."""
+    """Counters of one engine since it registered; rates are taken from two readings."""
 
     requests: int = 0
-    """Lookups that were answered; of what the GPU had whole nobody asks."""
+    """Lookups answered; engines do not look up requests that the GPU tier holds whole."""
     prompt_tokens: int = 0
     gpu_tokens: int = 0
-    """Of them, what the engine had itself."""
+    """Prompt tokens that the engine had in its GPU tier."""
     found_tokens: int = 0
     restored_tokens: int = 0
     stored_tokens: int = 0
     first_tokens: int = 0
-    """Requests of which the engine has told what came of them."""
+    """Requests for which the engine reported an outcome."""
     first_token_s: float = 0.0
-    """Their time to first token, added up."""
+    """Sum of their times to first token."""
     saved_s: float = 0.0
     lost_s: float = 0.0
 
@@ -47,7 +47,7 @@ class RequestCounters:
     def count_outcome(
         self, ask: PlanRequest, outcome: PlanOutcome, evaluation: PlanEvaluation
     ) -> None:
-        """Count what came of one."""
+        """Count the reported outcome of a request."""
         self.first_tokens += 1
         self.first_token_s += outcome.ttft_s
         self.restored_tokens += sum(length for _, length in outcome.tiers) * ask.block_tokens
@@ -57,7 +57,7 @@ class RequestCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine last said of its own tier."""
+    """An engine's last report of its own tier."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
@@ -67,20 +67,20 @@ class EngineReport:
 
 @dataclass(slots=True)
 class Leased:
-    """What the loads of one engine hold: a block that many of them share counts once."""
+    """What the loads of one engine hold; a block shared by several of them counts once."""
 
     counts: Counter[int] = field(default_factory=Counter)
-    """By row, how many leases have it."""
+    """Number of leases that hold each row."""
     num_bytes: int = 0
 
     def add(self, row: int, size: int) -> None:
-        """Note that one more lease has a row."""
+        """Note that one more lease holds a row."""
         self.counts[row] += 1
         if self.counts[row] == 1:
             self.num_bytes += size
 
     def remove(self, row: int, size: int) -> None:
-        """Note that one lease less has a row."""
+        """Note that one lease fewer holds a row."""
         self.counts[row] -= 1
         if not self.counts[row]:
             del self.counts[row]
@@ -89,25 +89,25 @@ class Leased:
 
 @dataclass(slots=True)
 class LoadLease:
-    """Blocks leased to be copied out of the arena; all of them pinned."""
+    """Blocks leased to be copied out of the arena; all of them are pinned."""
 
     number: int
     call: int
     leased: Leased
-    """Of its session."""
+    """Totals of the session that the lease belongs to."""
     rows: list[int]
-    """In the order in which they are announced: that of the chain, or from its end."""
+    """Rows in the order in which they are announced: that of the chain, or the reverse."""
     tiers: list[TierName]
     decision: int
     num_found: int
-    """Blocks of the run that the lease was made for; of some it may have found no room."""
+    """Blocks of the run that the lease was made for; some may not have found room."""
     num_ordered: int
-    """Blocks that the engine wants."""
+    """Blocks that the engine asked for."""
     block_tokens: int
     deadline_ns: int
     expires_ns: int
     end: str
-    """Why the run ends where it ends; said in the last message."""
+    """Why the run ends where it does; sent in the last message."""
     purpose: LoadPurpose
     is_of_first_rank: bool
     num_ready: int = 0
@@ -118,7 +118,7 @@ class LoadLease:
 
 @dataclass(slots=True)
 class StoreLease:
-    """Blocks leased to be copied into the arena, in chain order; all of them writing."""
+    """Blocks leased to be copied into the arena, in chain order; all of them in state writing."""
 
     number: int
     session: str
@@ -139,14 +139,14 @@ class Session:
     transport: str
     pid: int
     lease_ns: int
-    """As it was told when it came: it counts on that."""
+    """Lease time as of registration, on which the client relies."""
     can_split: bool = False
-    """It computes the front of a prompt while the back is loaded."""
+    """Whether the engine can compute the front of a prompt while the back is loaded."""
     rank: int = 0
-    """Of the workers that serve a request together, each with a session of its own."""
+    """Rank among the workers that serve a request together, each with its own session."""
     report: EngineReport = EngineReport()
     load: EngineLoad = field(default_factory=EngineLoad)
-    """What it had to do when it last reported."""
+    """The engine's load when it last reported."""
     loads: dict[int, LoadLease] = field(default_factory=dict)
     stores: dict[int, StoreLease] = field(default_factory=dict)
     leased: Leased = field(default_factory=Leased)
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def is_of_first_rank(self) -> bool:
-        """Tell whether a request counts with this one: its tokens and seconds are all ranks'."""
+        """Tell whether requests are counted for this rank; their tokens span all ranks."""
         return self.rank == 0
 
     @property

@@ -1,9 +1,9 @@
-"""Movements between the arena and the slower tiers: queued, bounded, loads before stores.
+"""Transfers between the arena and the slower tiers: queued, bounded, reads before writes.
 
-A block waiting to be written, or being written, is pinned in the CPU tier; one being read is in
-state writing there. Either way nobody else uses its slot until the transfer's completion comes, no
-matter how late: a thread that hangs in a disk keeps its slots, and once it is past its deadline the
-tier counts as stuck and is left alone.
+A block queued for writing or being written is pinned in the CPU tier; one being read is in state
+writing there. Either way nobody else uses its slot until the transfer completes, no matter how
+late: a thread that hangs in a disk keeps its slots. A transfer past its deadline makes its tier
+count as stuck, and nothing more is sent to it.
 """
 
 from collections.abc import Sequence
@@ -32,22 +32,22 @@ __all__ = ["InFlightTransfer", "TierTransfers", "TransferLane"]
 
 @dataclass(slots=True)
 class InFlightTransfer:
-    """One transfer under way."""
+    """One transfer in flight."""
 
     rows: tuple[int, ...]
     is_read: bool
     deadline_ns: int
     started_ns: int
     depth: int
-    """Transfers of its direction under way when it began, itself included."""
+    """Transfers of the same direction in flight when it started, itself included."""
     num_bytes: int
     is_overdue: bool = False
-    """Seen to be past its deadline, so that nobody is woken for it again."""
+    """Whether it was already seen to be past its deadline, so that it is reported once."""
 
 
 @dataclass(slots=True)
 class TransferLane:
-    """The way between the arena and one tier."""
+    """Queues and transfers between the arena and one tier."""
 
     tier: SlowTier
     admin_state: AdminState = AdminState.ACTIVE
@@ -57,20 +57,20 @@ class TransferLane:
     """Rows to write, first come first served, each with the time it was queued."""
     in_flight: dict[int, InFlightTransfer] = field(default_factory=dict)
     closed: list[Selection] = field(default_factory=list)
-    """Whose blocks are being dropped: none is read for a lookup, and none is written."""
+    """Selections being dropped: their blocks are neither read for a lookup nor written."""
     purging: Selection | None = None
-    """Whose blocks the tier is taking out just now; closed too, however long it takes."""
+    """Selection that the tier is purging now; closed too, however long it takes."""
     queued_bytes: int = 0
-    """Bytes pinned because they wait to be written or are being written."""
+    """Bytes pinned because they are queued for writing or being written."""
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes of reads that wait or are under way."""
+        """Return the bytes of reads that are queued or in flight."""
         return self.reads.num_bytes + sum(f.num_bytes for f in self.in_flight.values() if f.is_read)
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is queued or on its way."""
+        """Tell whether nothing is queued or in flight."""
         return not (self.reads or self.writes or self.in_flight)
 
     def is_closed(self, scope: Scope) -> bool:
@@ -79,7 +79,7 @@ class TransferLane:
         return any(each.has(scope.key_space, scope.tenant) for each in selections)
 
     def is_working(self, now_ns: int) -> bool:
-        """Tell whether the tier does what is queued, as far as one can see from here."""
+        """Tell whether the tier is attached, up, and has no overdue transfer."""
         is_late = any(f.deadline_ns <= now_ns for f in self.in_flight.values())
         return self.admin_state is not AdminState.DETACHED and self.is_up and not is_late
 
@@ -95,7 +95,7 @@ class TransferLane:
 
 
 class TierTransfers:
-    """Every lane. ``pump`` turns what is queued into actions, as far as workers are free."""
+    """All lanes. ``pump`` turns queued work into actions, as far as workers are free."""
 
     def __init__(self, cache: Cache, tiers: Sequence[SlowTier]) -> None:
         self._cache = cache
@@ -103,35 +103,42 @@ class TierTransfers:
         self._num_started = 0
         self.lanes = {tier.name: TransferLane(tier) for tier in tiers}
         self.orphans: dict[int, InFlightTransfer] = {}
-        """Transfers of tiers that were taken off since; they hold slots, and nothing else."""
+        """Transfers of tiers detached since; they hold slots, and nothing else."""
+
+    def shared_lane(self) -> TransferLane | None:
+        """Return the lane of the shared tier, unless it is detached or about to be."""
+        for name, lane in self.lanes.items():
+            if name.is_shared and lane.admin_state in {AdminState.ACTIVE, AdminState.READ_ONLY}:
+                return lane
+        return None
 
     def read(self, row: int, tier: TierName, load: int, now_ns: int) -> None:
-        """Queue a claimed row to be filled from a tier, for a load or in the ``BACKGROUND``."""
+        """Queue a claimed row to be read from a tier, for a load or in the ``BACKGROUND``."""
         assert self._cache.state(row, TierName.CPU) == Residency.WRITING
         self.lanes[tier].reads.add(row, load, self._cache.size_of(row), now_ns)
 
     def want_too(self, row: int, load: int, now_ns: int) -> None:
-        """Let a row that is queued for another be read in this load's turn, if that is sooner."""
+        """Add a load to a row's queued read, so that it is read in the turn that comes first."""
         for lane in self.lanes.values():
             if row in lane.reads:
                 lane.reads.add(row, load, self._cache.size_of(row), now_ns)
 
     def cut(self, load: int, num_blocks: int) -> None:
-        """Have no read for a load carry more blocks, until it is forgotten."""
+        """Limit reads for a load to ``num_blocks`` each, until the load is forgotten."""
         for lane in self.lanes.values():
             lane.reads.cut(load, num_blocks)
 
     def forget_load(self, load: int) -> None:
-        """Give a load no more turns; what it alone wanted was cancelled before."""
+        """Give a load no more turns; reads that it alone wanted were cancelled before."""
         for lane in self.lanes.values():
             lane.reads.forget(load)
 
     def cancel_read(self, row: int) -> bool:
-        """Take a row off the queue of reads; False where none is queued that has not begun."""
+        """Cancel the queued read of a row; False if none is queued."""
         return any(lane.reads.discard(row) for lane in self.lanes.values())
 
     def cancel_writes(self, lane: TransferLane, selection: Selection) -> None:
-        """Write no block of a selection that is still queued."""
+        """Cancel the queued writes of a selection."""
         rows = self._cache.index.selected(np.array([*lane.writes], np.int64), selection)
         for row in rows.tolist():
             del lane.writes[row]
@@ -145,7 +152,7 @@ class TierTransfers:
         return len(self._cache.index.selected(rows, selection))
 
     def write(self, lane: TransferLane, rows: Sequence[int], now_ns: int) -> None:
-        """Queue rows that are ready here, and absent there, to be written to a tier."""
+        """Queue rows to be written; they are ready in the CPU tier and absent from the tier."""
         for row in rows:
             self._cache.pin(row)
             self._cache.index.move(row, lane.tier.name, Residency.WRITING)
@@ -166,7 +173,7 @@ class TierTransfers:
         return actions
 
     def end(self, number: int) -> tuple[TransferLane, InFlightTransfer]:
-        """Take a transfer off its lane; a write's rows are unpinned."""
+        """Take a transfer off its lane; the rows of a write are unpinned."""
         for lane in self.lanes.values():
             transfer = lane.in_flight.pop(number, None)
             if transfer is None:
@@ -178,7 +185,7 @@ class TierTransfers:
         raise AssertionError(f"transfer {number} ends once")
 
     def orphan(self, lane: TransferLane) -> list[int]:
-        """Take what is under way off a lane: it holds its slots until it ends, and counts no more.
+        """Orphan a lane's transfers: they hold their slots until they end, without effect.
 
         Returns the rows that were being read.
         """
@@ -194,9 +201,9 @@ class TierTransfers:
         return unread
 
     def end_orphan(self, number: int) -> InFlightTransfer | None:
-        """End a transfer of a tier that was taken off; None where it is none.
+        """End an orphaned transfer; None if it is not one.
 
-        A write's rows are unpinned; those of a read are the caller's to abandon.
+        The rows of a write are unpinned; the caller abandons those of a read.
         """
         transfer = self.orphans.pop(number, None)
         if transfer is not None and not transfer.is_read:
@@ -205,14 +212,14 @@ class TierTransfers:
         return transfer
 
     def shed(self, lane: TransferLane) -> list[int]:
-        """Give up what is queued on a lane that cannot be used; returns the rows to be read."""
+        """Cancel everything queued on a lane; returns the rows that were to be read."""
         self.cancel_writes(lane, EVERYTHING)
         unread = list(lane.reads)
         lane.reads.clear()
         return unread
 
     def note_overdue(self, now_ns: int) -> list[tuple[TransferLane, InFlightTransfer]]:
-        """Note transfers past their deadline; returns those that just became so."""
+        """Mark transfers past their deadline; returns those marked now."""
         fresh = [
             (lane, transfer)
             for lane in self.lanes.values()
@@ -233,7 +240,7 @@ class TierTransfers:
         return None
 
     def stuck(self) -> list[int]:
-        """Return the rows that late reads, or orphans, still fill: nobody waits for them."""
+        """Return the rows that overdue or orphaned reads still fill; loads do not wait for them."""
         in_flight = [f for lane in self.lanes.values() for f in lane.in_flight.values()]
         in_flight = [f for f in in_flight if f.is_overdue] + [*self.orphans.values()]
         return [row for f in in_flight if f.is_read for row in f.rows]
@@ -247,19 +254,19 @@ class TierTransfers:
         ]
 
     def next_deadline_ns(self) -> int | None:
-        """Return when the next transfer is overdue."""
+        """Return when the next transfer becomes overdue."""
         in_flight = [f for lane in self.lanes.values() for f in lane.in_flight.values()]
         return min((f.deadline_ns for f in in_flight if not f.is_overdue), default=None)
 
     def is_way_down(self, now_ns: int) -> bool:
-        """Tell whether what was stored goes on to a slower tier without being asked for again."""
+        """Tell whether stored blocks go on to a slower tier without a second use."""
         return any(
             lane.tier.write is not WriteMode.SECOND_USE and lane.takes_writes(now_ns)
             for lane in self.lanes.values()
         )
 
     def room_bytes(self, lane: TransferLane) -> int:
-        """Return how many more bytes may wait to be written to a tier."""
+        """Return how many more bytes may be queued for writing to a tier."""
         share_bytes = int(self._cache.slots.reserved_bytes * WRITE_ARENA_SHARE)
         return min(share_bytes, lane.tier.queue_bytes_max) - lane.queued_bytes
 
