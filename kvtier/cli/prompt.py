@@ -262,7 +262,7 @@ def _rejection(url: str, status: int, raw: bytes) -> StartError:
     if status == 401:
         problem = f"{url} requires an API key: {reason}"
         return StartError("--api-key-file", problem, "name a file with one key")
-    if status == 404:
+    if status == 404 and not reason.startswith("model "):
         return _not_an_engine(url)
     return StartError("--engine", f"{url} rejected the request", reason or f"HTTP status {status}")
 

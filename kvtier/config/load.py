@@ -353,6 +353,9 @@ def _problem(name: str, field: FieldInfo, error: ErrorDetails) -> str:
         case "string_too_long":
             return f"has more than {limits['max_length']} characters"
         case "literal_error":
+            kind = kind_of(name, field)
+            if kind is not ValueKind.CHOICE:
+                return f"expected a valid {kind.value} or {limits['expected']}, got {shown}"
             return f"{shown} is not one of {limits['expected']}"
         case "string_pattern_mismatch":
             return f"{shown} is not a valid value"

@@ -231,7 +231,7 @@ class DaemonPort:
                 "load", flight.order.request_id, decision=flight.order.decision
             ) as mark:
                 end = self._follow(flight)
-                mark.tell(loaded_blocks=len(flight.tiers), end=end)
+                mark.set(loaded_blocks=len(flight.tiers), end=end)
         except DaemonUnavailable:
             end = "daemon_away"
         finally:
@@ -291,7 +291,7 @@ class DaemonPort:
                     traits=offer.traits,
                     num_prompt_blocks=offer.num_prompt_blocks,
                 )
-                mark.tell(taken_blocks=taken)
+                mark.set(taken_blocks=taken)
         except DaemonUnavailable:
             taken = 0  # offered again when a later request has these blocks
         finally:

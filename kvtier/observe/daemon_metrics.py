@@ -3,9 +3,9 @@
 Rules
 -----
 * ``kvtier_<noun>_<unit>[_total]``, base units: seconds and bytes.
-* Each label's values are a closed set, given here; never a hash, a request, a client or a model.
-  The number of series is therefore known before the first request.
-* ``docs/operations/metrics.md`` is written from both; a test compares them.
+* Each label has a closed set of values, never a hash, request, client or model. So the number of
+  series is fixed.
+* ``docs/operations/metrics.md`` is generated from both; a test compares them.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ from kvtier.observe.metrics import (
     Counter,
     Gauge,
     Histogram,
-    Metric,
+    table_of,
 )
 
 __all__ = [
@@ -117,53 +117,53 @@ _LOWER = ("tier", tuple(tier.value for tier in LOWER_TIERS))
 _SLOW = ("tier", tuple(tier.value for tier in SLOW_TIERS))
 _ROUTE = ("route", tuple(str(route) for route in TRANSFER_ROUTES))
 _TRANSFER = ("route", tuple(route for route in _ROUTE[1] if "gpu" not in route))
-"""What the daemon's threads do."""
+"""Transfers made by the daemon."""
 _RESTORES_ALL = frozenset({PlanReason.ALL, PlanReason.ALWAYS, PlanReason.NOTHING})
-"""Decisions that leave nothing of what was found."""
+"""Decisions after which no found token is left to the engine."""
 
 ASKED_TOKENS = Counter(
     "kvtier_asked_tokens_total",
-    "Tokens of the full blocks that engines asked for: those found and those absent, together. Of "
-    "a request that several ranks serve, what is told in tokens and seconds counts once; blocks "
-    "and bytes are each rank's own.",
+    "Tokens of full blocks that engines looked up: found plus absent. If several ranks serve a "
+    "request, tokens and seconds are counted once; blocks and bytes are counted by each rank.",
 )
 FOUND_TOKENS = Counter(
     "kvtier_found_tokens_total",
-    "Tokens that were there, or just being stored, by the tier that would serve them.",
+    "Tokens that were cached, or just being stored, by the tier that would serve them.",
     (_LOWER,),
 )
-ABSENT_TOKENS = Counter("kvtier_absent_tokens_total", "Tokens asked for that no tier could serve.")
+ABSENT_TOKENS = Counter("kvtier_absent_tokens_total", "Tokens looked up that no tier could serve.")
 LEFT_TOKENS = Counter(
     "kvtier_left_tokens_total",
-    "Found tokens that the decision leaves to the engine to compute, by why. Found less left is "
-    "what engines may order.",
+    "Found tokens that the engine should compute anyway, by the reason for the decision. Found "
+    "minus left is what engines may order.",
     (("reason", tuple(r.value for r in PlanReason if r not in _RESTORES_ALL)),),
 )
 ORDERED_TOKENS = Counter(
     "kvtier_ordered_tokens_total",
-    "Tokens of loads that are over: those loaded and those unloaded, together. What is found, not "
-    "left and not ordered was not asked for again: the request was cancelled, say.",
+    "Tokens of finished loads: loaded plus unloaded. Tokens that were found, not left and not "
+    "ordered were never requested again, for example because the request was cancelled.",
 )
 LOADED_TOKENS = Counter(
     "kvtier_loaded_tokens_total",
-    "Ordered tokens that were handed to an engine, verified, by the tier that they came from.",
+    "Ordered tokens that were delivered to an engine and verified, by the tier they came from.",
     (_LOWER,),
 )
 UNLOADED_TOKENS = Counter(
     "kvtier_unloaded_tokens_total",
-    "Ordered tokens that were not, by why the load ended where it did: gone since the lookup "
-    "(absent, identity), no room in the CPU tier, not in time, failed on the way, or no more wanted"
-    " (released), as after a cancel or where the engine has computed them meanwhile.",
+    "Ordered tokens that were not delivered, by the reason that ended the load: gone since the "
+    "lookup (absent, identity), no space in the CPU tier, deadline exceeded (late), failed, or no"
+    " longer wanted (released), for example after a cancel or because the engine computed them "
+    "meanwhile.",
     (("reason", ("absent", "identity", "no_room", "late", "failed", "released")),),
 )
 LOOKUP_BLOCKS = Counter(
     "kvtier_lookup_blocks_total",
-    "Blocks asked for, by what the lookup said and the tier that would serve them.",
+    "Blocks looked up, by the result and the tier that would serve them.",
     (("outcome", ("hit", "pending", "miss")), ("tier", (*_LOWER[1], "none"))),
 )
 LOOKUP_SECONDS = Histogram(
     "kvtier_lookup_seconds",
-    "Time of one lookup in the daemon, whatever its length.",
+    "Time of a lookup in the daemon, of any length.",
     buckets=TRANSFER_BUCKETS,
 )
 _MISS_REASONS = (
@@ -190,20 +190,20 @@ MISS_BLOCKS = Counter(
 )
 TRANSFER_SECONDS = Histogram(
     "kvtier_transfer_seconds",
-    "Time of one transfer, from its start to its end, without its wait.",
+    "Time of a transfer from start to end, without the time in the queue.",
     (_TRANSFER,),
     buckets=TRANSFER_BUCKETS,
 )
 TRANSFER_QUEUE_SECONDS = Histogram(
     "kvtier_transfer_queue_seconds",
-    "Time that a block waited for the start of its transfer.",
+    "Time that a block waited for its transfer to start.",
     (_TRANSFER,),
     buckets=TRANSFER_BUCKETS,
 )
 TRANSFER_BYTES = Counter(
     "kvtier_transfer_bytes_total",
-    "Bytes of transfers that ended, by how they ended; to and from the GPU the engines copy: what "
-    "they were handed, and what they stored.",
+    "Bytes of finished transfers, by the outcome. Copies to and from the GPU are made by the "
+    "engines: to the GPU counts what they were handed, from the GPU what they stored.",
     (_ROUTE, ("outcome", ("complete", "failed", "late", "cancelled"))),
 )
 ADMISSION_BLOCKS = Counter(
@@ -213,22 +213,20 @@ ADMISSION_BLOCKS = Counter(
 )
 EVICTED_BLOCKS = Counter(
     "kvtier_evicted_blocks_total",
-    "Blocks that left a tier, by the reason: room for others, an expired key, a failed check, or a "
-    "tier that went away.",
+    "Blocks that left a tier, by the reason: space for others, expired, failed verification, or a"
+    " lost tier.",
     (_LOWER, ("reason", ("capacity", "expired", "corrupt", "lost"))),
 )
-DROPPED_BLOCKS = Counter(
-    "kvtier_dropped_blocks_total", "Blocks that an operator dropped.", (_LOWER,)
-)
+DROPPED_BLOCKS = Counter("kvtier_dropped_blocks_total", "Blocks dropped by an operator.", (_LOWER,))
 TIER_USED_BYTES = Gauge(
     "kvtier_tier_used_bytes",
-    "Bytes allocated in a tier, padding and headers included; in the GPU tier, as attached engines "
-    "report them.",
+    "Bytes allocated in a tier, including padding and headers; for the GPU tier, as reported by "
+    "attached engines.",
     (_TIER,),
 )
 TIER_CAPACITY_BYTES = Gauge(
     "kvtier_tier_capacity_bytes",
-    "Bytes a tier may allocate; 0 where the server decides.",
+    "Bytes that a tier may allocate; 0 if the server decides.",
     (_TIER,),
 )
 TIER_BLOCKS = Gauge("kvtier_tier_blocks", "Blocks that a tier would serve.", (_TIER,))
@@ -237,43 +235,45 @@ TIER_UP = Gauge(
 )
 TIER_STATE = Gauge(
     "kvtier_tier_state",
-    "1 for the state that a tier is in: up; degraded, it serves but not all of what it is for, such"
-    " as a read-only disk; out, it fails and is left alone; drained or detached, by an operator; "
-    "off, by configuration.",
+    "1 for the current state of a tier: up; degraded, it works only in part, for example on a "
+    "read-only disk; out, it fails and is skipped; drained or detached, by an operator; off, by "
+    "configuration.",
     (_LOWER, ("state", ("up", "degraded", "out", "drained", "detached", "off"))),
 )
 BREAKER_STATE = Gauge(
     "kvtier_breaker_state",
-    "1 for the state of what stands before a tier: closed, calls go through; open, none does; "
-    "half_open, a probe does. All are 0 for a tier that is off.",
+    "1 for the state of a tier's circuit breaker: closed, calls pass; open, calls are refused; "
+    "half_open, a trial call passes. All are 0 for a tier that is off.",
     (_SLOW, ("state", ("closed", "open", "half_open"))),
 )
 QUARANTINED_BLOCKS = Counter(
     "kvtier_quarantined_blocks_total",
-    "Blocks found damaged, by a read, a scrub or fsck, and taken out of service.",
+    "Blocks found damaged by a read, a scrub or fsck, and taken out of service.",
     (_SLOW,),
 )
-SCRUBBED_BYTES = Counter("kvtier_scrubbed_bytes_total", "Bytes of the SSD tier verified unasked.")
+SCRUBBED_BYTES = Counter(
+    "kvtier_scrubbed_bytes_total", "Bytes of the SSD tier verified in the background."
+)
 SSD_WRITTEN_BYTES = Counter(
     "kvtier_ssd_written_bytes_total",
-    "Bytes written to the drive: blocks that were offered, blocks moved to keep them, and all else."
-    " Write amplification is their sum by blocks.",
+    "Bytes written to the drive: offered blocks, relocated blocks, and metadata. Write "
+    "amplification is their sum divided by blocks.",
     (("kind", ("blocks", "moved", "metadata")),),
 )
 SSD_READ_ONLY = Gauge(
-    "kvtier_ssd_read_only", "1 while the volume has no room and nothing is written to it."
+    "kvtier_ssd_read_only", "1 while the volume is full and nothing is written to it."
 )
-SSD_DIRECT_IO = Gauge("kvtier_ssd_direct_io", "1 where the page cache is bypassed.")
+SSD_DIRECT_IO = Gauge("kvtier_ssd_direct_io", "1 if the page cache is bypassed.")
 SSD_WRITE_BUDGET_BYTES = Gauge(
-    "kvtier_ssd_write_budget_bytes", "Bytes that may be written in a day; 0 without a budget."
+    "kvtier_ssd_write_budget_bytes", "Bytes that may be written per day; 0 without a budget."
 )
 SSD_WRITE_BUDGET_LEFT_BYTES = Gauge(
-    "kvtier_ssd_write_budget_left_bytes", "Of them, bytes that may be written now."
+    "kvtier_ssd_write_budget_left_bytes", "Bytes of the write budget that may be written now."
 )
 SSD_WRITE_BUDGET_STATE = Gauge(
     "kvtier_ssd_write_budget_state",
-    "1 for the state of the budget: unlimited, there is none; left; short, less is written than "
-    "otherwise, to make it last; used_up, a block was refused and would be refused now too.",
+    "1 for the state of the write budget: unlimited; left; short, fewer blocks are written to "
+    "make it last; used_up, blocks are refused.",
     (("state", ("unlimited", "left", "short", "used_up")),),
 )
 PROBED_LOOKUPS = Counter(
@@ -284,12 +284,12 @@ PROBED_LOOKUPS = Counter(
 )
 DEMOTED_BLOCKS = Counter(
     "kvtier_demoted_blocks_total",
-    "Blocks written to a slower tier because the CPU tier is about to let them go.",
+    "Blocks written to a slower tier because the CPU tier is about to evict them.",
     (_SLOW,),
 )
 BACKGROUND_FAULTS = Counter(
     "kvtier_background_faults_total",
-    "Exceptions in tasks that nobody waits for; each was logged and the task goes on.",
+    "Exceptions in background tasks; each was logged, and the task continues.",
     (
         (
             "task",
@@ -311,59 +311,59 @@ BACKGROUND_FAULTS = Counter(
 )
 MISSED_BLOCKS = Counter(
     "kvtier_missed_blocks_total",
-    "Blocks that were asked for and not served, by what had become of them.",
+    "Blocks that were looked up and not served, by what had happened to them.",
     (("fate", tuple(fate.value for fate in Fate)),),
 )
 REFUSED_BLOCKS = Counter(
     "kvtier_refused_blocks_total",
-    "Offered blocks that a tier did not take, by the rule that refused them.",
+    "Offered blocks that a tier refused, by the rule that refused them.",
     (_LOWER, ("rule", ("worth", "depth", "budget", "second_use", "full"))),
 )
 DECISIONS = Counter(
     "kvtier_decisions_total",
-    "Requests for which something could have been restored, by what was decided and why.",
+    "Requests for which blocks could have been restored, by the reason for the decision.",
     (("reason", tuple(reason.value for reason in PlanReason)),),
 )
 PREDICTED_SECONDS = Counter(
     "kvtier_predicted_seconds_total",
-    "What was predicted of requests whose outcome is known: the restore alone, and the time to the "
-    "first token.",
+    "Predicted times of requests with a known outcome: of the restore, and to the first token.",
     (("of", ("restore", "first_token")),),
 )
 ACTUAL_SECONDS = Counter(
     "kvtier_actual_seconds_total",
-    "What the same requests took.",
+    "Measured times of the same requests.",
     (("of", ("restore", "first_token")),),
 )
 SAVED_SECONDS = Counter(
     "kvtier_saved_seconds_total",
-    "Time to first token that restoring saved against computing, by the tier the blocks came from. "
-    "The time of computing was measured for the same prompt if possible, and is predicted if not.",
+    "Time to first token that restoring saved compared with computing, by the tier of the blocks."
+    " The time to compute was measured for the same prompt if possible, and predicted otherwise.",
     (_LOWER,),
 )
 SAVED_MEASURED_SECONDS = Counter(
     "kvtier_saved_measured_seconds_total",
-    "The part of kvtier_saved_seconds_total for which computing the same prompt was measured.",
+    "The part of kvtier_saved_seconds_total with a measured time to compute the same prompt.",
     (_LOWER,),
 )
 LOST_SECONDS = Counter(
     "kvtier_lost_seconds_total",
-    "Time to first token that restoring cost where computing would have been faster.",
+    "Time to first token that restoring cost when computing would have been faster.",
     (_LOWER,),
 )
 REGRET_SECONDS = Counter(
     "kvtier_regret_seconds_total",
-    "What the better road would have saved, as far as one can tell afterwards, by the road taken.",
+    "Time that the better choice would have saved, as far as it is known afterwards, by the "
+    "choice that was made.",
     (("taken", ("restore", "recompute")),),
 )
 GUARDED = Gauge(
     "kvtier_tier_guarded",
-    "1 while a tier is left alone because restoring from it did not pay.",
+    "1 while a tier is skipped because restoring from it did not pay off.",
     (_LOWER,),
 )
 RESTORE_BYTES_PER_SECOND = Gauge(
     "kvtier_restore_bytes_per_second",
-    "Bandwidth that the cost model expects of a route, with one transfer under way.",
+    "Bandwidth that the cost model expects of a route, for a single transfer.",
     (_ROUTE,),
 )
 PREFILL_TOKENS_PER_SECOND = Gauge(
@@ -377,29 +377,29 @@ POLICY_SECONDS = Histogram(
     buckets=TRANSFER_BUCKETS,
 )
 REMEMBERED_BLOCKS = Gauge(
-    "kvtier_remembered_blocks", "Blocks whose use is remembered, whether they are here or not."
+    "kvtier_remembered_blocks", "Blocks whose use is tracked, whether they are cached or not."
 )
 RETAINED_BYTES = Gauge(
     "kvtier_retained_bytes",
-    "Bytes of the CPU tier that are kept for pins, priorities, times to live and announced "
-    "requests.",
+    "Bytes of the CPU tier protected by pins, priorities, TTLs and announced requests.",
 )
 GATE_SHARE = Gauge(
-    "kvtier_gate_share", "Share of what leaves the CPU tier that is written to the SSD now."
+    "kvtier_gate_share",
+    "Share of the blocks leaving the CPU tier that is currently written to the SSD.",
 )
 ANNOUNCED_REQUESTS = Counter(
-    "kvtier_announced_requests_total", "Requests that were announced before their turn."
+    "kvtier_announced_requests_total", "Requests that were announced before they were scheduled."
 )
 PREFETCHED_BLOCKS = Counter(
     "kvtier_prefetched_blocks_total",
-    "Blocks brought into the CPU tier before they were asked for, by what for.",
+    "Blocks promoted to the CPU tier before they were requested, by the reason.",
     (("reason", ("announced", "warm")),),
 )
-LEASES = Gauge("kvtier_leases", "Leases that clients hold.")
+LEASES = Gauge("kvtier_leases", "Leases held by clients.")
 PINS = Gauge("kvtier_pins", "Blocks protected from eviction; 0 when the node is idle.")
 SESSIONS = Gauge(
     "kvtier_sessions",
-    "Clients attached, by transport.",
+    "Attached clients, by transport.",
     (("transport", ("shm",)),),
 )
 LOOP_SILENT_SECONDS = Gauge(
@@ -414,81 +414,19 @@ READY = Gauge(
 _CERTIFICATE = ("secret", ("rpc_certificate", "remote_ca"))
 CERTIFICATE_NOT_AFTER = Gauge(
     "kvtier_certificate_not_after_timestamp_seconds",
-    "When the certificate in force expires, since 1970; 0: there is none. Of rpc.tls_cert the first"
-    " of its chain to expire, of remote.tls_ca the last.",
+    "Unix time when the certificate in use expires; 0 without one. For rpc.tls_cert the first of "
+    "its chain to expire, for remote.tls_ca the last.",
     (_CERTIFICATE,),
 )
 CERTIFICATE_NOT_BEFORE = Gauge(
     "kvtier_certificate_not_before_timestamp_seconds",
-    "From when on it holds.",
+    "Unix time from which the certificate in use is valid.",
     (_CERTIFICATE,),
 )
 SECRET_REFUSED = Gauge(
     "kvtier_secret_refused",
-    "1 while what lies in a secret's file cannot be used, and what was there before is in force.",
+    "1 while the file of a secret is invalid and its previous value is in use.",
     (("secret", (*_CERTIFICATE[1], "rpc_token", "remote_url", "seal_keys", "api_keys")),),
 )
-DAEMON_METRICS: tuple[Metric, ...] = (
-    ASKED_TOKENS,
-    FOUND_TOKENS,
-    ABSENT_TOKENS,
-    LEFT_TOKENS,
-    ORDERED_TOKENS,
-    LOADED_TOKENS,
-    UNLOADED_TOKENS,
-    LOOKUP_BLOCKS,
-    LOOKUP_SECONDS,
-    MISS_BLOCKS,
-    TRANSFER_SECONDS,
-    TRANSFER_QUEUE_SECONDS,
-    TRANSFER_BYTES,
-    ADMISSION_BLOCKS,
-    EVICTED_BLOCKS,
-    DROPPED_BLOCKS,
-    TIER_USED_BYTES,
-    TIER_CAPACITY_BYTES,
-    TIER_BLOCKS,
-    TIER_UP,
-    TIER_STATE,
-    BREAKER_STATE,
-    QUARANTINED_BLOCKS,
-    SCRUBBED_BYTES,
-    SSD_WRITTEN_BYTES,
-    SSD_READ_ONLY,
-    SSD_DIRECT_IO,
-    SSD_WRITE_BUDGET_BYTES,
-    SSD_WRITE_BUDGET_LEFT_BYTES,
-    SSD_WRITE_BUDGET_STATE,
-    PROBED_LOOKUPS,
-    DEMOTED_BLOCKS,
-    MISSED_BLOCKS,
-    REFUSED_BLOCKS,
-    DECISIONS,
-    PREDICTED_SECONDS,
-    ACTUAL_SECONDS,
-    SAVED_SECONDS,
-    SAVED_MEASURED_SECONDS,
-    LOST_SECONDS,
-    REGRET_SECONDS,
-    GUARDED,
-    RESTORE_BYTES_PER_SECOND,
-    PREFILL_TOKENS_PER_SECOND,
-    POLICY_SECONDS,
-    REMEMBERED_BLOCKS,
-    RETAINED_BYTES,
-    GATE_SHARE,
-    ANNOUNCED_REQUESTS,
-    PREFETCHED_BLOCKS,
-    BACKGROUND_FAULTS,
-    LEASES,
-    PINS,
-    SESSIONS,
-    CERTIFICATE_NOT_AFTER,
-    CERTIFICATE_NOT_BEFORE,
-    SECRET_REFUSED,
-    BUILD,
-    READY,
-    LOOP_SILENT_SECONDS,
-    REFUSED_SAMPLES,
-)
-"""What the daemon exposes."""
+DAEMON_METRICS = table_of(vars(), BUILD, REFUSED_SAMPLES)
+"""All metrics that the daemon exposes."""

@@ -9,7 +9,7 @@ from kvtier.observe.metrics import (
     Counter,
     Gauge,
     Histogram,
-    Metric,
+    table_of,
 )
 
 __all__ = [
@@ -42,56 +42,57 @@ _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25,
 
 _SOURCE = ("source", (*(tier.value for tier in TierName), "computed"))
 _COPY = ("route", (TransferRoute.GPU_TO_CPU.value, TransferRoute.CPU_TO_GPU.value))
-"""What engines copy themselves."""
+"""Transfers made by engines."""
 
 PROMPT_TOKENS = Counter(
-    "kvtier_prompt_tokens_total", "Prompt tokens by what supplied their KV.", (_SOURCE,)
+    "kvtier_prompt_tokens_total", "Prompt tokens, by the source of their KV.", (_SOURCE,)
 )
-GENERATED_TOKENS = Counter("kvtier_generated_tokens_total", "Tokens of answers.")
+GENERATED_TOKENS = Counter("kvtier_generated_tokens_total", "Generated tokens.")
 PREFILL_TOKENS = Counter(
     "kvtier_prefill_tokens_total",
-    "Tokens computed as part of a prompt, those computed again after a preemption included.",
+    "Prompt tokens computed, including those recomputed after a preemption.",
 )
 DECODE_TOKENS = Counter("kvtier_decode_tokens_total", "Tokens computed one at a time.")
 TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
     "kvtier_time_to_first_token_seconds",
-    "From the arrival of a request to its first token, by the slowest source of its prompt's KV "
-    "below the GPU; gpu where the GPU held all but the last tokens, computed where no tier helped.",
+    "Time from the arrival of a request to its first token, by the slowest source of its prompt's"
+    " KV below the GPU; gpu if the GPU tier held all but the last tokens, computed if no tier "
+    "helped.",
     (_SOURCE,),
     buckets=_FIRST_TOKEN_BUCKETS,
 )
 INTER_TOKEN_SECONDS = Histogram(
     "kvtier_inter_token_seconds",
-    "Time from one token of an answer to the next, by the source of its prompt's KV, as above.",
+    "Time between two tokens of an answer, by the source of its prompt's KV, as for "
+    "kvtier_time_to_first_token_seconds.",
     (_SOURCE,),
     buckets=_STEP_BUCKETS,
 )
-STEP_SECONDS = Histogram(
-    "kvtier_step_seconds", "Time of one step of the engine.", buckets=_STEP_BUCKETS
-)
+STEP_SECONDS = Histogram("kvtier_step_seconds", "Time of one engine step.", buckets=_STEP_BUCKETS)
 REQUESTS = Counter(
     "kvtier_requests_total",
-    "Requests that ended, by how; refused ones never reached the engine.",
+    "Finished requests, by the outcome; refused requests never reached the engine.",
     (("outcome", ("stop", "length", "abort", "error", "refused")),),
 )
 PREEMPTIONS = Counter(
-    "kvtier_preemptions_total", "Requests that lost their blocks to earlier ones and began again."
+    "kvtier_preemptions_total",
+    "Requests that lost their blocks to earlier ones and were restarted.",
 )
 RESTORE_STALL_SECONDS = Counter(
     "kvtier_restore_stall_seconds_total",
-    "Time in which the engine had requests and computed nothing, because all that could have gone "
-    "on waited for a load or, where none was under way, for the answer to a lookup.",
+    "Time in which the engine had requests but computed nothing, because all of them waited for a"
+    " load or, if there was none, for a lookup.",
     (("waits_for", ("load", "lookup")),),
 )
 COPY_SECONDS = Histogram(
     "kvtier_copy_seconds",
-    "Time of copying one block between the engine's pool and the CPU tier.",
+    "Time to copy one block between the engine's pool and the CPU tier.",
     (_COPY,),
     buckets=TRANSFER_BUCKETS,
 )
 SKIPPED_BLOCKS = Counter(
     "kvtier_skipped_blocks_total",
-    "Full blocks that were not offered to the tiers, because too many stores were open already.",
+    "Full blocks that were not offered to the tiers, because too many stores were in progress.",
 )
 ATTACHED = Gauge("kvtier_attached", "1 while the engine has a session with a daemon.")
 POOL_BLOCKS = Gauge(
@@ -99,33 +100,14 @@ POOL_BLOCKS = Gauge(
     "Blocks of the engine's pool: used by a request or a transfer, cached, or free.",
     (("state", ("used", "cached", "free")),),
 )
-POOL_BYTES = Gauge("kvtier_pool_bytes", "The same in bytes.", POOL_BLOCKS.labels)
-REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests not yet begun.")
-REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
-REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are on their way.")
-
-ENGINE_METRICS: tuple[Metric, ...] = (
-    PROMPT_TOKENS,
-    GENERATED_TOKENS,
-    PREFILL_TOKENS,
-    DECODE_TOKENS,
-    TIME_TO_FIRST_TOKEN_SECONDS,
-    INTER_TOKEN_SECONDS,
-    STEP_SECONDS,
-    REQUESTS,
-    REQUESTS_WAITING,
-    REQUESTS_RUNNING,
-    REQUESTS_LOADING,
-    PREEMPTIONS,
-    RESTORE_STALL_SECONDS,
-    COPY_SECONDS,
-    SKIPPED_BLOCKS,
-    POOL_BLOCKS,
-    POOL_BYTES,
-    ATTACHED,
-    SECRET_REFUSED,
-    BUILD,
-    READY,
-    REFUSED_SAMPLES,
+POOL_BYTES = Gauge(
+    "kvtier_pool_bytes",
+    "Bytes of the engine's pool, by the state of the block.",
+    POOL_BLOCKS.labels,
 )
-"""What an engine exposes."""
+REQUESTS_WAITING = Gauge("kvtier_requests_waiting", "Requests that have not started.")
+REQUESTS_RUNNING = Gauge("kvtier_requests_running", "Requests being computed.")
+REQUESTS_LOADING = Gauge("kvtier_requests_loading", "Requests whose blocks are being loaded.")
+
+ENGINE_METRICS = table_of(vars(), SECRET_REFUSED, BUILD, READY, REFUSED_SAMPLES)
+"""All metrics that an engine exposes."""

@@ -1,12 +1,12 @@
-"""The log: one event a line, as ``key=value`` pairs or as JSON, on standard error.
+"""Structured logging to standard error: one event per line, as ``key=value`` pairs or JSON.
 
     time=2026-03-01T09:15:02.123Z level=warning log=kvtier.daemon event="tier is down" tier=ssd
 
 Rules
 -----
-* An event is a constant sentence; what varies goes into fields, so that lines can be counted.
-* A line about a request has its ``request``, and its ``decision`` where there is one.
-* What may repeat, goes through ``RateLimitedLog``: one line a period, with the number left out.
+* An event is a constant sentence. Variable parts are fields, so that events can be counted.
+* A line about a request has its ``request``, and its ``decision`` if there is one.
+* Events that may repeat go through ``RateLimitedLog``.
 * Prompts, tokens, salts, URLs with passwords and block contents are never fields.
 * Logging never blocks: see ``log_output``.
 """
@@ -35,46 +35,46 @@ __all__ = [
     "start_log",
 ]
 
-_REPEATED_MAX = 256  # events are constants of the source, some dozens: reached only by a bug
+_REPEATED_MAX = 256  # events are constants, a few dozen: reached only by a bug
 
 _Tell = Callable[..., None]
 
 
 class Log:
-    """A named log; cheap where the level is not wanted."""
+    """A named log; cheap if the level is disabled."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
     def debug(self, event: str, **fields: object) -> None:
-        """Note what only a developer looks for."""
+        """Log details for developers."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Note what an operator wants to read once a day."""
+        """Log what an operator reads once a day."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Note what kvtier got over by itself, at a cost."""
+        """Log a problem that kvtier handled, at a cost."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Note what someone has to look at."""
+        """Log a problem that needs attention."""
         self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, **fields: object) -> None:
-        """Note a bug, with the trace of the exception being handled."""
-        self._logger.error(event, exc_info=True, extra={FIELDS: _told(fields)}, stacklevel=2)
+        """Log a bug, with the traceback of the current exception."""
+        self._logger.error(event, exc_info=True, extra={FIELDS: _with_text(fields)}, stacklevel=2)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={FIELDS: _told(fields)}, stacklevel=3)
+            self._logger.log(level, event, extra={FIELDS: _with_text(fields)}, stacklevel=3)
 
 
-def _told(fields: dict[str, object]) -> dict[str, object]:
-    """Return what is written: of errors their words, since they hold the frames they came through.
+def _with_text(fields: dict[str, object]) -> dict[str, object]:
+    """Return fields with exceptions as text.
 
-    Whoever keeps a line would keep those, and all that they refer to.
+    An exception in a queued record would keep its frames and all their variables alive.
     """
     return {
         name: str(value) if isinstance(value, BaseException) else value
@@ -83,11 +83,11 @@ def _told(fields: dict[str, object]) -> dict[str, object]:
 
 
 class RateLimitedLog:
-    """What may come in thousands, mostly warnings: each event is written once a period.
+    """Logs each event at most once per period.
 
-    The first one is written at once. Of those that follow within a period the last is written at
-    its end, with the number of those left out in between: lines and ``left_out`` add up to all.
-    ``later`` has something done after so many seconds, on any thread.
+    The first one is logged at once. Of those within a period, the last is logged at its end, with
+    the number of omitted ones in ``left_out``. ``later`` calls a function after some seconds,
+    on any thread.
     """
 
     def __init__(
@@ -101,26 +101,26 @@ class RateLimitedLog:
         self._later = later or _later
         self._lock = threading.Lock()
         self._held: dict[str, tuple[int, _Tell]] = {}
-        """By event within its period: how many were not written, and how to write the last."""
+        """By event: the number of pending lines, and a function that logs the last one."""
 
     def info(self, event: str, **fields: object) -> None:
-        """Write the event, or keep it for the end of its period if there was one in it."""
-        tell = partial(self._log.info, event, **_told(fields))
+        """Log the event, now or at the end of its period."""
+        tell = partial(self._log.info, event, **_with_text(fields))
         self._tell(event, tell, tell)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write a warning likewise."""
-        tell = partial(self._log.warning, event, **_told(fields))
+        """Log a warning, now or at the end of its period."""
+        tell = partial(self._log.warning, event, **_with_text(fields))
         self._tell(event, tell, tell)
 
     def exception(self, event: str, **fields: object) -> None:
-        """Write a bug likewise; only the first one of a period with its trace."""
-        fields = _told(fields)
+        """Log a bug likewise; only the first one of a period has a traceback."""
+        fields = _with_text(fields)
         later = partial(self._log.error, event, **fields, error=repr(sys.exception()))
         self._tell(event, partial(self._log.exception, event, **fields), later)
 
     def record(self, record: logging.LogRecord) -> None:
-        """Write another library's record likewise; its unformatted message is the event."""
+        """Log a record of another library likewise; its unformatted message is the event."""
 
         def tell(**fields: object) -> None:
             record.__dict__[FIELDS] = fields
@@ -151,14 +151,14 @@ class RateLimitedLog:
 
 
 class RateLimitFilter(logging.Filter):
-    """Folds what other libraries say: a stranger's bad requests must not fill the log."""
+    """Rate-limits the records of other libraries, so that bad requests cannot fill the log."""
 
     def __init__(self, repeated: RateLimitedLog) -> None:
         super().__init__()
         self._repeated = repeated
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass what is ours, or was folded; the rest comes again when it is its turn."""
+        """Pass our own and rate-limited records; others are logged later by ``RateLimitedLog``."""
         if FIELDS in record.__dict__ or record.name.startswith("kvtier"):
             return True
         self._repeated.record(record)
@@ -170,46 +170,43 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
     timer.daemon = True
     try:
         timer.start()
-    except RuntimeError:  # no thread is to be had: better more lines than none ever again
+    except RuntimeError:  # cannot start a thread: too many lines are better than none
         call()
 
 
 def start_log(
     level: str, form: str = "text", write: Callable[[str], object] = write_to_stderr
 ) -> None:
-    """Write what is at least ``level``; called once, where a process starts.
+    """Start logging at ``level``; called once, when a process starts.
 
-    ``form`` is a key of ``FORMS``. Other libraries are heard from warnings on. Calling it again
-    replaces what was there.
+    ``form`` is a key of ``FORMS``. Other libraries log at level warning. A second call replaces the
+    handlers of the first.
     """
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
         old.flush()
         old.close()
-    outlet = LogWriter(FORMS[form], write)
-    outlet.addFilter(RateLimitFilter(RateLimitedLog(Log("kvtier.log"))))
-    root.addHandler(outlet)
+    writer = LogWriter(FORMS[form], write)
+    writer.addFilter(RateLimitFilter(RateLimitedLog(Log("kvtier.log"))))
+    root.addHandler(writer)
     root.setLevel(logging.WARNING)
     set_level(level)
 
 
 def set_level(level: str) -> None:
-    """Write what is at least ``level`` from now on; of other libraries it stays as it was."""
+    """Change the level of kvtier's logs."""
     logging.getLogger("kvtier").setLevel(level.upper())
 
 
 def flush_log() -> None:
-    """Wait a moment until what was logged is written, before an end that runs nothing more."""
+    """Wait shortly until all lines are written; for use before an abrupt exit."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def log_unhandled_exceptions() -> None:
-    """Have the log say what else would be written past it: warnings, and what nobody caught.
-
-    For a process of our own.
-    """
+    """Log Python warnings and unhandled exceptions. Only for processes of kvtier."""
     reserve_standard_descriptors()
     logging.captureWarnings(True)
     log = logging.getLogger("kvtier")
@@ -218,11 +215,13 @@ def log_unhandled_exceptions() -> None:
         if fault.exc_value is not None and fault.exc_type is not SystemExit:
             name = fault.thread.name if fault.thread else "unknown"
             trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
-            log.error("a thread ended", exc_info=trace, extra={FIELDS: {"thread": name}})
+            log.error(
+                "unhandled exception in a thread", exc_info=trace, extra={FIELDS: {"thread": name}}
+            )
 
     def unraisable(fault: "sys.UnraisableHookArgs") -> None:
         if fault.exc_value is not None:
             trace = (fault.exc_type, fault.exc_value, fault.exc_traceback)
-            log.error("a fault that nobody could catch", exc_info=trace)
+            log.error("unhandled exception", exc_info=trace)
 
     threading.excepthook, sys.unraisablehook = run_in_thread, unraisable

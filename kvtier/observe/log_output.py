@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 FIELDS = "kvtier_fields"
-"""The attribute of a record that holds the fields of its event."""
+"""Name of the attribute of a record with the fields of its event."""
 
 _PLAIN = re.compile(r"[\w.:/@+\-]+")
 _END_CHARACTERS = 2000
-"""Of each end of a long text: room for the last calls of a trace."""
+"""Characters kept at each end of a long text: enough for the last calls of a traceback."""
 
 
 def text_line(record: logging.LogRecord) -> str:
@@ -48,11 +48,11 @@ def json_line(record: logging.LogRecord) -> str:
 
 
 FORMS: Mapping[str, Callable[[logging.LogRecord], str]] = {"text": text_line, "json": json_line}
-"""How a line may be written, as ``daemon.log_format`` names it."""
+"""Formats of a line, by the values of ``daemon.log_format``."""
 
 
 def line_of(record: logging.LogRecord) -> str:
-    """Return an event with its fields, for the log of a process that is not ours."""
+    """Return an event with its fields, for the log of another program."""
     return " ".join(filter(None, (record.getMessage(), _pairs(getattr(record, FIELDS, {})))))
 
 
@@ -80,7 +80,7 @@ def _quoted(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has of a value."""
+    """Return a value that JSON can represent."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -89,41 +89,41 @@ def _plain(value: object) -> object:
 
 
 def _shortened(text: str) -> str:
-    num_left_out = len(text) - 2 * _END_CHARACTERS
-    if num_left_out <= 0:
+    num_omitted = len(text) - 2 * _END_CHARACTERS
+    if num_omitted <= 0:
         return text
-    return f"{text[:_END_CHARACTERS]} ({num_left_out} left out) {text[-_END_CHARACTERS:]}"
+    return f"{text[:_END_CHARACTERS]} ({num_omitted} characters omitted) {text[-_END_CHARACTERS:]}"
 
 
 def _escaped(value: object) -> str:
-    """Return JSON that anyone can read, or where that would not be safe, in ASCII."""
+    """Return JSON with Unicode characters, or in ASCII if some are not printable."""
     readable = json.dumps(value, ensure_ascii=False)
     return readable if readable.isprintable() else json.dumps(value)
 
 
 _LINES_MAX = 4096
-"""A minute of the log at debug level under load, and a few MB of memory."""
+"""Most waiting lines: a minute at debug level under load, and a few MB of memory."""
 
 _LAST_S = 0.5
-"""What a process that ends gives its last lines: nobody waits for whoever does not read them."""
+"""Time to write the last lines when the process ends."""
 
-_LOST = "lines of this log were left out, because they could not be written"
+_LOST = "log lines lost because they could not be written"
 
 _STDERR = 2
 
 
 def write_to_stderr(line: str) -> None:
-    """Write a line whole, past every buffer; raises OSError."""
-    # Not by sys.stderr: what is left in its buffer would hold up the end of the process.
+    """Write a whole line to standard error without buffering; raises OSError."""
+    # Not through sys.stderr, whose buffer could block the exit of the process.
     rest = memoryview(line.encode())
     while rest:
         rest = rest[os.write(_STDERR, rest) :]
 
 
 def reserve_standard_descriptors() -> None:
-    """Have something behind descriptors 0 to 2, so that no file of ours is opened as one of them.
+    """Open descriptors 0 to 2 on /dev/null if they are closed.
 
-    A process that was started without standard error would write its log into the first such file.
+    Otherwise a process started without standard error could write its log into another file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
@@ -131,7 +131,7 @@ def reserve_standard_descriptors() -> None:
 
 
 class LogWriter(logging.Handler):
-    """Writes records by ``write``, in the form that ``form`` gives them, on a thread of its own."""
+    """Formats records with ``form``, and writes them with ``write`` on a thread of its own."""
 
     def __init__(
         self, form: Callable[[logging.LogRecord], str], write: Callable[[str], object]
@@ -142,17 +142,17 @@ class LogWriter(logging.Handler):
         self._lines: deque[str] = deque()
         self._num_lost = 0
         self._is_cut = False
-        """The last line may be there in part."""
+        """Whether the last line may have been written in part."""
         self._is_closing = False
         self._is_writing = False
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="kvtier-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record in; returns at once."""
+        """Queue a record; never blocks."""
         try:
             line = self._form(record)
-        except Exception as error:  # an argument of another library's that makes no sense
+        except Exception as error:  # another library passed wrong arguments
             line = self._form(_unformed(record, error))
         with self._changed:
             if len(self._lines) >= _LINES_MAX:
@@ -163,16 +163,16 @@ class LogWriter(logging.Handler):
 
     @property
     def is_pending(self) -> bool:
-        """Tell whether a line waits or is being written."""
+        """Return whether a line is waiting or being written."""
         return bool(self._lines) or self._is_writing
 
     def flush(self) -> None:
-        """Wait a moment until everything is written."""
+        """Wait shortly until everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_pending, _LAST_S)
 
     def close(self) -> None:
-        """Write nothing more, and end the thread."""
+        """Drop waiting lines, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._lines.clear()
@@ -192,13 +192,13 @@ class LogWriter(logging.Handler):
             self._put(line, num_lost)
 
     def _put(self, line: str, num_lost: int) -> None:
-        """Write a line, and before it how many are missing there; none of it may fail."""
+        """Write a line, preceded by the number of lost lines; never raises."""
         start = "\n" if self._is_cut else ""
         try:
             if num_lost:
                 start += self._form(_event(_LOST, left_out=num_lost)) + "\n"
             self._write(f"{start}{line}\n")
-        except Exception:  # whatever it is, there is nowhere to say it, and the next line may go
+        except Exception:  # there is nowhere to report it, and the next line may succeed
             self._is_cut = True
             with self._changed:
                 self._num_lost += 1
@@ -216,4 +216,4 @@ def _event(event: str, **fields: object) -> logging.LogRecord:
 
 def _unformed(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
     where = f"{record.pathname}:{record.lineno}"
-    return _event("a line could not be made", of=record.name, where=where, error=repr(error))
+    return _event("could not format a log line", of=record.name, where=where, error=repr(error))

@@ -9,7 +9,7 @@ Recording never raises, because a wrong sample must not fail a request. A sample
 is dropped and counted in ``kvtier_refused_samples_total``, which tests keep at 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite
@@ -28,18 +28,19 @@ __all__ = [
     "Histogram",
     "Metric",
     "Metrics",
+    "table_of",
 ]
 
 # One step of about 2.5 each: a quantile read from a bucket is then within a factor of 1.6. The
 # range is that of one block from memory (50 us) to the longest deadline (5 s).
 _MILLISECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
 TRANSFER_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
-"""Of what moves or decides about blocks, in seconds."""
+"""Buckets of transfers and decisions, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a name, what it tells, and the closed set of each label's values."""
+    """One metric: its name, help text, and the closed set of values of each label."""
 
     name: str
     help: str
@@ -47,7 +48,7 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """Return the base unit: the last word of the name that is no ``total``."""
+        """Return the base unit, from the last word of the name except ``total``."""
         name = self.name.removesuffix("_total")
         word = name.removesuffix("_per_second").rpartition("_")[2]
         if word not in {"seconds", "bytes", "blocks", "tokens"}:
@@ -57,35 +58,43 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Only grows, from 0 at the start of the process."""
+    """A value that only grows, from 0 at the start of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """How it is now."""
+    """A current value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram(Metric):
-    """How often a value fell below each bound."""
+    """Counts of values by bucket."""
 
     buckets: tuple[float, ...]
 
 
-BUILD = Gauge("kvtier_build_info", "1; the label says what runs.", (("version", (__version__,)),))
+BUILD = Gauge(
+    "kvtier_build_info", "Always 1; the label is the version.", (("version", (__version__,)),)
+)
 REFUSED_SAMPLES = Counter(
     "kvtier_refused_samples_total",
-    "Samples that fit no row of this table and were left out; anything but 0 is a bug.",
+    "Samples that match no series and were dropped; any value but 0 is a bug.",
 )
 
 _Record = Callable[[float], None]
 
 
+def table_of(names: Mapping[str, object], *shared: Metric) -> tuple[Metric, ...]:
+    """Return the metrics among a module's ``names``, with the ``shared`` ones at the end."""
+    own = (row for row in names.values() if isinstance(row, Metric) and row not in shared)
+    return (*own, *shared)
+
+
 class Metrics:
-    """The series of one process, in a registry of its own. Safe to call from any thread."""
+    """Records into the series of one process. Thread-safe."""
 
     def __init__(self, table: Sequence[Metric], registry: CollectorRegistry) -> None:
-        # A second series for each counter, which nobody reads.
+        # They would add an unused series for each counter.
         without_created: Callable[[], None] = prometheus_client.disable_created_metrics
         without_created()
         self.registry = registry
@@ -98,18 +107,18 @@ class Metrics:
             self.set(BUILD, 1, version=__version__)
 
     def add(self, metric: Counter, amount: float = 1, **labels: str) -> None:
-        """Count ``amount`` more."""
+        """Add ``amount`` to a counter."""
         if amount < 0:
             self._refuse(1)
             return
         self._record(metric, amount, labels)
 
     def set(self, metric: Gauge, amount: float, **labels: str) -> None:
-        """Say how it is now."""
+        """Set a gauge."""
         self._record(metric, amount, labels)
 
     def set_one(self, metric: Gauge, label: str, value: str | None, **labels: str) -> None:
-        """Set the series whose ``label`` has this value to 1 and the others to 0; None: all."""
+        """Set the series whose ``label`` has this value to 1, and all others to 0."""
         values = dict(metric.labels)[label]
         for each in values:
             self.set(metric, each == value, **labels, **{label: each})
@@ -117,19 +126,19 @@ class Metrics:
             self._refuse(1)
 
     def follow(self, metric: Gauge, now: Callable[[], float]) -> None:
-        """Have ``now`` say how it is, at each scrape and on whichever thread answers it."""
+        """Get a gauge's value from ``now`` at each scrape, on the thread that answers it."""
         family = self._families[metric.name]
-        assert isinstance(family, prometheus_client.Gauge), f"{metric.name} is no gauge"
+        assert isinstance(family, prometheus_client.Gauge), f"{metric.name} is not a gauge"
         family.set_function(now)
 
     def observe(self, metric: Histogram, amount: float, **labels: str) -> None:
-        """Note one value."""
+        """Record a value."""
         self._record(metric, amount, labels)
 
     def _record(self, metric: Metric, amount: float, labels: dict[str, str]) -> None:
         values = [labels.get(name, "") for name, _ in metric.labels]
         record = self._series.get((metric.name, *values))
-        # One that is no number would spoil a sum for as long as the process lives.
+        # NaN or infinity would spoil a sum until the process ends.
         if record is None or len(labels) != len(values) or not isfinite(amount):
             self._refuse(1)
             return
@@ -156,7 +165,7 @@ def _family(metric: Metric, names: list[str], registry: CollectorRegistry) -> _F
             return prometheus_client.Histogram(
                 metric.name, metric.help, names, registry=registry, buckets=buckets
             )
-    raise AssertionError(f"{metric.name} is of no kind")
+    raise AssertionError(f"{metric.name} has an unknown type")
 
 
 def _recorder(child: _Family) -> _Record:
@@ -167,8 +176,8 @@ def _recorder(child: _Family) -> _Record:
             return child.set
         case prometheus_client.Histogram():
             return child.observe
-    raise AssertionError(f"{child} is of no kind")
+    raise AssertionError(f"{child} has an unknown type")
 
 
 def _leave_out(amount: float) -> None:
-    """Count nothing: this table has no row for refused samples."""
+    """Drop a sample; this table has no metric for refused samples."""

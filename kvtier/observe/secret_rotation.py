@@ -13,27 +13,27 @@ __all__ = ["LOOK_EVERY_S", "SecretRotation"]
 _log = Log("kvtier.secrets")
 
 LOOK_EVERY_S = 1.0
-"""Two looks see a file whole. A Secret of Kubernetes takes up to a minute to come here anyway."""
+"""Seconds between checks. A Kubernetes Secret takes up to a minute to reach the node anyway."""
 
 
 class SecretRotation:
-    """Has secrets read again. From any thread, one at a time."""
+    """Reloads secrets. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._said: dict[str, str] = {}
-        """What was said to be wrong, by secret."""
+        self._logged: dict[str, str] = {}
+        """The last logged error, by secret."""
 
     def look(self, secrets: Iterable[Secret[Any]]) -> None:
-        """Take what has changed and is whole."""
+        """Reload secrets whose files changed and are complete."""
         with self._lock:
             for secret in secrets:
                 self._read(secret, secret.look)
 
     def reload(self, secrets: Sequence[Secret[Any]]) -> list[str]:
-        """Read all now; returns what is wrong with those that stay as they were."""
+        """Reload all secrets now; returns the errors of those that keep their old value."""
         with self._lock:
-            self._said.clear()  # who asks is told again
+            self._logged.clear()  # log errors again
             for secret in secrets:
                 self._read(secret, secret.reload)
             return [secret.fault for secret in secrets if secret.fault]
@@ -42,11 +42,11 @@ class SecretRotation:
         try:
             is_changed = step()
         except StartError as error:
-            if self._said.get(secret.name) != secret.fault:
-                self._said[secret.name] = secret.fault
+            if self._logged.get(secret.name) != secret.fault:
+                self._logged[secret.name] = secret.fault
                 _log.error("new secret rejected, keeping the previous one", error=error)
             return
         if not secret.fault:
-            self._said.pop(secret.name, None)
+            self._logged.pop(secret.name, None)
         if is_changed:
             _log.info("secret reloaded", secret=secret.name)

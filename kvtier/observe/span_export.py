@@ -1,7 +1,7 @@
-"""The way out of traces: ended spans wait in a bounded queue for a thread that sends them.
+"""Exports trace spans to a collector, from a thread of its own.
 
-Whoever ends a span never waits for a collector. One that is away, slow or full costs spans, which
-are counted, and a line of the log now and then.
+Ending a span never blocks: ended spans wait in a bounded queue. A collector that is down, slow or
+full loses spans; they are counted, and the loss is logged at a limited rate.
 """
 
 import logging
@@ -20,25 +20,22 @@ from kvtier.observe.log import Log, RateLimitedLog
 __all__ = ["SpanQueue", "open_tracer"]
 
 _SPANS_MAX = 2048
-"""As in the SDK's own queue; some hundred requests, and a few MB."""
+"""The same as in the SDK's queue: a few hundred requests, and a few MB."""
 
 _BATCH_MAX = 512
 _PERIOD_S = 1.0
-"""A trace is looked at by people, who can wait for a second."""
+"""Time between exports; people who look at traces can wait for a second."""
 
 
 def open_tracer(service: str) -> tuple[Tracer, "SpanQueue"]:
-    """Return a tracer, and its way to the collector that the ``OTEL_*`` variables name.
-
-    Sampling, resource attributes and headers are theirs, too.
-    """
-    # It has a line for each try, and the outlet counts what comes of them.
+    """Return a tracer and its queue, configured by the ``OTEL_*`` variables."""
+    # It would log every attempt; the queue counts lost spans.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service)})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    outlet = SpanQueue(_exporter())
-    provider.add_span_processor(outlet)
-    return provider.get_tracer("kvtier"), outlet
+    queue = SpanQueue(_exporter())
+    provider.add_span_processor(queue)
+    return provider.get_tracer("kvtier"), queue
 
 
 def _exporter() -> SpanExporter:
@@ -55,19 +52,19 @@ def _exporter() -> SpanExporter:
 
 
 class SpanQueue(SpanProcessor):
-    """Sends ended spans by ``exporter``, on a thread of its own."""
+    """Sends ended spans with ``exporter``, from a thread of its own."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._spans: deque[ReadableSpan] = deque()
         self._changed = threading.Condition()
-        self._is_sending = self._is_hurried = False
+        self._is_sending = self._is_flushing = False
         self.num_sent = self.num_lost = 0
         self._warnings = RateLimitedLog(Log("kvtier.trace"))
         threading.Thread(target=self._run, name="kvtier-spans", daemon=True).start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Take a span in; returns at once."""
+        """Queue a span; never blocks."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         with self._changed:
@@ -77,12 +74,12 @@ class SpanQueue(SpanProcessor):
                     self._changed.notify_all()
                 return
             self.num_lost += 1
-        self._warnings.warning("spans were lost", lost=self.num_lost, why="too many wait")
+        self._warnings.warning("spans lost", lost=self.num_lost, why="the queue is full")
 
     def force_flush(self, timeout_millis: int = 1000) -> bool:
-        """Send what waits now; False if that takes longer."""
+        """Send all waiting spans; returns False if that takes longer."""
         with self._changed:
-            self._is_hurried = True
+            self._is_flushing = True
             self._changed.notify_all()
             return self._changed.wait_for(self._is_empty, timeout_millis / 1000)
 
@@ -94,23 +91,23 @@ class SpanQueue(SpanProcessor):
             with self._changed:
                 self._is_sending = False
                 self._changed.notify_all()
-                if not self._is_hurried and len(self._spans) < _BATCH_MAX:
+                if not self._is_flushing and len(self._spans) < _BATCH_MAX:
                     self._changed.wait(_PERIOD_S)
                 batch = [self._spans.popleft() for _ in range(min(_BATCH_MAX, len(self._spans)))]
                 self._is_sending = bool(batch)
-                self._is_hurried = self._is_hurried and bool(self._spans)
+                self._is_flushing = self._is_flushing and bool(self._spans)
             if batch:
                 self._send(batch)
 
     def _send(self, batch: list[ReadableSpan]) -> None:
-        why = "the collector did not take them"
+        why = "the collector refused them"
         try:
             is_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception as error:  # an exporter may raise what it likes: the spans are lost
+        except Exception as error:  # exporters may raise anything
             is_taken, why = False, repr(error)
         with self._changed:
             if is_taken:
                 self.num_sent += len(batch)
                 return
             self.num_lost += len(batch)
-        self._warnings.warning("spans were lost", lost=self.num_lost, why=why)
+        self._warnings.warning("spans lost", lost=self.num_lost, why=why)

@@ -1,20 +1,21 @@
-"""Traces of requests through engine, daemon and tiers, for those who collect them by OpenTelemetry.
+"""Traces requests through engine, daemon and tiers with OpenTelemetry.
 
 Theory
 ------
-A request goes over many threads, and what they all have is its id. So the spans of the last
-requests are kept by id, and a step of one finds its parent there. To the daemon the context goes as
-W3C ``traceparent`` in the call's metadata. A read of a tier serves whichever load waits for its
-blocks: it is found by their hashes, and hangs under the load that asked first.
+A request runs on many threads, which share only its id. So the spans of recent requests are kept by
+id, and a step finds its parent there. The context goes to the daemon as W3C ``traceparent`` in the
+call's metadata. A read of a tier serves all loads that wait for its blocks: it is found by their
+hashes, and becomes a child of the load that requested them first.
 
-vLLM traces its requests itself. There our steps, and the daemon's, hang under the request's client;
-where vLLM lets us trace nothing in its processes, only that context is passed on.
+vLLM traces its requests itself. There our steps, and those of the daemon, are children of the span
+of the request's client. In vLLM's own processes, where we cannot trace, the context is only passed
+on.
 
 Rules
 -----
-* Off unless configured: then nothing is imported, and a step costs a look at ``is_on``.
-* Spans carry numbers, ids and words of ours: no prompt, no token, no salt.
-* Spans that the collector does not accept are lost and counted. Nothing waits for it.
+* Off unless configured: then nothing is imported, and a step costs one check of ``is_on``.
+* Spans contain numbers, ids and our own words: no prompts, tokens or salts.
+* Spans that the collector does not accept are lost and counted: see ``span_export``.
 """
 
 import atexit
@@ -36,43 +37,43 @@ if TYPE_CHECKING:
 __all__ = ["TRACES", "Metadata", "TraceStep", "Traces", "start_traces", "traceparent_of"]
 
 _REQUESTS_MAX = 4096
-"""As many as are remembered for ``explain``: a store may come long after its request's answer."""
+"""The same as in the decision log: a store may come long after the answer of its request."""
 
 _TRACEPARENT = "traceparent"
 _FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Metadata = tuple[tuple[str, str], ...]
-"""What a call takes along beside its message."""
+"""Metadata of a gRPC call."""
 
 
 class TraceStep:
-    """A step of a request that is under way, or none where nothing is traced."""
+    """A step of a request in progress; without a span if it is not traced."""
 
     def __init__(self, span: "Span | None" = None) -> None:
         self.span = span
 
-    def tell(self, **facts: str | int | float) -> None:
-        """Note what is known of it now."""
+    def set(self, **facts: str | int | float) -> None:
+        """Set attributes of the span."""
         if self.span is not None:
             self.span.set_attributes({f"kvtier.{name}": fact for name, fact in facts.items()})
 
     def context(self) -> "Context":
-        """Return it as the parent of other steps."""
+        """Return the context for child spans."""
         from opentelemetry.trace import set_span_in_context
 
         assert self.span is not None
         return set_span_in_context(self.span)
 
 
-_NOTHING = TraceStep()
+_NOT_TRACED = TraceStep()
 
 
-class _Passed(threading.local):
+class _Forwarded(threading.local):
     traceparent = ""
 
 
 class Traces:
-    """What a process traces; one for all of it, as there is one log. From any thread."""
+    """The tracing of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -80,73 +81,73 @@ class Traces:
         self._lock = threading.Lock()
         self._requests: OrderedDict[str, TraceStep] = OrderedDict()
         self._loads: dict[BlockHash, list[TraceStep]] = {}
-        """By block, the loads that wait for it, the first one first."""
-        self._passed = _Passed()
+        """Loads that wait for a block, in order, by its hash."""
+        self._forwarded = _Forwarded()
 
     def start(self, tracer: "Tracer") -> None:
-        """Trace from now on."""
+        """Start tracing."""
         self._tracer, self.is_on = tracer, True
 
     def begin(self, request_id: str, traceparent: str = "") -> None:
-        """Begin a request's own span, within whatever its client traces."""
+        """Begin the span of a request, as a child of the client's span if there is one."""
         if not self.is_on:
             return
         from opentelemetry.trace import SpanKind
 
         parent = _extracted(((_TRACEPARENT, traceparent),))
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
-        mark = TraceStep(span)
-        mark.tell(request=request_id)
+        step = TraceStep(span)
+        step.set(request=request_id)
         with self._lock:
-            self._requests[request_id] = mark
+            self._requests[request_id] = step
             if len(self._requests) > _REQUESTS_MAX:
                 self._requests.popitem(last=False)
 
     def end(self, request_id: str, **facts: str | int | float) -> None:
-        """End a request's span; steps that come later still find it."""
-        mark = self._of(request_id)
-        if mark.span is not None and mark.span.is_recording():
-            mark.tell(**facts)
-            mark.span.end()
+        """End a request's span; later steps can still become its children."""
+        step = self._of(request_id)
+        if step.span is not None and step.span.is_recording():
+            step.set(**facts)
+            step.span.end()
 
-    def note(self, name: str, request_id: str, took_s: float) -> None:
-        """Note a step of a request that has just ended."""
-        mark = self._of(request_id)
-        if mark.span is not None:
+    def record(self, name: str, request_id: str, took_s: float) -> None:
+        """Record a step of a request that has just ended."""
+        step = self._of(request_id)
+        if step.span is not None:
             began_ns = time.time_ns() - int(took_s * 1e9)
-            self._tracer.start_span(name, mark.context(), start_time=began_ns).end()
+            self._tracer.start_span(name, step.context(), start_time=began_ns).end()
 
     @contextmanager
     def step(self, name: str, request_id: str, **facts: str | int | float) -> Iterator[TraceStep]:
-        """Trace a step of a request that this thread does; calls in it carry its context."""
+        """Trace a step on this thread; calls within it carry its context."""
         parent = self._of(request_id)
         if parent.span is None:
-            yield _NOTHING
+            yield _NOT_TRACED
             return
-        with self._doing(name, parent.context()) as mark:
-            mark.tell(**facts)
-            yield mark
+        with self._current(name, parent.context()) as step:
+            step.set(**facts)
+            yield step
 
     @contextmanager
-    def passing_on(self, name: str, traceparent: str) -> Iterator[TraceStep]:
-        """Trace a step of a request that others trace, and of which ``traceparent_of`` tells.
+    def forward(self, name: str, traceparent: str) -> Iterator[TraceStep]:
+        """Trace a step of a request that another program traces.
 
-        Calls in it carry the step's context; where nothing is traced here, that of the request.
+        Calls within it carry the step's context, or ``traceparent`` if this process does not trace.
         """
         if self.is_on and traceparent:
-            with self._doing(name, _extracted(((_TRACEPARENT, traceparent),))) as mark:
-                yield mark
+            with self._current(name, _extracted(((_TRACEPARENT, traceparent),))) as step:
+                yield step
             return
-        self._passed.traceparent = traceparent
+        self._forwarded.traceparent = traceparent
         try:
-            yield _NOTHING
+            yield _NOT_TRACED
         finally:
-            self._passed.traceparent = ""
+            self._forwarded.traceparent = ""
 
     def metadata(self) -> Metadata | None:
-        """Return what a call takes along from the step that this thread does."""
+        """Return the metadata for a call in this thread's step."""
         if not self.is_on:
-            passed = self._passed.traceparent
+            passed = self._forwarded.traceparent
             return ((_TRACEPARENT, passed),) if passed else None
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -158,47 +159,47 @@ class Traces:
     def serve(
         self, name: str, metadata: "Iterable[tuple[str, str | bytes]] | None"
     ) -> Iterator[TraceStep]:
-        """Trace what is done for a caller, if he traces it; on a loop as well."""
+        """Trace the handling of a call if its caller traces it; also for coroutines."""
         parent = _extracted(metadata or ()) if self.is_on else None
         if not parent:
-            yield _NOTHING
+            yield _NOT_TRACED
             return
         from opentelemetry.trace import SpanKind
 
-        mark = TraceStep(self._tracer.start_span(name, parent, SpanKind.SERVER))
+        step = TraceStep(self._tracer.start_span(name, parent, SpanKind.SERVER))
         try:
-            yield mark
+            yield step
         finally:
-            assert mark.span is not None
-            mark.span.end()
+            assert step.span is not None
+            step.span.end()
 
     @contextmanager
-    def waiting(self, mark: TraceStep, hashes: Sequence[BlockHash]) -> Iterator[None]:
-        """Have reads of these blocks hang under ``mark`` within the context."""
-        if mark.span is None:
+    def waiting(self, step: TraceStep, hashes: Sequence[BlockHash]) -> Iterator[None]:
+        """Make reads of these blocks children of ``step`` within the context."""
+        if step.span is None:
             yield
             return
         with self._lock:
             for each in hashes:
-                self._loads.setdefault(each, []).append(mark)
+                self._loads.setdefault(each, []).append(step)
         try:
             yield
         finally:
             with self._lock:
                 for each in hashes:
-                    self._loads[each].remove(mark)
+                    self._loads[each].remove(step)
                     if not self._loads[each]:
                         del self._loads[each]
 
     @contextmanager
     def read(self, tier: str, num_blocks: int, hashes: Iterable[BlockHash]) -> Iterator[None]:
-        """Trace a read of a tier, if a traced load waits for it."""
-        mark = self._waits_for(hashes) if self._loads else None
-        if mark is None:
+        """Trace a read of a tier if a traced load waits for it."""
+        step = self._waiting_load(hashes) if self._loads else None
+        if step is None:
             yield
             return
-        reading = TraceStep(self._tracer.start_span("tier read", mark.context()))
-        reading.tell(tier=tier, blocks=num_blocks)
+        reading = TraceStep(self._tracer.start_span("tier read", step.context()))
+        reading.set(tier=tier, blocks=num_blocks)
         try:
             yield
         finally:
@@ -206,35 +207,32 @@ class Traces:
             reading.span.end()
 
     @contextmanager
-    def _doing(self, name: str, parent: "Context") -> Iterator[TraceStep]:
-        """Trace what this thread does within."""
+    def _current(self, name: str, parent: "Context") -> Iterator[TraceStep]:
+        """Trace a step as this thread's current span."""
         from opentelemetry.trace import use_span
 
-        mark = TraceStep(self._tracer.start_span(name, parent))
-        assert mark.span is not None
-        with use_span(mark.span, end_on_exit=True, record_exception=False):
-            yield mark
+        step = TraceStep(self._tracer.start_span(name, parent))
+        assert step.span is not None
+        with use_span(step.span, end_on_exit=True, record_exception=False):
+            yield step
 
     def _of(self, request_id: str) -> TraceStep:
-        return self._requests.get(request_id, _NOTHING) if self.is_on else _NOTHING
+        return self._requests.get(request_id, _NOT_TRACED) if self.is_on else _NOT_TRACED
 
-    def _waits_for(self, hashes: Iterable[BlockHash]) -> TraceStep | None:
+    def _waiting_load(self, hashes: Iterable[BlockHash]) -> TraceStep | None:
         with self._lock:
             found = (self._loads.get(each) for each in hashes)
             return next((marks[0] for marks in found if marks), None)
 
 
 def traceparent_of(headers: Mapping[str, str] | None) -> str:
-    """Return the context that a request's headers give, empty where there is none.
-
-    Also where it has another form: not every text can go along with a call.
-    """
+    """Return the trace context in a request's headers, or "" if it is missing or malformed."""
     found = (headers or {}).get(_TRACEPARENT, "")
     return found if _FORM.fullmatch(found) else ""
 
 
 def _extracted(metadata: "Iterable[tuple[str, str | bytes]]") -> "Context":
-    """Return the context that a caller gave, empty where there is none that makes sense."""
+    """Return the trace context in a call's metadata; empty if it is missing or malformed."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -243,17 +241,19 @@ def _extracted(metadata: "Iterable[tuple[str, str | bytes]]") -> "Context":
 
 
 TRACES = Traces()
-"""This process's; started, if at all, where the process starts."""
+"""The tracing of this process."""
 
 
 def start_traces(service: str) -> None:
-    """Trace what this process does, under that name. Raises StartError without the extra."""
+    """Start tracing as ``service``. Raises StartError if OpenTelemetry is not installed."""
     try:
         from kvtier.observe.span_export import open_tracer
     except ImportError as error:
         raise StartError(
-            "daemon.traces", f"OpenTelemetry is not here: {error}", "pip install 'kvtier[otel]'"
+            "daemon.traces",
+            f"OpenTelemetry is not installed: {error}",
+            "pip install 'kvtier[otel]'",
         ) from error
-    tracer, outlet = open_tracer(service)
+    tracer, queue = open_tracer(service)
     TRACES.start(tracer)
-    atexit.register(outlet.force_flush)
+    atexit.register(queue.force_flush)

@@ -161,7 +161,7 @@ def test_a_loop_that_hangs_is_asked_once_and_said_to():
             assert reply.status_code == 503
             assert reply.elapsed.total_seconds() < 20
             message = reply.json()["error"]["message"]
-            assert re.fullmatch(r"the daemon's loop has not answered for \d+ s", message)
+            assert re.fullmatch(r"the daemon has not responded for \d+ s", message)
         assert client.get("/healthz").status_code == 200
         assert not made
         held.set()
@@ -180,7 +180,7 @@ def test_a_bug_in_the_document_is_told_without_its_trace():
     with loop_thread() as loop, page(make, loop) as client:
         reply = client.get("/status.json")
         assert reply.status_code == 503
-        assert "log says why" in reply.json()["error"]["message"]
+        assert "see the daemon's log" in reply.json()["error"]["message"]
         assert "secret" not in reply.text
         assert client.get("/status.json").json()["version"] == "1"
 

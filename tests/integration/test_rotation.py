@@ -250,7 +250,7 @@ def test_who_asks_is_told_what_is_wrong(
                 "rpc.tls_cert: .* has a truncated certificate",
             ),
             ({"tls_crt": b""}, "rpc.tls_cert: .* contains no certificate"),
-            (pair | {"tls_key": b"\0\1\2"}, "rpc.tls_key: .* is no private key"),
+            (pair | {"tls_key": b"\0\1\2"}, "rpc.tls_key: .* is not a private key"),
             (openssl.pair("old", "secp521r1"), "rpc.tls_key: .* of a kind that gRPC does not take"),
             ({**pair, "token": ""}, "rpc.token_file: .* contains no token"),
         ):

@@ -216,7 +216,7 @@ def test_it_says_since_when_nobody_answers_and_goes_on(browser: Browser) -> None
                 expect(page.locator("#ends")).not_to_have_text(boot)
             watched.await_life("no answer")
             with node.daemon(http__status_page="false"):
-                watched.await_life("nothing new since [0-9:]{8}: there is no /status.json")
+                watched.await_life("nothing new since [0-9:]{8}: not found: /status.json")
                 connection = HTTPConnection("127.0.0.1", node.http_port, timeout=10)
                 connection.request("GET", "/")
                 assert connection.getresponse().status == 404

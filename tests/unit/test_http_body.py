@@ -268,14 +268,14 @@ class NeverEncodes(ByteChatModel):
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     text = "x" * (MODEL.context_limit + 1)
-    with pytest.raises(ApiError, match="2048 tokens, and 2049 characters") as caught:
+    with pytest.raises(ApiError, match="2048 tokens, but the text has 2049 characters") as caught:
         read_completion(completion(prompt=text), NeverEncodes())
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenized():
     messages = [{"role": "user", "content": "x" * length} for length in (1000, 1049)]
-    with pytest.raises(ApiError, match="2048 tokens, and 2049 characters") as caught:
+    with pytest.raises(ApiError, match="2048 tokens, but the text has 2049 characters") as caught:
         read_chat(chat(messages=messages), NeverEncodes())
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
@@ -301,8 +301,8 @@ def test_content_is_text_or_parts_of_text():
         ({"role": "user", "content": [{"type": "text"}]}, "content", "text"),
         ({"role": "user", "content": 5}, "content", "string"),
         ({"role": "user", "content": None}, "content", "string"),
-        ({"role": "user"}, "content", "missing"),
-        ({"content": "x"}, "role", "missing"),
+        ({"role": "user"}, "content", "is required"),
+        ({"content": "x"}, "role", "is required"),
         ({"role": "", "content": "x"}, "role", "character"),
         ({"role": "user", "content": "x", "tool_calls": [{}]}, "tool_calls", "not supported"),
     ],

@@ -122,8 +122,8 @@ def written(directory: Path, text: str, mode: int = 0o600) -> Path:
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
-        ("", 0o600, "has no key"),
-        ("# none\n\n", 0o600, "has no key"),
+        ("", 0o600, "contains no key"),
+        ("# none\n\n", 0o600, "contains no key"),
         (f"{ALICE}\nshort", 0o600, "line 2"),
         (f"{ALICE} {BOB}", 0o600, "line 1"),
         ("gänsefüßchen-und-mehr", 0o600, "line 1"),

@@ -56,8 +56,8 @@ def test_a_request_is_one_trace_within_its_clients(traced: Traced) -> None:
     with engine.step("lookup", "r"):
         carried = engine.metadata()
     with daemon.serve("decision", carried) as mark:
-        mark.tell(decision=7)
-    engine.note("first token", "r", 0.5)
+        mark.set(decision=7)
+    engine.record("first token", "r", 0.5)
     engine.end("r", prompt_tokens=3)
     with engine.step("store", "r"):
         pass  # later than the end
@@ -94,7 +94,7 @@ def test_what_the_client_does_not_sample_is_not_traced(traced: Traced) -> None:
 
 def test_a_call_of_somebody_who_traces_nothing_is_not_traced(traced: Traced) -> None:
     with traced.traces.serve("decision", (("user-agent", "grpc"),)) as mark:
-        mark.tell(decision=1)
+        mark.set(decision=1)
         with traced.traces.waiting(mark, [A]), traced.traces.read("ssd", 1, [A]):
             pass
     with traced.traces.step("lookup", "nobody"):
@@ -133,25 +133,25 @@ def test_only_what_has_the_form_is_passed_on(wrong: str) -> None:
 def test_what_others_trace_is_passed_on_by_the_thread_that_does_it() -> None:
     traces = Traces()
     seen: list[Metadata | None] = []
-    with traces.passing_on("lookup", CLIENT) as mark:
-        mark.tell(found_blocks=1)
+    with traces.forward("lookup", CLIENT) as mark:
+        mark.set(found_blocks=1)
         other = threading.Thread(target=lambda: seen.append(traces.metadata()))
         other.start()
         other.join(WAIT_S)
         assert traces.metadata() == (("traceparent", CLIENT),)
     assert traces.metadata() is None
-    with traces.passing_on("lookup", ""):
+    with traces.forward("lookup", ""):
         assert traces.metadata() is None
     assert seen == [None]
 
 
 def test_a_step_of_what_others_trace_hangs_under_it_where_we_trace_as_well(traced: Traced) -> None:
-    with traced.traces.passing_on("lookup", CLIENT) as mark:
-        mark.tell(found_blocks=3)
+    with traced.traces.forward("lookup", CLIENT) as mark:
+        mark.set(found_blocks=3)
         with traced.traces.serve("decision", traced.traces.metadata()):
             pass
     for nobodys in ("", UNSAMPLED):
-        with traced.traces.passing_on("load", nobodys):
+        with traced.traces.forward("load", nobodys):
             assert traced.traces.metadata() is not None
     spans = traced.spans()
     assert spans.keys() == {"lookup", "decision"}
@@ -170,13 +170,13 @@ from kvtier.observe.trace import TRACES
 import kvtier.cli.serve, kvtier.daemon.daemon, kvtier.client.client
 TRACES.begin("r", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 with TRACES.step("lookup", "r") as mark:
-    mark.tell(decision=1)
+    mark.set(decision=1)
     assert TRACES.metadata() is None
 with TRACES.serve("decision", ()) as mark, TRACES.waiting(mark, [b"x"]):
     with TRACES.read("ssd", 1, [b"x"]):
-        TRACES.note("first token", "r", 1.0)
+        TRACES.record("first token", "r", 1.0)
 TRACES.end("r")
-with TRACES.passing_on("lookup", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+with TRACES.forward("lookup", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
     assert TRACES.metadata()
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 sys.modules["opentelemetry"] = None

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible application over an engine and a model."""
+"""The engine's OpenAI-compatible HTTP application."""
 
 import time
 from collections.abc import Callable
@@ -34,9 +34,9 @@ def create_app(
     tenants: TenantRules | None = None,
     identity: ChainIdentity | None = None,
 ) -> Starlette:
-    """Return the application. It holds no thread and needs no closing.
+    """Return the application, which needs no closing.
 
-    ``identity`` says what the engine's block hashes are made of; without one nobody is told.
+    Without ``identity`` there is no endpoint for block hashes.
     """
     limits = limits or ServerLimits()
     tenants = tenants or TenantRules()
@@ -46,12 +46,12 @@ def create_app(
     backend = Backend(
         service, model, observer or NoObserver(), time.monotonic, limits.silence_seconds
     )
-    gate = PromptLimiter(limits.open_prompts, limits.prompts_per_call)
+    limiter = PromptLimiter(limits.open_prompts, limits.prompts_per_call)
     complete = CompletionEndpoint(
-        CompletionBody, read_completion, COMPLETION, backend, gate, limits, tenants
+        CompletionBody, read_completion, COMPLETION, backend, limiter, limits, tenants
     )
-    chat = CompletionEndpoint(ChatBody, read_chat, CHAT, backend, gate, limits, tenants)
-    chains = ChainEndpoint(identity, recent, model, gate, limits, tenants) if identity else None
+    chat = CompletionEndpoint(ChatBody, read_chat, CHAT, backend, limiter, limits, tenants)
+    chains = ChainEndpoint(identity, recent, model, limiter, limits, tenants) if identity else None
     probes = probe_routes(
         is_alive=lambda: not service.is_stuck,
         is_ready=lambda: service.is_ready,

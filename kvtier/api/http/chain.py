@@ -46,21 +46,21 @@ from kvtier.engine.request import Deliver, EngineRequest
 __all__ = ["ChainEndpoint", "ChainIdentity", "NearestPrompt", "PromptRecorder", "RecentPrompts"]
 
 _RECENT_BYTES_MAX = 32 << 20
-"""Of token ids of recent prompts: eight million tokens, a thousand prompts of eight thousand."""
+"""Memory for recent prompts: eight million tokens, or a thousand prompts of eight thousand."""
 
 _TENANTS_MAX = 1024
-"""Whose prompts are kept; the one that was here last longest ago goes first."""
+"""Most tenants with recent prompts; the least recently active one is removed first."""
 
 _NAMES = ("prompt", "messages", "token_ids")
 _TEXT_BEFORE, _TEXT_AFTER = 8, 24
-"""Tokens shown around the place where two prompts part."""
+"""Tokens shown before and after the point where two prompts diverge."""
 
 _Tokens = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainIdentity:
-    """What this engine's block hashes are made with, besides tokens and salt."""
+    """Inputs of this engine's block hashes besides tokens and salt."""
 
     key_space: bytes
     block_tokens: int
@@ -68,18 +68,18 @@ class ChainIdentity:
 
 @dataclass(frozen=True, slots=True)
 class NearestPrompt:
-    """How a prompt relates to the recent ones of its tenant."""
+    """Result of comparing a prompt with the recent prompts of its tenant."""
 
     is_seen: bool
-    """One of them begins with the whole prompt."""
+    """Whether a recent prompt starts with the whole prompt."""
     num_tokens: int
-    """Of the longest prefix in common with one that then goes another way, or ends."""
+    """Length of the longest common prefix with a recent prompt that then differs or ends."""
     other: _Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
-    """That one; empty where there is none."""
+    """Tokens of that prompt; empty if there is none."""
 
 
 @dataclass(slots=True)
-class _Own:
+class _TenantPrompts:
     """The prompts of one tenant, oldest first."""
 
     prompts: deque[_Tokens] = field(default_factory=deque)
@@ -87,27 +87,27 @@ class _Own:
 
 
 class RecentPrompts:
-    """Token ids of recent prompts, by tenant; from any thread."""
+    """Token ids of recent prompts, by tenant. Thread-safe."""
 
     def __init__(self, bytes_max: int = _RECENT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._by_tenant: OrderedDict[bytes, _Own] = OrderedDict()
+        self._by_tenant: OrderedDict[bytes, _TenantPrompts] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def note(self, tenant: bytes, prompt: Sequence[int]) -> None:
-        """Keep a prompt; the oldest of whoever has most goes for it."""
+        """Add a prompt; the oldest one of the largest tenant is removed if there is no space."""
         tokens = _as_tokens(prompt)
         if tokens.nbytes > self._bytes_max:
             return
         with self._lock:
-            own = self._by_tenant.setdefault(tenant, _Own())
+            own = self._by_tenant.setdefault(tenant, _TenantPrompts())
             self._by_tenant.move_to_end(tenant)
             own.prompts.append(tokens)
             own.num_bytes += tokens.nbytes
             self._num_bytes += tokens.nbytes
             while self._num_bytes > self._bytes_max:
-                self._forget_oldest()
+                self._remove_oldest()
             while len(self._by_tenant) > _TENANTS_MAX:
                 _, gone = self._by_tenant.popitem(last=False)
                 self._num_bytes -= gone.num_bytes
@@ -115,18 +115,18 @@ class RecentPrompts:
     def nearest(self, tenant: bytes, prompt: Sequence[int]) -> NearestPrompt:
         """Compare a prompt with the recent ones of its tenant."""
         with self._lock:
-            others = list(self._by_tenant.get(tenant, _Own()).prompts)
+            others = list(self._by_tenant.get(tenant, _TenantPrompts()).prompts)
         tokens = _as_tokens(prompt)
         is_seen, longest, other = False, 0, np.empty(0, np.uint32)
         for each in others:
             num_common = _num_common(tokens, each)
             if num_common == len(tokens):
                 is_seen = True
-            elif num_common >= longest:  # of equals the latest
+            elif num_common >= longest:  # of several, the latest
                 longest, other = num_common, each
         return NearestPrompt(is_seen, longest, other)
 
-    def _forget_oldest(self) -> None:
+    def _remove_oldest(self) -> None:
         tenant, most = max(self._by_tenant.items(), key=lambda item: item[1].num_bytes)
         gone_bytes = most.prompts.popleft().nbytes
         most.num_bytes -= gone_bytes
@@ -136,7 +136,7 @@ class RecentPrompts:
 
 
 class PromptRecorder:
-    """An engine of which each prompt is noted in ``recent`` as it is submitted."""
+    """An engine that records each submitted prompt in ``recent``."""
 
     def __init__(self, inner: EngineService, recent: RecentPrompts) -> None:
         self._inner = inner
@@ -144,16 +144,16 @@ class PromptRecorder:
 
     @property
     def is_ready(self) -> bool:
-        """Tell what the engine says."""
+        """Return the engine's state."""
         return self._inner.is_ready
 
     @property
     def is_stuck(self) -> bool:
-        """Tell what the engine says."""
+        """Return the engine's state."""
         return self._inner.is_stuck
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        """Submit a request, and note its prompt if it was taken."""
+        """Submit a request, and record its prompt if it was accepted."""
         self._inner.submit(request, deliver)
         self._recent.note(tenant_digest(request.cache_salt), request.prompt)
 
@@ -164,20 +164,20 @@ class PromptRecorder:
 
 @dataclass(frozen=True, slots=True)
 class ChainEndpoint:
-    """The endpoint."""
+    """The endpoint of the call."""
 
     identity: ChainIdentity
     recent: RecentPrompts
     model: ChatModel
-    gate: PromptLimiter
+    limiter: PromptLimiter
     limits: ServerLimits
     tenants: TenantRules
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Answer one request; its prompt counts towards the gate's limit like any other."""
+        """Answer one request; its prompt counts towards the limit of open prompts."""
         key = self.tenants.key_of(request)
         is_operator = getattr(request.state, "is_operator", False)  # see UnixConnection
-        with self.gate.enter():
+        with self.limiter.hold():
             raw = await read_body(request, self.limits)
             # In a thread: long texts and many recent prompts take time.
             document = await asyncio.to_thread(self._document, raw, key, is_operator=is_operator)
@@ -214,7 +214,7 @@ class ChainEndpoint:
         return comparison
 
     def _read(self, raw: bytes, key: str) -> tuple[tuple[int, ...], str | None, bool]:
-        """Return the prompt's tokens, its salt, and whether text is asked for."""
+        """Return the prompt's tokens, its salt, and whether text is requested."""
         body = parse_object(raw)
         has_text = body.pop("with_text", False)
         if not isinstance(has_text, bool):
@@ -231,7 +231,7 @@ class ChainEndpoint:
         else:
             completion = parse_body(whole, CompletionBody)
             if completion.num_prompts != 1:
-                raise ApiError("prompt: one at a time", param="prompt")
+                raise ApiError("prompt: only one prompt per call", param="prompt")
             call, salt = read_completion(completion, self.model), completion.cache_salt
         return call.requests[0].prompt, self.tenants.salt_of(key, salt), has_text
 
@@ -240,7 +240,7 @@ class ChainEndpoint:
         return [each.hex() for each in hash_blocks(root, prompt, self.identity.block_tokens)]
 
     def _texts(self, prompt: Sequence[int], nearest: NearestPrompt) -> dict[str, str]:
-        """Return both prompts around the place where they part."""
+        """Return both prompts around the point where they diverge."""
         at = nearest.num_tokens
         start, end = max(0, at - _TEXT_BEFORE), at + _TEXT_AFTER
         return {
@@ -251,7 +251,7 @@ class ChainEndpoint:
 
 
 _OPERATORS_ONLY = ApiError(
-    "with_text: recent prompts are shown to operators only. Ask over the engine's Unix socket, as "
+    "with_text: recent prompts are shown only to operators; use the engine's Unix socket, as "
     "kvtier explain does on the engine's node",
     status=403,
     param="with_text",
@@ -266,12 +266,12 @@ def _token_ids(value: object) -> object:
 
 
 def _as_tokens(prompt: Sequence[int]) -> _Tokens:
-    # By way of array: numpy takes three times as long to read a tuple of 128k numbers.
+    # Through array, because numpy takes three times as long to read a tuple of 128k numbers.
     return np.frombuffer(array("I", prompt), np.uint32)
 
 
 def _num_common(tokens: _Tokens, other: _Tokens) -> int:
-    """Return the length of the longest prefix in common."""
+    """Return the length of the longest common prefix."""
     length = min(len(tokens), len(other))
     is_other = tokens[:length] != other[:length]
     return int(np.argmax(is_other)) if is_other.any() else length

@@ -1,4 +1,4 @@
-"""One exchange with a client: body in, answer or stream out, aborted if the client leaves."""
+"""Endpoints of the two OpenAI calls; a request is aborted if the client disconnects."""
 
 import asyncio
 import time
@@ -28,23 +28,23 @@ T = TypeVar("T")
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect a stream before passing it on
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers the stream
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionEndpoint(Generic[BodyT]):
-    """The endpoint of one kind of call, as an ASGI application.
+    """The endpoint of one call, as an ASGI application.
 
-    It sends by itself: a response object that the framework sends later could not be given up
-    while it is still being made.
+    It sends responses itself, because a response object that the framework sends later could not be
+    abandoned while it is being created.
     """
 
     body_shape: type[BodyT]
     read_call: Callable[[BodyT, ChatModel], EngineCall]
     reply_shape: Shape
     backend: Backend
-    gate: PromptLimiter
+    limiter: PromptLimiter
     limits: ServerLimits
     tenants: TenantRules
 
@@ -53,22 +53,24 @@ class CompletionEndpoint(Generic[BodyT]):
         with ExitStack() as exits:
             try:
                 generation = await self._begin(exits, Request(scope, receive))
-                await _unless_gone(receive, self._answer(generation, send))
+                await _unless_disconnected(receive, self._answer(generation, send))
             except ClientDisconnect:
-                return  # leaving ``exits`` aborts what has begun
+                return  # leaving ``exits`` aborts the request
 
     async def _begin(self, exits: ExitStack, request: Request) -> Generation:
-        """Take a call in and submit it; whatever is refused is refused here."""
+        """Read a call and submit it. Raises ApiError if it is refused."""
         began_seconds = self.backend.clock()
         try:
             key = self.tenants.key_of(request)
             if not self.backend.engine.is_ready:
                 raise not_ready()
-            place = exits.enter_context(self.gate.enter())
+            slots = exits.enter_context(self.limiter.hold())
             raw = await read_body(request, self.limits)
-            # In a thread: a long text takes as long to tokenize as many tokens of other streams.
-            call = await _unless_gone(request.receive, asyncio.to_thread(self._read, raw, key))
-            place.widen(len(call.requests))
+            # In a thread, because tokenizing a long text would delay other streams.
+            call = await _unless_disconnected(
+                request.receive, asyncio.to_thread(self._read, raw, key)
+            )
+            slots.widen(len(call.requests))
             traceparent = request.headers.get("traceparent", "")
             generation = Generation(call, self.backend, began_seconds, traceparent)
             exits.enter_context(closing(generation))
@@ -80,7 +82,7 @@ class CompletionEndpoint(Generic[BodyT]):
 
     def _read(self, raw: bytes, key: str) -> EngineCall:
         body = parse_body(raw, self.body_shape)
-        self.gate.check(body.num_prompts)
+        self.limiter.check(body.num_prompts)
         salt = self.tenants.salt_of(key, body.cache_salt)
         return self.read_call(body.model_copy(update={"cache_salt": salt}), self.backend.model)
 
@@ -111,7 +113,7 @@ class CompletionEndpoint(Generic[BodyT]):
         await self._send(send, {"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, message: Message) -> None:
-        """Send, waiting for a slow reader only so long; then it counts as gone."""
+        """Send a message; a client that does not read it in time counts as disconnected."""
         try:
             async with asyncio.timeout(self.limits.send_seconds):
                 await send(message)
@@ -131,22 +133,22 @@ async def _whole(generation: Generation, reply: ApiResponse) -> Json:
     return reply.whole(["".join(parts) for parts in texts], [last[i] for i in range(num_choices)])
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Do the work, or cancel it and raise ``ClientDisconnect`` as soon as the client leaves."""
+async def _unless_disconnected(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """Do the work, but cancel it and raise ClientDisconnect once the client disconnects."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_departure(receive))
+    disconnecting = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnecting.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-async def _departure(receive: Receive) -> None:
-    """Return when the client has gone; its body has been read, so nothing else can come."""
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client disconnects; its body has already been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

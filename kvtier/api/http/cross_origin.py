@@ -1,4 +1,4 @@
-"""Keeps web pages of other origins away from a server that a browser can reach.
+"""Refuses requests from web pages of other origins.
 
 Theory
 ------
@@ -37,7 +37,7 @@ __all__ = ["CrossOriginGuard", "CrossOriginRules"]
 
 @dataclass(frozen=True, slots=True)
 class CrossOriginRules:
-    """What a server allows beyond the default; ``*`` allows any."""
+    """Exceptions to the rules; ``*`` allows any."""
 
     hosts: Collection[str] = ()
     """Names of this machine besides localhost and its host name."""
@@ -97,14 +97,14 @@ class CrossOriginGuard:
 
 
 _WRONG_HOST = ApiError(
-    "Host does not name this machine: use localhost or an IP address, or add the name to the "
-    "setting allowed_hosts",
+    "the Host header does not name this machine; use localhost or an IP address, or add the name "
+    "to the setting allowed_hosts",
     status=421,
     code="wrong_host",
 )
 _WRONG_ORIGIN = ApiError(
-    "this request comes from a web page of another origin; for a page that may use the engine, add "
-    "its origin to engine.cors_origins",
+    "this request comes from a web page of another origin; to allow it, add the origin to "
+    "engine.cors_origins",
     status=403,
     code="wrong_origin",
 )

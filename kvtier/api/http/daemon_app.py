@@ -47,7 +47,7 @@ _DEADLINE_S = 1.0
 """Creating the document takes milliseconds; a loop that takes longer than this is overloaded."""
 
 _ID_CHARACTERS_MAX = 16
-"""Of a request's id: enough to know it again by. Clients choose ids, and may put names in them."""
+"""Length of request ids on the page. Clients choose ids, and may put names in them."""
 
 _SECTIONS: Sequence[str] = (
     "version",
@@ -69,7 +69,7 @@ _SECTIONS: Sequence[str] = (
     "leases",
     "pins",
 )
-"""What is told. Kept back are the names of key spaces, and classes of traffic by tenant."""
+"""Sections of the status that are public: all but key space names and traffic classes."""
 
 _PAGE = Path(__file__).with_name("status_page")
 _FILES: Mapping[str, tuple[str, str]] = {
@@ -100,7 +100,7 @@ _Document = Mapping[str, Any]
 
 
 class StatusCache:
-    """The document of ``make``, which runs on ``loop``, for any number of askers on another one."""
+    """Shares the document of ``make``, which runs on ``loop``, with requests on another loop."""
 
     def __init__(self, make: Callable[[], _Document], loop: asyncio.AbstractEventLoop) -> None:
         self._make = make
@@ -112,9 +112,9 @@ class StatusCache:
         self._made_s = float("-inf")
 
     async def read(self) -> bytes:
-        """Return the document as JSON, made half a second ago at the most.
+        """Return the document as JSON, at most half a second old.
 
-        Raises ApiError where the loop does not answer in time.
+        Raises ApiError if the loop does not answer in time.
         """
         if time.monotonic() - self._made_s <= _SHARED_S:
             return self._made
@@ -122,9 +122,9 @@ class StatusCache:
         await asyncio.wait({asked}, timeout=_DEADLINE_S)
         if not asked.done():
             silent_s = time.monotonic() - self._asked_s
-            raise _unavailable(f"the daemon's loop has not answered for {silent_s:.0f} s")
+            raise _unavailable(f"the daemon has not responded for {silent_s:.0f} s")
         if asked.exception() is not None:
-            raise _unavailable("the status could not be made; the daemon's log says why")
+            raise _unavailable("cannot create the status document; see the daemon's log")
         return asked.result()
 
     def _ask(self) -> asyncio.Future[bytes]:
@@ -147,13 +147,13 @@ class StatusCache:
     def _keep(self, asked: asyncio.Future[bytes]) -> None:
         self._asked = None
         if fault := asked.exception():
-            self._warnings.warning("the status could not be made", error=repr(fault))
+            self._warnings.warning("cannot create the status document", error=repr(fault))
         else:
             self._made, self._made_s = asked.result(), time.monotonic()
 
 
 def status_routes(document: StatusCache) -> list[Route]:
-    """Return the routes of the page, of what it is made of, and of ``/status.json``."""
+    """Return the routes of the page, its files, and ``/status.json``."""
 
     async def status(_request: Request) -> Response:
         return Response(await document.read(), media_type="application/json", headers=_HEADERS)
@@ -173,7 +173,7 @@ def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]
 
 
 def _public(document: _Document) -> bytes:
-    """Return what the network is told of a document, as JSON."""
+    """Return the public part of a document as JSON."""
     told = {name: document[name] for name in _SECTIONS if name in document}
     told["requests"] = [_shortened(each) for each in document.get("requests", ())]
     return json.dumps(told, separators=(",", ":")).encode()
@@ -197,10 +197,10 @@ def create_daemon_app(
     registry: CollectorRegistry,
     status: StatusCache | None = None,
 ) -> Starlette:
-    """Return the application; the callables must return at once.
+    """Return the application. The callables must not block.
 
-    ``complaint`` returns why the process is not alive, or an empty text; ``report`` returns the
-    further fields of ``/readyz``. Without ``status`` there is no page.
+    ``complaint`` returns why the process is not alive, or an empty string; ``report`` returns more
+    fields of ``/readyz``. Without ``status`` there is no status page.
     """
     routes = probe_routes(
         is_alive=lambda: not complaint(),

@@ -127,10 +127,10 @@ def _prompt_end(decode: _Decode, prompt: Sequence[int]) -> list[int]:
 
 
 class StopFinder:
-    """Cut a text before the first stop string that it completes, however it is split.
+    """Cuts a text before the first stop string, however the text is split.
 
-    The stop that ends first wins, and of those the longest: what a reader of single characters
-    would see. Text that could still become a stop is held back.
+    The stop string that ends first wins, and of several the longest. Text that could be the start
+    of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class StopFinder:
         self.is_found = False
 
     def push(self, text: str) -> str:
-        """Take more text and return what cannot be part of a stop any more."""
+        """Add text, and return the text that cannot be part of a stop string."""
         assert not self.is_found, "no text counts after a stop"
         text = self._held + text
         start = self._first_stop(text)
@@ -153,7 +153,7 @@ class StopFinder:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """Return what was held back: no more text comes."""
+        """Return the held-back text at the end."""
         text, self._held = self._held, ""
         return text
 
@@ -165,7 +165,7 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many last characters of ``text`` are the first ones of ``stop``, at most."""
+    """Return the length of the longest end of ``text`` that is a start of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

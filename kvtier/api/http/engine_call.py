@@ -1,4 +1,4 @@
-"""One API call in the form that the engine takes: prompts as tokens, within the model's limits."""
+"""Converts API calls to engine requests: tokenizes prompts and checks the model's limits."""
 
 from dataclasses import dataclass
 from uuid import uuid4
@@ -12,12 +12,12 @@ from kvtier.engine.request import NO_HINTS, EngineRequest, Sampling
 __all__ = ["EngineCall", "read_chat", "read_completion"]
 
 _COMPLETION_TOKENS_DEFAULT = 16
-"""OpenAI's default for completions; a chat goes on to the end of the context."""
+"""OpenAI's default for completions; a chat is limited only by the context length."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """The engine's requests of one call, one for each prompt, and how to answer."""
+    """The engine requests of one call, one per prompt, and how to respond."""
 
     call_id: str
     requests: tuple[EngineRequest, ...]
@@ -27,7 +27,7 @@ class EngineCall:
 
 
 def read_completion(body: CompletionBody, model: ChatModel) -> EngineCall:
-    """Turn a completions body into a call. Slow for long texts: tokenizes."""
+    """Convert a completions body. Tokenizes, which is slow for long texts."""
     _check_model(body, model)
     prompts = [_tokens(prompt, model) for prompt in body.prompt]
     asked = body.max_tokens
@@ -35,7 +35,7 @@ def read_completion(body: CompletionBody, model: ChatModel) -> EngineCall:
 
 
 def read_chat(body: ChatBody, model: ChatModel) -> EngineCall:
-    """Turn a chat body into a call. Slow for long texts: tokenizes."""
+    """Convert a chat body. Tokenizes, which is slow for long texts."""
     _check_model(body, model)
     _check_length(sum(len(message.content) for message in body.messages), model, "messages")
     try:
@@ -43,7 +43,7 @@ def read_chat(body: ChatBody, model: ChatModel) -> EngineCall:
     except MessageRefused as error:
         raise ApiError(str(error), param=error.param) from error
     except ValueError as error:
-        # What a template says when it refuses is meant for the client, but one line is enough.
+        # The template's message is meant for the client, but one line is enough.
         reason = (str(error).splitlines() or ["refused"])[0][:200]
         raise ApiError(f"messages: {reason}", param="messages") from error
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -53,7 +53,7 @@ def read_chat(body: ChatBody, model: ChatModel) -> EngineCall:
 def _check_model(body: CompletionBody | ChatBody, model: ChatModel) -> None:
     if body.model != model.model_id:
         raise ApiError(
-            f"there is no model {body.model!r} here, only {model.model_id!r}",
+            f"model {body.model!r} not found; this server serves {model.model_id!r}",
             status=404,
             param="model",
             code="model_not_found",
@@ -68,22 +68,22 @@ def _tokens(prompt: Prompt, model: ChatModel) -> list[int]:
     for token_id in prompt:
         if not 0 <= token_id < vocab_size:
             raise ApiError(
-                f"prompt: token id {token_id} is outside the vocabulary, "
-                f"which ends at {vocab_size - 1}",
+                f"prompt: token id {token_id} is not in the vocabulary; the largest id is "
+                f"{vocab_size - 1}",
                 param="prompt",
             )
     return prompt
 
 
 def _check_length(num_characters: int, model: ChatModel, param: str) -> None:
-    """Refuse a text that cannot fit, however it is cut up.
+    """Refuse a text that cannot fit, however it is tokenized.
 
     A tokenizer takes half a minute and gigabytes for the longest body, and others wait for it.
     """
     if num_characters > model.context_limit * model.token_characters_max:
         raise ApiError(
             f"this model's maximum context length is {model.context_limit} tokens, "
-            f"and {num_characters} characters are more than that",
+            f"but the text has {num_characters} characters",
             param=param,
             code="context_length_exceeded",
         )
@@ -108,7 +108,7 @@ def _call(
         ignore_eos=bool(body.ignore_eos),
     )
     stops = tuple(body.stop or ())
-    # Special tokens have no text in which a stop string could be found.
+    # Special tokens have no text, so stop strings are matched by token id.
     special = model.special_tokens
     stop_ids = frozenset(special[stop] for stop in stops if stop in special)
     transfer = body.kv_transfer_params
@@ -135,13 +135,13 @@ def _call(
 
 
 def _too_long(context_limit: int, num_prompt: int, asked: int | None, param: str) -> ApiError:
-    """Say both numbers; what was asked for is kept or refused, never cut in silence."""
-    wanted = f"{num_prompt} in the prompt"
+    """Return the error with both numbers; the output length is never silently reduced."""
+    requested = f"{num_prompt} in the prompt"
     if asked is not None:
-        wanted += f" and {asked} to generate"
+        requested += f" and {asked} to generate"
     return ApiError(
         f"this model's maximum context length is {context_limit} tokens, "
-        f"but this call needs more: {wanted}",
+        f"but this call needs {requested}",
         param=param,
         code="context_length_exceeded",
     )

@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI clients parse."""
+"""Errors in OpenAI's format."""
 
 import json
 from collections.abc import Callable
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 _RETRY_AFTER_SECONDS = 1
-"""A place frees up with every finished request, so it is worth coming back soon."""
+"""Short, because every finished request frees a slot."""
 
 
 class ApiError(KvtierError):
-    """A request that gets an error instead of an answer; ``param`` names the field at fault."""
+    """An error response; ``param`` names the invalid field."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ApiError(KvtierError):
 
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
-        """Return the JSON body, the same for a response and for an event of a stream."""
+        """Return the JSON body, for a response or an event of a stream."""
         return {
             "error": {
                 "message": self.message,
@@ -64,17 +64,17 @@ class ApiError(KvtierError):
         return JSONResponse(self.body, self.status, headers)
 
     def event(self) -> bytes:
-        """Return the event that ends a stream which has already begun."""
+        """Return the event that ends a stream after it has started."""
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
 
 
 def no_key(message: str) -> ApiError:
-    """Say that a call does not show who it comes from; in the words that clients look for."""
+    """Return the error for a missing or invalid API key, with OpenAI's code."""
     return ApiError(message, status=401, code="invalid_api_key")
 
 
 def overloaded() -> ApiError:
-    """Say that there is no room now; clients come back by themselves."""
+    """Return the error for a full queue; clients retry by themselves."""
     return ApiError(
         "the engine's queue is full; retry in a moment",
         status=429,
@@ -84,7 +84,7 @@ def overloaded() -> ApiError:
 
 
 def not_ready() -> ApiError:
-    """Say that the engine is loading or stopping."""
+    """Return the error for an engine that is loading or stopping."""
     return ApiError(
         "the engine is loading or stopping; retry in a moment",
         status=503,
@@ -94,16 +94,16 @@ def not_ready() -> ApiError:
 
 
 def engine_silent() -> ApiError:
-    """Say that the engine gave no sign of life before the deadline."""
+    """Return the error for an engine that did not respond before the deadline."""
     return ApiError(
-        "the engine does not answer", status=503, kind="server_error", code="engine_silent"
+        "the engine is not responding", status=503, kind="server_error", code="engine_silent"
     )
 
 
 def engine_failed() -> ApiError:
-    """Say that something broke; what it was is for the log, not for the client."""
+    """Return the error for an internal failure; details are in the log, not in the response."""
     return ApiError(
-        "the server failed on this request; its log says why",
+        "internal error; see the server's log",
         status=500,
         kind="server_error",
         code="internal_error",
@@ -111,7 +111,7 @@ def engine_failed() -> ApiError:
 
 
 def error_responses() -> dict[type[Exception], Callable[[Request, Exception], Response]]:
-    """Return what an application answers to each kind of exception."""
+    """Return an application's exception handlers."""
     return {
         ApiError: _answer_api_error,
         HTTPException: _answer_routing_error,
@@ -125,17 +125,17 @@ def _answer_api_error(_request: Request, error: Exception) -> Response:
 
 
 def _answer_routing_error(request: Request, error: Exception) -> Response:
-    """Turn the router's refusals (no such path, wrong method) into the common shape."""
+    """Return the router's errors (unknown path, wrong method) in OpenAI's format."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is no {request.url.path}"
+        message = f"not found: {request.url.path}"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{request.url.path} does not support {request.method}"
     else:
         message = error.detail
     return ApiError(message, status=error.status_code).response(dict(error.headers or {}))
 
 
 def _answer_bug(_request: Request, _error: Exception) -> Response:
-    """Answer an unforeseen exception without its trace; the server logs that itself."""
+    """Answer an unexpected exception without its traceback, which the server logs."""
     return engine_failed().response()

@@ -1,8 +1,7 @@
-"""The running of one call on the engine: outputs in, text out.
+"""Runs one call on the engine: tokens in, text out.
 
-Outputs come on the engine's thread and are handed to the server's loop through one queue for the
-whole call. Whatever ends the call early (a client that left, an error, a shutdown) goes through
-``close``, which aborts what still runs.
+The engine's thread passes outputs to the server's loop through one queue per call. If a call ends
+early (client disconnected, error, shutdown), ``close`` aborts its requests.
 """
 
 import asyncio
@@ -32,19 +31,19 @@ _log = Log("kvtier.http")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What every generation runs on."""
+    """The engine, model and observer of all generations."""
 
     engine: EngineService
     model: ChatModel
     observer: Observer
     clock: Callable[[], float]
-    """Seconds that only go forward."""
+    """Returns monotonic seconds."""
     silence_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of one choice's text; its last piece has a finish reason and the usage."""
+    """More text of one choice; the last piece has a finish reason and the usage."""
 
     index: int
     text: str
@@ -53,8 +52,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    """An output on its way to the loop, stamped by the engine's thread."""
+class _QueuedOutput:
+    """An output in the queue, with the time when the engine delivered it."""
 
     index: int
     output: Output
@@ -67,7 +66,7 @@ class Generation:
     def __init__(
         self, call: EngineCall, backend: Backend, began_seconds: float, traceparent: str = ""
     ) -> None:
-        """``traceparent`` is what the client traces the call by."""
+        """``traceparent`` is the client's trace context."""
         self.call = call
         self._traceparent = traceparent
         self._backend = backend
@@ -78,10 +77,10 @@ class Generation:
         # A slow reader cannot make this grow without end: an output brings at least one token or
         # is the last, so a request never has more of them than max_tokens and one. The engine
         # does not wait for readers, since that would stall everybody else's batch.
-        self._arrivals = asyncio.Queue[_Arrival](sum(r.max_tokens + 1 for r in call.requests))
+        self._outputs = asyncio.Queue[_QueuedOutput](sum(r.max_tokens + 1 for r in call.requests))
 
     def start(self) -> None:
-        """Submit every prompt; raises ``ApiError`` if the engine takes one of them not."""
+        """Submit every prompt; raises ApiError if the engine refuses one."""
         for choice in self._choices:
             TRACES.begin(choice.request.request_id, self._traceparent)
             try:
@@ -93,19 +92,19 @@ class Generation:
             choice.is_open = True
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yield the text of all choices as it comes; raises ``ApiError`` if one of them fails."""
+        """Yield the text of all choices as it arrives; raises ApiError if one of them fails."""
         num_open = len(self._choices)
         while num_open:
-            arrival = await self._next()
-            choice = self._choices[arrival.index]
-            piece = choice.take(arrival.output, arrival.seconds)
+            queued = await self._next()
+            choice = self._choices[queued.index]
+            piece = choice.take(queued.output, queued.seconds)
             if piece.finish is not None:
                 num_open -= 1
             if piece.text or piece.finish is not None:
                 yield piece
 
     def close(self, outcome: PromptOutcome = PromptOutcome.ABORT) -> None:
-        """Abort what still runs and count it so; what has ended is left alone."""
+        """Abort requests that are still running, and count them as ``outcome``."""
         for choice in self._choices:
             choice.close(outcome)
 
@@ -114,24 +113,23 @@ class Generation:
         clock = self._backend.clock
 
         def deliver(output: Output) -> None:
-            arrival = _Arrival(index, output, clock())
+            queued = _QueuedOutput(index, output, clock())
             try:
-                loop.call_soon_threadsafe(self._arrivals.put_nowait, arrival)
+                loop.call_soon_threadsafe(self._outputs.put_nowait, queued)
             except RuntimeError:
-                # The loop is closed: the server is gone and nobody reads this any more. It must
-                # not hurt the engine's thread, which has other things to do.
+                # The loop is closed: the server has stopped, and the engine's thread goes on.
                 return
 
         return deliver
 
-    async def _next(self) -> _Arrival:
+    async def _next(self) -> _QueuedOutput:
         while True:
             try:
                 async with asyncio.timeout(self._backend.silence_seconds):
-                    return await self._arrivals.get()
+                    return await self._outputs.get()
             except TimeoutError:
-                # A long queue is no fault. A stuck engine is, and so is one that does not end
-                # what was aborted.
+                # A long queue is normal. A stuck engine is an error, and so is one that does not
+                # end an aborted request.
                 if self._backend.engine.is_stuck or any(c.is_stopped for c in self._choices):
                     self.close(PromptOutcome.ERROR)
                     raise engine_silent() from None
@@ -151,23 +149,23 @@ class _Choice:
         self.index = index
         self.request = request
         self.is_open = False
-        """Submitted, and its last output has not come."""
+        """Whether the request was submitted and its last output has not arrived."""
         self._backend = backend
         self._text = Detokenizer(backend.model.decode, request.prompt)
         self._stop = StopFinder(stops)
         self._num_tokens = 0
         self._last_seconds = began_seconds
-        """When its last tokens came, and before that when the call began."""
+        """Time of the last tokens, or of the start of the call before the first token."""
         self._usage: Usage | None = None
-        """As told with the first token."""
+        """The usage in the output with the first token."""
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a stop string was found and the engine has yet to acknowledge it."""
+        """Return whether a stop string was found, but the engine has not ended the request yet."""
         return self.is_open and self._stop.is_found
 
     def take(self, output: Output, seconds: float) -> Piece:
-        """Turn an output into text, and end the request when a stop string is complete."""
+        """Convert an output to text, and abort the request if a stop string is found."""
         self.is_open = self.is_open and output.finish is None
         text = ""
         if not self._stop.is_found:
@@ -185,7 +183,7 @@ class _Choice:
         return self._last_piece(text, output)
 
     def _without_end(self, output: Output) -> tuple[int, ...]:
-        """Return the tokens that are part of the text, that is without an end token."""
+        """Return the tokens of the text, without an end token."""
         tokens = output.token_ids
         ends = self._backend.model.eos_ids | self.request.stop_ids
         is_end = output.finish is FinishReason.STOP and tokens and tokens[-1] in ends
@@ -211,7 +209,7 @@ class _Choice:
             assert output.usage is not None, "the engine's contract: the first one has the usage"
             self._usage = output.usage
             observer.first_token(took_seconds, self._usage)
-            TRACES.note("first token", self.request.request_id, took_seconds)
+            TRACES.record("first token", self.request.request_id, took_seconds)
         else:
             observer.token_gap(took_seconds, self._usage)
         self._last_seconds = seconds
@@ -223,16 +221,16 @@ class _Choice:
             finish = FinishReason.STOP
         if finish in {FinishReason.ERROR, FinishReason.ABORT}:
             _log.error(
-                "a request failed", request=output.request_id, finish=finish, error=output.error
+                "request failed", request=output.request_id, finish=finish, error=output.error
             )
             self._backend.observer.finished(PromptOutcome.ERROR)
-            # Nobody here asked for an abort: it means that the engine is stopping.
+            # The server did not abort it, so the engine is stopping.
             is_failure = finish is FinishReason.ERROR and self._backend.engine.is_ready
             raise engine_failed() if is_failure else not_ready()
         usage = output.usage
         assert usage is not None, "the engine's contract: the last output carries the usage"
         if self._stop.is_found:
-            # Tokens that the engine made before it heard of the abort are in no answer.
+            # Exclude tokens that the engine generated before the abort.
             usage = replace(usage, completion_tokens=self._num_tokens)
         self._backend.observer.finished(PromptOutcome(finish.value))
         return Piece(self.index, text, finish, usage)

@@ -1,4 +1,4 @@
-"""Health, readiness and metrics: what orchestrators and Prometheus ask for."""
+"""Health probes and metrics, for orchestrators and Prometheus."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,10 +20,10 @@ def probe_routes(
     complaint: Callable[[], str] = str,
     report: Callable[[], Mapping[str, Any]] = dict,
 ) -> list[Route]:
-    """Return the three routes; every question is asked anew at each call and must not block.
+    """Return the three routes. The callables are called for each request, and must not block.
 
-    ``complaint`` is said where the process is not alive, and ``report`` is what readiness tells
-    beside the verdict, as JSON; without one the verdict is told in a word.
+    ``complaint`` returns the response if the process is not alive. ``report`` returns more fields
+    of ``/readyz``, which is then JSON instead of plain text.
     """
 
     async def healthz(_request: Request) -> Response:
@@ -37,7 +37,7 @@ def probe_routes(
         return JSONResponse({"ready": is_good, **more}, 200 if is_good else 503)
 
     async def metrics(_request: Request) -> Response:
-        # Prometheus takes this form as well as OpenMetrics, which would say no more.
+        # Prometheus reads this format as well as OpenMetrics, which has no advantage here.
         headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
         return Response(generate_latest(registry), headers=headers)
 

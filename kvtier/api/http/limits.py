@@ -15,62 +15,62 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What one server takes from its clients."""
+    """Limits on requests and their clients."""
 
     body_bytes: int = 16 << 20
-    """A million token ids in JSON are about 7 MB; anything far beyond is a mistake."""
+    """Largest request body; a million token ids in JSON are about 7 MB."""
     body_seconds: float = 30.0
-    """A client that trickles its body would hold a place for ever."""
+    """Time to receive a body, so that slow clients do not hold a slot forever."""
     send_seconds: float = 60.0
-    """A client that reads nothing for this long is treated as gone."""
+    """A client that reads nothing for this long counts as disconnected."""
     silence_seconds: float = 10.0
-    """After this long without an output, ask whether the engine is stuck."""
+    """Time without output after which to check whether the engine is stuck."""
     open_prompts: int = 256
-    """Prompts read, queued or running; beyond it clients are told to come back."""
+    """Most prompts that are read, queued or running; further clients must retry."""
     prompts_per_call: int = 64
-    """One call must not take every place."""
+    """Most prompts per call, so that one call cannot take all slots."""
 
 
 class LimiterSlots:
-    """What one call takes up: one prompt until its body is read, then as many as it has."""
+    """The slots of one call: one until its body is read, then one per prompt."""
 
-    def __init__(self, gate: "PromptLimiter") -> None:
-        self._gate = gate
+    def __init__(self, limiter: "PromptLimiter") -> None:
+        self._limiter = limiter
         self.num_prompts = 1
 
     def widen(self, num_prompts: int) -> None:
-        """Take room for all prompts of the call, or raise ``ApiError`` and change nothing."""
-        self._gate.take(num_prompts - self.num_prompts)
+        """Take a slot for each prompt of the call, or raise ApiError and change nothing."""
+        self._limiter.take(num_prompts - self.num_prompts)
         self.num_prompts = num_prompts
 
 
 class PromptLimiter:
-    """Counts prompts in and out; belongs to the server's loop."""
+    """Limits the number of open prompts; for use on the server's loop."""
 
     def __init__(self, capacity: int, prompts_per_call: int) -> None:
         self.capacity = capacity
         self.prompts_per_call = min(capacity, prompts_per_call)
-        self.num_inside = 0
+        self.num_open = 0
 
     def check(self, num_prompts: int) -> None:
-        """Refuse a call of too many prompts; from any thread, and before they cost anything."""
+        """Raise ApiError for a call with too many prompts. Thread-safe."""
         if num_prompts > self.prompts_per_call:
             raise ApiError(
-                f"prompt: at most {self.prompts_per_call} prompts in one call", param="prompt"
+                f"prompt: at most {self.prompts_per_call} prompts per call", param="prompt"
             )
 
     @contextmanager
-    def enter(self) -> Iterator[LimiterSlots]:
-        """Hold a place for one call; raises ``ApiError`` when there is none."""
+    def hold(self) -> Iterator[LimiterSlots]:
+        """Hold a slot for one call; raises ApiError if none is free."""
         self.take(1)
-        place = LimiterSlots(self)
+        slots = LimiterSlots(self)
         try:
-            yield place
+            yield slots
         finally:
-            self.num_inside -= place.num_prompts
+            self.num_open -= slots.num_prompts
 
     def take(self, num_prompts: int) -> None:
-        """Count prompts in, or raise ``ApiError`` and change nothing."""
-        if self.num_inside + num_prompts > self.capacity:
+        """Take slots, or raise ApiError and change nothing."""
+        if self.num_open + num_prompts > self.capacity:
             raise overloaded()
-        self.num_inside += num_prompts
+        self.num_open += num_prompts

@@ -23,19 +23,19 @@ __all__ = [
 Json = dict[str, object]
 
 DONE_EVENT = b"data: [DONE]\n\n"
-"""What ends every stream."""
+"""The last event of every stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where the answers of OpenAI's two calls differ."""
+    """The parts that differ between the responses of OpenAI's two calls."""
 
     whole_kind: str
     chunk_kind: str
     whole_choice: Callable[[str], Json]
-    """The part of a choice that holds all its text."""
+    """Returns the part of a choice with its whole text."""
     chunk_choice: Callable[[str, bool], Json]
-    """The part of a choice that holds its next text; true for the choice's first chunk."""
+    """Returns the part of a choice with its next text; true for the first chunk of the choice."""
 
 
 def _completion_choice(text: str) -> Json:
@@ -59,15 +59,15 @@ def _chat_chunk_choice(text: str, is_first: bool) -> Json:
 COMPLETION = Shape(
     "text_completion", "text_completion", _completion_choice, _completion_chunk_choice
 )
-"""What ``/v1/completions`` answers."""
+"""Responses of ``/v1/completions``."""
 
 CHAT = Shape("chat.completion", "chat.completion.chunk", _chat_choice, _chat_chunk_choice)
-"""What ``/v1/chat/completions`` answers."""
+"""Responses of ``/v1/chat/completions``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """One answer, whole or in chunks."""
+    """Formats one response, whole or in chunks."""
 
     shape: Shape
     call_id: str
@@ -75,7 +75,7 @@ class ApiResponse:
     created_seconds: int
 
     def whole(self, texts: Sequence[str], last: Sequence[Piece]) -> Json:
-        """Return a whole answer: the text and the last piece of each choice."""
+        """Return a whole response from the text and last piece of each choice."""
         choices = [
             {
                 "index": piece.index,
@@ -85,7 +85,7 @@ class ApiResponse:
             }
             for text, piece in zip(texts, last, strict=True)
         ]
-        return {**self._envelope(self.shape.whole_kind), "choices": choices, **_account(last)}
+        return {**self._envelope(self.shape.whole_kind), "choices": choices, **_usage(last)}
 
     def chunk(
         self, index: int, text: str, finish: FinishReason | None = None, *, is_first: bool = False
@@ -100,8 +100,8 @@ class ApiResponse:
         return {**self._envelope(self.shape.chunk_kind), "choices": [choice]}
 
     def usage_chunk(self, last: Sequence[Piece]) -> Json:
-        """Return the chunk that ends a stream: its account and no choices."""
-        return {**self._envelope(self.shape.chunk_kind), "choices": [], **_account(last)}
+        """Return the last chunk of a stream: the usage and no choices."""
+        return {**self._envelope(self.shape.chunk_kind), "choices": [], **_usage(last)}
 
     def _envelope(self, kind: str) -> Json:
         return {
@@ -119,9 +119,9 @@ def event(body: Json) -> bytes:
     )
 
 
-def _account(last: Sequence[Piece]) -> Json:
+def _usage(last: Sequence[Piece]) -> Json:
     usages = [piece.usage for piece in last if piece.usage is not None]
-    assert len(usages) == len(last), "a last piece carries the usage"
+    assert len(usages) == len(last), "the last piece carries the usage"
     total = _sum(usages)
     return {
         "usage": {
@@ -139,7 +139,7 @@ def _account(last: Sequence[Piece]) -> Json:
 
 
 def _sum(usages: Sequence[Usage]) -> Usage:
-    """Return one account for all prompts; several different decisions are listed in order."""
+    """Return the total usage of all prompts; different decisions are listed in order."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -153,10 +153,10 @@ _log = Log("kvtier.http")
 
 
 async def events(generation: Generation, reply: ApiResponse) -> AsyncGenerator[bytes]:
-    """Yield a stream's events to its end; what goes wrong becomes an event, too.
+    """Yield the events of a stream; an error becomes an event, too.
 
-    The first chunk of a choice comes with its first text and not before, so that what a client
-    measures as time to first token is that.
+    The first chunk of a choice contains its first text, so that clients measure the time to first
+    token correctly.
     """
     try:
         async for chunk in _chunks(generation, reply):
@@ -164,13 +164,13 @@ async def events(generation: Generation, reply: ApiResponse) -> AsyncGenerator[b
     except ApiError as error:
         yield error.event()
     except Exception:
-        _log.exception("a stream failed", request=generation.call.requests[0].request_id)
+        _log.exception("streaming failed", request=generation.call.requests[0].request_id)
         yield engine_failed().event()
     yield DONE_EVENT
 
 
 async def _chunks(generation: Generation, reply: ApiResponse) -> AsyncGenerator[Json]:
-    # As OpenAI does: with a usage chunk to come, every other chunk says that it is not the one.
+    # As in OpenAI's API: if a usage chunk follows, all other chunks have ``"usage": null``.
     no_usage: Json = {"usage": None} if generation.call.has_usage_chunk else {}
     started: set[int] = set()
     last: list[Piece] = []

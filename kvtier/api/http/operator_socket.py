@@ -1,4 +1,4 @@
-"""The engine's Unix socket: HTTP as on its TCP port, but the kernel tells which user calls.
+"""The engine's Unix socket: the same HTTP API, but the kernel identifies the calling user.
 
 The engine answers questions about recent prompts only on this socket, and only to users who may
 operate the daemon.
@@ -51,7 +51,7 @@ class Operators:
     peer: Callable[[socket.socket], tuple[int, int]] = peer_of
 
     def include(self, connection: socket.socket) -> bool:
-        """Tell whether the user at the other end of a connection is an operator."""
+        """Return whether the user at the other end of a connection is an operator."""
         _, uid = self.peer(connection)
         return uid in {0, os.geteuid(), *self.allowed_uids}
 
@@ -66,8 +66,8 @@ class Operators:
         except (OSError, StartError) as error:
             listener.close()
             _log.info(
-                "cannot open the engine's Unix socket: kvtier explain will not compare prompts "
-                "with recent ones of this engine",
+                "cannot open the engine's Unix socket; kvtier explain cannot compare prompts with "
+                "recent ones of this engine",
                 path=file.path,
                 error=error,
             )

@@ -6,6 +6,7 @@ are refused, because they may be misspelled.
 """
 
 import asyncio
+import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Self, TypeVar
 
@@ -40,13 +41,13 @@ __all__ = [
 ]
 
 Prompt = str | list[int]
-"""One prompt as it came: text, or token ids that have yet to be checked against a vocabulary."""
+"""One prompt: text, or token ids that are not yet checked against the vocabulary."""
 
 _STOP_CHARACTERS_MAX = 1024
-"""What is held back could grow to this; no real stop string comes near."""
+"""Limits the text that is held back; real stop strings are much shorter."""
 
 _SALT_CHARACTERS_MAX = 1024
-"""A salt is a name or a secret, not a document."""
+"""A salt is a name or a secret."""
 
 
 def _wrong(message: str) -> PydanticCustomError:
@@ -62,7 +63,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _prompt_list(value: object) -> list[Prompt]:
-    """Return one or several prompts as a list; which of OpenAI's four forms it is shows."""
+    """Return the prompts as a list, from any of OpenAI's four forms."""
     if isinstance(value, str) or (_is_token_ids(value) and value):
         value = [value]
     if not isinstance(value, list):
@@ -75,7 +76,7 @@ def _prompt_list(value: object) -> list[Prompt]:
 
 
 def _content_text(value: object) -> str:
-    """Return the text of a message; the parts of a list become lines, as vLLM joins them."""
+    """Return the text of a message; parts are joined with newlines, as in vLLM."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -83,9 +84,9 @@ def _content_text(value: object) -> str:
     texts = []
     for part in value:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _wrong('a part must look like {"type": "text", "text": "..."}')
+            raise _wrong('each part must be an object like {"type": "text", "text": "..."}')
         if part["type"] != "text":
-            raise _wrong(f"parts of type {part['type']!r} are not supported, only text")
+            raise _wrong(f"parts of type {part['type']!r} are not supported (only text)")
         if not isinstance(part.get("text"), str):
             raise _wrong("the text of a text part must be a string")
         texts.append(part["text"])
@@ -93,7 +94,7 @@ def _content_text(value: object) -> str:
 
 
 def _likelihood(value: object) -> float | None:
-    """Return how likely something is, said as yes or no or as a number."""
+    """Return a probability that is given as a boolean or a number."""
     if value is None or isinstance(value, bool):
         return None if value is None else float(value)
     if not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -109,9 +110,9 @@ _KIND = r"^[A-Za-z0-9._-]+$"
 
 
 class TransferParams(_Strict):
-    """How far the tiers below may be used for one request, and what its client knows of its future.
+    """Limits on the use of tiers for one request, and hints about its future use.
 
-    The limits are named and meant as in vLLM.
+    The limits have the names and meaning of vLLM's.
     """
 
     max_offload_tokens: int | None = Field(None, ge=0)
@@ -126,12 +127,12 @@ class TransferParams(_Strict):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.final is not None and self.continues is not None:
-            raise _wrong("final and continues say the same thing: send one of them")
+            raise _wrong("final and continues cannot be used together")
         return self
 
     @property
     def hints(self) -> Hints:
-        """Return what the engine is told of the request's future."""
+        """Return the hints for the engine."""
         continues = self.continues
         if self.final is not None:
             continues = 0.0 if self.final else 1.0
@@ -145,11 +146,11 @@ class TransferParams(_Strict):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells besides text."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Padding against eavesdroppers, which changes no answer: accepted, not done."""
+    """Accepted and ignored: padding that hides the length of chunks."""
 
 
 class Message(BaseModel):
@@ -163,7 +164,7 @@ class Message(BaseModel):
 
     @property
     def for_template(self) -> dict[str, str]:
-        """Return what a chat template gets to see."""
+        """Return the fields for the chat template."""
         message = {"role": self.role, "content": self.content}
         return message if self.name is None else message | {"name": self.name}
 
@@ -173,7 +174,7 @@ _Stops = Annotated[list[_Stop], Field(max_length=4)]
 
 
 class _Body(_Strict):
-    """What both calls take."""
+    """Fields of both calls."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -190,7 +191,7 @@ class _Body(_Strict):
 
     @property
     def has_usage_chunk(self) -> bool:
-        """Tell whether a stream ends with its account."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -201,7 +202,7 @@ class CompletionBody(_Body):
 
     @property
     def num_prompts(self) -> int:
-        """Return how many completions are asked for."""
+        """Return the number of requested completions."""
         return len(self.prompt)
 
 
@@ -213,7 +214,7 @@ class ChatBody(_Body):
 
     @property
     def num_prompts(self) -> int:
-        """Return how many completions are asked for: one."""
+        """Return the number of requested completions."""
         return 1
 
 
@@ -221,8 +222,8 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 
 async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """Read a whole body, or stop as soon as it is too large or comes too slowly."""
-    too_large = ApiError(f"the body is over {limits.body_bytes} bytes", status=413)
+    """Read a whole body. Raises ApiError as soon as it is too large or too slow."""
+    too_large = ApiError(f"the request body is larger than {limits.body_bytes} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body_bytes:
         raise too_large
@@ -234,23 +235,23 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
                 if len(body) > limits.body_bytes:
                     raise too_large
     except TimeoutError:
-        raise ApiError("the body did not arrive in time", status=408) from None
+        raise ApiError("timed out reading the request body", status=408) from None
     return bytes(body)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return a body's fields; raises ``ApiError`` where it is no JSON object."""
+    """Return a body's fields; raises ApiError if it is not a JSON object."""
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
+        raise ApiError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object")
+        raise ApiError("the request body must be a JSON object")
     return body
 
 
 def parse_body(raw: bytes, shape: type[BodyT]) -> BodyT:
-    """Return the checked body; raises ``ApiError`` that names the first field at fault."""
+    """Return the checked body; raises ApiError with the first invalid field."""
     body = parse_object(raw)
     refuse_unsupported(body, shape.model_fields)
     _refuse_message_extras(body)
@@ -261,33 +262,34 @@ def parse_body(raw: bytes, shape: type[BodyT]) -> BodyT:
     except ValidationError as error:
         raise _field_error(error) from None
     if checked.stream_options is not None and not checked.stream:
-        raise ApiError("only a stream has stream_options; set stream", param="stream_options")
+        raise ApiError("stream_options is allowed only with stream=true", param="stream_options")
     return checked
 
 
 def _refuse_message_extras(body: Mapping[str, object]) -> None:
-    """Refuse parts of a message that no template sees; clients send many of them as null."""
+    """Refuse message fields that no template uses, unless they are empty: clients send many."""
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         for name, value in message.items() if isinstance(message, dict) else ():
             if name not in Message.model_fields and value not in (None, []):
                 param = f"messages[{index}].{name}"
-                raise ApiError(f"{param} is not supported; leave it out", param=param)
+                raise ApiError(f"{param} is not supported", param=param)
 
 
 def _field_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     param = param.removeprefix(".")
-    if first["type"] == "missing":
-        message = "is missing"
-    elif first["type"] == "extra_forbidden":
-        message = "is not a known parameter"
-    elif first["type"] == "model_type":
-        message = "must be an object"
-    else:
-        message = first["msg"]
-    return ApiError(f"{param}: {message}", param=param)
+    match first["type"]:
+        case "missing":
+            message = f"{param} is required"
+        case "extra_forbidden":
+            message = f"unknown parameter: {param}"
+        case "model_type":
+            message = f"{param} must be an object"
+        case _:
+            message = f"{param}: {first['msg']}"
+    return ApiError(message, param=param)
 
 
 _IGNORED: Final = frozenset(
@@ -328,19 +330,22 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""By name the values that ask for what happens anyway; null is always one of them."""
+"""Values that change nothing, by parameter; null is always one of them."""
 
 
 def refuse_unsupported(body: Mapping[str, object], carried_out: Collection[str]) -> None:
-    """Raise ``ApiError`` for the first parameter that would not get what it asks for."""
+    """Raise ApiError for the first parameter that is unknown or not supported."""
     for name, value in body.items():
         if name in carried_out or name in _IGNORED:
             continue
         if name not in _NEUTRAL:
-            raise ApiError(f"{name} is not a parameter of this call", param=name)
+            raise ApiError(f"unknown parameter: {name}", param=name)
         if value is None or any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
             continue
-        raise ApiError(f"{name} is not supported with this value; leave it out", param=name)
+        shown = f"{name}={json.dumps(value)}" if isinstance(value, bool | int | float) else name
+        only = " or ".join(f"{name}={json.dumps(neutral)}" for neutral in _NEUTRAL[name])
+        limit = f" (only {only})" if only else ""
+        raise ApiError(f"{shown} is not supported{limit}", param=name)
 
 
 def _is_same(value: object, neutral: object) -> bool:

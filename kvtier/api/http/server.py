@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _CONNECTIONS_MAX = 512
-"""Half of the usual limit of 1024 descriptors, and twice the number of prompts served at once."""
+"""Half of the usual limit of 1024 descriptors, and twice the number of concurrent prompts."""
 
 _HEAD_SECONDS = 30.0
 """Time from the connection, or from a later request's first byte, to the end of the head."""
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         self._made_s = self.loop.time()
         if len(self.connections) > _CONNECTIONS_MAX:
             one = min(filter(_is_idle, self.connections), key=_patience)
-            self.connections.discard(one)  # it would be chosen again before the loop has ended it
+            self.connections.discard(one)  # else it could be chosen again before the loop closes it
             one.transport.abort()
         self._update_head_timer()
 
@@ -104,23 +104,23 @@ def _patience(connection: Any) -> tuple[bool, float]:
 _log = Log("kvtier.http")
 
 _START_SECONDS = 10.0
-"""Starting takes milliseconds; if it takes longer than this, the machine is in trouble."""
+"""Starting normally takes milliseconds."""
 
 _CUT_SECONDS = 2
-"""For calls to end after their connections were closed. Uvicorn cancels those that do not."""
+"""Time for calls to end after their connections were closed. Uvicorn then cancels them."""
 
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 s of common load balancers, or they reuse a connection as it closes."""
+"""Longer than the 60 s of common load balancers, which could otherwise reuse a closing one."""
 
 _BACKLOG = 128
-"""Pending connections. Accepting all of them at once stays within 1024 descriptors."""
+"""Pending connections; accepting all of them at once stays within 1024 descriptors."""
 
 _UNREAD_SECONDS = 60
-"""For a client to acknowledge what it was sent, which is buffered in memory until then."""
+"""Time for a client to acknowledge sent data, which is buffered until then."""
 
 
 class HttpServer:
-    """A server that has begun to listen; ``stop`` ends it within its deadline.
+    """A listening server; ``stop`` ends it within its deadline.
 
     With ``operators`` it also serves on a Unix socket, if that can be opened.
     """
@@ -156,15 +156,15 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Return where it is reached."""
+        """Return the server's URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     def start(self) -> None:
-        """Begin to answer; returns when the first connection would be accepted."""
+        """Start serving; returns once connections are accepted."""
         self._thread.start()
         if not self._server.has_begun.wait(_START_SECONDS):
-            raise StartError("listen", "the HTTP server did not start in time", "look at the log")
+            raise StartError("listen", "the HTTP server did not start in time", "see the log")
 
     def stop(self) -> None:
         """Accept no more connections, and close those still open at the deadline. Idempotent.
@@ -177,7 +177,7 @@ class HttpServer:
             self._server.cut()
             self._thread.join(2 * _CUT_SECONDS)
         if self._thread.is_alive():
-            _log.error("the HTTP server did not stop in time and is left behind")
+            _log.error("the HTTP server did not stop in time, abandoning it")
 
     def __enter__(self) -> Self:
         return self
@@ -260,20 +260,22 @@ class _Uvicorn(uvicorn.Server):
         and tries again a second later.
         """
         error = context.get("exception", "none")
-        self._warnings.warning(f"the loop: {context['message']}", error=repr(error))
+        self._warnings.warning(f"event loop: {context['message']}", error=repr(error))
 
 
 def _bind(host: str, port: int, field: str) -> socket.socket:
     address = f"{host}:{port}"
     if not 0 <= port < 1 << 16:
-        raise StartError(field, f"{port} is no port", "give one from 1 to 65535, or 0 for any")
+        raise StartError(
+            field, f"{port} is not a valid port", "use 1 to 65535, or 0 for any free port"
+        )
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise StartError(
-            field, f"{address} is no address: {error}", "give HOST:PORT, for example 127.0.0.1:8000"
+            field, f"cannot resolve {address}: {error}", "use HOST:PORT, for example 127.0.0.1:8000"
         ) from error
     listener = socket.socket(family, kind, protocol)
     try:
@@ -289,6 +291,6 @@ def _bind(host: str, port: int, field: str) -> socket.socket:
         raise StartError(
             field,
             f"cannot listen on {address}: {error.strerror}",
-            "choose a free port of this machine, or 0 for any",
+            "use a free port of this machine, or 0 for any",
         ) from error
     return listener

@@ -1,4 +1,4 @@
-"""What the HTTP server needs from the rest: an engine, a model, and someone who counts."""
+"""Interfaces that the HTTP server needs: an engine, a model and an observer."""
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class EngineService(Protocol):
-    """The engine, from another thread.
+    """The engine, called from another thread.
 
     Contract
     --------
@@ -31,11 +31,11 @@ class EngineService(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether requests are taken: false while loading and while stopping."""
+        """Return whether requests are accepted: false while loading and while stopping."""
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether work is queued and nothing has moved for too long."""
+        """Return whether work is queued but has made no progress for too long."""
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
         """Queue a request. Raises ``QueueFull`` (when stopping, too) or ``RequestRefused``."""
@@ -49,7 +49,7 @@ class ChatModel(Protocol):
 
     @property
     def model_id(self) -> str:
-        """Return the name that clients ask for."""
+        """Return the model's name in the API."""
 
     @property
     def context_limit(self) -> int:
@@ -61,11 +61,11 @@ class ChatModel(Protocol):
 
     @property
     def token_characters_max(self) -> int:
-        """Return the most characters of a text that become one token."""
+        """Return the largest number of characters in one token."""
 
     @property
     def eos_ids(self) -> Set[int]:
-        """Return the tokens that end an answer."""
+        """Return the ids of end tokens."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -82,12 +82,12 @@ class ChatModel(Protocol):
 
 
 class PromptOutcome(StrEnum):
-    """How a prompt ended, seen from outside; a closed set, each one a metric label."""
+    """How a prompt ended; the values are metric labels."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    """The client went away."""
+    """The client disconnected."""
     ERROR = "error"
     """The engine failed."""
     REFUSED = "refused"
@@ -95,20 +95,20 @@ class PromptOutcome(StrEnum):
 
 
 class Observer(Protocol):
-    """Someone who counts. Called on the server's loop: must neither block nor raise."""
+    """Counts events. Called on the server's loop; must not block or raise."""
 
     def first_token(self, seconds: float, usage: Usage) -> None:
-        """Note the time to first token."""
+        """Record the time to first token."""
 
     def token_gap(self, seconds: float, usage: Usage) -> None:
-        """Note the time between two deliveries of tokens, with the usage told with the first."""
+        """Record the time between two outputs with tokens, and the usage of the first one."""
 
     def finished(self, outcome: PromptOutcome) -> None:
-        """Note the end of one prompt."""
+        """Record the end of one prompt."""
 
 
 class NoObserver:
-    """An observer who counts nothing."""
+    """An observer that counts nothing."""
 
     def first_token(self, seconds: float, usage: Usage) -> None:
         """Ignore it."""

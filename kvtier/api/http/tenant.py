@@ -1,7 +1,7 @@
-"""Who a client is, and the salt that keeps its blocks apart from all others'.
+"""Authenticates clients, and derives the salt that separates the blocks of tenants.
 
-Where the tenant comes from the API key, the salt is drawn from it and what the request says of a
-salt is ignored: nobody can name another tenant, and so cannot ask the clock what that one has sent.
+If tenants are identified by API key, the salt is derived from the key, and the request's own salt
+is ignored. So a client cannot use another tenant's salt to find out by timing what it has sent.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _SCHEME = "bearer"
 
 
 def key_salt(key: str) -> str:
-    """Return the salt of the tenant that holds an API key; tells nothing of the key."""
+    """Return the salt of an API key's tenant; it does not reveal the key."""
     return "api_key:" + _digest(key).hex()
 
 
@@ -34,7 +34,7 @@ def _digest(key: str) -> bytes:
 
 
 def api_keys(path: Path) -> Secret[Set[bytes]]:
-    """Return the digests of the keys in a file, one a line. Raises StartError."""
+    """Return the digests of the API keys in a file. Raises StartError."""
     return Secret("api_keys", lambda: (path,), partial(_read_keys, path))
 
 
@@ -44,52 +44,52 @@ def _read_keys(path: Path) -> Set[bytes]:
         if len(key) < _KEY_CHARACTERS_MIN or not key.isascii() or " " in key or "\t" in key:
             raise StartError(
                 _FIELD,
-                f"line {number} of {path} is no key",
-                f"give one a line, of {_KEY_CHARACTERS_MIN} characters or more without blanks",
+                f"line {number} of {path} is not a valid key",
+                f"use at least {_KEY_CHARACTERS_MIN} ASCII characters without blanks",
             )
         digests.add(_digest(key))
     if not digests:
-        raise StartError(_FIELD, f"{path} has no key", "write one: openssl rand -hex 32")
+        raise StartError(_FIELD, f"{path} contains no key", "create one: openssl rand -hex 32")
     return frozenset(digests)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """The server's rule: which keys are let in, and what separates tenants.
+    """Rules for API keys and tenants.
 
-    ``keys`` None: any key is let in, and none is needed unless the tenant comes from it.
+    If ``keys`` is None, any key is accepted, and one is required only if it identifies the tenant.
     """
 
     is_from_key: bool = False
     keys: Secret[Set[bytes]] | None = field(default=None, repr=False)
 
     def key_of(self, connection: HTTPConnection) -> str:
-        """Return the API key of a request, or nothing where none is needed; raises ApiError."""
+        """Return the API key of a request, or "" if none is required; raises ApiError."""
         if not self.is_from_key and self.keys is None:
             return ""
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
         key = key.strip()
         if scheme.lower() != _SCHEME or not key:
-            raise no_key("there is no API key: send it as Authorization: Bearer KEY")
-        # By digest: how long the look takes depends on bits that nobody can steer.
+            raise no_key("missing API key; send it as Authorization: Bearer KEY")
+        # By digest, so that the time of the lookup reveals nothing about the keys.
         if self.keys is not None and _digest(key) not in self.keys.value:
-            raise no_key("the API key is not known here")
+            raise no_key("invalid API key")
         return key
 
     def salt_of(self, key: str, cache_salt: str | None) -> str | None:
-        """Return the salt of a request's blocks, given its key and what it says itself."""
+        """Return the salt of a request's blocks, from its key or its own ``cache_salt``."""
         return key_salt(key) if self.is_from_key else cache_salt
 
     def check_scrape(self, connection: HTTPConnection) -> None:
-        """Refuse metrics to tenants: sums over all of them tell each about the others."""
+        """Raise ApiError if a tenant requests metrics, which would reveal the traffic of others."""
         if self.is_from_key and not _is_here(connection):
             raise ApiError(
-                "metrics are sums over all tenants and are told on this node alone", status=403
+                "metrics cover all tenants and are available only on this node", status=403
             )
 
 
 def _is_here(connection: HTTPConnection) -> bool:
-    """Tell whether the other end is on this machine; a proxy here passes on whose it is."""
+    """Return whether the client is on this machine; a local proxy passes on its client."""
     try:
         address = ip_address(connection.client.host if connection.client else "")
     except ValueError:

@@ -1,7 +1,7 @@
-"""What the TCP listener needs: a certificate, its key, and the tokens that callers may show.
+"""Credentials of the TCP listener: a certificate, its key, and the tokens of callers.
 
-Each connection is made with the certificate and the key that count by then, and each call is held
-against the tokens that do. Who exchanges their files exchanges them; see ``kvtier.secret``.
+Each connection uses the current certificate and key, and each call is checked against the current
+tokens. Changed files are reloaded; see ``kvtier.secret``.
 """
 
 import hmac
@@ -27,7 +27,7 @@ from kvtier.secret import Secret, read_secret, read_tokens
 __all__ = ["Credentials", "Identity"]
 
 _CURVES = (ec.SECP256R1, ec.SECP384R1)
-"""Those that clients of gRPC take; with others, or Ed25519, no connection comes about."""
+"""Curves that gRPC clients support; with others, or Ed25519, connecting fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class Identity:
     key: bytes = field(repr=False)
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Return it as gRPC takes it."""
+        """Return the pair for gRPC."""
         pair = (self.key, self.certificate.pem)
         return grpc.ssl_server_certificate_configuration([pair])
 
 
 class Credentials:
-    """What the files of ``config`` say, read at once: StartError names the first that won't do."""
+    """The credentials in the files of ``config``. Raises StartError for the first invalid file."""
 
     def __init__(self, config: RpcConfig) -> None:
         certificate, key, tokens = config.tls_cert, config.tls_key, config.token_file
-        assert certificate is not None, "the configuration demands them where rpc.listen is set"
+        assert certificate is not None, "the configuration requires them if rpc.listen is set"
         assert key is not None
         assert tokens is not None
         self.identity = Secret(
@@ -60,16 +60,16 @@ class Credentials:
 
     @property
     def secrets(self) -> Sequence[Secret[Identity] | Secret[tuple[str, ...]]]:
-        """Return what has to be read again where files change."""
+        """Return the secrets to reload when files change."""
         return (self.identity, self._tokens)
 
     def admits(self, shown: str) -> bool:
-        """Tell whether a caller's token is one of ours, in a time that does not depend on it."""
+        """Return whether a caller's token is valid, in constant time."""
         found = [hmac.compare_digest(shown.encode(), one.encode()) for one in self._tokens.value]
         return any(found)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Return what a server takes: it asks before each handshake, on a thread of its own."""
+        """Return credentials that gRPC fetches before each handshake, on its own thread."""
 
         def present() -> grpc.ServerCertificateConfiguration:
             return self.identity.value.configuration()
@@ -78,27 +78,27 @@ class Credentials:
 
 
 def _identity(certificate: Path, key: Path) -> Identity:
-    """Read both, and check that one belongs to the other; raises StartError."""
+    """Read a certificate and its key, and check that they match; raises StartError."""
     chain = read_chain(certificate, "rpc.tls_cert")
     content = read_secret(key, "rpc.tls_key").encode()
     try:
         own = load_pem_private_key(content, password=None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise StartError(
-            "rpc.tls_key", f"{key} is no private key", "give one in PEM, not encrypted"
+            "rpc.tls_key", f"{key} is not a private key", "give an unencrypted key in PEM"
         ) from error
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if chain.first_key.public_bytes(*form) != own.public_bytes(*form):
         raise StartError(
             "rpc.tls_key",
             f"{key} is not the key of the first certificate in {certificate}",
-            "give the key that the certificate was made for",
+            "give the key that belongs to the certificate",
         )
     is_taken = isinstance(own, rsa.RSAPublicKey) or (
         isinstance(own, ec.EllipticCurvePublicKey) and isinstance(own.curve, _CURVES)
     )
     if not is_taken:
         raise StartError(
-            "rpc.tls_key", f"{key} is of a kind that gRPC does not take", "use RSA, P-256 or P-384"
+            "rpc.tls_key", f"gRPC does not support the type of {key}", "use RSA, P-256 or P-384"
         )
     return Identity(chain, content)

@@ -1,4 +1,4 @@
-"""What engines call. Each method turns a message into an event and an answer into a message."""
+"""The gRPC service for engines: converts messages to events of the node, and answers to replies."""
 
 import contextlib
 import time
@@ -50,7 +50,7 @@ _STATUS: Mapping[str, grpc.StatusCode] = {
 _DEADLINE_MS_MAX = 600_000
 
 _REFUSAL_MAX = 200
-"""Letters of an engine's reason: a line or two for whoever gave the order."""
+"""Characters of an engine's reason, for the operator who gave the order."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -74,8 +74,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await _refuse(
                 context,
                 "registration",
-                "the client does not see the daemon's arena: its proof does not match; "
-                "share the daemon's socket directory with the engine's container",
+                "the client cannot access the daemon's shared memory (wrong proof); "
+                "mount the daemon's socket directory in the engine's container",
             )
         try:
             layout = layout_from_wire(request.layout)
@@ -108,14 +108,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         )
 
     async def Attend(self, request: pb.AttendRequest, context: _Context) -> AsyncIterator[pb.Order]:
-        """Pass on orders until the client is gone."""
+        """Stream orders to the client until it disconnects."""
         if request.session not in self._driver.node.sessions:
             await _refuse(context, "session", "register first")
         async for order in self._driver.orders(request.session):
             yield pb.Order(order=order, drop=pb.Order.Drop())
 
     async def Report(self, request: pb.ReportRequest, context: _Context) -> pb.ReportReply:
-        """Note what the engine's own tier holds, and what it measured."""
+        """Record the contents of the engine's own tier, and its measurements."""
         steps, outcomes, load = await _read(
             context,
             lambda: (
@@ -144,7 +144,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.ReportReply()
 
     async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceReply:
-        """Note which requests have come, and which are over."""
+        """Record new and finished requests."""
         requests, over = await _read(
             context, lambda: (_announced_of(request.requests), ended_ids_from_wire(request.over))
         )
@@ -152,12 +152,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.AnnounceReply()
 
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupReply:
-        """Tell which blocks could be loaded, and how many of them should be."""
+        """Return which blocks are cached, and how many are worth restoring."""
         start_ns = time.monotonic_ns()
         traits, load = await _read(
             context, lambda: (traits_from_wire(request.traits), load_from_wire(request.load))
         )
-        with TRACES.serve("decision", context.invocation_metadata()) as mark:
+        with TRACES.serve("decision", context.invocation_metadata()) as step:
             answer = await self._ask(
                 context,
                 lambda call: ev.Lookup(
@@ -172,7 +172,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 ),
             )
             assert isinstance(answer, ac.LookupResult)
-            _tell(mark, answer)
+            _tell(step, answer)
         seconds = (time.monotonic_ns() - start_ns) / 1e9
         self._driver.node.metrics.observe(LOOKUP_SECONDS, seconds)
         return pb.LookupReply(
@@ -185,11 +185,11 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         )
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> AsyncIterator[pb.LoadReply]:
-        """Announce leased blocks as they become ready; a call that ends early ends the lease."""
-        with TRACES.serve("restore", context.invocation_metadata()) as mark:
-            mark.tell(decision=request.decision)
-            wanted = split_hashes(request.chain.hashes) if mark.span else []
-            with TRACES.waiting(mark, wanted[request.first :]):
+        """Stream leased blocks as they become ready; a call that ends early ends the lease."""
+        with TRACES.serve("restore", context.invocation_metadata()) as step:
+            step.set(decision=request.decision)
+            wanted = split_hashes(request.chain.hashes) if step.span else []
+            with TRACES.waiting(step, wanted[request.first :]):
                 async with contextlib.aclosing(self._load(request, context)) as replies:
                     async for reply in replies:
                         yield reply
@@ -225,7 +225,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     end=message.end,
                     blocks=message.num_blocks,
                 )
-                is_ended = bool(message.end)  # only now: whoever left meanwhile releases nothing
+                is_ended = bool(
+                    message.end
+                )  # only now, because a client that disconnected did not release it
         finally:
             if not is_ended:
                 await messages.aclose()
@@ -246,7 +248,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Lease slots for new blocks."""
         traits = await _read(context, lambda: traits_from_wire(request.traits))
         num_prompt_blocks = request.prompt_blocks if request.HasField("prompt_blocks") else -1
-        with TRACES.serve("admission", context.invocation_metadata()) as mark:
+        with TRACES.serve("admission", context.invocation_metadata()) as step:
             answer = await self._ask(
                 context,
                 lambda call: ev.PrepareStore(
@@ -260,7 +262,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 ),
             )
             assert isinstance(answer, ac.StoreGrant)
-            mark.tell(granted_blocks=len(answer.indexes), rejected_blocks=answer.rejected_blocks)
+            step.set(granted_blocks=len(answer.indexes), rejected_blocks=answer.rejected_blocks)
         return pb.PrepareStoreReply(
             lease=answer.lease,
             indexes=answer.indexes,
@@ -273,11 +275,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def CompleteStore(
         self, request: pb.CompleteStoreRequest, context: _Context
     ) -> pb.CompleteStoreReply:
-        """Publish what was copied."""
+        """Publish the copied blocks."""
         joined = request.checksums
         checksums = tuple(joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES))
         if checksums and len(checksums[-1]) != HASH_BYTES:
-            await _refuse(context, "chain", "checksums come in pieces of 16 bytes")
+            await _refuse(
+                context, "chain", "the length of checksums must be a multiple of 16 bytes"
+            )
         answer = await self._ask(
             context,
             lambda call: ev.CompleteStore(call, request.session, request.lease, checksums),
@@ -286,17 +290,17 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.CompleteStoreReply(stored_blocks=answer.num_blocks)
 
     async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.Changes]:
-        """Tell what the tiers have of the session's key space until the client is gone."""
+        """Stream which blocks of the session's key space the tiers hold, until it disconnects."""
         if request.session not in self._driver.node.sessions:
             await _refuse(context, "session", "register first")
         if self._driver.is_watching(request.session):
-            await _refuse(context, "too_many", "the session watches already")
+            await _refuse(context, "too_many", "the session already has a Watch call")
         async with contextlib.aclosing(self._driver.watch(request.session)) as batches:
             async for changes in batches:
                 yield pb.Changes(changes=map(change_to_wire, changes))
 
     async def Clear(self, request: pb.ClearRequest, context: _Context) -> pb.ClearReply:
-        """Take the session's key space out of every tier that there is."""
+        """Remove the session's key space from all tiers."""
         node = self._driver.node
         session = node.sessions.get(request.session)
         if session is None:
@@ -334,14 +338,14 @@ def _announced_of(requests: Sequence[pb.Announced]) -> tuple[ev.AnnouncedRequest
     )
 
 
-def _tell(mark: TraceStep, answer: ac.LookupResult) -> None:
-    """Note in a trace what was found, and what was decided about it."""
-    mark.tell(
+def _tell(step: TraceStep, answer: ac.LookupResult) -> None:
+    """Add the result and the decision to a trace."""
+    step.set(
         found=" ".join(f"{tier}:{length}" for tier, length in answer.runs),
         why_no_more=answer.reason,
     )
     if (plan := answer.plan) is not None:
-        mark.tell(
+        step.set(
             decision=plan.decision,
             reason=plan.reason.value,
             planned_blocks=plan.num_blocks,
@@ -351,7 +355,7 @@ def _tell(mark: TraceStep, answer: ac.LookupResult) -> None:
 
 
 async def _read(context: _Context, read: Callable[[], T]) -> T:
-    """Return what ``read`` makes of a message, or refuse the call by the field that is wrong."""
+    """Return the result of ``read``, or refuse the call if it raises ValueError."""
     try:
         return read()
     except ValueError as wrong:

@@ -1,9 +1,8 @@
-"""Interceptors in front of the services: authorization of operators, and a check of messages.
+"""gRPC interceptors: authorization of operators, and a check of malformed requests.
 
-Each call of an operator carries a ticket (Unix socket) or a token (TCP), as
-``authorization: Bearer …``. Engines need neither here: they register with the ticket of the arena's
-door and the proof that they map the arena, and each later call names the session that they got,
-which nobody can guess.
+Each operator call carries a ticket (Unix socket) or a token (TCP), as ``authorization: Bearer …``.
+Engines need neither: they register with a ticket for the shared memory and a proof that they map
+it, and each later call carries the session's secret id.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
-    """Refuses, with ``remedy``, a call that carries no secret which ``admits`` is true for."""
+    """Refuses calls without a secret that ``admits`` accepts; ``remedy`` is the error message."""
 
     def __init__(self, admits: Callable[[str], bool], remedy: str) -> None:
         self._admits = admits
@@ -37,7 +36,7 @@ class OperatorAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Let a call through to its service, or answer it here."""
+        """Return the handler of an authorized call, or one that refuses it."""
         if details.method.startswith(_ENGINE_CALLS):
             return await continuation(details)
         metadata: Mapping[str, str | bytes] = dict(details.invocation_metadata or ())
@@ -54,7 +53,7 @@ class OperatorAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a request that could not be parsed."""
+    """A request that could not be parsed."""
 
     error: str
 
@@ -68,14 +67,14 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     def __init__(self) -> None:
         self._warnings = RateLimitedLog(Log("kvtier.rpc"), _WARNING_PERIOD_NS)
         self._checked: dict[str, Any] = {}
-        """Handlers with the check, by method; only existing methods are added."""
+        """Wrapped handlers by method; only existing methods are added."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler of a call, with the check in front of it."""
+        """Return the handler of a call, wrapped in the check."""
         method = details.method
         if method not in self._checked:
             call = await continuation(details)

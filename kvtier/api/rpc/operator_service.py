@@ -37,31 +37,31 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ExplainQuestion:
-    """What is to be explained: a request, a chain, or a request together with its chain."""
+    """What to explain: a request, a chain, or a request with its chain."""
 
     request_id: str
     key_space: bytes
     tenant: bytes
     hashes: bytes
     num_tokens: int = 0
-    """Of the whole prompt; 0: unknown."""
+    """Tokens of the whole prompt; 0 if unknown."""
     unsalted: bytes = b""
-    """The same tokens' block hashes without the salt, or under another one."""
+    """Block hashes of the same tokens without the salt or with another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorReports:
-    """Each makes one of the stable documents that a command prints with ``--json``."""
+    """Functions that create the documents that commands print with ``--json``."""
 
     stat: Callable[[], dict[str, Any]]
     explain: Callable[[ExplainQuestion], dict[str, Any] | None]
-    """None: the request is not known."""
+    """Returns None for an unknown request."""
     probe: Callable[[tuple[TierName, ...]], Awaitable[dict[str, Any]]]
-    """Measures these tiers; none given: all there are."""
+    """Benchmarks the given tiers, or all tiers if empty."""
     hold_probe: Callable[[], AbstractAsyncContextManager[None]]
-    """While it is open nothing is measured."""
+    """A context in which no tier is benchmarked."""
     reload: Callable[[], Awaitable[dict[str, Any]]]
-    """Reads the configuration again, and applies it."""
+    """Reloads the configuration."""
     config: Callable[[], dict[str, Any]]
 
 
@@ -69,28 +69,31 @@ _WAIT_MS_MAX = 86_400_000
 
 
 class TierAdminCalls(Protocol):
-    """Each verb waits at most so long, and tells whether all is done. Raises StartError."""
+    """Changes tiers. Each call waits at most ``wait_s``, and returns whether it is complete.
+
+    Raises StartError if a change is refused.
+    """
 
     async def drain(self, name: TierName, wait_s: float) -> bool:
-        """Write nothing new to a tier."""
+        """Stop writing to a tier."""
 
     async def resume(self, name: TierName) -> bool:
-        """Use a drained tier as before."""
+        """Resume writing to a drained tier."""
 
     async def detach(self, name: TierName, wait_s: float, *, is_now: bool = False) -> bool:
-        """Take a tier off."""
+        """Close a tier; with ``is_now``, abort its transfers."""
 
     async def attach(self, name: TierName, wait_s: float) -> bool:
-        """Use a tier as it is configured now."""
+        """Open a detached tier with its current configuration."""
 
     def health(self, name: TierName) -> Health | None:
-        """Return how a tier does, or what was made of it; None: it is off."""
+        """Return a tier's health and administrative state; None if it is off."""
 
 
 async def change_tier(
     tier_admin: TierAdminCalls, request: pb.ChangeTierRequest
 ) -> pb.ChangeTierReply:
-    """Do as a request says; a refusal is part of the reply. Raises KeyError for no tier."""
+    """Carry out a request; a refusal is part of the reply. Raises KeyError for an unknown tier."""
     name, wait_s = tier_from_wire(request.tier), min(request.wait_ms, _WAIT_MS_MAX) / 1000
     try:
         is_done = await _changed(tier_admin, name, request, wait_s)
@@ -118,7 +121,7 @@ async def _changed(
             return await tier_admin.detach(name, wait_s, is_now=request.now)
         case pb.TIER_VERB_ATTACH:
             return await tier_admin.attach(name, wait_s)
-    raise StartError(name, f"verb {request.verb} is none", "use this version's kvtier")
+    raise StartError(name, f"unknown verb {request.verb}", "use the daemon's version of kvtier")
 
 
 _DEADLINE_MS = 10_000
@@ -128,9 +131,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
-    """Serves ``kvtier.v1.Operator``; ``reports`` makes what it tells.
+    """Serves ``kvtier.v1.Operator`` with documents from ``reports``.
 
-    ``on_emptied`` is called when the SSD tier was emptied of everything.
+    ``on_emptied`` is called after all blocks of the SSD tier were dropped.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         self._tier_admin = tier_admin
 
     async def Ping(self, request: pb.PingRequest, context: _Context) -> pb.PingReply:
-        """Say who answers."""
+        """Return the daemon's version and process id."""
         return pb.PingReply(version=__version__, boot=self._driver.node.boot, pid=os.getpid())
 
     async def Stat(self, request: pb.StatRequest, context: _Context) -> pb.StatReply:
@@ -156,7 +159,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return pb.StatReply(json=json.dumps(self._reports.stat()))
 
     async def Drop(self, request: pb.DropRequest, context: _Context) -> pb.DropReply:
-        """Take a selection of blocks out of tiers."""
+        """Remove a selection of blocks from tiers."""
         tiers = await _tiers(context, request.tiers)
         try:
             selection = Selection(request.key_space, request.tenant)
@@ -164,7 +167,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
             raise AssertionError("abort raises") from None
         deadline_ns = _deadline_ns(request.deadline_ms)
-        async with self._reports.hold_probe():  # else what it measures with would be counted
+        async with self._reports.hold_probe():  # else its test blocks would be counted
             answer = await self._driver.ask(
                 lambda call: ev.Drop(call, tiers, deadline_ns, selection)
             )
@@ -191,11 +194,11 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return pb.ExplainReply(json="" if document is None else json.dumps(document))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinReply:
-        """Keep a chain's blocks, or let them go again."""
+        """Pin or unpin a chain's blocks."""
         tenant, hashes = tenant_from_wire(request.chain), request.chain.hashes
         await _check_chain(context, request.key_space, tenant, hashes)
         if request.ttl_s > GAP_MAX_S:
-            said = f"ttl_s is {request.ttl_s}; it goes from 0 to {GAP_MAX_S}"
+            said = f"ttl_s is {request.ttl_s}, but must be from 0 to {GAP_MAX_S}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
         ttl_ns = request.ttl_s * 10**9
         answer = await self._driver.ask(
@@ -207,7 +210,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return pb.PinReply(blocks=answer.num_blocks, reason=answer.reason)
 
     async def Warm(self, request: pb.WarmRequest, context: _Context) -> pb.WarmReply:
-        """Bring a chain's blocks into the CPU tier."""
+        """Promote a chain's blocks to the CPU tier."""
         tenant, hashes = tenant_from_wire(request.chain), request.chain.hashes
         await _check_chain(context, request.key_space, tenant, hashes)
         deadline_ns = _deadline_ns(request.deadline_ms)
@@ -222,22 +225,22 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         )
 
     async def Probe(self, request: pb.ProbeRequest, context: _Context) -> pb.ProbeReply:
-        """Measure what transfers of tiers take, now."""
+        """Benchmark tiers."""
         tiers = await _tiers(context, request.tiers)
         return pb.ProbeReply(json=json.dumps(await self._reports.probe(tiers)))
 
     async def Reload(self, request: pb.ReloadRequest, context: _Context) -> pb.ReloadReply:
-        """Read the configuration again, and apply all of it or nothing."""
+        """Reload the configuration: all of it or nothing."""
         return pb.ReloadReply(json=json.dumps(await self._reports.reload()))
 
     async def Config(self, request: pb.ConfigRequest, context: _Context) -> pb.ConfigReply:
-        """Return the configuration that holds."""
+        """Return the effective configuration."""
         return pb.ConfigReply(json=json.dumps(self._reports.config()))
 
     async def Fsck(self, request: pb.FsckRequest, context: _Context) -> AsyncIterator[pb.FsckReply]:
-        """Verify the whole SSD tier; loads go first."""
+        """Verify the whole SSD tier with lower priority than loads."""
         if TierName.SSD not in self._driver.tiers:
-            said = "there is no SSD tier here; one that is detached can be checked without a daemon"
+            said = "the daemon has no SSD tier; check a detached one without the daemon"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
         try:
             async with contextlib.aclosing(self._scrubber.whole_pass()) as steps:
@@ -249,7 +252,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def ChangeTier(
         self, request: pb.ChangeTierRequest, context: _Context
     ) -> pb.ChangeTierReply:
-        """Drain, detach or attach a tier; what was refused is told in the reply."""
+        """Drain, detach or attach a tier; a refusal is part of the reply."""
         await _tiers(context, [request.tier])
         return await change_tier(self._tier_admin, request)
 
@@ -273,23 +276,25 @@ def _deadline_ns(deadline_ms: int) -> int:
 async def _tiers(
     context: _Context, numbers: Iterable["engine_pb2.Tier.ValueType"]
 ) -> tuple[TierName, ...]:
-    """Return the tiers that a call names, each once."""
+    """Return the tiers in a call without duplicates."""
     try:
         return tuple(dict.fromkeys(map(tier_from_wire, numbers)))
     except KeyError as unknown:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"tier {unknown} is none")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unknown tier {unknown}")
         raise AssertionError("abort raises") from None
 
 
 async def _check_chain(context: _Context, key_space: bytes, tenant: bytes, hashes: bytes) -> None:
-    """Refuse a call that names no chain."""
+    """Refuse a call with an invalid chain."""
     said = ""
     if len(key_space) != HASH_BYTES:
-        said = f"key_space has {len(key_space)} bytes, not {HASH_BYTES}"
+        said = f"key_space must have {HASH_BYTES} bytes, not {len(key_space)}"
     elif len(tenant) != HASH_BYTES or len(hashes) % HASH_BYTES:
-        said = f"hashes and the tenant come in pieces of {HASH_BYTES} bytes"
+        said = f"tenant must have {HASH_BYTES} bytes, and hashes a multiple of that"
     elif len(hashes) > CHAIN_BLOCKS_MAX * HASH_BYTES:
-        said = f"a chain has {len(hashes) // HASH_BYTES} blocks; {CHAIN_BLOCKS_MAX} is the most"
+        said = (
+            f"the chain has {len(hashes) // HASH_BYTES} blocks, the maximum is {CHAIN_BLOCKS_MAX}"
+        )
     if said:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
 

@@ -132,7 +132,7 @@ async def open_tcp(
     """Serve operators that have the token, over TLS; returns the server and its port."""
     guard = OperatorAuthInterceptor(
         credentials.admits,
-        "calls over TCP need the token in rpc.token_file; use kvtier with --token-file",
+        "TCP calls need a token from rpc.token_file; pass --token-file",
     )
     server = grpc.aio.server(
         interceptors=[guard, MalformedRequestInterceptor()],

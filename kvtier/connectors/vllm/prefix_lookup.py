@@ -112,13 +112,13 @@ class PrefixLookup:
 
     def _look_up(self, rank: int) -> FoundBlocks:
         client, chain = self.clients[rank], self.chains[rank]
-        with TRACES.passing_on("lookup", self.traceparent) as mark:
+        with TRACES.forward("lookup", self.traceparent) as mark:
             found = client.lookup(self.tenant, chain, self.first, self.traits, self.load)
-            mark.tell(asked_blocks=len(chain) - self.first, found_blocks=len(found.tiers))
+            mark.set(asked_blocks=len(chain) - self.first, found_blocks=len(found.tiers))
         return found
 
     def _hold(self, wanted: int, wait_s: float, rank: int) -> HeldBlocks:
-        with TRACES.passing_on("hold", self.traceparent) as mark:
+        with TRACES.forward("hold", self.traceparent) as mark:
             held = self.clients[rank].hold(
                 self.tenant,
                 self.chains[rank][: self.first + wanted],
@@ -127,7 +127,7 @@ class PrefixLookup:
                 timeout_s=wait_s,
             )
             self._held.append(held)  # at once: where another rank fails, this one is let go of
-            mark.tell(wanted_blocks=wanted, held_blocks=len(held.tiers), end=held.end)
+            mark.set(wanted_blocks=wanted, held_blocks=len(held.tiers), end=held.end)
         return held
 
     def _for_each(self, ask: Callable[[int], _Answer]) -> list[_Answer]:

@@ -116,10 +116,10 @@ class WorkerHalf:
     def _load(self, order: LoadJob, fence: Fence) -> None:
         num_filled, began_s = 0, time.monotonic()
         try:
-            with TRACES.passing_on("load", order.traceparent) as mark:
+            with TRACES.forward("load", order.traceparent) as mark:
                 for num_filled in self._filled(order, fence):  # noqa: B007 - the last one counts
                     pass
-                mark.tell(ordered_blocks=len(order.into), loaded_blocks=num_filled)
+                mark.set(ordered_blocks=len(order.into), loaded_blocks=num_filled)
             self.tally.add(LOAD_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
             pass  # the client has said so, and vLLM computes
@@ -158,7 +158,7 @@ class WorkerHalf:
             if left_s <= 0 or not is_reached(fence, left_s):
                 return
             self._client.wait_attached(_ATTACH_S)
-            with TRACES.passing_on("store", order.traceparent) as mark:
+            with TRACES.forward("store", order.traceparent) as mark:
                 kept = self._client.store(
                     order.tenant,
                     order.chains[self._rank],
@@ -167,7 +167,7 @@ class WorkerHalf:
                     traits=order.traits,
                     num_prompt_blocks=order.num_prompt_blocks,
                 )
-                mark.tell(offered_blocks=len(order.blocks), kept_blocks=kept)
+                mark.set(offered_blocks=len(order.blocks), kept_blocks=kept)
             outcome = "refused"
             self.tally.add(STORE_SECONDS, time.monotonic() - began_s)
         except DaemonUnavailable:
