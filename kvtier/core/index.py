@@ -41,23 +41,23 @@ NO_SLOT = -1
 """The slot of a block that is not in the arena."""
 
 WAS_USED = 1
-"""Flag of ``past``: the block was loaded since it entered the CPU tier."""
+"""Bit of ``flags``: the block was loaded since it entered the CPU tier."""
 
 WAS_DEMOTED = 2
-"""Flag of ``past``: it was offered to slower tiers ahead of eviction, since it was last used."""
+"""Bit of ``flags``: it was offered to slower tiers ahead of eviction, since it was last used."""
 
 WAS_REFUSED = 4
-"""Flag of ``past``: that offer was refused."""
+"""Bit of ``flags``: that offer was refused."""
 
 WAS_FLUSHED = 8
-"""Flag of ``past``: it was written to a slower tier long before its eviction."""
+"""Bit of ``flags``: it was written to a slower tier long before its eviction."""
 
 IS_KEPT = 16
-"""Flag of ``past``: it is only evicted if no other block can be."""
+"""Bit of ``flags``: it is only evicted if no other block can be."""
 
 NEEDED_BY: Mapping[TierName, int] = {tier: 32 << n for n, tier in enumerate(SLOW_TIERS)}
-"""Flags of ``past``: the tier holds a child of the block, which is only found through it."""
-assert max(NEEDED_BY.values()) < 256, "``past`` has a byte a block: widen it for a fourth slow tier"
+"""Bits of ``flags``: the tier holds a child of the block, which is only found through it."""
+assert max(NEEDED_BY.values()) < 256, "widen ``flags``, one byte per block, for a fourth slow tier"
 
 MoveListener = Callable[[Rows, TierName, npt.NDArray[np.uint8], Residency], None]
 """Called after a move with the rows, the tier, their previous states, and their new state."""
@@ -70,7 +70,7 @@ _FACTS = np.dtype(
         ("scope", np.uint32),
         ("payload_bytes", np.uint32),
         ("state", np.uint8, len(LOWER_TIERS)),
-        ("past", np.uint8),
+        ("flags", np.uint8),
         ("slot", np.int64),
         ("stamp", np.int64),
         ("checksum", np.uint64, 2),
@@ -124,7 +124,7 @@ class BlockIndex:
         self.payload_bytes: npt.NDArray[np.uint32]
         self.state: npt.NDArray[np.uint8]
         """Residency by row and lower tier."""
-        self.past: npt.NDArray[np.uint8]
+        self.flags: npt.NDArray[np.uint8]
         """What happened to the block in the CPU tier, as flags; 0 when it enters the tier."""
         self.slot: npt.NDArray[np.int64]
         """Offset in the arena, or ``NO_SLOT``."""
@@ -267,8 +267,16 @@ class BlockIndex:
         """Tell which rows may leave the CPU tier: ready there, neither pinned nor kept."""
         is_ready = self.residency(rows, TierName.CPU) == Residency.READY
         is_free: npt.NDArray[np.bool_] = is_ready & (self.pins[rows] == 0)
-        is_free &= self.past[rows] & IS_KEPT == 0
+        is_free &= self.flags[rows] & IS_KEPT == 0
         return is_free
+
+    def is_evictable(self, row: int) -> bool:
+        """Tell whether one row may leave the CPU tier."""
+        return bool(
+            self.pins[row] == 0
+            and not self.flags[row] & IS_KEPT
+            and self.cell(row, TierName.CPU) == Residency.READY
+        )
 
     def add_listener(self, listener: MoveListener) -> None:
         """Call ``listener`` after each move from now on."""

@@ -94,7 +94,7 @@ class SlabAllocator:
         self._blank = [*reversed(fresh), *self._blank]
         self._num_reserved = max(self._num_reserved, num_slabs)
 
-    def take(self, size: int, owner: int) -> int | None:
+    def allocate(self, size: int, owner: int) -> int | None:
         """Return the offset of a free slot of ``size`` bytes, or None if there is none."""
         assert 0 < size <= self.slab_bytes
         if not self._partial.get(size):
@@ -110,14 +110,14 @@ class SlabAllocator:
             self._partial[size].remove(number)
         return number * self.slab_bytes + place * size
 
-    def take_some(self, size: int, owners: Rows) -> list[int]:
+    def allocate_some(self, size: int, owners: Rows) -> list[int]:
         """Take and hold a slot for as many of the leading owners as there are free slots.
 
-        Returns the same offsets as one ``take`` per owner would.
+        Returns the same offsets as one ``allocate`` per owner would.
         """
         offsets: list[int] = []
         while len(offsets) < len(owners):
-            offset = self.take(size, int(owners[len(offsets)]))
+            offset = self.allocate(size, int(owners[len(offsets)]))
             if offset is None:
                 break
             number = offset // self.slab_bytes
@@ -137,7 +137,7 @@ class SlabAllocator:
             self.held_bytes += (1 + len(more)) * size
         return offsets
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Free a slot that is not held; a slab whose last slot is freed becomes blank."""
         number, place = self._place_of(offset)
         slab = self._slabs[number]
@@ -151,15 +151,15 @@ class SlabAllocator:
             self._close(number)
 
     def hold(self, offset: int) -> None:
-        """Hold a slot until the matching ``let_go``."""
+        """Hold a slot until the matching ``release``."""
         slab = self._slabs[offset // self.slab_bytes]
         slab.num_held += 1
         self.held_bytes += slab.slot_bytes
 
-    def let_go(self, offset: int) -> None:
+    def release(self, offset: int) -> None:
         """End one ``hold``."""
         slab = self._slabs[offset // self.slab_bytes]
-        assert slab.num_held > 0, "let_go without hold"
+        assert slab.num_held > 0, "release without hold"
         slab.num_held -= 1
         self.held_bytes -= slab.slot_bytes
 

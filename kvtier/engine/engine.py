@@ -18,7 +18,7 @@ from kvtier.core.residency import TierName
 from kvtier.engine.attention import AttentionBatch, Span
 from kvtier.engine.model import LoadedModel, key_space
 from kvtier.engine.pool import BlockPool, PoolCounts, PoolDropped, PoolShape
-from kvtier.engine.port import KVPort, PortChain
+from kvtier.engine.port import KVPort
 from kvtier.engine.request import (
     Deliver,
     EngineRequest,
@@ -204,8 +204,7 @@ class Engine:
         first = num_hit * self.settings.engine_block_tokens // self.settings.block_tokens
         if len(self._scheduler.sequences) == 1:
             first = len(hashes)  # alone it starts now: blocks are loaded, not prefetched
-        chain = PortChain(sequence.tenant, sequence.port_chain.root, tuple(hashes))
-        self.port.announce(chain, min(first, len(hashes)), sequence.traits)
+        self.port.announce(sequence.chain_below(), min(first, len(hashes)), sequence.traits)
 
     def abort(self, request_id: str) -> bool:
         """End a request at once; returns False if it is not in the engine."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvtier.core.plan import EngineLoad, PlanReason
 from kvtier.core.residency import TierName
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import KVPort, LoadEnded, LoadOrder, LoadProgress, PortChain, PortLookup
+from kvtier.engine.port import KVPort, LoadEnded, LoadOrder, LoadProgress, PortLookup
 from kvtier.engine.request import DecisionReason, RestoreDecision
 from kvtier.engine.sequence import LoadedTail, Phase, Sequence
 from kvtier.engine.split import SplitProgress
@@ -112,7 +112,7 @@ class Loader:
         sequence.found = None
         sequence.phase = Phase.LOOKING
         self._lookups[sequence.request_id] = sequence
-        self._port.lookup(self._chain(sequence), first, sequence.traits, load)
+        self._port.lookup(sequence.chain_below(self._end(sequence)), first, sequence.traits, load)
 
     def found(self, event: PortLookup) -> Sequence | None:
         """Take a lookup's answer; returns the sequence if it still waits for it."""
@@ -170,7 +170,7 @@ class Loader:
             sequence.loaded_tail = LoadedTail(end_token, end_token)
         order = LoadOrder(
             sequence.request_id,
-            self._chain(sequence, first + num_blocks),
+            sequence.chain_below(first + num_blocks),
             first,
             decision=plan.decision if plan is not None else 0,
             from_back=is_split,
@@ -281,7 +281,7 @@ class Loader:
         first = (load.first + place) * self._ratio
         for index, block in enumerate(load.into[place], first):
             self._pool.publish(block, chain.hashes[index], chain.parent(index))
-            self._pool.mark(block)
+            self._pool.mark(block)  # the tiers below hold it
 
     def _extend(self, load: _Load) -> None:
         """Update how far the sequence's load is."""
@@ -320,11 +320,6 @@ class Loader:
         if found.plan is not None:
             num_planned = min(num_planned, found.plan.num_blocks)
         return sequence.found_first + num_planned - first
-
-    def _chain(self, sequence: Sequence, end: int | None = None) -> PortChain:
-        end = self._end(sequence) if end is None else end
-        hashes = tuple(sequence.port_chain.hashes[:end])
-        return PortChain(sequence.tenant, sequence.port_chain.root, hashes)
 
 
 def _limit_reason(found: PortLookup) -> str:

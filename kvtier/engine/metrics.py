@@ -107,6 +107,5 @@ class EngineMetrics:
 
 def _slowest_source(usage: Usage) -> str:
     """Return the slowest tier below the GPU that served a prompt, else gpu, else computed."""
-    tokens = usage.tier_tokens
-    served = [tier for tier, num_tokens in tokens.document().items() if num_tokens]
+    served = [tier for tier in TierName if usage.tier_tokens[tier]]
     return served[-1] if served else "computed"

@@ -8,7 +8,7 @@ that hits it offers it again.
 from collections.abc import Iterator
 
 from kvtier.engine.pool import BlockPool
-from kvtier.engine.port import KVPort, PortChain, StoreEnded, StoreOffer
+from kvtier.engine.port import KVPort, StoreEnded, StoreOffer
 from kvtier.engine.sequence import Sequence
 
 __all__ = ["OPEN_STORES_MAX", "Offload"]
@@ -83,7 +83,6 @@ class Offload:
             self._pool.retain(group)
             self._pool.mark(group[-1])
         self._num_held += num_blocks
-        hashes = tuple(sequence.port_chain.hashes[:end])
-        chain = PortChain(sequence.tenant, sequence.port_chain.root, hashes)
+        chain = sequence.chain_below(end)
         offer = StoreOffer(sequence.traits, sequence.num_prompt // self._port.block_tokens)
         self._open[self._port.store(chain, first, blocks, offer)] = blocks

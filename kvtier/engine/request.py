@@ -1,5 +1,6 @@
 """The engine's requests and outputs."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,7 +21,6 @@ __all__ = [
     "RequestRefused",
     "RestoreDecision",
     "Sampling",
-    "TierTokens",
     "Usage",
     "format_decision",
 ]
@@ -112,42 +112,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class TierTokens:
-    """Number of prompt tokens served by each tier, as attributes named after the tiers."""
-
-    __slots__ = ("_by_tier",)
-
-    def __init__(self, **by_tier: int) -> None:
-        self._by_tier = {tier.value: by_tier.pop(tier.value, 0) for tier in TierName}
-        assert not by_tier, f"tiers are known: {by_tier}"
-
-    def __getattr__(self, name: str) -> int:
-        if name in TierTokens.__slots__ or name not in self._by_tier:
-            raise AttributeError(name)
-        return self._by_tier[name]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TierTokens) and self._by_tier == other._by_tier
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._by_tier.values()))
-
-    def __repr__(self) -> str:
-        return f"TierTokens({', '.join(f'{name}={n}' for name, n in self._by_tier.items() if n)})"
-
-    def __add__(self, other: "TierTokens") -> "TierTokens":
-        return TierTokens(**{name: n + other._by_tier[name] for name, n in self._by_tier.items()})
-
-    @property
-    def total(self) -> int:
-        """Return the prompt tokens that were not computed."""
-        return sum(self._by_tier.values())
-
-    def document(self) -> dict[str, int]:
-        """Return the tokens of every tier by its name."""
-        return dict(self._by_tier)
-
-
 class RestoreDecision(StrEnum):
     """The decision about the part of a prompt below the GPU; ``Usage`` adds a reason."""
 
@@ -204,14 +168,14 @@ def format_decision(decision: RestoreDecision, reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The token counts of a request; ``prompt_tokens == tier_tokens.total + computed_tokens``.
+    """The token counts of a request; ``prompt_tokens == tier_tokens.total() + computed_tokens``.
 
     A request that ends before its first token counts the prompt tokens supplied so far.
     """
 
     prompt_tokens: int
     completion_tokens: int
-    tier_tokens: TierTokens
+    tier_tokens: Counter[TierName]
     computed_tokens: int
     decision: str
     """The decision about the prefix below the GPU, and why: see ``format_decision``."""

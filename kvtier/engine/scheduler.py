@@ -261,7 +261,7 @@ class Scheduler:
             num_load = num_spare = 0
             self.loader.decide_computed(sequence, DecisionReason.POOL_FULL)
         self._unqueue(sequence, now_ns)
-        self._seat(sequence, hit, num_new)
+        self._assign_blocks(sequence, hit, num_new)
         if num_load:
             sequence.timing.begin_restoring(now_ns)
             self.loader.load(sequence, num_hit, num_load, self._allocate(num_spare))
@@ -294,7 +294,7 @@ class Scheduler:
         assert blocks is not None, "the pool must have room"
         return blocks
 
-    def _seat(self, sequence: Sequence, hit: list[int], num_new: int) -> None:
+    def _assign_blocks(self, sequence: Sequence, hit: list[int], num_new: int) -> None:
         """Give a sequence its blocks: the cached ones, and new ones for all its other tokens."""
         sequence.blocks = hit + self._allocate(num_new)
         sequence.num_published = len(hit)

@@ -1,5 +1,6 @@
 """A request in the engine: its tokens, blocks, hashes and timing."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -9,13 +10,12 @@ from kvtier.core.identity import BlockHash, hash_blocks
 from kvtier.core.plan import PlanOutcome, RestorePlan
 from kvtier.core.request import RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.engine.port import PortLookup
+from kvtier.engine.port import PortChain, PortLookup
 from kvtier.engine.request import (
     DecisionReason,
     Deliver,
     EngineRequest,
     RestoreDecision,
-    TierTokens,
     Usage,
     format_decision,
 )
@@ -42,13 +42,13 @@ class TokenSources:
 
     def __init__(self, num_prompt: int) -> None:
         self.computed = 0
-        self.by_tier: dict[TierName, int] = {}
+        self.by_tier: Counter[TierName] = Counter()
         self._marks = bytearray(num_prompt)
 
     @property
     def num_counted(self) -> int:
         """Return the number of prompt tokens supplied so far."""
-        return self.computed + sum(self.by_tier.values())
+        return self.computed + self.by_tier.total()
 
     def count(self, source: TierName | None, start: int, end: int) -> None:
         """Count the prompt tokens from ``start`` to ``end`` that are not counted yet.
@@ -63,15 +63,11 @@ class TokenSources:
         if source is None:
             self.computed += num_new
         else:
-            self.by_tier[source] = self.by_tier.get(source, 0) + num_new
+            self.by_tier[source] += num_new
 
     def is_counted(self, end: int) -> bool:
         """Tell whether every prompt token before ``end`` is counted."""
         return not self._marks.count(_NOT_YET, 0, min(end, len(self._marks)))
-
-    def tier_tokens(self) -> TierTokens:
-        """Return the number of tokens served by each tier."""
-        return TierTokens(**{tier.value: count for tier, count in self.by_tier.items()})
 
 
 class StallTimes:
@@ -273,6 +269,10 @@ class Sequence:
         """Return the number of blocks that hold all known tokens."""
         return -(-len(self.tokens) // self.chain.block_tokens)
 
+    def chain_below(self, end: int | None = None) -> PortChain:
+        """Return the first ``end`` blocks of ``port_chain``, or all, for a call of the port."""
+        return PortChain(self.tenant, self.port_chain.root, tuple(self.port_chain.hashes[:end]))
+
     def append(self, token: int) -> None:
         """Add a generated token."""
         self.tokens.append(token)
@@ -299,7 +299,7 @@ class Sequence:
         return Usage(
             prompt_tokens=self.sources.num_counted,
             completion_tokens=self.num_generated,
-            tier_tokens=self.sources.tier_tokens(),
+            tier_tokens=self.sources.by_tier.copy(),
             computed_tokens=self.sources.computed,
             decision=self.decision
             or format_decision(RestoreDecision.COMPUTED, DecisionReason.CANCELLED),

@@ -6,18 +6,19 @@ It keeps the contract of ``kvtier.api.http.service.EngineService``, which
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
 from kvtier.api.http.service import EngineService
+from kvtier.core.residency import TierName
 from kvtier.engine.request import (
     Deliver,
     EngineRequest,
     FinishReason,
     Output,
     QueueFull,
-    TierTokens,
     Usage,
 )
 
@@ -29,7 +30,7 @@ class ScriptedAnswer:
     """What the engine makes of one request; cut at its ``max_tokens``."""
 
     token_ids: tuple[int, ...]
-    tier_tokens: TierTokens = field(default_factory=TierTokens)
+    tier_tokens: Counter[TierName] = field(default_factory=Counter)
     decision: str = "computed"
     finish: FinishReason = FinishReason.STOP
     error: str = ""
@@ -174,12 +175,12 @@ class FakeEngineService:
     def _usage(self, opened: _Open) -> Usage:
         prompt_tokens = len(opened.request.prompt)
         tiers = opened.answer.tier_tokens
-        assert tiers.total < prompt_tokens, "a script cannot hit more than all but one token"
+        assert tiers.total() < prompt_tokens, "a script cannot hit more than all but one token"
         return Usage(
             prompt_tokens,
             opened.num_sent,
             tiers,
-            prompt_tokens - tiers.total,
+            prompt_tokens - tiers.total(),
             opened.answer.decision,
         )
 
@@ -225,7 +226,7 @@ def _check_usage(outputs: list[Output], request: EngineRequest) -> None:
     usage = outputs[-1].usage
     assert usage is not None
     assert usage.prompt_tokens == len(request.prompt)
-    assert usage.prompt_tokens == usage.tier_tokens.total + usage.computed_tokens
+    assert usage.prompt_tokens == usage.tier_tokens.total() + usage.computed_tokens
     assert usage.completion_tokens >= sum(len(output.token_ids) for output in outputs)
     assert usage.decision
 

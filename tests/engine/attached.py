@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.client import Client, ClientDeadlines
 from kvtier.connectors.integrated import DaemonPort
+from kvtier.core.residency import TierName
 from kvtier.engine.engine import Engine, block_layout, create_pool
 from kvtier.engine.flops import model_flops
 from kvtier.engine.model import LoadedModel, key_space
@@ -34,7 +35,7 @@ class Answer:
     def tiers(self) -> dict[str, int]:
         """Return the prompt tokens of every tier that served some, and those computed."""
         served = self.usage.tier_tokens
-        counts = {name: getattr(served, name) for name in ("gpu", "cpu", "ssd", "remote")}
+        counts = {tier.value: served[tier] for tier in TierName}
         counts["computed"] = self.usage.computed_tokens
         assert sum(counts.values()) == self.usage.prompt_tokens
         return {name: count for name, count in counts.items() if count}

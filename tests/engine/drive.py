@@ -40,7 +40,7 @@ class Answer:
     def usage(self) -> Usage:
         usage = self.outputs[-1].usage
         assert usage is not None
-        assert usage.prompt_tokens == usage.tier_tokens.total + usage.computed_tokens
+        assert usage.prompt_tokens == usage.tier_tokens.total() + usage.computed_tokens
         return usage
 
 

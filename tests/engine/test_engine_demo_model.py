@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.core.residency import TierName
 from kvtier.engine.engine import Engine
 from kvtier.engine.model import LoadedModel
 from kvtier.testing.memory_port import LoadScript, MemoryPort
@@ -71,7 +72,7 @@ def test_cold_warm_and_loaded(
     drive.engine.drop_cache()
     loaded = drive.ask(tokens, 8)
     assert loaded.tokens == expected
-    assert loaded.usage.tier_tokens.cpu == (length - 1) // 64 * 64
+    assert loaded.usage.tier_tokens[TierName.CPU] == (length - 1) // 64 * 64
     drive.engine.drop_cache()
     port.script = LoadScript(num_blocks=1)
     assert drive.ask(tokens, 8).tokens == expected

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.residency import TierName
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import FinishReason, Sampling
 from kvtier.engine.support import ARCHITECTURES
@@ -21,8 +22,8 @@ def test_alone_cold_then_warm(tiny: LoadedModel, reference: Reference, length: i
     warm = drive.ask(prompt(length), 12)
     assert cold.tokens == expected
     assert warm.tokens == expected
-    assert cold.usage.tier_tokens.total == 0
-    assert warm.usage.tier_tokens.gpu == (length - 1) // 16 * 16
+    assert cold.usage.tier_tokens.total() == 0
+    assert warm.usage.tier_tokens[TierName.GPU] == (length - 1) // 16 * 16
     assert warm.usage.prompt_tokens == length
 
 

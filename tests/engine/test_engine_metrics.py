@@ -1,12 +1,15 @@
 """Every number of the engine's table: what is counted, under which label, and that it adds up."""
 
+from collections import Counter
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.service import PromptOutcome
+from kvtier.core.residency import TierName
 from kvtier.engine.metrics import EngineMetrics
 from kvtier.engine.model import LoadedModel
-from kvtier.engine.request import Sampling, TierTokens, Usage
+from kvtier.engine.request import Sampling, Usage
 from kvtier.observe.daemon_metrics import READY, TransferRoute
 from kvtier.observe.engine_metrics import (
     ATTACHED,
@@ -167,11 +170,11 @@ def test_a_stall_is_time_in_which_all_that_could_go_on_waits_for_a_tier(tiny: Lo
 
 
 TIERS = {
-    "computed": TierTokens(),
-    "gpu": TierTokens(gpu=48),
-    "cpu": TierTokens(gpu=16, cpu=64),
-    "ssd": TierTokens(cpu=64, ssd=64),
-    "remote": TierTokens(gpu=16, ssd=64, remote=64),
+    "computed": Counter(),
+    "gpu": Counter({TierName.GPU: 48}),
+    "cpu": Counter({TierName.GPU: 16, TierName.CPU: 64}),
+    "ssd": Counter({TierName.CPU: 64, TierName.SSD: 64}),
+    "remote": Counter({TierName.GPU: 16, TierName.SSD: 64, TierName.REMOTE: 64}),
 }
 """By the slowest of what supplied a prompt, some prompts."""
 
@@ -180,7 +183,7 @@ TIERS = {
 def test_latencies_count_under_the_slowest_source_of_the_prompt(drive: Drive, source: str) -> None:
     told = Told(drive)
     tokens = TIERS[source]
-    usage = Usage(200, 1, tokens, 200 - tokens.total, "computed")
+    usage = Usage(200, 1, tokens, 200 - tokens.total(), "computed")
     told.metrics.first_token(0.3, usage)
     for seconds in (0.02, 0.04):
         told.metrics.token_gap(seconds, usage)

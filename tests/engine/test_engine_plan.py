@@ -51,7 +51,7 @@ def test_no_more_is_loaded_than_planned(
     answer = drive.ask(prompt(300), 8)
     assert answer.tokens == reference.generate(prompt(300), 8)
     assert answer.usage.decision == decision
-    assert answer.usage.tier_tokens.cpu == num_blocks * 64
+    assert answer.usage.tier_tokens[TierName.CPU] == num_blocks * 64
     assert [(order.decision, order.wait_ns) for order in port.loads] == (
         [(9, 5 * SECOND)] if num_blocks else []
     )
@@ -60,7 +60,7 @@ def test_no_more_is_loaded_than_planned(
 def test_the_requests_own_limit_goes_before_the_plan(tiny: LoadedModel) -> None:
     drive, port = planned(tiny, RestorePlan(9, 4, PlanReason.ALL))
     answer = drive.ask(prompt(300), 1, max_load_tokens=130)
-    assert answer.usage.tier_tokens.cpu == 128
+    assert answer.usage.tier_tokens[TierName.CPU] == 128
     assert answer.usage.decision == "loaded_part:max_load_tokens"
     assert port.announced["request-1"][2].max_load_tokens == 130
 
@@ -223,7 +223,7 @@ def test_fifty_requests_share_a_prefix_and_nobody_waits_for_anothers_tail(
     drive.run()
     assert owner.tokens == reference.generate(stem + tail, 1)
     for seed, other in enumerate(others):
-        assert other.usage.tier_tokens.gpu == 128
+        assert other.usage.tier_tokens[TierName.GPU] == 128
         assert other.tokens == reference.generate(stem + prompt(9, seed=seed), 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.residency import TierName
 from kvtier.engine.engine import create_pool
 from kvtier.engine.model import LoadedModel
 from kvtier.engine.request import (
@@ -30,7 +31,7 @@ def test_single_flight_while_computing(tiny: LoadedModel, reference: Reference) 
     answers = [drive.submit(prompt(300), 8) for _ in range(4)]
     drive.run()
     assert [answer.usage.computed_tokens for answer in answers] == [300, 12, 12, 12]
-    assert [answer.usage.tier_tokens.gpu for answer in answers] == [0, 288, 288, 288]
+    assert [answer.usage.tier_tokens[TierName.GPU] for answer in answers] == [0, 288, 288, 288]
     assert all(answer.tokens == reference.generate(prompt(300), 8) for answer in answers)
 
 
@@ -51,8 +52,8 @@ def test_single_flight_while_loading(tiny: LoadedModel, reference: Reference) ->
     port.is_manual = False
     drive.run()
     assert port.num_lookups == 1
-    assert first.usage.tier_tokens.cpu == 256
-    assert second.usage.tier_tokens.gpu == 288
+    assert first.usage.tier_tokens[TierName.CPU] == 256
+    assert second.usage.tier_tokens[TierName.GPU] == 288
     assert first.tokens == second.tokens == reference.generate(prompt(300), 8)
 
 
@@ -213,7 +214,9 @@ def test_snapshot_and_reports_add_up(tiny: LoadedModel) -> None:
     first, second = drive.ask(prompt(100), 5), drive.ask(prompt(100), 5)
     snapshot = drive.engine.snapshot()
     reports = drive.engine.take_reports()
-    assert sum(snapshot.prompt_tokens_by_tier.values()) == second.usage.tier_tokens.gpu == 96
+    assert (
+        sum(snapshot.prompt_tokens_by_tier.values()) == second.usage.tier_tokens[TierName.GPU] == 96
+    )
     assert snapshot.computed_prompt_tokens == first.usage.computed_tokens + 4
     assert sum(report.num_prefill_tokens for report in reports) == 104
     assert sum(report.num_decode_tokens for report in reports) == snapshot.num_decode_tokens == 8
@@ -261,4 +264,4 @@ def test_drop_says_what_it_removed(tiny: LoadedModel) -> None:
     assert dropped.num_kept == 2
     drive.run()
     assert running.is_done
-    assert drive.ask(prompt(100), 1).usage.tier_tokens.gpu == 0
+    assert drive.ask(prompt(100), 1).usage.tier_tokens[TierName.GPU] == 0

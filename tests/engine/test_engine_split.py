@@ -70,8 +70,8 @@ def test_both_ends_meet(tiny: LoadedModel, reference: Reference) -> None:
     usage = answer.usage
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
     assert usage.decision == "loaded_part:split"
-    assert usage.tier_tokens.cpu + usage.computed_tokens == LENGTH
-    assert 3 * 64 <= usage.tier_tokens.cpu <= 6 * 64, "each did about half"
+    assert usage.tier_tokens[TierName.CPU] + usage.computed_tokens == LENGTH
+    assert 3 * 64 <= usage.tier_tokens[TierName.CPU] <= 6 * 64, "each did about half"
 
 
 @pytest.mark.parametrize("num_loaded", range(NUM_BLOCKS + 1))
@@ -88,7 +88,7 @@ def test_a_load_that_falls_short_leaves_the_rest_to_computing(
     drive.run()
     came = min(num_loaded, NUM_BLOCKS - claimed)
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
-    assert answer.usage.tier_tokens.cpu == 64 * came
+    assert answer.usage.tier_tokens[TierName.CPU] == 64 * came
     whole = came == NUM_BLOCKS - claimed
     expected = "loaded_part:split" if whole else f"{'loaded_part' if came else 'computed'}:{reason}"
     assert answer.usage.decision == expected
@@ -104,7 +104,7 @@ def test_a_load_that_is_quicker_than_a_step_brings_all(
     answer = drive.ask(prompt(LENGTH), 8)
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
     assert answer.usage.decision == "loaded"
-    assert answer.usage.tier_tokens.cpu == NUM_BLOCKS * 64
+    assert answer.usage.tier_tokens[TierName.CPU] == NUM_BLOCKS * 64
 
 
 def test_a_load_that_hangs_holds_nothing_up(tiny: LoadedModel, reference: Reference) -> None:
@@ -114,7 +114,7 @@ def test_a_load_that_hangs_holds_nothing_up(tiny: LoadedModel, reference: Refere
     drive.settle()
     assert answer.is_done, "all that is left of the load was claimed and computed"
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
-    assert answer.usage.tier_tokens.cpu == 3 * 64
+    assert answer.usage.tier_tokens[TierName.CPU] == 3 * 64
     assert answer.usage.decision == "loaded_part:split"
     assert "request-1" in port.open_loads
     held = drive.engine.snapshot().pool_blocks.used
@@ -148,7 +148,7 @@ def test_a_partial_plan_leaves_the_tail_to_computing(
     let_go(port)
     drive.run()
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
-    assert answer.usage.tier_tokens.cpu == 4 * 64
+    assert answer.usage.tier_tokens[TierName.CPU] == 4 * 64
     assert port.loads[-1].decision == 7
 
 
@@ -236,7 +236,7 @@ def test_others_hit_the_front_as_it_is_computed(tiny: LoadedModel, reference: Re
     drive.run()
     expected = reference.generate(prompt(LENGTH)[:100] + prompt(20, seed=5), 8)
     assert other.tokens == expected
-    assert other.usage.tier_tokens.gpu == 96
+    assert other.usage.tier_tokens[TierName.GPU] == 96
     assert slow.tokens == reference.generate(prompt(LENGTH), 8)
 
 
@@ -277,7 +277,7 @@ def test_a_gpu_hit_that_ends_inside_a_block_below(
     let_go(port)
     drive.run()
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
-    assert answer.usage.tier_tokens.gpu == num_hit
+    assert answer.usage.tier_tokens[TierName.GPU] == num_hit
 
 
 def test_tokens_count_for_their_tier_from_either_end(
@@ -290,7 +290,7 @@ def test_tokens_count_for_their_tier_from_either_end(
     port.report_loaded("request-1", 4)
     drive.settle()
     tokens = answer.usage.tier_tokens
-    assert (tokens.cpu, tokens.ssd, tokens.remote) == (64, 128, 64)
+    assert tokens == {TierName.CPU: 64, TierName.SSD: 128, TierName.REMOTE: 64}
     assert answer.usage.computed_tokens == LENGTH - 256
     assert answer.tokens == reference.generate(prompt(LENGTH), 8)
     port.finish_all()

@@ -29,7 +29,7 @@ def test_loaded_whole(tiny: LoadedModel, reference: Reference, length: int) -> N
     answer = drive.ask(prompt(length), 8)
     assert _same(answer, reference, length)
     loaded = (length - 1) // 64 * 64
-    assert answer.usage.tier_tokens.cpu == loaded
+    assert answer.usage.tier_tokens[TierName.CPU] == loaded
     assert answer.usage.computed_tokens == length - loaded
     assert answer.usage.decision == ("loaded" if loaded else "computed:too_short")
 
@@ -43,7 +43,7 @@ def test_load_that_fails_half_way(
     port.script = LoadScript(num_blocks, "failed", is_reported_early)
     answer = drive.ask(prompt(300), 8)
     assert _same(answer, reference)
-    assert answer.usage.tier_tokens.cpu == 64 * num_blocks
+    assert answer.usage.tier_tokens[TierName.CPU] == 64 * num_blocks
     assert answer.usage.decision == ("loaded_part:failed" if num_blocks else "computed:failed")
     again = drive.ask(prompt(300), 8)  # the garbage was not published
     assert _same(again, reference)
@@ -55,7 +55,7 @@ def test_found_only_in_part(tiny: LoadedModel, reference: Reference) -> None:
     del port.kept[list(port.kept)[2]]
     answer = drive.ask(prompt(300), 8)
     assert _same(answer, reference)
-    assert answer.usage.tier_tokens.cpu == 128
+    assert answer.usage.tier_tokens[TierName.CPU] == 128
     assert answer.usage.decision == "loaded_part:absent"
 
 
@@ -91,8 +91,8 @@ def test_gpu_hit_that_ends_inside_a_block_below(
     drive.run()
     assert _same(answer, reference)
     assert holder.tokens == reference.generate(prompt(300)[: num_hit + 1], 60)
-    assert answer.usage.tier_tokens.gpu == num_hit
-    assert answer.usage.tier_tokens.cpu == 256 - num_hit
+    assert answer.usage.tier_tokens[TierName.GPU] == num_hit
+    assert answer.usage.tier_tokens[TierName.CPU] == 256 - num_hit
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_max_load_tokens(
     port.num_lookups = 0
     answer = drive.ask(prompt(300), 8, max_load_tokens=max_load_tokens)
     assert _same(answer, reference)
-    assert answer.usage.tier_tokens.cpu == loaded
+    assert answer.usage.tier_tokens[TierName.CPU] == loaded
     assert answer.usage.decision == decision
     assert port.num_lookups == (0 if max_load_tokens < 64 else 1)
 
@@ -141,7 +141,7 @@ def test_generated_blocks_come_back(tiny: LoadedModel, reference: Reference) -> 
     drive.engine.drop_cache()
     longer = prompt(60) + tuple(first.tokens) + prompt(5, seed=1)
     answer = drive.ask(longer, 8)
-    assert answer.usage.tier_tokens.cpu == (len(longer) - 5 - 1) // 64 * 64 > 0
+    assert answer.usage.tier_tokens[TierName.CPU] == (len(longer) - 5 - 1) // 64 * 64 > 0
     assert answer.tokens == reference.generate(longer, 8)
 
 
@@ -176,7 +176,7 @@ def test_open_stores_keep_their_blocks(tiny: LoadedModel, reference: Reference) 
     port.is_manual = False
     answer = drive.ask(prompt(129), 8)
     assert answer.tokens == reference.generate(prompt(129), 8)
-    assert answer.usage.tier_tokens.cpu == 128
+    assert answer.usage.tier_tokens[TierName.CPU] == 128
 
 
 def test_a_store_too_many_is_skipped_and_offered_later(tiny: LoadedModel) -> None:
@@ -243,10 +243,10 @@ def test_abort_while_the_port_works(
 def test_another_salt_never_hits(tiny: LoadedModel, reference: Reference) -> None:
     drive, _ = _warm(tiny)
     other = drive.ask(prompt(300), 8, cache_salt="another tenant")
-    assert other.usage.tier_tokens.total == 0
+    assert other.usage.tier_tokens.total() == 0
     assert _same(other, reference)
     drive.engine.drop_cache()
-    assert drive.ask(prompt(300), 8).usage.tier_tokens.cpu == 256
+    assert drive.ask(prompt(300), 8).usage.tier_tokens[TierName.CPU] == 256
 
 
 def test_two_engines_share_blocks(tiny: LoadedModel, reference: Reference) -> None:
@@ -255,7 +255,7 @@ def test_two_engines_share_blocks(tiny: LoadedModel, reference: Reference) -> No
     second = MemoryPort(kept=port.kept, tier=TierName.REMOTE)
     answer = Drive(tiny, second).ask(prompt(300), 8)
     assert _same(answer, reference)
-    assert answer.usage.tier_tokens.remote == 256
+    assert answer.usage.tier_tokens[TierName.REMOTE] == 256
 
 
 def test_load_without_room_for_spare_blocks_is_computed(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.core.residency import TierName
 from kvtier.engine.model import LoadedModel, load_model
 from kvtier.testing.child import work_directory
 from kvtier.testing.running_node import RunningNode
@@ -203,7 +204,9 @@ def test_equal_prompts_at_once_are_computed_once(engine: AttachedEngine, node: R
     engine.forget()
     answers = [each.answer() for each in [engine.submit(prompt) for _ in range(6)]]
     assert len({answer.tokens for answer in answers}) == 1
-    assert sum(answer.usage.tier_tokens.cpu for answer in answers) == FULL, "and loaded once"
+    assert sum(answer.usage.tier_tokens[TierName.CPU] for answer in answers) == FULL, (
+        "and loaded once"
+    )
 
 
 # Identity

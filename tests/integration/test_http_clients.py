@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ from kvtier.api.http.app import create_app
 from kvtier.api.http.limits import ServerLimits
 from kvtier.api.http.server import HttpServer, serve
 from kvtier.api.http.service import PromptOutcome
-from kvtier.engine.request import EngineRequest, FinishReason, TierTokens, Usage
+from kvtier.core.residency import TierName
+from kvtier.engine.request import EngineRequest, FinishReason, Usage
 from kvtier.testing.engine_service import ByteChatModel, FakeEngineService, ScriptedAnswer, echo
 
 
@@ -21,8 +23,8 @@ class Notes:
     """An observer who writes everything down."""
 
     def __init__(self) -> None:
-        self.first_tokens: list[tuple[float, TierTokens]] = []
-        self.gaps: list[tuple[float, TierTokens]] = []
+        self.first_tokens: list[tuple[float, Counter[TierName]]] = []
+        self.gaps: list[tuple[float, Counter[TierName]]] = []
         self.outcomes: list[PromptOutcome] = []
 
     def first_token(self, seconds: float, usage: Usage) -> None:
@@ -279,14 +281,14 @@ def test_what_is_measured():
     notes = Notes()
 
     def script(_request: EngineRequest) -> ScriptedAnswer:
-        return ScriptedAnswer(tuple(b"four"), TierTokens(cpu=2))
+        return ScriptedAnswer(tuple(b"four"), Counter({TierName.CPU: 2}))
 
     with running(script, notes=notes) as (_, server):
         assert complete(server).status_code == 200
         assert complete(server, prompt="").status_code == 400
     ((seconds, tiers),) = notes.first_tokens
     assert seconds > 0
-    assert tiers.cpu == 2
+    assert tiers[TierName.CPU] == 2
     assert len(notes.gaps) == 3
     assert all(gap >= 0 and source == tiers for gap, source in notes.gaps)
     assert notes.outcomes == [PromptOutcome.STOP, PromptOutcome.REFUSED]

@@ -1,5 +1,6 @@
 """The server as the real OpenAI client sees it."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import openai
@@ -8,10 +9,11 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.api.http.app import create_app
 from kvtier.api.http.server import serve
-from kvtier.engine.request import EngineRequest, FinishReason, TierTokens
+from kvtier.core.residency import TierName
+from kvtier.engine.request import EngineRequest, FinishReason
 from kvtier.testing.engine_service import ByteChatModel, FakeEngineService, ScriptedAnswer
 
-TIERS = TierTokens(gpu=1, cpu=2, ssd=3, remote=4)
+TIERS = Counter({TierName.GPU: 1, TierName.CPU: 2, TierName.SSD: 3, TierName.REMOTE: 4})
 ANSWER = " Grüße, 東京 😀!"
 """Includes the leading space, which the model's decoder strips at the start of a text."""
 
@@ -21,8 +23,8 @@ def script(request: EngineRequest) -> ScriptedAnswer:
     prompt = bytes(token for token in request.prompt if token < 256)
     if b"fail" in prompt:
         return ScriptedAnswer(tuple(b"half"), finish=FinishReason.ERROR, error="Traceback: secret")
-    tiers = TIERS if len(prompt) > TIERS.total else TierTokens()
-    decision = "loaded" if tiers.total else "computed:too_short"
+    tiers = TIERS if len(prompt) > TIERS.total() else Counter()
+    decision = "loaded" if tiers else "computed:too_short"
     return ScriptedAnswer((*ANSWER.encode(), 256), tiers, decision)
 
 

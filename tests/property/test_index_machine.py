@@ -63,7 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
         self.lru.touch(self.index, rows)
         for row in rows[self.index.slot[rows] < 0].tolist():
-            self.index.slot[row] = self.slots.take(SIZE, row)
+            self.index.slot[row] = self.slots.allocate(SIZE, row)
         self.index.move(rows, CPU, Residency.READY)
         for row, header in zip(rows.tolist(), headers, strict=True):
             self.lru.offer(self.index, row)
@@ -139,7 +139,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     def forget(self, block_hash, row):
-        self.slots.give(int(self.index.slot[row]))
+        self.slots.free(int(self.index.slot[row]))
         self.index.slot[row] = -1
         self.index.move(row, CPU, Residency.ABSENT)
         self.index.forget_absent(np.array([row]))
@@ -194,7 +194,7 @@ def test_the_order_is_exact_whatever_is_scanned_at_once(monkeypatch):
         )
     )
     lru.touch(index, rows)
-    index.slot[rows] = [slots.take(SIZE, row) for row in rows.tolist()]
+    index.slot[rows] = [slots.allocate(SIZE, row) for row in rows.tolist()]
     index.move(rows, CPU, Residency.READY)
     index.pins[rows[10:]] = 1  # the tail is pinned when the scan comes
     mark = lru.touch(index, np.empty(0, np.int64))

@@ -28,7 +28,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(size=SIZES)
     def take(self, size):
-        offset = self.slots.take(size, len(self.taken))
+        offset = self.slots.allocate(size, len(self.taken))
         if offset is None:
             assert not self.has_room(size), "there was room"
             return
@@ -45,13 +45,13 @@ class SlotMachine(RuleBasedStateMachine):
                 break
             other.hold(offset)
             expected.append(offset)
-        offsets = self.slots.take_some(size, owners)
+        offsets = self.slots.allocate_some(size, owners)
         assert offsets == expected
         assert self.slots.held_bytes == other.held_bytes == len(offsets) * size
         assert sorted(self.slots.owners_of(size)) == sorted(other.owners_of(size))
         assert self.slots.slabs_by_held(size) == other.slabs_by_held(size)
         for offset in offsets:
-            self.slots.let_go(offset)
+            self.slots.release(offset)
             self.taken[offset] = size
         assert len(offsets) == count or not self.has_room(size), "there was room"
 
@@ -59,7 +59,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 100))
     def give(self, place):
         offset = sorted(self.taken)[place % len(self.taken)]
-        self.slots.give(offset)
+        self.slots.free(offset)
         del self.taken[offset]
 
     def has_room(self, size):

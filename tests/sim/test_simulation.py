@@ -116,8 +116,8 @@ def evict_pinned_blocks(patch):
         for row in rows.tolist():
             if self.index.pins[row]:
                 self.index.pins[row] = 0
-                self.slots.let_go(int(self.index.slot[row]))
-            self.slots.give(int(self.index.slot[row]))
+                self.slots.release(int(self.index.slot[row]))
+            self.slots.free(int(self.index.slot[row]))
         self._note_gone(rows)
 
     def is_evictable(index, row, stamp):
@@ -271,9 +271,9 @@ def forget_that_a_child_has_gone(patch):
     leave = History._leave
 
     def leave_all(self, row, column):
-        before = self.blocks.kids.copy()
+        before = self.blocks.tier_children.copy()
         leave(self, row, column)
-        self.blocks.kids[:] = before
+        self.blocks.tier_children[:] = before
 
     patch.setattr(History, "_leave", leave_all)
 

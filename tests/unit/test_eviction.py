@@ -22,7 +22,7 @@ def ready(index, slots, lru, *numbers):
     rows = add(index, chain(*numbers))
     lru.touch(index, rows)
     for row in rows.tolist():
-        index.slot[row] = slots.take(SIZE, row)
+        index.slot[row] = slots.allocate(SIZE, row)
     index.move(rows, CPU, Residency.READY)
     for row in rows.tolist():
         lru.offer(index, row)

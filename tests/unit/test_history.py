@@ -109,7 +109,7 @@ def test_ghosts_are_bounded_in_number(monkeypatch, num_held):
         touch(history, user, 1, 2, 3, 4, at=user)
         history.enter(CPU, chain(user)[:num_held])
         assert history.num_remembered - history.num_resident <= 105
-    assert history.fate(key(299, 1)) is Fate.NEVER_STORED
+    assert history.fates([key(299, 1)]) == [Fate.NEVER_STORED]
 
 
 def test_why_a_block_is_not_there():
@@ -117,7 +117,7 @@ def test_why_a_block_is_not_there():
     touch(history, 1, 2, 3, tier=CPU)
     history.leave(CPU, [key(1, 2, 3)], Fate.EVICTED)
     history.note_fate([key(1, 2), key("unknown")], Fate.REFUSED_WORTH)
-    assert [history.fate(block) for block in [*chain(1, 2, 3), key("unknown")]] == [
+    assert history.fates([*chain(1, 2, 3), key("unknown")]) == [
         Fate.NEVER_STORED,
         Fate.REFUSED_WORTH,
         Fate.EVICTED,
@@ -436,7 +436,7 @@ def test_a_block_takes_at_most_200_bytes():
     arrays = [blocks._facts, table.keys, table._buckets, table._free]
     num_bytes = sum(array.nbytes for array in arrays) + sum(map(getsizeof, runs._columns))
     tickets = [*history._ages, history._ghosts._waiting]
-    tickets += history.queues.of(0, 4096)._buckets.values()
+    tickets += history.queues.queue(0, 4096)._buckets.values()
     num_bytes += sum(getsizeof(queue) + 36 * len(queue) for queue in tickets)
     print(f"{num_bytes / history.num_remembered:.0f} bytes a block")
     assert num_bytes / history.num_remembered <= 200

@@ -248,11 +248,11 @@ def test_a_tier_that_comes_is_offered_what_others_were_offered_meanwhile():
     stored(stage, engine, 3)
     index = stage.node.cache.index
     rows = np.arange(index.extent)
-    index.past[rows] |= WAS_DEMOTED
+    index.flags[rows] |= WAS_DEMOTED
     come(stage, SSD)
     is_below = index.residency(rows, SSD) == Residency.READY
     assert is_below.sum() == 2
-    assert ((index.past[rows] & WAS_DEMOTED != 0) == is_below).all()
+    assert ((index.flags[rows] & WAS_DEMOTED != 0) == is_below).all()
 
 
 def test_a_tier_without_a_lane_comes():

@@ -173,7 +173,7 @@ def test_a_refused_block_is_remembered_as_such():
         engine.store(engine.chain([number]))
         stage.settle()
     assert on_ssd(stage, first) == 0
-    assert stage.node.history.fate(first[9].header.block_hash) is Fate.REFUSED_BUDGET
+    assert stage.node.history.fates([first[9].header.block_hash]) == [Fate.REFUSED_BUDGET]
     assert refused(stage, "budget") >= 10
 
 

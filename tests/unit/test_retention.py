@@ -366,7 +366,7 @@ def test_any_store_finds_room_whatever_is_kept(steps):
         stage.settle()
         assert engine.store(engine.chain([number + 1000])).lease, "a store was kept out"
         stage.settle()
-        kept = stage.node.cache.index.past & IS_KEPT != 0
+        kept = stage.node.cache.index.flags & IS_KEPT != 0
         is_here = stage.node.cache.index.state[:, 0] != Residency.ABSENT
         assert retention.retained_bytes() <= BUDGET * 4096
         assert int((kept & is_here).sum()) * 4096 == retention.retained_bytes()

@@ -34,7 +34,7 @@ class Tier:
         rows = add(self.index, headers)
         mark = self.policy.touch(self.index, rows)
         for row in rows[self.index.residency(rows, CPU) == Residency.ABSENT].tolist():
-            self.index.slot[row] = self.slots.take(SIZE, row)
+            self.index.slot[row] = self.slots.allocate(SIZE, row)
             self.index.move(row, CPU, Residency.READY)
             self.history.enter(CPU, [self.index.hash_of(row)], [row])
             self.policy.offer(self.index, row)
@@ -53,7 +53,7 @@ class Tier:
         victims = self.policy.victims(self.index, self.slots, SIZE)
         rows = [row for row, _ in zip(victims, range(count), strict=False)]
         for row in rows:
-            self.slots.give(int(self.index.slot[row]))
+            self.slots.free(int(self.index.slot[row]))
         gone = np.array(rows, np.int64)
         self.history.leave(CPU, split_hashes(self.index.keys_of(gone).tobytes()), Fate.EVICTED)
         self.index.slot[gone] = -1
@@ -101,9 +101,9 @@ def test_what_is_pinned_or_kept_stays_and_what_it_hangs_on_goes_last(tier):
     two, _ = tier.use(7, 8)
     tier.pin(one[1])
     assert tier.victims() == [*two[::-1], one[0]]
-    tier.index.past[two[1]] |= IS_KEPT
+    tier.index.flags[two[1]] |= IS_KEPT
     assert sorted(tier.victims()) == sorted([two[0], one[0]])
-    tier.index.past[two[1]] = 0
+    tier.index.flags[two[1]] = 0
     tier.pin(one[1], 0)
     assert sorted(tier.victims()) == sorted([*one, *two])
 
@@ -118,7 +118,7 @@ def test_what_the_history_was_not_told_of_can_go_too(tier):
     rows = add(tier.index, chain(5, 6))
     tier.policy.touch(tier.index, rows)
     for row in rows.tolist():
-        tier.index.slot[row] = tier.slots.take(SIZE, row)
+        tier.index.slot[row] = tier.slots.allocate(SIZE, row)
     tier.index.move(rows, CPU, Residency.READY)
     assert tier.victims() == rows.tolist()[::-1]
 

@@ -1,12 +1,14 @@
 """Responses in OpenAI's format, whole and as server-sent events."""
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.api.http.errors import ApiError, engine_failed
 from kvtier.api.http.generation import Generation, Piece
-from kvtier.engine.request import FinishReason, TierTokens, Usage
+from kvtier.core.residency import TierName
+from kvtier.engine.request import FinishReason, Usage
 from kvtier.observe.log import Log
 
 __all__ = [
@@ -128,10 +130,10 @@ def _usage(last: Sequence[Piece]) -> Json:
             "prompt_tokens": total.prompt_tokens,
             "completion_tokens": total.completion_tokens,
             "total_tokens": total.prompt_tokens + total.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": total.tier_tokens.total},
+            "prompt_tokens_details": {"cached_tokens": total.tier_tokens.total()},
         },
         "kvtier": {
-            "tier_tokens": total.tier_tokens.document(),
+            "tier_tokens": {tier.value: total.tier_tokens[tier] for tier in TierName},
             "computed_tokens": total.computed_tokens,
             "decision": total.decision,
         },
@@ -143,7 +145,7 @@ def _sum(usages: Sequence[Usage]) -> Usage:
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
-        tier_tokens=sum((usage.tier_tokens for usage in usages), TierTokens()),
+        tier_tokens=sum((usage.tier_tokens for usage in usages), Counter[TierName]()),
         computed_tokens=sum(usage.computed_tokens for usage in usages),
         decision=",".join(dict.fromkeys(usage.decision for usage in usages)),
     )

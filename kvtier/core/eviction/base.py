@@ -1,15 +1,24 @@
 """The interface of eviction policies, and what several of them share."""
 
 from collections.abc import Collection, Generator, Iterator
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from kvtier.core.index import BlockIndex
+from kvtier.core.limits import NEXT_VICTIMS_MAX
 from kvtier.core.slots import SlabAllocator
 from kvtier.core.table import Rows
 
-__all__ = ["Eviction", "remaining_by_age", "stamp_chain"]
+__all__ = ["Eviction", "first_victims", "remaining_by_age", "stamp_chain"]
+
+
+def first_victims(victims: Generator[int, None, None], count: int) -> Rows:
+    """Return the first victims, a bounded number, since each may take some 3 us."""
+    rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
+    victims.close()
+    return rows
 
 
 class Eviction(Protocol):

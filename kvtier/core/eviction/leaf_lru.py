@@ -19,9 +19,9 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.core.index import IS_KEPT, BlockIndex
+from kvtier.core.eviction.base import stamp_chain
+from kvtier.core.index import BlockIndex
 from kvtier.core.limits import VICTIMS_SCANNED_AT_ONCE
-from kvtier.core.residency import Residency, TierName
 from kvtier.core.slots import SlabAllocator, slot_bytes
 from kvtier.core.table import Rows
 
@@ -68,8 +68,7 @@ class LeafLru:
     def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""
         mark = self._clock
-        self._clock += len(rows) + 1
-        index.stamp[rows] = np.arange(self._clock - 1, mark, -1)
+        self._clock = stamp_chain(index, rows, mark)
         return mark
 
     def offer(self, index: BlockIndex, row: int) -> None:
@@ -92,13 +91,13 @@ class LeafLru:
             ) and queue.first()[0] < before:
                 stamp, row = candidate = queue.pop()
                 is_repeat, last = candidate == last, candidate
-                if is_repeat or not self._is_evictable(index, row, stamp):
+                if is_repeat or index.stamp[row] != stamp or not index.is_evictable(row):
                     continue  # used since, gone, or pinned, and then offered again
                 proposed.append(candidate)
                 yield row
         finally:
             for stamp, row in proposed:
-                if self._is_evictable(index, row, stamp):
+                if index.stamp[row] == stamp and index.is_evictable(row):
                     heappush(queue.returned, (stamp, row))  # the caller did not take it
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
@@ -135,12 +134,3 @@ class LeafLru:
             )
             if is_last or queue.oldest:
                 return bool(queue.oldest)
-
-    @staticmethod
-    def _is_evictable(index: BlockIndex, row: int, stamp: int) -> bool:
-        return bool(
-            index.stamp[row] == stamp
-            and index.pins[row] == 0
-            and not index.past[row] & IS_KEPT
-            and index.cell(row, TierName.CPU) == Residency.READY
-        )

@@ -6,14 +6,10 @@ the room. The cache tells the history which blocks come and go.
 """
 
 from collections.abc import Generator
-from itertools import islice
 
-import numpy as np
-
-from kvtier.core.eviction.base import remaining_by_age, stamp_chain
-from kvtier.core.index import IS_KEPT, BlockIndex
-from kvtier.core.limits import NEXT_VICTIMS_MAX
-from kvtier.core.residency import Residency, TierName
+from kvtier.core.eviction.base import first_victims, remaining_by_age, stamp_chain
+from kvtier.core.index import BlockIndex
+from kvtier.core.residency import TierName
 from kvtier.core.reuse.eviction_queue import Credit
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -51,9 +47,7 @@ class RunDensity:
         def is_spared(row: int) -> bool:
             return not (
                 index.stamp[row] < limit
-                and index.pins[row] == 0
-                and not index.past[row] & IS_KEPT
-                and index.cell(row, TierName.CPU) == Residency.READY
+                and index.is_evictable(row)
                 and slot_bytes(int(index.payload_bytes[row])) == size
             )
 
@@ -63,11 +57,8 @@ class RunDensity:
         yield from remaining_by_age(index, slots, size, limit, proposed)
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Return what ``victims`` would yield next; a bounded number, since each row takes 3 us."""
-        victims = self.victims(index, slots, size)
-        rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
-        victims.close()
-        return rows
+        """Return what ``victims`` would yield next, a bounded number."""
+        return first_victims(self.victims(index, slots, size), count)
 
 
 class CreditLru(RunDensity):

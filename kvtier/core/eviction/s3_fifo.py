@@ -15,13 +15,9 @@ gone. The history counts uses, once per request.
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
-import numpy as np
-
-from kvtier.core.eviction.base import remaining_by_age, stamp_chain
-from kvtier.core.index import IS_KEPT, BlockIndex
-from kvtier.core.limits import NEXT_VICTIMS_MAX
+from kvtier.core.eviction.base import first_victims, remaining_by_age, stamp_chain
+from kvtier.core.index import BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
@@ -88,7 +84,7 @@ class S3Fifo:
             for key, place, num_children in self._rounds_ending(index, pair):
                 looked[key] = place
                 row = place[1]
-                if index.stamp[row] >= limit or not _is_free(index, row):
+                if index.stamp[row] >= limit or not index.is_evictable(row):
                     continue
                 if num_children > gone[key]:
                     continue
@@ -105,10 +101,7 @@ class S3Fifo:
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next, a bounded number."""
-        victims = self.victims(index, slots, size)
-        rows = np.array(list(islice(victims, min(count, NEXT_VICTIMS_MAX))), np.int64)
-        victims.close()
-        return rows
+        return first_victims(self.victims(index, slots, size), count)
 
     def _rounds_ending(self, index: BlockIndex, pair: _Pair) -> Iterator[tuple[bytes, _Place, int]]:
         """Yield the entries at the front that were not used, with their number of children.
@@ -143,7 +136,3 @@ def _is_there(index: BlockIndex, row: int, key: bytes) -> bool:
     """Tell whether a row still holds this block, ready."""
     is_same = index.hash_of(row) == key
     return is_same and index.cell(row, TierName.CPU) == Residency.READY
-
-
-def _is_free(index: BlockIndex, row: int) -> bool:
-    return index.pins[row] == 0 and not index.past[row] & IS_KEPT

@@ -15,7 +15,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.core.table import HashTable, as_keys
 
-__all__ = ["FATES", "NO_ROW", "ORPHAN", "Places", "RememberedBlocks"]
+__all__ = ["FATES", "NO_ROW", "ORPHAN", "BlockRows", "RememberedBlocks"]
 
 NO_ROW = -1
 """The row before a root, or of a block that is not remembered."""
@@ -26,20 +26,20 @@ ORPHAN = -2
 FATES: Sequence[Fate] = tuple(Fate)
 """Fates by their number in the ``fate`` column."""
 
-Places = npt.NDArray[np.int32]
+BlockRows = npt.NDArray[np.int32]
 """Rows of blocks."""
 
 _FACTS = np.dtype(
     [
         ("parent", np.int32),
-        ("place", np.int32),
+        ("position", np.int32),
         ("run", np.int32),
-        ("number", np.int32),
+        ("index_row", np.int32),
         ("children", np.int32),
-        ("kids", np.int32, len(LOWER_TIERS)),
+        ("tier_children", np.int32, len(LOWER_TIERS)),
         ("forks", np.uint8),
         ("uses", np.uint8),
-        ("where", np.uint8),
+        ("tiers", np.uint8),
         ("fate", np.uint8),
     ]
 )
@@ -51,21 +51,21 @@ class RememberedBlocks:
 
     def __init__(self) -> None:
         self._table = HashTable()
-        self.parent: Places
-        self.place: Places
+        self.parent: BlockRows
+        self.position: BlockRows
         """Position in its chain, from 0."""
-        self.run: Places
-        self.number: Places
+        self.run: BlockRows
+        self.index_row: BlockRows
         """The block's row in the index of the CPU tier."""
-        self.children: Places
+        self.children: BlockRows
         """Number of remembered children."""
-        self.kids: npt.NDArray[np.int32]
+        self.tier_children: npt.NDArray[np.int32]
         """By tier, the number of children in it."""
         self.forks: npt.NDArray[np.uint8]
         """Number of chains that diverged behind it, up to 255."""
         self.uses: npt.NDArray[np.uint8]
         """Number of requests that named it, up to 255."""
-        self.where: npt.NDArray[np.uint8]
+        self.tiers: npt.NDArray[np.uint8]
         """The tiers that hold it, as bits."""
         self.fate: npt.NDArray[np.uint8]
         self.num_resident = 0
@@ -95,7 +95,7 @@ class RememberedBlocks:
         last, row = self._last
         return row if key == last else int(self.find([key])[0])
 
-    def find(self, keys: Sequence[bytes]) -> Places:
+    def find(self, keys: Sequence[bytes]) -> BlockRows:
         """Return each block's row, or ``NO_ROW``."""
         chain = self._chain
         rows = [chain.get(key, NO_ROW) for key in keys]
@@ -103,7 +103,7 @@ class RememberedBlocks:
             return np.array(rows, np.int32)
         return self._table.find(as_keys(b"".join(keys))).astype(np.int32)
 
-    def chain(self, keys: Sequence[bytes]) -> tuple[Places, int, list[int]]:
+    def chain(self, keys: Sequence[bytes]) -> tuple[BlockRows, int, list[int]]:
         """Return a chain's rows, how many leading ones were known, and former orphans.
 
         Adds blocks that are not remembered. The chain is cut before the first block that belongs
@@ -112,7 +112,7 @@ class RememberedBlocks:
         found = self.find(keys)
         is_own = self._is_own(found)
         num_known = len(keys) if is_own.all() else int(is_own.argmin())
-        is_orphan = (self.parent[found] == ORPHAN) & (self.place[found] == np.arange(len(found)))
+        is_orphan = (self.parent[found] == ORPHAN) & (self.position[found] == np.arange(len(found)))
         is_elsewhere = (found != NO_ROW) & ~is_own & ~is_orphan
         end = int(is_elsewhere.argmax()) if is_elsewhere.any() else len(keys)
         if len(set(keys[num_known:end])) < end - num_known:
@@ -121,14 +121,16 @@ class RememberedBlocks:
         adopted = rows[num_known:][rows[num_known:] != NO_ROW].tolist()
         fresh = np.flatnonzero(rows == NO_ROW)
         rows[fresh] = self.add([keys[place] for place in fresh.tolist()])
-        self.place[rows[fresh]] = fresh
+        self.position[rows[fresh]] = fresh
         if num_known < end:
             unlinked = np.flatnonzero(self.parent[rows] == ORPHAN)
             self._link(rows[unlinked], np.concatenate([[NO_ROW], rows])[unlinked])
         self._chain = dict(zip(keys, rows.tolist(), strict=False))
         return rows, num_known, adopted
 
-    def adopt(self, keys: Sequence[bytes], parents: Sequence[bytes], places: Places) -> Places:
+    def adopt(
+        self, keys: Sequence[bytes], parents: Sequence[bytes], places: BlockRows
+    ) -> BlockRows:
         """Remember distinct blocks and link them to their parents; returns the new rows.
 
         An unknown parent is added as an orphan, and linked when it is adopted itself or named by a
@@ -141,31 +143,31 @@ class RememberedBlocks:
         found = self.find([*place_of])
         unknown = [*compress(place_of, found == NO_ROW)]
         fresh = self.add(unknown)
-        self.place[fresh] = [place_of[key] for key in unknown]
+        self.position[fresh] = [place_of[key] for key in unknown]
         rows, above = self.find(keys), np.where(is_child, self.find(parents), NO_ROW)
-        fits = (self.parent[rows] == ORPHAN) & (self.place[rows] == places)
-        fits &= ~is_child | (self.place[above] == places - 1)
+        fits = (self.parent[rows] == ORPHAN) & (self.position[rows] == places)
+        fits &= ~is_child | (self.position[above] == places - 1)
         self._link(rows[fits], above[fits])
         return fresh
 
-    def _is_own(self, found: Places) -> npt.NDArray[np.bool_]:
+    def _is_own(self, found: BlockRows) -> npt.NDArray[np.bool_]:
         """Tell which rows of a chain are linked as children of the row before them."""
         before = np.concatenate([[NO_ROW], found[:-1]])
         is_own: npt.NDArray[np.bool_] = (found != NO_ROW) & (self.parent[found] == before)
-        is_own &= self.place[found] == np.arange(len(found))
+        is_own &= self.position[found] == np.arange(len(found))
         return is_own
 
-    def _link(self, rows: Places, parents: Places) -> None:
+    def _link(self, rows: BlockRows, parents: BlockRows) -> None:
         """Set the parents of distinct orphans; ``NO_ROW`` for the first block of a chain."""
         self.parent[rows] = parents
         rows, parents = rows[parents >= 0], parents[parents >= 0]
         np.add.at(self.children, parents, 1)
-        where = self.where[rows]
+        where = self.tiers[rows]
         if where.any():
             for tier in range(len(LOWER_TIERS)):
-                np.add.at(self.kids[:, tier], parents[where & (1 << tier) > 0], 1)
+                np.add.at(self.tier_children[:, tier], parents[where & (1 << tier) > 0], 1)
 
-    def add(self, keys: Sequence[bytes]) -> Places:
+    def add(self, keys: Sequence[bytes]) -> BlockRows:
         """Add distinct, unknown blocks as orphans; returns their rows."""
         # Grow before the table has them: whoever finds a row must find its facts, too.
         if self._table.extent + len(keys) > len(self._facts):

@@ -202,14 +202,14 @@ class EvictionQueue:
     ) -> Walk:
         """Yield the blocks of one run from its tail on, until one cannot go."""
         blocks, runs = self._blocks, self._runs
-        score, run = entry[0], runs.of(entry[1])
+        score, run = entry[0], runs.find(entry[1])
         if run == NONE:
             return
         row, first = runs.last[self._tier][run], runs.first[run]
-        while row >= 0 and blocks.run[row] == run and blocks.place[row] >= first:
+        while row >= 0 and blocks.run[row] == run and blocks.position[row] >= first:
             parent = int(blocks.parent[row])
-            if blocks.where[row] & self._bit and row not in proposed:
-                if blocks.kids[row, self._tier] > gone.get(row, 0):
+            if blocks.tiers[row] & self._bit and row not in proposed:
+                if blocks.tier_children[row, self._tier] > gone.get(row, 0):
                     if row == runs.last[self._tier][run]:
                         runs.bucket[self._tier][run] = NONE  # until a child leaves
                     return
@@ -218,7 +218,7 @@ class EvictionQueue:
                 if (yield score, row) is False:
                     proposed.add(row)  # the run may be visited again
                     return
-                if blocks.where[row] & self._bit:  # not evicted yet
+                if blocks.tiers[row] & self._bit:  # not evicted yet
                     proposed.add(row)
                     gone[parent] = gone.get(parent, 0) + 1
                 self._reveal(parent, run, gone, fronts)
@@ -226,10 +226,10 @@ class EvictionQueue:
 
     def _reveal(self, row: int, child_run: int, gone: dict[int, int], fronts: list[_Entry]) -> None:
         """Examine the run of a block again if its last child elsewhere has gone."""
-        if row < 0 or not self._blocks.where[row] & self._bit:
+        if row < 0 or not self._blocks.tiers[row] & self._bit:
             return
         run = int(self._blocks.run[row])
-        if run != child_run and self._blocks.kids[row, self._tier] <= gone.get(row, 0):
+        if run != child_run and self._blocks.tier_children[row, self._tier] <= gone.get(row, 0):
             heappush(fronts, (self.score(run), self._runs.ticket[run], NONE))
 
     def _sweep(self) -> None:
@@ -262,13 +262,13 @@ class EvictionQueue:
         heap = self._buckets.get(bucket)
         while heap:
             if self._holds(heap[0], bucket):
-                return self.score(self._runs.of(heap[0])), heap[0], bucket
+                return self.score(self._runs.find(heap[0])), heap[0], bucket
             heappop(heap)
         self._buckets.pop(bucket, None)
         return None
 
     def _holds(self, ticket: int, bucket: int) -> bool:
-        run = self._runs.of(ticket)
+        run = self._runs.find(ticket)
         return run != NONE and self._runs.bucket[self._tier][run] == bucket
 
 
@@ -300,7 +300,7 @@ class EvictionQueues:
         assert not self._orders, "rankings are set before the first use"
         self._rankings[COLUMN[tier]] = ranking
 
-    def of(self, column: int, size: int) -> EvictionQueue:
+    def queue(self, column: int, size: int) -> EvictionQueue:
         """Return the queue of a tier, given by its column, for slots of a size."""
         order = self._orders.get((column, size))
         if order is None:
@@ -337,12 +337,12 @@ class EvictionQueues:
         def is_kept(row: int) -> bool:
             return is_spared is not None and is_spared(blocks.key(row))
 
-        walk = self.of(column, slot_bytes(payload_bytes)).walk(is_kept)
+        walk = self.queue(column, slot_bytes(payload_bytes)).walk(is_kept)
         try:
             _, row = next(walk)
             while True:
                 yield blocks.key(row)
-                _, row = walk.send(not blocks.where[row] & (1 << column))
+                _, row = walk.send(not blocks.tiers[row] & (1 << column))
         except StopIteration:
             return
         finally:
@@ -355,10 +355,10 @@ class EvictionQueues:
 
         Rows for which ``is_spared`` is true stay.
         """
-        number = self._blocks.number
-        walk = self.of(COLUMN[tier], size).walk(lambda row: is_spared(int(number[row])))
+        index_row = self._blocks.index_row
+        walk = self.queue(COLUMN[tier], size).walk(lambda row: is_spared(int(index_row[row])))
         for _, row in walk:
-            yield int(number[row])
+            yield int(index_row[row])
 
     def would_stay(self, use: Use, num_blocks: int, tier: TierName) -> int:
         """Return how many of a chain's next blocks are worth more than their victims.
@@ -367,10 +367,10 @@ class EvictionQueues:
         each would evict one.
         """
         blocks, column = self._blocks, COLUMN[tier]
-        order = self.of(column, slot_bytes(use.payload_bytes))
+        order = self.queue(column, slot_bytes(use.payload_bytes))
         rows = blocks.find(use.keys).tolist()
         own = set(rows)
-        lacking = (row for row in rows if row == NO_ROW or not blocks.where[row] & (1 << column))
+        lacking = (row for row in rows if row == NO_ROW or not blocks.tiers[row] & (1 << column))
         victims = order.walk(own.__contains__)
         num_staying = 0
         for row, (score, _) in zip(lacking, victims, strict=False):

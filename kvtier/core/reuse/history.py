@@ -10,7 +10,7 @@ worth, by which they are evicted.
 
 Rules
 -----
-* One writer. Another thread may call ``p_reuse``, ``fate`` and the ``scores`` of ``queues``: they
+* One writer. Another thread may call ``p_reuse``, ``fates`` and the ``scores`` of ``queues``: they
   read single entries, and at worst use values that have just changed.
 * What is remembered is closed under parents: a block is forgotten after all its children.
 * Each call does a bounded amount of work for the time that has passed; after a pause, the following
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvtier.core.fate import Fate
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, Places, RememberedBlocks
+from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, BlockRows, RememberedBlocks
 from kvtier.core.reuse.eviction_queue import COLUMN, EvictionQueues
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
 from kvtier.core.reuse.run import NONE, Ghosts, Runs
@@ -113,7 +113,7 @@ class History:
         for age, queue in enumerate(self._ages):
             youngest_ns = now_ns - _EDGES_NS[age + 1]
             while queue and num_left:
-                run = runs.of(queue[0])
+                run = runs.find(queue[0])
                 if run != NONE and runs.touched_ns[run] > youngest_ns:
                     break
                 ticket = queue.popleft()
@@ -219,22 +219,22 @@ class History:
         rows = blocks.find(keys)
         assert (rows != NO_ROW).all(), "a block must be adopted before it enters a tier"
         if numbers is not None:
-            blocks.number[rows] = numbers
+            blocks.index_row[rows] = numbers
         if len(set(keys)) < len(keys):
             rows = np.unique(rows)
-        rows = rows[blocks.where[rows] & (1 << column) == 0]
-        self.blocks.num_resident += int((blocks.where[rows] == 0).sum())
-        blocks.where[rows] |= 1 << column
+        rows = rows[blocks.tiers[rows] & (1 << column) == 0]
+        self.blocks.num_resident += int((blocks.tiers[rows] == 0).sum())
+        blocks.tiers[rows] |= 1 << column
         parents = blocks.parent[rows]
-        np.add.at(blocks.kids[:, column], parents[parents >= 0], 1)
+        np.add.at(blocks.tier_children[:, column], parents[parents >= 0], 1)
         for run, first, end in _pieces(blocks.run[rows]):
-            deepest = int(rows[first + blocks.place[rows[first:end]].argmax()])
+            deepest = int(rows[first + blocks.position[rows[first:end]].argmax()])
             last = runs.last[column][run]
-            if last == NONE or blocks.place[deepest] > blocks.place[last]:
+            if last == NONE or blocks.position[deepest] > blocks.position[last]:
                 runs.last[column][run] = deepest
             runs.count[column][run] += end - first
             runs.ghost_ns[run] = 0
-            self.queues.of(column, runs.size[run]).put(run)
+            self.queues.queue(column, runs.size[run]).put(run)
             self._rank_above(run, column)
 
     def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
@@ -243,7 +243,7 @@ class History:
         rows = blocks.find(keys) if len(keys) > 1 else np.array([blocks.row(k) for k in keys], int)
         rows = rows[rows != NO_ROW]
         blocks.fate[rows] = FATES.index(fate)
-        rows = rows[blocks.where[rows] & (1 << column) != 0]
+        rows = rows[blocks.tiers[rows] & (1 << column) != 0]
         if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
             rows = np.array(list(dict.fromkeys(rows.tolist())))
         self._leave(rows, column)
@@ -255,13 +255,8 @@ class History:
 
     # Queries
 
-    def fate(self, key: bytes) -> Fate:
-        """Return why a block is not available, as last noted."""
-        row = self.blocks.row(key)
-        return Fate.NEVER_STORED if row == NO_ROW else FATES[self.blocks.fate[row]]
-
     def fates(self, keys: Sequence[bytes]) -> list[Fate]:
-        """Return the fates of many blocks, in little more time than for one."""
+        """Return why each block is not available, as last noted."""
         rows = self.blocks.find(keys)
         numbers = self.blocks.fate[rows].tolist()
         return [
@@ -279,7 +274,7 @@ class History:
         row = self.blocks.row(key)
         if row == NO_ROW:
             return 0, 0
-        return int(self.blocks.uses[row]), int(self.blocks.kids[row, COLUMN[tier]])
+        return int(self.blocks.uses[row]), int(self.blocks.tier_children[row, COLUMN[tier]])
 
     def num_children(self, tier: TierName, key: bytes) -> int:
         """Return how many children of a block are in a tier, as far as is remembered."""
@@ -314,31 +309,33 @@ class History:
 
     # Runs
 
-    def _rows_of(self, use: Use) -> tuple[Places, int]:
+    def _rows_of(self, use: Use) -> tuple[BlockRows, int]:
         """Return the rows of a chain, adding missing ones, and how many were known."""
         rows, num_known, adopted = self.blocks.chain(use.keys)
         for row in adopted:
-            self.runs.give(int(self.blocks.run[row]))
+            self.runs.free(int(self.blocks.run[row]))
         return rows, num_known
 
-    def _take_over(self, rows: Places) -> None:
+    def _take_over(self, rows: BlockRows) -> None:
         """Take the front of a chain, which was requested again, out of its runs."""
         blocks, runs = self.blocks, self.runs
         for run, first, end in _pieces(blocks.run[rows]):
             weight = runs.weight[run] * (end - first)
             self._hazards.note_event(runs.group[run], runs.bin[run], weight)
             if end - first == runs.length(run):
-                runs.give(run)
+                runs.free(run)
                 continue
             runs.first[run] += end - first
-            where = blocks.where[rows[first:end]]
+            where = blocks.tiers[rows[first:end]]
             for column, count in enumerate(runs.count):
                 if count[run]:
                     count[run] -= int(np.count_nonzero(where & (1 << column)))
                     if not count[run]:
                         self._end_in(run, column)
 
-    def _begin_runs(self, use: Use, rows: Places, num_old: int, turn: int, num_shared: int) -> None:
+    def _begin_runs(
+        self, use: Use, rows: BlockRows, num_old: int, turn: int, num_shared: int
+    ) -> None:
         """Begin the runs of a use: one for each piece of the chain with equal properties."""
         uses = _USES_STEPS[np.minimum(self.blocks.uses[rows], 5)]
         sorts = uses * 2
@@ -349,12 +346,12 @@ class History:
             group = Group(min(turn, 2), length, sort // 2, bool(sort & 1), False, hint, tenant)
             self._begin_run(use, rows[first:end], self._hazards.number(group), turn)
 
-    def _begin_run(self, use: Use, rows: Places, group: int, turn: int) -> None:
+    def _begin_run(self, use: Use, rows: BlockRows, group: int, turn: int) -> None:
         blocks, runs = self.blocks, self.runs
-        run = runs.take(slot_bytes(use.payload_bytes))
+        run = runs.allocate(slot_bytes(use.payload_bytes))
         blocks.run[rows] = run
         runs.tail[run] = rows[-1]
-        runs.first[run] = blocks.place[rows[0]]
+        runs.first[run] = blocks.position[rows[0]]
         runs.end[run] = runs.first[run] + len(rows)
         runs.touched_ns[run] = self._now_ns
         runs.weight[run] = len(rows) ** -0.5
@@ -364,7 +361,7 @@ class History:
         runs.value[run] = self._value(use, runs.end[run])
         self._ages[0].append(runs.ticket[run])
         self._hazards.expose(group, 0, runs.weight[run] * len(rows))
-        where = blocks.where[rows]
+        where = blocks.tiers[rows]
         if not where.any():
             self._ghosts.note(run, self._now_ns)
             return
@@ -375,7 +372,7 @@ class History:
                 runs.last[column][run] = rows[here[-1]]
         for column, count in enumerate(runs.count):
             if count[run]:
-                self.queues.of(column, runs.size[run]).put(run)
+                self.queues.queue(column, runs.size[run]).put(run)
 
     def _value(self, use: Use, end: int) -> int:
         """Return the value of a hit on a block per byte, in half octaves.
@@ -398,17 +395,17 @@ class History:
         self._hazards.expose(runs.group[run], age_bin, runs.weight[run] * runs.length(run))
         for column, bucket in enumerate(runs.bucket):
             if bucket[run] != NONE:
-                self.queues.of(column, runs.size[run]).put(run)
+                self.queues.queue(column, runs.size[run]).put(run)
 
     # Residency
 
-    def _leave(self, rows: Places, column: int) -> None:
+    def _leave(self, rows: BlockRows, column: int) -> None:
         blocks, runs = self.blocks, self.runs
-        blocks.where[rows] &= ~np.uint8(1 << column)
-        blocks.num_resident -= int((blocks.where[rows] == 0).sum())
+        blocks.tiers[rows] &= ~np.uint8(1 << column)
+        blocks.num_resident -= int((blocks.tiers[rows] == 0).sum())
         parents = blocks.parent[rows]
         parents = parents[parents >= 0]
-        np.subtract.at(blocks.kids[:, column], parents, 1)
+        np.subtract.at(blocks.tier_children[:, column], parents, 1)
         # Sort, to handle each run once: between two pieces of it, its count would include blocks
         # that left.
         for run, first, end in _pieces(np.sort(blocks.run[rows])):
@@ -417,19 +414,19 @@ class History:
                 self._end_in(run, column)
                 continue
             row = runs.last[column][run]
-            while not blocks.where[row] & (1 << column):
+            while not blocks.tiers[row] & (1 << column):
                 row = int(blocks.parent[row])
             runs.last[column][run] = row
-        childless = parents[blocks.kids[parents, column] == 0]
+        childless = parents[blocks.tier_children[parents, column] == 0]
         for above in set(blocks.run[childless].tolist()):
             if runs.count[column][above]:
-                self.queues.of(column, runs.size[above]).put(above)  # it may have been blocked
+                self.queues.queue(column, runs.size[above]).put(above)  # it may have been blocked
 
     def _rank_above(self, run: int, column: int) -> None:
         """Update a run's place in faster tiers: it may depend on whether slower tiers hold it."""
         for above in range(column):
             if self.runs.bucket[above][run] != NONE:
-                self.queues.of(above, self.runs.size[run]).put(run)
+                self.queues.queue(above, self.runs.size[run]).put(run)
 
     def _end_in(self, run: int, column: int) -> None:
         """Note that the last block of a run has left a tier."""
@@ -439,7 +436,7 @@ class History:
             self._ghosts.note(run, self._now_ns)
 
 
-def _pieces(numbers: Places | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+def _pieces(numbers: BlockRows | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
     """Split an array where its value changes: (value, first, end) of each piece."""
     if not len(numbers):
         return []

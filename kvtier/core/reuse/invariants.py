@@ -30,7 +30,7 @@ def check_history(history: History) -> None:
 def residents(history: History, tier: TierName) -> set[bytes]:
     """Return the blocks that a history believes to be in a tier."""
     bit = 1 << LOWER_TIERS.index(tier)
-    return {key for key, row in history.blocks.items() if history.blocks.where[row] & bit}
+    return {key for key, row in history.blocks.items() if history.blocks.tiers[row] & bit}
 
 
 def _check_blocks(history: History, rows: list[int]) -> None:
@@ -41,14 +41,16 @@ def _check_blocks(history: History, rows: list[int]) -> None:
         parent = int(blocks.parent[row])
         if parent >= 0:
             assert parent in known, "a block was forgotten before its child"
-            assert blocks.place[row] == blocks.place[parent] + 1
+            assert blocks.position[row] == blocks.position[parent] + 1
             children[parent] += 1
             kids.update((parent, tier) for tier in _tiers_of(history, row))
     for row in rows:
         assert blocks.children[row] == children[row], "wrong number of children"
         for tier in range(len(LOWER_TIERS)):
-            assert blocks.kids[row, tier] == kids[row, tier], "wrong number of children in a tier"
-    num_resident = sum(bool(blocks.where[row]) for row in rows)
+            assert blocks.tier_children[row, tier] == kids[row, tier], (
+                "wrong number of children in a tier"
+            )
+    num_resident = sum(bool(blocks.tiers[row]) for row in rows)
     assert history.num_resident == num_resident, "wrong number of residents"
 
 
@@ -65,8 +67,8 @@ def _check_run(history: History, run: int) -> None:
         there = (row for row in rows if tier in _tiers_of(history, row))
         assert runs.last[tier][run] == next(there, NONE), "not the last block of a run in a tier"
         if by_tier[tier]:
-            is_blocked = blocks.kids[runs.last[tier][run], tier] > 0
-            is_waiting = history.queues.of(tier, runs.size[run]).is_waiting(run)
+            is_blocked = blocks.tier_children[runs.last[tier][run], tier] > 0
+            is_waiting = history.queues.queue(tier, runs.size[run]).is_waiting(run)
             assert is_waiting or is_blocked, "an evictable run is in no bucket"
         else:
             assert runs.bucket[tier][run] == NONE, (
@@ -84,5 +86,5 @@ def _rows_of(history: History, run: int) -> Iterator[int]:
 
 
 def _tiers_of(history: History, row: int) -> list[int]:
-    where = int(history.blocks.where[row])
+    where = int(history.blocks.tiers[row])
     return [tier for tier in range(len(LOWER_TIERS)) if where & 1 << tier]

@@ -74,7 +74,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.ticket) - len(self._free)
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Return a number for a new run."""
         self._num_taken += 1
         if self._free:
@@ -92,14 +92,14 @@ class Runs:
         self.size[run] = size
         return run
 
-    def give(self, run: int) -> None:
+    def free(self, run: int) -> None:
         """Free a number."""
         self.ticket[run] = 0
         for column in self.bucket:
             column[run] = NONE
         self._free.append(run)
 
-    def of(self, ticket: int) -> int:
+    def find(self, ticket: int) -> int:
         """Return the number of the run with this ticket, ``NONE`` if it is gone."""
         run = ticket % _NUMBERS
         return run if self.ticket[run] == ticket else NONE
@@ -141,7 +141,7 @@ class Ghosts:
         """
         runs, num_left = self._runs, AGED_RUNS_MAX
         while self._waiting and num_left:
-            run = runs.of(self._waiting[0])
+            run = runs.find(self._waiting[0])
             is_ghost = run != NONE and runs.ghost_ns[run] > 0
             is_young = is_ghost and runs.ghost_ns[run] > now_ns - GHOST_NS
             if is_young and len(self) <= GHOST_BLOCKS_MAX:
@@ -160,7 +160,7 @@ class Ghosts:
         blocks, runs = self._blocks, self._runs
         while True:
             row = runs.tail[run]
-            while runs.length(run) and not blocks.where[row] and not blocks.children[row]:
+            while runs.length(run) and not blocks.tiers[row] and not blocks.children[row]:
                 parent = int(blocks.parent[row])
                 self._forgotten.append(row)
                 runs.end[run] -= 1
@@ -170,7 +170,7 @@ class Ghosts:
             runs.tail[run] = row
             if runs.length(run):
                 return
-            runs.give(run)
+            runs.free(run)
             if row < 0 or blocks.children[row]:
                 return
             run = int(blocks.run[row])
@@ -185,5 +185,5 @@ class Ghosts:
         for ticket in sorted(filter(None, self._runs.ticket)):
             if len(self) <= GHOST_BLOCKS_MAX * 3 // 4:
                 return
-            if (run := self._runs.of(ticket)) != NONE:
+            if (run := self._runs.find(ticket)) != NONE:
                 self.trim(run, now_ns)

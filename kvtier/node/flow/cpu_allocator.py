@@ -66,7 +66,7 @@ class CpuAllocator:
         if num_taken:
             index, rows = self.cache.index, rows[:num_taken]
             keys = split_hashes(index.keys_of(rows).tobytes())
-            index.past[rows] = np.where([self._retention.is_kept(key) for key in keys], IS_KEPT, 0)
+            index.flags[rows] = np.where([self._retention.is_kept(key) for key in keys], IS_KEPT, 0)
         return num_taken
 
     def _make_room(self, size: int, mark: int, num_wanted: int) -> bool:
@@ -106,7 +106,7 @@ class CpuAllocator:
         """Evict rows, and record for each whether a slower tier had refused it."""
         cache = self.cache
         self._demotion.note_evicted(rows)
-        is_refused = cache.index.past[rows] & WAS_REFUSED != 0
+        is_refused = cache.index.flags[rows] & WAS_REFUSED != 0
         if is_refused.any():
             with cache.residency_listener.leaving(Fate.REFUSED_BUDGET):
                 cache.evict(rows[is_refused])

@@ -100,10 +100,10 @@ class Demotion:
         going: list[int] = []
         for row, parent in parents.items():
             chances: list[int | None] = [0]
-            if not index.past[row] & WAS_DEMOTED:
+            if not index.flags[row] & WAS_DEMOTED:
                 chances = [self._offer(row, lane, now_ns) for lane in lanes]
             is_full = all(chance is None for chance in chances)
-            if not is_full and not index.past[row] & WAS_DEMOTED:
+            if not is_full and not index.flags[row] & WAS_DEMOTED:
                 self._mark(row, is_taken=1 in chances)
             if 1 in chances or (is_full and row in needed):
                 needed.add(parent)
@@ -119,7 +119,7 @@ class Demotion:
         index = self._cache.index
         for lane in self._transfers.lanes.values():
             if lane.tier.write is WriteMode.DEMOTE and lane.admin_state is AdminState.ACTIVE:
-                is_missed = index.past[rows] & WAS_DEMOTED == 0
+                is_missed = index.flags[rows] & WAS_DEMOTED == 0
                 is_missed &= index.lacks(rows, lane.tier.name)
                 self._cache.metrics.add(
                     REFUSED_BLOCKS, int(is_missed.sum()), tier=lane.tier.name, rule=RefusalRule.FULL
@@ -158,9 +158,9 @@ class Demotion:
         """
         cache, index = self._cache, self._cache.index
         rows = cache.eviction.next_victims(index, cache.slots, size, self._window(size))
-        rows = rows[index.past[rows] & WAS_DEMOTED == 0]
+        rows = rows[index.flags[rows] & WAS_DEMOTED == 0]
         if self._is_last_chance():
-            order = np.lexsort((index.stamp[rows], index.past[rows] & WAS_USED == 0))
+            order = np.lexsort((index.stamp[rows], index.flags[rows] & WAS_USED == 0))
             rows = rows[order]
         fresh: Rows = rows
         return fresh
@@ -184,7 +184,7 @@ class Demotion:
         """Offer a row to a tier; returns how many were taken, None if there is no room."""
         index, name = self._cache.index, lane.tier.name
         if not self._cache.lacks(row, name):
-            if index.past[row] & WAS_FLUSHED:
+            if index.flags[row] & WAS_FLUSHED:
                 self._writes.note_written(lane, row, now_ns)
             return 0
         if lane.tier.write is WriteMode.STORE and self._is_below(row):
@@ -201,10 +201,10 @@ class Demotion:
 
     def _mark(self, row: int, *, is_taken: bool) -> None:
         index = self._cache.index
-        index.past[row] &= ~np.uint8(WAS_FLUSHED)
-        index.past[row] |= WAS_DEMOTED
+        index.flags[row] &= ~np.uint8(WAS_FLUSHED)
+        index.flags[row] |= WAS_DEMOTED
         if not is_taken and not self._is_below(row):
-            index.past[row] |= WAS_REFUSED
+            index.flags[row] |= WAS_REFUSED
 
 
 _PAUSE_NS = 1_000_000
@@ -294,7 +294,7 @@ class Flush:
             rows = self._cache.index.find(keys)
             for row in rows[rows >= 0][::-1].tolist():
                 if self._writes.offer(lane, [row], OfferReason.LINGERING, now_ns):
-                    self._cache.index.past[row] |= WAS_FLUSHED
+                    self._cache.index.flags[row] |= WAS_FLUSHED
         self._resume_ns = now_ns + _PAUSE_NS
 
     def _write_closing(self, lane: TransferLane, key: bytes, now_ns: int) -> None:

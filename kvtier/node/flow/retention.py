@@ -292,7 +292,7 @@ class Retention:
         if not keys:
             return False
         cache, rows = self._cache, self._rows(keys)
-        cache.index.past[rows] &= ~np.uint8(IS_KEPT)
+        cache.index.flags[rows] &= ~np.uint8(IS_KEPT)
         free = rows[cache.index.evictable(rows)].tolist()
         for row in free:
             cache.eviction.offer(cache.index, row)
@@ -302,7 +302,7 @@ class Retention:
         """Mark rows in the CPU tier as kept; those that come later are marked on arrival."""
         index = self._cache.index
         rows = self._rows(keys)
-        index.past[rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]] |= IS_KEPT
+        index.flags[rows[index.residency(rows, TierName.CPU) != Residency.ABSENT]] |= IS_KEPT
 
     def _rows(self, keys: Sequence[bytes]) -> Rows:
         rows = self._cache.index.find(as_keys(b"".join(keys)))

@@ -137,7 +137,7 @@ class TierWrites:
         """Offer lost blocks that the CPU tier still has again: now, or before they are evicted."""
         index = self._cache.index
         rows = rows[index.residency(rows, TierName.CPU) == Residency.READY]
-        index.past[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)
+        index.flags[rows] &= ~np.uint8(WAS_DEMOTED | WAS_FLUSHED | WAS_REFUSED)
         if lane.tier.write is not WriteMode.DEMOTE:
             for row in rows.tolist():
                 self.offer(lane, [row], OfferReason.STORED, now_ns)
@@ -160,9 +160,9 @@ class TierWrites:
         parents = index.parent_rows(np.array(rows))
         parents = parents[parents >= 0]
         parents = parents[index.lacks(parents, lane.tier.name)]
-        index.past[parents] |= NEEDED_BY[lane.tier.name]
+        index.flags[parents] |= NEEDED_BY[lane.tier.name]
         # A parent that was offered and refused before is offered again.
-        index.past[parents] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
+        index.flags[parents] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
     def _lanes(self, mode: WriteMode) -> list[TransferLane]:
         return [lane for lane in self._transfers.lanes.values() if lane.tier.write is mode]
@@ -180,7 +180,7 @@ class TierWrites:
         index, size = self._cache.index, self._cache.size_of(rows[0])
         scope: Scope = index.scope_of(rows[0])
         room_bytes = len(rows) * size if has_room else self._transfers.room_bytes(lane)
-        needed = index.past[rows[-1]] & NEEDED_BY[lane.tier.name]
+        needed = index.flags[rows[-1]] & NEEDED_BY[lane.tier.name]
         layout = self._layouts.get(scope.key_space)
         return Offer(
             tier=lane.tier.name,

@@ -96,7 +96,7 @@ class AdminStates:
         index = self._cache.index
         rows = np.arange(index.extent)
         rows = rows[index.lacks(rows, lane.tier.name)]
-        index.past[rows] &= ~np.uint8(WAS_DEMOTED)
+        index.flags[rows] &= ~np.uint8(WAS_DEMOTED)
 
     def _let_go(self, lane: TransferLane, now_ns: int) -> list[Action]:
         actions: list[Action] = []

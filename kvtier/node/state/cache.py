@@ -71,9 +71,9 @@ class Cache:
         A store proves nothing: it may be the next part of the request that stored the blocks.
         """
         is_here = self.index.residency(rows, TierName.CPU) == Residency.READY
-        self.index.past[rows[is_here]] |= WAS_USED
+        self.index.flags[rows[is_here]] |= WAS_USED
         # Blocks used since a slower tier refused them may be admitted now.
-        self.index.past[rows[is_here]] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
+        self.index.flags[rows[is_here]] &= ~np.uint8(WAS_DEMOTED | WAS_REFUSED)
 
     def make_rows(self, count: int) -> int:
         """Return how many more blocks fit into the index, after forgetting some if it is full.
@@ -109,7 +109,7 @@ class Cache:
         offsets, pins = index.slot[numbers].tolist(), index.pins[numbers].tolist()
         for row, offset, num_pins in zip(rows, offsets, pins, strict=True):
             if not num_pins:
-                self.slots.let_go(offset)
+                self.slots.release(offset)
                 self.eviction.offer(index, row)
         expelled = self.expelled.intersection(rows)
         for row in expelled:
@@ -127,7 +127,7 @@ class Cache:
         assert (index.residency(rows, TierName.CPU) == Residency.READY).all()
         assert not index.pins[rows].any(), "a pinned block is not evicted"
         for offset in index.slot[rows].tolist():
-            self.slots.give(offset)
+            self.slots.free(offset)
         self._note_gone(rows)
 
     def evict_all(self, selection: Selection) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class Cache:
         if state == Residency.EVICTING:
             self._vacate(row)
         elif state == Residency.READY:
-            self.slots.let_go(int(self.index.slot[row]))
+            self.slots.release(int(self.index.slot[row]))
             self.eviction.offer(self.index, row)
 
     def condemn(self, row: int) -> None:
@@ -217,12 +217,12 @@ class Cache:
 
     def take_slots(self, rows: Rows, size: int) -> int:
         """Give free slots to leading rows that have none, in state writing; returns how many."""
-        offsets = self.slots.take_some(size, rows)
+        offsets = self.slots.allocate_some(size, rows)
         rows, index = rows[: len(offsets)], self.index
         if len(rows):
             self.num_claims += len(rows)
             index.slot[rows] = offsets
-            index.past[rows] = 0
+            index.flags[rows] = 0
             index.move(rows, TierName.CPU, Residency.WRITING)
         return len(rows)
 
@@ -237,8 +237,8 @@ class Cache:
     def _vacate(self, row: int) -> None:
         """Free the slot of a row that is being written, or expelled."""
         offset = int(self.index.slot[row])
-        self.slots.let_go(offset)
-        self.slots.give(offset)
+        self.slots.release(offset)
+        self.slots.free(offset)
         self._note_gone(np.array([row]))
 
     def _note_gone(self, rows: Rows) -> None:
