@@ -175,7 +175,7 @@ RECORDINGS: Sequence[Recording] = (
     ),
     Recording(
         "instance:kvtier_saved_seconds:rate5m",
-        "time to first token saved, net, seconds a second",
+        "time to first token saved, net, seconds per second",
         f"{_SAVED}\n-\n{_LOST}",
     ),
 )

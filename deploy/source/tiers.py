@@ -250,8 +250,8 @@ _DRIVE = Section(
     (
         Panel(
             title="Bytes written, by purpose",
-            description="moved: to keep blocks when their segment is reclaimed. The sum divided by "
-            "blocks is the write amplification.",
+            description="moved: to keep blocks when their segment is reclaimed. All kinds "
+            "together, divided by blocks, are the write amplification.",
             queries=(Query(f"sum by (kind) ({BOARD.rate(SSD_WRITTEN_BYTES)})", "{{kind}}"),),
             unit="Bps",
             kind=Kind.STACK,
