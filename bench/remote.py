@@ -34,7 +34,7 @@ from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.child import Child, free_port, work_directory
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 
 _PING_PAUSE_S = 0.002
 

@@ -177,7 +177,7 @@ class Node:
 @contextmanager
 def node(directory: Path, loaded: LoadedModel, mode: str) -> Iterator[Node]:
     config = config_of(directory, mode)
-    config.ssd.directory.mkdir()
+    config.tiers["ssd"].directory.mkdir()
     tier = ThrottleTier(MemoryTier(1 << 30))
     settings = EngineSettings(pool_tokens=8192)
     pool = create_pool(loaded, settings)

@@ -30,10 +30,11 @@ from kvtier.core.limits import PAGE_BYTES, TRANSFER_BLOCKS, TRANSFER_BYTES
 from kvtier.testing.block import aligned_memory, make_chain, read_of
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
-from kvtier.tiers.ssd.disk import Disk
+from kvtier.tiers.ssd.disk import DirectIO, Disk
+from kvtier.tiers.ssd.options import Durability, SsdOptions
 from kvtier.tiers.ssd.record import record_bytes
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE, create_segment, footer_bytes, seal_segment
+from kvtier.tiers.ssd.store import SsdTier
 
 _THREADS = 4
 """Concurrent read calls; there is one for writes."""

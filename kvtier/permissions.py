@@ -10,11 +10,20 @@ often writable by everybody (an emptyDir has mode 0777); access to it is decided
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
-from kvtier.errors import StartError
+from kvtier.errors import StartError, reason_of
 
-__all__ = ["check_parents", "ensure_private", "is_foreign", "is_writable_by_others"]
+__all__ = [
+    "check_owner",
+    "check_parents",
+    "check_writable",
+    "directory_mode",
+    "ensure_private",
+    "is_foreign",
+    "is_writable_by_others",
+]
 
 _MODE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -78,3 +87,36 @@ def is_writable_by_others(found: os.stat_result) -> bool:
         return False
     is_own_group = found.st_gid in {0, os.getegid()}
     return bool(found.st_mode & (stat.S_IWOTH if is_own_group else _OTHERS_WRITE))
+
+
+def check_writable(field: str, directory: Path, mode: int = 0o700) -> None:
+    """Make the directory, by default private to this user, and write a file into it."""
+    try:
+        is_new = not directory.exists()
+        directory.mkdir(mode=mode, parents=True, exist_ok=True)
+        if is_new:
+            directory.chmod(mode)  # whatever the umask took away
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise StartError(
+            field,
+            f"{directory} cannot be written: {reason_of(error)}",
+            "give a directory that this user may write",
+        ) from error
+
+
+def directory_mode(*, is_shared: bool) -> int:
+    """Return the mode of a new directory for sockets; if shared, other users can enter it."""
+    return 0o711 if is_shared else 0o700
+
+
+def check_owner(directory: Path, uid: int) -> None:
+    """Check that root or user ``uid`` owns the directory, so that nobody else replaces sockets."""
+    owner = directory.stat().st_uid  # the default may be in /tmp, where anyone could create it
+    if owner not in {0, uid}:
+        raise StartError(
+            "daemon.socket",
+            f"{directory} belongs to user {owner}, who could replace the socket",
+            "use a directory of your own",
+        )

@@ -98,7 +98,8 @@ def _check(options: argparse.Namespace) -> int:
     elif _is_served(read.daemon.socket):
         print(f"{result}; machine not checked: a daemon is running here")
     else:
-        with _removing_created(read.daemon.socket.parent, read.ssd.directory):
+        directories = [each.state_directory for each in read.tiers.values()]
+        with _removing_created(read.daemon.socket.parent, *filter(None, directories)):
             found = find_problems(read)
         if found:
             return _refuse([_located(problem, read) for problem in found])

@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from kvtier.config.units import format_bytes, format_seconds
+
 __all__ = [
     "COLUMNS",
     "count_noun",
@@ -21,16 +23,6 @@ COLUMNS = 80
 """Width of text output."""
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Return a size with three digits and a binary unit."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1024:
-            break
-        num_bytes, unit = num_bytes / 1024, larger
-    return f"{num_bytes:.3g} {unit}" if abs(num_bytes) < 999.5 else f"{num_bytes:.0f} {unit}"
-
-
 def format_count(count: float) -> str:
     """Return a whole number with thousands separators."""
     return f"{count:,.0f}"
@@ -44,13 +36,6 @@ def format_counts(counts: Mapping[str, float]) -> str:
 def count_noun(count: int, noun: str) -> str:
     """Return a count with its noun: 1 block, 2 blocks."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration with three digits, in ms or s."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def format_elapsed(seconds: float) -> str:

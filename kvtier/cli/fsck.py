@@ -23,6 +23,7 @@ from kvtier.tiers.ssd.directory import DirectoryLock
 from kvtier.tiers.ssd.disk import DirectIO, Disk
 from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
 from kvtier.tiers.ssd.segment import segment_number
+from kvtier.tiers.ssd.settings import ssd_settings
 from kvtier.v1 import operator_pb2 as pb
 from kvtier.v1 import operator_pb2_grpc
 
@@ -65,12 +66,12 @@ def run(options: argparse.Namespace) -> int:
     report = _checked(config, purpose, keeps_others=not options.remove_set_aside)
     if options.json:
         document = _document(report) | {
-            "capacity_bytes": config.ssd.capacity_bytes,
+            "capacity_bytes": ssd_settings(config).capacity_bytes,
             "faults": report.num_faults,
         }
         print(json.dumps(document))
     else:
-        print("\n".join(_lines(report, config.ssd.capacity_bytes, purpose)))
+        print("\n".join(_lines(report, ssd_settings(config).capacity_bytes, purpose)))
     left = report.num_left if options.repair else report.num_faults
     return int(left + report.unchecked_records > 0)
 
@@ -97,7 +98,7 @@ def _document(report: FsckReport) -> dict[str, Any]:
 
 def _checked(config: Config, purpose: FsckPurpose, *, keeps_others: bool) -> FsckReport:
     """Lock the store and verify it. Raises StartError if it is not a store, or in use."""
-    directory = config.ssd.directory
+    directory = ssd_settings(config).directory
     _require_store(directory)
     ring = KeyRing.load(config.seal.key_file) if config.seal.key_file else None
     lock = DirectoryLock(directory)

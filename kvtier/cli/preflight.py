@@ -16,15 +16,15 @@ from pathlib import Path
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.config import Config, ListenAddress
-from kvtier.config.model import with_url
+from kvtier.config.model import with_secrets
 from kvtier.config.units import format_size
 from kvtier.core.limits import OPEN_FILES_LEAST, THREADS_LEAST
 from kvtier.daemon.supervisor import engine_is_running
 from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
-from kvtier.daemon.tiers.ssd_space import check_owner, check_ssd, check_writable, directory_mode
+from kvtier.daemon.tiers.opening import check_tier, configured
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
-from kvtier.permissions import check_parents
+from kvtier.permissions import check_owner, check_parents, check_writable, directory_mode
 from kvtier.transfer.shm import arena_socket
 
 __all__ = [
@@ -54,16 +54,16 @@ _ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers"
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
     """Check all that the daemon and its engine need; raises StartError for the first thing missing.
 
-    The SSD tier is checked only with ``ssd.required``: the daemon can serve without it.
+    A tier is checked only if it is required: the daemon can serve without the others.
     """
-    for check in _checks(config, files or MemoryFiles(), needs_ssd=config.ssd.required):
+    for check in _checks(config, files or MemoryFiles(), needs_all_tiers=False):
         check()
 
 
 def find_problems(config: Config) -> list[StartError]:
     """Return all that the daemon and its engine lack, including what they can do without."""
     found: list[StartError] = []
-    for check in _checks(config, MemoryFiles(), needs_ssd=True):
+    for check in _checks(config, MemoryFiles(), needs_all_tiers=True):
         try:
             check()
         except StartError as lack:
@@ -72,7 +72,7 @@ def find_problems(config: Config) -> list[StartError]:
 
 
 def _checks(
-    config: Config, files: MemoryFiles, *, needs_ssd: bool
+    config: Config, files: MemoryFiles, *, needs_all_tiers: bool
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks in the order to run them; each raises StartError."""
     yield check_limits
@@ -83,9 +83,10 @@ def _checks(
         yield partial(Credentials, config.rpc)
     if config.http.listen is not None:
         yield partial(check_free, "http.listen", config.http.listen)
-    if config.ssd.enabled and needs_ssd:
-        yield partial(check_ssd, config)
-    yield partial(with_url, config)
+    for name in configured(config):
+        if needs_all_tiers or config.tiers[name].is_required:
+            yield partial(check_tier, config, name)
+    yield partial(with_secrets, config)
     if config.engine.model is not None:
         yield check_packages
         yield partial(check_model, config.engine.model, config.engine.context_limit)

@@ -14,6 +14,7 @@ from kvtier.cli.options import parse_setting
 from kvtier.config import Config
 from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.limits import INDEX_ROWS_MAX
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.errors import StartError
 from kvtier.sim.replay.prefill import fit_profile
 from kvtier.sim.replay.report import study_page, study_text
@@ -198,8 +199,9 @@ def _setups(options: argparse.Namespace, trace: Trace) -> list[ReplaySetup]:
     chosen = options.policy or list(dict.fromkeys([config.policy.eviction, _BASELINE]))
     ssd_blocks = options.ssd_blocks
     if ssd_blocks is None:
-        is_given = options.config is not None and config.ssd.enabled
-        ssd_blocks = config.ssd.capacity_bytes // block_bytes if is_given else 0
+        store = config.tiers[STORE_TIER]
+        is_given = options.config is not None and store.is_enabled
+        ssd_blocks = store.reported_bytes // block_bytes if is_given else 0
     return [
         ReplaySetup(
             policy=policy,

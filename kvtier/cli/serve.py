@@ -12,7 +12,7 @@ from kvtier.cli.options import add_config_options, config_from, reread_config
 from kvtier.cli.preflight import check_limits, check_start
 from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config
-from kvtier.config.model import with_url
+from kvtier.config.model import with_secrets
 from kvtier.config.toml_text import document
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.reload import Reload
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT, or the terminal closes; any other SIGHUP reloads."""
     if options.ends_with is not None:
         stop_with_parent(options.ends_with)
-    config = with_url(config_from(options))
+    config = with_secrets(config_from(options))
     check_limits()  # before logging starts a thread
     log_unhandled_exceptions()
     start_log(config.daemon.log_level, config.daemon.log_format)
@@ -77,7 +77,7 @@ def _read_again(options: argparse.Namespace) -> Config | Sequence[ConfigError]:
     """Return the current configuration with the URL of the remote tier, or all errors in it."""
     read = reread_config(options)
     try:
-        return with_url(read) if isinstance(read, Config) else read
+        return with_secrets(read) if isinstance(read, Config) else read
     except ConfigError as error:
         return (error,)
 

@@ -4,7 +4,8 @@ from kvtier.config.engine import ClientConfig, EngineConfig
 from kvtier.config.load import load_config, read_config
 from kvtier.config.model import Config, DaemonConfig, HttpConfig, RpcConfig
 from kvtier.config.section import ListenAddress
-from kvtier.config.tiers import CpuConfig, RemoteConfig, SsdConfig
+from kvtier.config.tier_section import TierSection
+from kvtier.config.tiers import CpuConfig
 
 __all__ = [
     "ClientConfig",
@@ -14,9 +15,8 @@ __all__ = [
     "EngineConfig",
     "HttpConfig",
     "ListenAddress",
-    "RemoteConfig",
     "RpcConfig",
-    "SsdConfig",
+    "TierSection",
     "load_config",
     "read_config",
 ]

@@ -80,7 +80,7 @@ def read_config(
 ) -> Config | tuple[ConfigError, ...]:
     """Return the same configuration, or all errors in it."""
     errors: _Errors = []
-    given: dict[str, dict[str, _Given]] = {name: {} for name in Config.model_fields}
+    given: dict[str, dict[str, _Given]] = {name: {} for name in section_models()}
     for layer in (
         _from_file(path, errors) if path else {},
         _from_environment(os.environ if environment is None else environment, errors),
@@ -96,7 +96,7 @@ def read_config(
     sections = {name: _build(name, keys, sources, errors) for name, keys in given.items()}
     whole = {name: section for name, section in sections.items() if section is not None}
     if len(whole) == len(sections):
-        conflicts = Config.model_construct(None, **whole).conflicts()
+        conflicts = Config.model_construct(None, **Config.fields_of(whole)).conflicts()
         errors += [_located(conflict, sources) for conflict in conflicts]
     return tuple(errors) or Config.from_sections(whole, sources)
 
@@ -112,7 +112,7 @@ def _from_file(path: Path, errors: _Errors) -> _Layer:
     lines = _line_numbers(text)
     layer: dict[str, dict[str, _Given]] = {}
     for section, table in tables.items():
-        if not _is_known(section, Config.model_fields, section, str(path), errors):
+        if not _is_known(section, section_models(), section, str(path), errors):
             continue
         if not isinstance(table, dict):
             remedy = f"write [{section}] on a line above its keys"
@@ -134,7 +134,7 @@ def _from_environment(environment: Mapping[str, str], errors: _Errors) -> _Layer
         section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
         if not variable.startswith(_PREFIX) or _KUBERNETES.fullmatch(key.upper()):
             continue
-        if section not in Config.model_fields:
+        if section not in section_models():
             _check_misspelling(variable, section, key, errors)
             continue
         _take(layer, f"{section}.{key}", _Given(environment[variable], variable), errors)
@@ -146,7 +146,7 @@ def _from_overrides(overrides: Mapping[str, str], errors: _Errors) -> _Layer:
     layer: dict[str, dict[str, _Given]] = {}
     for name, value in overrides.items():
         section = name.partition(".")[0]
-        if _is_known(section, Config.model_fields, name, "command line", errors):
+        if _is_known(section, section_models(), name, "command line", errors):
             _take(layer, name, _Given(value, "command line"), errors)
     return layer
 
@@ -160,7 +160,7 @@ def _is_known(word: str, words: Collection[str], field: str, source: str, errors
     """Return whether a key or section exists; adds an error if not."""
     if word in words:
         return True
-    noun = "sections" if words is Config.model_fields else "keys"
+    noun = "sections" if words is section_models() else "keys"
     near = difflib.get_close_matches(word, words, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"valid {noun} are {', '.join(sorted(words))}"
     errors.append(ConfigError(field, f"unknown {noun.removesuffix('s')} ({source})", remedy))
@@ -169,7 +169,7 @@ def _is_known(word: str, words: Collection[str], field: str, source: str, errors
 
 def _check_misspelling(variable: str, section: str, key: str, errors: _Errors) -> None:
     """Add an error if a variable would be ours with a similar section name; ignore all others."""
-    for near in difflib.get_close_matches(section, Config.model_fields, n=1):
+    for near in difflib.get_close_matches(section, section_models(), n=1):
         if key in _fields(near):
             meant = f"{_PREFIX}{near}_{key}".upper()
             problem = f"unknown section ({variable})"

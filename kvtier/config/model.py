@@ -1,15 +1,18 @@
 """The configuration as frozen models: one class per section, one field per key.
 
-The sections of the tiers are in ``tiers``, those of the engine in ``engine``, and rules for all
-sections in ``section``. Checks that need the machine are in ``cli.preflight``.
+The section of the CPU tier is in ``tiers``, those of slower tiers are in their packages, those of
+the engine in ``engine``, and rules for all sections in ``section``. Checks that need the machine
+are in ``cli.preflight``.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 from pydantic.fields import FieldInfo
 
 from kvtier.config.engine import ClientConfig, EngineConfig
@@ -23,8 +26,10 @@ from kvtier.config.section import (
     key_of,
     setting,
 )
-from kvtier.config.tiers import CpuConfig, RemoteConfig, SealConfig, SsdConfig, read_url
+from kvtier.config.tier_section import TierSection, secret_in
+from kvtier.config.tiers import CpuConfig, SealConfig
 from kvtier.core.eviction import EVICTION_POLICIES, policy_help
+from kvtier.core.tier_registry import SLOW_TIERS, TIERS, TierName
 from kvtier.errors import ConfigError
 
 __all__ = [
@@ -43,7 +48,8 @@ __all__ = [
     "default_socket",
     "find_socket",
     "section_models",
-    "with_url",
+    "tier_sections",
+    "with_secrets",
 ]
 
 
@@ -272,8 +278,8 @@ class Config(Section):
 
     daemon: DaemonConfig = Field(default_factory=DaemonConfig)
     cpu: CpuConfig = Field(default_factory=CpuConfig)
-    ssd: SsdConfig = Field(default_factory=SsdConfig)
-    remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    tiers: Mapping[TierName, TierSection] = Field(default_factory=dict, validate_default=True)
+    """The section of each slow tier; in a file they stand beside the others."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     cost: CostConfig = Field(default_factory=CostConfig)
     seal: SealConfig = Field(default_factory=SealConfig)
@@ -286,7 +292,8 @@ class Config(Section):
 
     def conflicts(self) -> Iterable[ConfigError]:
         """Check that there are keys if blocks are to be sealed."""
-        for tier, mode in (("ssd", self.ssd.seal), ("remote", self.remote.seal)):
+        for tier, section in self.tiers.items():
+            mode = section.seal_mode
             if mode != "off" and self.seal.key_file is None:
                 yield ConfigError(
                     "seal.key_file",
@@ -294,17 +301,37 @@ class Config(Section):
                     "set it to a file of keys",
                 )
 
+    @field_validator("tiers")
+    @classmethod
+    def _complete(cls, given: Mapping[TierName, TierSection]) -> Mapping[TierName, TierSection]:
+        """Add the defaults of the sections that are not given."""
+        return {name: given.get(name) or tier_sections()[name]() for name in SLOW_TIERS}
+
     @classmethod
     def from_sections(cls, sections: Mapping[str, Section], sources: Mapping[str, str]) -> Self:
         """Combine checked sections; ``sources`` maps ``section.key`` to where it was set."""
-        config = cls.model_validate(dict(sections))
+        config = cls.model_validate(cls.fields_of(sections))
         config._sources = dict(sources)
         return config
 
-    def with_url(self, url: str, source: str) -> Self:
-        """Return a copy with another ``remote.url`` that was found in ``source``."""
-        config = self.model_copy(update={"remote": self.remote.model_copy(update={"url": url})})
-        config._sources = {**self._sources, "remote.url": source}
+    @classmethod
+    def fields_of(cls, sections: Mapping[str, Section]) -> dict[str, Any]:
+        """Return sections as the fields of this class."""
+        fields: dict[str, Any] = {
+            name: each for name, each in sections.items() if name in cls.model_fields
+        }
+        fields["tiers"] = {name: sections[name] for name in SLOW_TIERS if name in sections}
+        return fields
+
+    def section(self, name: str) -> Section:
+        """Return a section by its name in the file."""
+        section: Section = self.tiers[TierName(name)] if name in SLOW_TIERS else getattr(self, name)
+        return section
+
+    def with_tier(self, name: TierName, section: TierSection, sources: Mapping[str, str]) -> Self:
+        """Return a copy with another section of a tier; ``sources`` of the keys that changed."""
+        config = self.model_copy(update={"tiers": {**self.tiers, name: section}})
+        config._sources = {**self._sources, **sources}
         return config
 
     def source_of(self, key: str) -> str:
@@ -312,10 +339,20 @@ class Config(Section):
         return self._sources.get(key, "default")
 
 
-def section_models() -> dict[str, type[Section]]:
+@cache
+def tier_sections() -> Mapping[TierName, type[TierSection]]:
+    """Return the class of each slow tier's section, which its package defines."""
+    return {name: import_module(f"{TIERS[name].package}.settings").SETTINGS for name in SLOW_TIERS}
+
+
+@cache
+def section_models() -> Mapping[str, type[Section]]:
     """Return the class of each section by name, in the order of the documentation."""
     models: dict[str, type[Section]] = {}
     for name, field in Config.model_fields.items():
+        if name == "tiers":
+            models |= {tier.value: section for tier, section in tier_sections().items()}
+            continue
         model = field.annotation
         assert isinstance(model, type), f"section {name} has no class"
         assert issubclass(model, Section), f"section {name} is not a Section"
@@ -345,10 +382,14 @@ def find_socket(socket: Path, system: Path = SYSTEM_SOCKET) -> Path:
     return socket
 
 
-def with_url(config: Config) -> Config:
-    """Return ``config`` with the URL from ``remote.url_file``, if that is set.
+def with_secrets(config: Config) -> Config:
+    """Return ``config`` with the settings of tiers that are in files of their own.
 
-    Reads the file on each call. Raises ConfigError.
+    Reads the files each time. Raises ConfigError, which never contains what is in them.
     """
-    path = config.remote.url_file
-    return config if path is None else config.with_url(read_url(path), str(path))
+    for name, section in config.tiers.items():
+        if (path := section.secret_file) is not None:
+            value = secret_in(name, section, path)
+            sources = {f"{name}.{section.file_backed_key}": str(path)}
+            config = config.with_tier(name, section.with_secret(value), sources)
+    return config

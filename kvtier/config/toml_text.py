@@ -86,7 +86,7 @@ def shown(key: str, config: Config) -> str:
 def changes(before: Config, after: Config) -> Iterator[tuple[str, bool]]:
     """Yield each key that differs, and whether a reload applies it."""
     for key, section, name, field in all_settings():
-        values = [getattr(getattr(config, section), name) for config in (before, after)]
+        values = [getattr(config.section(section), name) for config in (before, after)]
         if values[0] != values[1]:
             yield key, bool(extra_of(field).get("live"))
 
@@ -113,7 +113,7 @@ def render_toml(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _text(config: Config, section: str, name: str, field: FieldInfo) -> str:
-    value = getattr(getattr(config, section), name)
+    value = getattr(config.section(section), name)
     return as_toml(name, _masked(str(value)) if extra_of(field).get("secret") else value)
 
 

@@ -11,7 +11,9 @@ from fractions import Fraction
 __all__ = [
     "DURATION_UNITS",
     "SIZE_UNITS",
+    "format_bytes",
     "format_duration",
+    "format_seconds",
     "format_size",
     "parse_duration",
     "parse_size",
@@ -90,3 +92,20 @@ def _format(amount: int, names: tuple[str, ...], units: Mapping[str, int], least
         if amount and amount % units[name] == 0:
             return f"{amount // units[name]}{name}"
     return f"{amount}{least}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size with three digits and a binary unit."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.3g} {unit}" if abs(num_bytes) < 999.5 else f"{num_bytes:.0f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time in the unit that leaves three digits."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

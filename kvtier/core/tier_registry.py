@@ -2,13 +2,13 @@
 
 To add a tier
 -------------
-1. Write a package with two modules. ``settings`` defines ``SETTINGS``, a ``TierSection`` subclass:
-   the tier's section of the configuration file. It imports nothing but ``kvtier.config.section``,
-   because every process reads the configuration. ``backend`` defines ``BACKEND``, a
-   ``kvtier.tiers.backend.TierBackend``: it opens the tier, applies a reload to it, tells the node
-   how to use it, identifies its device, and checks it for ``kvtier doctor``. It is imported only
-   where the tier is configured, so it may need packages that others do not have.
-2. Add a member to ``TierName`` and a row to ``TIERS`` here: the place of a member is its speed, and
+1. Write a package with two modules. ``settings`` defines ``SETTINGS``, a subclass of
+   ``kvtier.config.tier_section.TierSection``: the tier's section of the configuration file. It
+   imports nothing of the tier itself, because every process reads the configuration. ``backend``
+   defines ``BACKEND``, a ``kvtier.tiers.backend.TierBackend``: it opens the tier, applies a reload
+   to it, tells the node how to use it, identifies its device and checks it for ``kvtier doctor``.
+   It is imported only where the tier is configured, so it may need packages that others lack.
+2. Add a member to ``TierName`` and a row to ``TIERS`` here: the order is that of their speed, and
    the row has what every layer may ask of a tier.
 3. Add its number to ``Tier`` in ``proto/kvtier/v1/engine.proto``, so that no other tier takes it.
 
@@ -27,7 +27,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["LOWER_TIERS", "SLOW_TIERS", "TIERS", "TierName", "TierSpec", "TransferPrior"]
+__all__ = [
+    "LOWER_TIERS",
+    "SLOW_TIERS",
+    "STORE_TIER",
+    "TIERS",
+    "TierName",
+    "TierSpec",
+    "TransferPrior",
+]
 
 
 class TierName(StrEnum):
@@ -101,3 +109,7 @@ LOWER_TIERS: tuple[TierName, ...] = tuple(name for name in TierName if name is n
 
 SLOW_TIERS: tuple[TierName, ...] = tuple(name for name in TierName if TIERS[name].package)
 """Tiers whose calls block, and that operators attach and detach while the daemon runs."""
+
+STORE_TIER = next(name for name in SLOW_TIERS if name.is_persistent and not name.is_shared)
+"""The fastest local tier whose blocks outlive the daemon: it is scrubbed, and what the daemon has
+learned is saved beside its blocks."""

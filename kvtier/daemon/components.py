@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtier.api.rpc.operator_service import OperatorReports
 from kvtier.config import Config
-from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER, TierName
 from kvtier.daemon.persistence.key_spaces import SavedKeySpaces
 from kvtier.daemon.persistence.learned_state import LearnedState, Learner
 from kvtier.daemon.policies import Policies
@@ -17,10 +17,9 @@ from kvtier.daemon.status.explain import Explainer
 from kvtier.daemon.status.gauges import Gauges
 from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.tiers.admin import TierAdmin
-from kvtier.daemon.tiers.attach import OpenTier
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
-from kvtier.daemon.tiers.device import devices_of
 from kvtier.daemon.tiers.memory import Reservation
+from kvtier.daemon.tiers.opening import OpenTier, devices_of
 from kvtier.node.messages import events as ev
 from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.runtime.driver import Driver
@@ -48,11 +47,11 @@ class DaemonComponents:
     ) -> None:
         """``config`` returns what holds by then."""
         now = config()
-        directory = now.ssd.directory if TierName.SSD in driver.tiers else None
+        directory = now.tiers[STORE_TIER].state_directory if STORE_TIER in driver.tiers else None
         block_tokens = now.engine.block_tokens
         self.driver = driver
         self.reload = reload
-        self.scrubber = TierScrubber(driver, TierName.SSD)
+        self.scrubber = TierScrubber(driver, STORE_TIER)
         self.reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
         self.tier_admin = TierAdmin(driver, config, open_tier)
         self.tier_admin.on_attach = self._moved
@@ -104,8 +103,11 @@ class DaemonComponents:
         self.spaces.registered(event)
         config, layout = self._config(), event.layout
         held_bytes = {"cpu": config.cpu.capacity_bytes}
-        if config.ssd.enabled:
-            held_bytes["ssd"] = config.ssd.capacity_bytes
+        held_bytes |= {
+            name.value: section.reported_bytes
+            for name, section in config.tiers.items()
+            if section.is_enabled and section.reported_bytes
+        }
         self._log.info(
             "an engine attached",
             engine=event.engine,
@@ -122,6 +124,7 @@ class DaemonComponents:
         """Tell the parts that keep data about a tier's medium, or on it, that it has changed."""
         devices = await run_in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.benchmarks.renew(name, devices.get(name, ""))
-        if name is TierName.SSD:
-            await self.spaces.move_to(config.ssd.directory)
-            await self.learned.move_to(config.ssd.directory)
+        directory = config.tiers[name].state_directory
+        if name is STORE_TIER and directory is not None:
+            await self.spaces.move_to(directory)
+            await self.learned.move_to(directory)

@@ -18,7 +18,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvtier.config import Config
-from kvtier.core.residency import SLOW_TIERS, TierName
+from kvtier.core.tier_registry import SLOW_TIERS, STORE_TIER, TierName
 from kvtier.daemon.background import Background
 from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.components import DaemonComponents
@@ -29,9 +29,15 @@ from kvtier.daemon.serving.systemd import Systemd
 from kvtier.daemon.status.counter_history import NOTED_EVERY_S
 from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.stop import Stop
-from kvtier.daemon.tiers.attach import OpenTier, open_at_start
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
-from kvtier.daemon.tiers.opening import allowance, open_tier, slow_tier, tune_tier
+from kvtier.daemon.tiers.opening import (
+    OpenTier,
+    open_at_start,
+    open_tier,
+    placement,
+    tune_tier,
+    write_allowance,
+)
 from kvtier.lock import PathLock
 from kvtier.node.messages import events as ev
 from kvtier.node.node import Node, NodeSettings
@@ -191,7 +197,7 @@ class Daemon:
             slab_bytes=slab_bytes,
             lease_ns=self.config.daemon.lease_ns,
             pin_share=self.config.policy.pin_share,
-            tiers=tuple(slow_tier(self.config, tier) for tier in tiers.values()),
+            tiers=tuple(placement(self.config, tier) for tier in tiers.values()),
         )
         node = Node(
             settings,
@@ -225,8 +231,10 @@ class Daemon:
         background.every(NOTED_EVERY_S, "gauges", components.status.note)
         background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
         background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, components.scrubber))
-        verifier = Verifier(driver, TierName.REMOTE)
-        background.every(_VERIFY_PERIOD_S, "verify", verifier.step)
+        for name in SLOW_TIERS:
+            if name.is_shared:
+                verifier = Verifier(driver, name)
+                background.every(_VERIFY_PERIOD_S, "verify", verifier.step)
         background.every(_RESERVE_PERIOD_S, "reserve", components.reservation.step)
         report = partial(self._systemd.report, components.health)
         background.every(self._systemd.period_s, "systemd", report)
@@ -255,7 +263,7 @@ class Daemon:
         self._policies.adopt(config)
         for tier in driver.tiers.values():
             tune_tier(config, tier)
-        slow = tuple(slow_tier(config, tier) for tier in driver.tiers.values())
+        slow = tuple(placement(config, tier) for tier in driver.tiers.values())
         driver.post(ev.SettingsChanged(config.daemon.lease_ns, config.policy.pin_share, slow))
         if not self._stop.has_begun:  # what is under way ends by the time that was told
             self._stop.grace_s = config.daemon.stop_grace_ns / 1e9
@@ -267,12 +275,13 @@ class Daemon:
             await benchmarks.step()
 
     async def _scrub(self, scrubber: TierScrubber) -> None:
-        await scrubber.step(int(self.config.ssd.scrub_rate_bytes * _SCRUB_PERIOD_S))
+        rate = self.config.tiers[STORE_TIER].scrub_bytes_per_s
+        await scrubber.step(int(rate * _SCRUB_PERIOD_S))
 
     async def _tell_budget(self, driver: Driver) -> None:
-        """Tell the node what may be written to the SSD for the time being."""
-        if (tier := driver.tiers.get(TierName.SSD)) is not None:
-            driver.post(ev.SetWriteAllowance(TierName.SSD, allowance(self.config, tier)))
+        """Tell the node how much may be written to each tier for the time being."""
+        for name, tier in driver.tiers.items():
+            driver.post(ev.SetWriteAllowance(name, write_allowance(self.config, tier)))
 
     async def _flush(self, driver: Driver) -> None:
         driver.post(ev.DaemonStopping())

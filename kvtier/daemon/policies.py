@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from kvtier.config import Config
 from kvtier.core.admission import AdmitByWorth, QuantileGate
-from kvtier.core.eviction import EVICTION_POLICIES, Eviction, own_order_of
+from kvtier.core.eviction import EVICTION_POLICIES, Eviction
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History, Use
+from kvtier.core.slow_tier import WriteMode
 
-__all__ = ["Policies", "policies", "ssd_eviction"]
+__all__ = ["Policies", "policies"]
 
 _FELT_SHARE = 0.1
 """Of the time it takes an engine to give a block away, what its requests feel. It copies between
@@ -45,8 +46,10 @@ def policies(config: Config) -> Policies:
     """Return the policies of a configuration."""
     policy = config.policy
     planner = Planner(_planner_settings(config))
-    evicts_by = {TierName.CPU: policy.eviction, TierName.SSD: ssd_eviction(config)}
-    used = {tier: EVICTION_POLICIES[name] for tier, name in evicts_by.items()}
+    used = {TierName.CPU: EVICTION_POLICIES[policy.eviction]}
+    for tier, section in config.tiers.items():
+        if not tier.is_shared:  # a shared one evicts by itself
+            used[tier] = EVICTION_POLICIES[section.eviction_policy(policy.eviction)]
     history = History(
         planner.saved_s if any(each.is_weighed for each in used.values()) else None,
         [tier for tier, each in used.items() if each.is_ranked and not each.is_weighed],
@@ -64,12 +67,6 @@ def policies(config: Config) -> Policies:
             is_prompt_alone=not policy.answers,
         ),
     )
-
-
-def ssd_eviction(config: Config) -> str:
-    """Return the policy by which the SSD tier evicts: a ranked one, or ``lru``."""
-    own = config.ssd.eviction
-    return own_order_of(config.policy.eviction if own == "auto" else own)
 
 
 def _planner_settings(config: Config) -> PlannerSettings:
@@ -90,9 +87,9 @@ def _most_tokens(config: Config) -> int | None:
 def _gates(config: Config) -> dict[TierName, QuantileGate]:
     """Return a gate for each tier that is written to on demotion."""
     return {
-        tier: QuantileGate(section.gate)
-        for tier, section in ((TierName.SSD, config.ssd), (TierName.REMOTE, config.remote))
-        if section.write == "demote"
+        tier: QuantileGate(section.gate_share)
+        for tier, section in config.tiers.items()
+        if section.write_mode is WriteMode.DEMOTE
     }
 
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from kvtier.config import Config
 from kvtier.config.toml_text import changes, document, shown
-from kvtier.core.residency import SLOW_TIERS
-from kvtier.daemon.tiers.opening import is_login_alone
+from kvtier.core.residency import SLOW_TIERS, TierName
+from kvtier.daemon.tiers.opening import is_same_place
 from kvtier.errors import ConfigError
 from kvtier.observe.log import Log
 from kvtier.runtime.worker_pool import run_in_thread
@@ -46,9 +46,6 @@ _SETTLED_S = 0.2
 """Since its last change a file counts as whole: who writes one pauses for less."""
 
 _SETTLE_LIMIT_S = 2.0
-
-_LEARNED_BY = frozenset({"ssd.eviction"})
-"""Keys by which is learned from the start on, whether their tier is in use or not."""
 
 Read = Callable[[], Config | Sequence[ConfigError]]
 """Reads the configuration anew: the same file, environment and options."""
@@ -144,20 +141,22 @@ class Reload:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether ``take_url`` may be called: from ``begin`` to ``end``, and while none reads.
+        """Whether ``take_secret`` may be called: from ``begin`` to ``end``, while nothing is read.
 
-        One that does may have read the URL of before, and would bring it back.
+        One that does may have read the earlier secret, and would bring it back.
         """
         return self._adopt is not None and not self._lock.locked()
 
-    def take_url(self, url: str, source: str) -> str:
-        """Have another URL of the remote tier hold, where that needs no restart; say why not."""
-        read, key = self.config.with_url(url, source), "remote.url"
-        if url == self.config.remote.url:
+    def take_secret(self, name: TierName, value: str, source: str) -> str:
+        """Adopt another value of a tier's secret if that needs no restart; returns why not."""
+        before = self.config.tiers[name]
+        after, key = before.with_secret(value), f"{name}.{before.file_backed_key}"
+        if after == before:
             return ""
+        read = self.config.with_tier(name, after, {key: source})
         said = self._said(key, read)
         if not self._may_change(key, read):
-            return f"{said}: needs {_way_of(key)}"
+            return f"{said}: needs {self._way_of(key)}"
         self._take(read)
         _log.info("configuration changed", change=said)
         return ""
@@ -211,7 +210,7 @@ class Reload:
             if not is_live and not self._may_change(key, read)
         ]
         if stuck or faults:
-            reasons = [f"{self._said(key, read)}: needs {_way_of(key)}" for key in stuck]
+            reasons = [f"{self._said(key, read)}: needs {self._way_of(key)}" for key in stuck]
             return _refused(reasons, faults)
         said = tuple(self._said(key, read) for key in changed)
         self._take(read)
@@ -234,9 +233,25 @@ class Reload:
         return self._reading.result()
 
     def _may_change(self, key: str, read: Config) -> bool:
-        if key == "remote.url" and is_login_alone(self.config, read):
-            return True
-        return key not in _LEARNED_BY and self.is_free(key)
+        section, _, name = key.partition(".")
+        if section in SLOW_TIERS:
+            tier = TierName(section)
+            is_place = name == read.tiers[tier].place_key
+            if is_place and is_same_place(tier, self.config, read):
+                return True
+        return not self._is_fixed(key) and self.is_free(key)
+
+    def _is_fixed(self, key: str) -> bool:
+        """Tell whether only a restart changes a key, even while its tier is detached."""
+        section, _, name = key.partition(".")
+        return section in SLOW_TIERS and name in self.config.tiers[TierName(section)].fixed_keys
+
+    def _way_of(self, key: str) -> str:
+        """Return how to apply a key that is not live."""
+        section = key.partition(".")[0]
+        if section not in SLOW_TIERS or self._is_fixed(key):
+            return "a restart"
+        return f"a restart, or `kvtier tier detach {section}` first"
 
     def _take(self, config: Config) -> None:
         """Have a configuration hold; where a part cannot take it, which is a bug, the old one."""
@@ -276,14 +291,6 @@ def _await_whole(path: Path) -> ConfigError | None:
             return None
         time.sleep(_SETTLED_S - age_s)
     return ConfigError(str(path), "is being written to without a pause", "replace it at once")
-
-
-def _way_of(key: str) -> str:
-    """Return what makes a key that is not live count."""
-    section = key.partition(".")[0]
-    if section not in SLOW_TIERS or key in _LEARNED_BY:
-        return "a restart"
-    return f"a restart, or `kvtier tier detach {section}` first"
 
 
 def _refused(reasons: Iterable[str], faults: Iterable[str] = ()) -> Reloaded:

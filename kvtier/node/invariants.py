@@ -15,8 +15,8 @@ from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.reuse.invariants import check_history, residents
 from kvtier.core.slots import slot_bytes
+from kvtier.core.slow_tier import AdminState
 from kvtier.core.table import Rows
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.node import Node
 from kvtier.node.state.cache import Cache
 from kvtier.observe.daemon_metrics import (

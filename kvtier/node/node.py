@@ -32,6 +32,7 @@ from kvtier.core.residency import TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import SlabAllocator, slot_bytes
+from kvtier.core.slow_tier import AdminState, SlowTier
 from kvtier.core.table import as_keys
 from kvtier.node.flow.completion import Completions, Measurements
 from kvtier.node.flow.cpu_allocator import CpuAllocator
@@ -54,7 +55,6 @@ from kvtier.node.messages.actions import (
     ReleaseResult,
     StoreResult,
 )
-from kvtier.node.messages.slow_tier import AdminState, SlowTier
 from kvtier.node.operations.admin_state import AdminStates
 from kvtier.node.operations.drop import Drops
 from kvtier.node.operations.prefetcher import Prefetcher

@@ -13,10 +13,10 @@ from itertools import count
 from kvtier.core.limits import ROWS_TOLD_AT_ONCE
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.residency_change import ResidencyChange
+from kvtier.core.slow_tier import AdminState
 from kvtier.errors import TierError
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.node import Node
 from kvtier.observe.daemon_metrics import POLICY_SECONDS
 from kvtier.observe.log import Log, RateLimitedLog

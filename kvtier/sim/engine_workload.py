@@ -15,7 +15,7 @@ from functools import partial
 
 from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
 from kvtier.core.request import NO_TRAITS, RequestTraits
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.errors import DaemonUnavailable
 from kvtier.node.messages import actions as ac
 from kvtier.sim.world import MS, TENANTS, World
@@ -218,7 +218,7 @@ class EngineWorkload:
             wrong = draw.choice((math.nan, math.inf, -1.0, 0.0, 1e-300, 1e12))
             steps.append(StepSample(num_tokens, 0, draw.choice((wrong, 1.0)), 0, wrong))
             number = draw.choice((plan.decision, plan.decision + 1, -1, 10**12))
-            restored = ((TierName.SSD, draw.choice((-1, 10**9))),)
+            restored = ((SLOW_TIERS[0], draw.choice((-1, 10**9))),)
             outcomes.insert(
                 draw.randrange(2), PlanOutcome(number, restored, wrong, -1, wrong, wrong, wrong)
             )

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from kvtier.core.identity import EVERYTHING, BlockHash, Selection
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slow_tier import AdminState
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.sim.engine_workload import Fleet
 from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.node_harness import NodeHarness
@@ -60,7 +60,7 @@ class FaultInjector:
     def _lose(self) -> None:
         name = self._world.some_tier()
         self._world.tiers[name].lose()
-        if name is TierName.REMOTE:
+        if name.is_shared:
             self._verify(name)
 
     def _verify(self, name: TierName) -> None:
@@ -139,9 +139,11 @@ class FaultInjector:
         self._world.at(self._world.draw.randint(20, 300) * MS, make_room)
 
     def _visit(self) -> None:
-        """Let another node write to the remote tier."""
+        """Let another node write to the shared tiers."""
         blocks = self._world.draw.choice(self._fleet.workloads).prompt()
-        self._world.tiers[TierName.REMOTE].write(blocks, _FAR_NS)
+        for name, tier in self._world.tiers.items():
+            if name.is_shared:
+                tier.write(blocks, _FAR_NS)
 
     # Engines, the node and its operator
 
@@ -247,7 +249,7 @@ class Operator:
         draw = self._world.draw
         yield from self._leave(harness, name)
         yield draw.randint(0, 100) * MS
-        if name is TierName.SSD:
+        if not name.is_shared:
             self._use_otherwise(name)
         yield draw.randint(0, 100) * MS
         yield from self._come(harness, name)
@@ -285,7 +287,7 @@ class Operator:
         draw, lane = self._world.draw, harness.node.transfers.lanes[name]
         workers = draw.choice((1, 2, lane.tier.num_workers))
         harness.post(ev.ConfigureTier(replace(lane.tier, num_workers=workers)))
-        if name is TierName.SSD:  # what a shared one holds only it knows
+        if not name.is_shared:  # what a shared one holds only it knows
             for headers in self._world.tiers[name].headers():
                 for first in range(0, len(headers), _ROWS_AT_ONCE):
                     yield draw.choice((0, 0, 0, 1)) * MS

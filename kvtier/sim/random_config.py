@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvtier.config import Config
-from kvtier.config.model import CostConfig, PolicyConfig
-from kvtier.config.tiers import RemoteConfig, SsdConfig
+from kvtier.config.model import CostConfig, PolicyConfig, tier_sections
+from kvtier.config.tier_section import TierSection
 from kvtier.core.eviction import EVICTION_POLICIES
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
+from kvtier.core.slow_tier import WriteMode
 from kvtier.daemon.policies import policies
-from kvtier.node.messages.slow_tier import WriteMode
 
 __all__ = ["draw_config", "policies", "write_modes"]
 
@@ -59,18 +59,17 @@ def draw_config(draw: random.Random) -> Config:
             guard=draw.random() < 0.7,
             wait_max_ns=draw.choice((10, 50, 5000)) * _MS,
         ),
-        ssd=SsdConfig(
-            write=draw.choice(_WRITES),
-            gate=draw.choice(_GATES),
-            flush_after_ns=draw.choice((0, 100, 1000)) * _MS,
-        ),
-        remote=RemoteConfig(write=draw.choice(_WRITES), gate=draw.choice(_GATES)),
+        tiers={name: _draw_section(draw, name) for name in SLOW_TIERS},
     )
 
 
 def write_modes(config: Config) -> dict[TierName, WriteMode]:
     """Return when blocks are written to each slower tier."""
-    return {
-        TierName.SSD: WriteMode(config.ssd.write),
-        TierName.REMOTE: WriteMode(config.remote.write),
-    }
+    return {name: section.write_mode for name, section in config.tiers.items()}
+
+
+def _draw_section(draw: random.Random, name: TierName) -> TierSection:
+    keys = {"write": draw.choice(_WRITES), "gate": draw.choice(_GATES)}
+    if not name.is_shared:
+        keys["flush_after_ns"] = draw.choice((0, 100, 1000)) * _MS
+    return tier_sections()[name].model_validate(keys)

@@ -110,18 +110,18 @@ class Simulation:
         told_as_failed = tears or world.happens(fault_profile.fail_after, "fail_after")
         num_leaves = world.num_leaves[work.tier]
         ended: list[ev.Event] = []
-        if isinstance(work, ac.Write) and work.tier is not TierName.REMOTE:
+        if isinstance(work, ac.Write) and not work.tier.is_shared:
             world.cut_short[work] = partial(self._cut_short, harness, work)
 
         def take_effect() -> None:
             if harness is not world.harness:
                 # A server may still get what a dead node sent; its own disk does not.
-                if isinstance(work, ac.Write) and work.tier is TierName.REMOTE:
+                if isinstance(work, ac.Write) and work.tier.is_shared:
                     self._cut_short(harness, work)
                 return
             world.cut_short.pop(work, None)
             has_left = num_leaves != world.num_leaves[work.tier]
-            if has_left and (work.tier is TierName.SSD or isinstance(work, ac.Purge)):
+            if has_left and (not work.tier.is_shared or isinstance(work, ac.Purge)):
                 ended.append(harness.fault(work))  # its store was closed before
             elif tears and isinstance(work, ac.Write):
                 self._tear(work)

@@ -8,13 +8,14 @@ from itertools import count
 from typing import Any
 
 from kvtier.core.identity import NO_TENANT
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.node.messages.actions import Write
 from kvtier.sim.fault_profile import draw_fault_profile
 from kvtier.sim.random_config import draw_config, policies, write_modes
 from kvtier.sim.simulated_tier import SimulatedTier
 from kvtier.testing.checked_eviction import CheckedEviction
 from kvtier.testing.node_harness import FakeClock, HarnessSettings, NodeHarness, Work
+from kvtier.tiers.ssd.settings import ssd_settings
 
 __all__ = ["MS", "TENANTS", "World"]
 
@@ -33,8 +34,10 @@ class World:
         self.fault_profile = draw_fault_profile(draw)
         self.clock = FakeClock()
         self.tiers = {
-            TierName.SSD: SimulatedTier(draw.choice((150_000, 400_000)), TierName.SSD, draw),
-            TierName.REMOTE: SimulatedTier(300_000, TierName.REMOTE, draw),
+            name: SimulatedTier(
+                300_000 if name.is_shared else draw.choice((150_000, 400_000)), name, draw
+            )
+            for name in SLOW_TIERS
         }
         self.faults: Counter[str] = Counter()
         """What went wrong so far, by its name."""
@@ -58,7 +61,7 @@ class World:
             queue_bytes_max=draw.choice((30_000, 1 << 30)),
             min_tokens=draw.choice((0, 0, 256)),
             write=write_modes(config),
-            flush_after_ns=config.ssd.flush_after_ns,
+            flush_after_ns=ssd_settings(config).flush_after_ns,
             pin_share=config.policy.pin_share,
         )
         self._learned: dict[str, Any] = {}
@@ -132,5 +135,5 @@ class World:
             planner=chosen.planner,
             depth=chosen.depth,
         )
-        harness.recover({TierName.SSD: self.tiers[TierName.SSD]})
+        harness.recover({name: tier for name, tier in self.tiers.items() if not name.is_shared})
         return harness

@@ -13,12 +13,12 @@ from kvtier.core.planner import Planner
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.depth import DepthCurves
 from kvtier.core.reuse.history import History
+from kvtier.core.slow_tier import AdminState, SlowTier, WriteMode
 from kvtier.core.table import as_keys
 from kvtier.errors import DaemonUnavailable, TierError
 from kvtier.node.invariants import check, check_memory, check_token_counters
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState, SlowTier, WriteMode
 from kvtier.node.node import Node, NodeSettings
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import REFUSED_SAMPLES, Metrics
@@ -334,7 +334,7 @@ class NodeHarness:
                 continue
             assert not is_there.any(), f"blocks outlived a drop: {event}"
             tier = self.tiers.get(dropped.tier)
-            if tier is not None and dropped.tier is not TierName.REMOTE:
+            if tier is not None and not dropped.tier.is_shared:
                 spaces = [headers["space"] for headers in tier.headers()]
                 kept = any(event.selection.mask(each).any() for each in spaces)
                 assert not kept, f"the tier kept what was dropped: {event}"
@@ -350,7 +350,7 @@ def _slow_tiers(names: Iterable[TierName], settings: HarnessSettings) -> tuple[S
             settings.min_tokens,
             transfer_bytes=0,  # blocks here are small, and transfers are to have eight
             write=settings.write.get(name, WriteMode.STORE),
-            flush_after_ns=settings.flush_after_ns if name is TierName.SSD else 0,
+            flush_after_ns=settings.flush_after_ns if not name.is_shared else 0,
         )
         for name in names
     )

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.api.rpc.operator_client import local_operator
-from kvtier.core.residency import TierName
+from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.testing.child import Child, await_true, free_port, kvtier_command
 from kvtier.v1 import engine_pb2, operator_pb2_grpc
 from kvtier.v1 import operator_pb2 as pb
@@ -200,7 +200,7 @@ class RunningNode:
 
         def look() -> Any:
             document = self.stat()
-            slow = [document["tiers"][name] for name in ("ssd", "remote")]
+            slow = [document["tiers"][name] for name in SLOW_TIERS]
             open_work = sum(
                 tier.get(key, 0)
                 for tier in slow

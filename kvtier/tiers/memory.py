@@ -22,6 +22,7 @@ from kvtier.core.identity import (
     Selection,
 )
 from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.errors import TierError, TierFull
 from kvtier.tiers.base import (
     BlockRead,
@@ -56,7 +57,7 @@ class MemoryTier:
         self,
         capacity_bytes: int,
         *,
-        name: TierName = TierName.SSD,
+        name: TierName = STORE_TIER,
         order: EvictionOrder = EvictionOrder.FIFO,
     ) -> None:
         self.properties = TierProperties(name, is_persistent=False, is_shared=False, num_workers=2)

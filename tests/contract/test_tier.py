@@ -13,9 +13,11 @@ from kvtier.testing.tier_contract import TierContract, soon
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import EvictionOrder, MemoryTier
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import Durability, SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 CAPACITY_BYTES = 16 << 20
 

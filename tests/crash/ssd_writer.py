@@ -19,7 +19,9 @@ from kvtier.core.identity import NO_TENANT, Selection, tenant_digest
 from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import Durability, SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 SEGMENT_BYTES = 512 << 10
 CAPACITIES_BYTES = {"roomy": 16 << 20, "tight": 2 << 20}

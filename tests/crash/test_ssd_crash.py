@@ -23,7 +23,7 @@ from kvtier.core.identity import unpack_headers
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason
-from kvtier.tiers.ssd import SsdTier
+from kvtier.tiers.ssd.store import SsdTier
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["ssd_writer"])

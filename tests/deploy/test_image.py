@@ -97,11 +97,14 @@ def test_it_writes_where_it_may_unless_a_file_says_otherwise(
     config = load_config(None, {})
     made = RECIPE.partition("install -d")[2].partition("\n")[0].split()
     assert str(config.daemon.socket.parent) in made
-    assert str(config.ssd.directory.parent) in made
+    assert str(config.tiers["ssd"].directory.parent) in made
     file = tmp_path / "kvtier.toml"
     file.write_text("[daemon]\nsocket = '/mine/k.sock'\n[ssd]\ndirectory = '/mine/ssd'\n")
     config = load_config(file, {})
-    assert (str(config.daemon.socket), str(config.ssd.directory)) == ("/mine/k.sock", "/mine/ssd")
+    assert (str(config.daemon.socket), str(config.tiers["ssd"].directory)) == (
+        "/mine/k.sock",
+        "/mine/ssd",
+    )
 
 
 def test_the_health_check_of_the_page_asks_what_is_answered() -> None:

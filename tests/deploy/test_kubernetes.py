@@ -140,9 +140,13 @@ def is_sidecar(pod: Pod) -> bool:
 def test_the_daemon_takes_its_configuration(overlay: Overlay, tmp_path: Path) -> None:
     for pod, daemon in overlay.daemons:
         config = pod.config(tmp_path)
-        for path in (config.seal.key_file, config.remote.tls_ca, config.remote.url_file):
+        for path in (
+            config.seal.key_file,
+            config.tiers["remote"].tls_ca,
+            config.tiers["remote"].url_file,
+        ):
             assert path is None or pod.secret(path)
-        for written in (config.daemon.socket, config.ssd.directory):
+        for written in (config.daemon.socket, config.tiers["ssd"].directory):
             assert not mount_of(daemon, written).get("readOnly")
         assert config.http.listen is not None
         assert config.http.listen.host == "0.0.0.0"

@@ -11,8 +11,15 @@ from kvtier.config.section import extra_of
 FIELDS = list(all_settings())
 
 ADOPTED = "\n".join(
-    (ROOT / "kvtier" / "daemon" / name).read_text()
-    for name in ("daemon.py", "policies.py", "tiers/opening.py")
+    (ROOT / "kvtier" / name).read_text()
+    for name in (
+        "daemon/daemon.py",
+        "daemon/policies.py",
+        "tiers/ssd/backend.py",
+        "tiers/ssd/settings.py",
+        "tiers/redis/backend.py",
+        "tiers/redis/settings.py",
+    )
 )
 """Where a reload is applied."""
 

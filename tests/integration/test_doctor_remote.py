@@ -1,14 +1,17 @@
 """What the doctor says of real servers, however they are set or suffer."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvtier.cli.doctor.check import Check, CheckContext, Finding, run_checks
-from kvtier.cli.doctor.remote import REMOTE_DEADLINE_S, inspect_remote
+from kvtier.cli.doctor.check import Check, Finding, run_checks
 from kvtier.config import load_config
 from kvtier.testing.child import work_directory
+from kvtier.tiers.finding import KernelFiles
+from kvtier.tiers.redis.doctor import redis_checks
+from kvtier.tiers.redis.settings import redis_settings
 from tests.integration.redis_child import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
@@ -23,8 +26,8 @@ def server() -> Iterator[RedisServer]:
 
 
 def found(url: str) -> Finding:
-    context = CheckContext(load_config(None, {"remote.url": url}, {}))
-    check = Check("remote", lambda: inspect_remote(context), deadline_s=REMOTE_DEADLINE_S)
+    (check,) = redis_checks(redis_settings(load_config(None, {"remote.url": url}, {})))
+    check = Check("remote", partial(check.inspect, KernelFiles()), check.deadline_s)
     ((_, finding),) = run_checks([check])
     return finding
 

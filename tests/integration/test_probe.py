@@ -20,9 +20,9 @@ from kvtier.core.eviction import LeafLru
 from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.residency import TierName
+from kvtier.core.slow_tier import SlowTier
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
-from kvtier.node.messages.slow_tier import SlowTier
 from kvtier.node.node import Node, NodeSettings
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
@@ -35,8 +35,8 @@ from kvtier.tiers.base import Health, HealthState, Tier
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.memory import MemoryTier
-from kvtier.tiers.ssd import SsdOptions, SsdTier
-from kvtier.tiers.ssd.store import SCRATCH_NAME
+from kvtier.tiers.ssd.options import SsdOptions
+from kvtier.tiers.ssd.store import SCRATCH_NAME, SsdTier
 from kvtier.tiers.wrapper import Operation, TierWrapper
 
 MIB = 1 << 20
@@ -313,7 +313,8 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from kvtier.daemon.tiers.benchmark import measure
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 def hook(step):
     if step == sys.argv[2]:

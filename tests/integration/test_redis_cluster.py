@@ -17,7 +17,7 @@ from kvtier.testing.block import make_chain, payload_of, read_of
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.tier_contract import TierContract, fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, Tier
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from tests.integration.redis_cluster import RedisCluster
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]

@@ -20,8 +20,8 @@ from kvtier.testing.block import make_block, make_chain, payload_of, read_of
 from kvtier.testing.child import Child, await_true, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
-from kvtier.tiers.redis import RedisOptions, RedisTier
 from kvtier.tiers.redis.connection import ServerConnection
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from tests.integration.redis_child import RedisServer
 from tests.integration.redis_proxy import Liar, Proxy
 

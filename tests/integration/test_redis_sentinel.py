@@ -18,7 +18,7 @@ from kvtier.testing.block import make_chain, payload_of, read_of
 from kvtier.testing.child import Child, await_true, free_port, work_directory
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from tests.programs import redis_program
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]

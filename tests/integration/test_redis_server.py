@@ -18,7 +18,7 @@ from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, Health, HealthState, MissReason, WriteOutcome
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from kvtier.tiers.seal import Codec, Stamp
 
 pytestmark = pytest.mark.redis

@@ -19,7 +19,7 @@ from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.child import free_port
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, HealthState, MissReason, WriteOutcome
-from kvtier.tiers.redis import RedisOptions, RedisTier
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 from kvtier.tiers.redis.value import HEAD_BYTES
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
 from tests.programs import requires

@@ -19,11 +19,12 @@ from kvtier.core.identity import HEADER_BYTES, Selection
 from kvtier.testing.block import TEST_KEY_SPACE, make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.seal import STAMP_BYTES, Seal, SealMode
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
-from kvtier.tiers.ssd.disk import Disk
+from kvtier.tiers.ssd.disk import DirectIO, Disk
 from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import _HEADER, _TRAILER, ENTRY_DTYPE, footer_bytes
+from kvtier.tiers.ssd.store import SsdTier
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 128 << 10

@@ -27,8 +27,10 @@ from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
+from kvtier.tiers.ssd.store import SsdTier
 
 SEGMENT_BYTES = 64 << 10
 SIZES = [0, 100, 4096, 9000, 30_000]

@@ -24,10 +24,11 @@ from kvtier.errors import TierError
 from kvtier.testing.block import TEST_KEY_SPACE, make_block
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState
 from kvtier.tiers.ssd.segment import segment_number
+from kvtier.tiers.ssd.store import SsdTier
 from kvtier.tiers.ssd.victim import MOVED_SHARE
 
 SEGMENT_BYTES = 128 << 10

@@ -7,8 +7,9 @@ from kvtier.core.identity import NO_TENANT
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import soon
 from kvtier.tiers.base import BlockWrite
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
+from kvtier.tiers.ssd.store import SsdTier
 
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 4 * SEGMENT_BYTES + METADATA_BYTES

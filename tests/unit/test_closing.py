@@ -9,8 +9,8 @@ from kvtier.config import Config
 from kvtier.core.residency import TierName
 from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.stop import Stop
-from kvtier.daemon.tiers.attach import begin_opening, opened
 from kvtier.daemon.tiers.detach import close
+from kvtier.daemon.tiers.opening import begin_opening, opened
 from kvtier.tiers.breaker import BreakerTier
 from kvtier.tiers.memory import MemoryTier
 

@@ -29,7 +29,7 @@ def test_defaults_need_no_file():
     assert config.daemon.lease_ns == 30 * 10**9
     assert config.engine.listen == ListenAddress("127.0.0.1", 8000)
     assert config.engine.model is None
-    assert config.remote.url == ""
+    assert config.tiers["remote"].url == ""
     assert config.source_of("cpu.capacity") == "default"
 
 
@@ -63,7 +63,11 @@ def test_a_file_sets_every_kind_of_value(tmp_path):
     assert config.daemon.socket == Path("/run/kvtier/k.sock")
     assert config.daemon.lease_ns == 60 * 10**9
     assert config.cpu.capacity_bytes == 1 << 30
-    assert (config.ssd.enabled, config.ssd.io_threads, config.ssd.direct_io) == (False, 8, "off")
+    assert (
+        config.tiers["ssd"].enabled,
+        config.tiers["ssd"].io_threads,
+        config.tiers["ssd"].direct_io,
+    ) == (False, 8, "off")
     assert config.http.listen is None
     assert config.engine.listen == ListenAddress("::1", 9000)
     assert str(config.engine.listen) == "[::1]:9000"
@@ -75,9 +79,9 @@ def test_later_sources_win_key_by_key(tmp_path):
     path = written(tmp_path, "[ssd]\nio_threads = 1\ncapacity = '1GiB'\nsegment = '8MiB'\n")
     environment = {"KVTIER_SSD_IO_THREADS": "2", "KVTIER_SSD_CAPACITY": "2GiB"}
     config = load_config(path, {"ssd.io_threads": "3"}, environment)
-    assert config.ssd.io_threads == 3
-    assert config.ssd.capacity_bytes == 2 << 30
-    assert config.ssd.segment_bytes == 8 << 20
+    assert config.tiers["ssd"].io_threads == 3
+    assert config.tiers["ssd"].capacity_bytes == 2 << 30
+    assert config.tiers["ssd"].segment_bytes == 8 << 20
     assert config.source_of("ssd.io_threads") == "command line"
     assert config.source_of("ssd.capacity") == "KVTIER_SSD_CAPACITY"
     assert config.source_of("ssd.segment") == f"{path}:4"
@@ -86,7 +90,7 @@ def test_later_sources_win_key_by_key(tmp_path):
 def test_text_sources_spell_numbers_and_truth_as_toml_does():
     environment = {"KVTIER_SSD_ENABLED": "false", "KVTIER_ENGINE_CONTEXT_LIMIT": "4096"}
     config = load_config(None, {}, environment)
-    assert config.ssd.enabled is False
+    assert config.tiers["ssd"].enabled is False
     assert config.engine.context_limit == 4096
 
 
@@ -205,7 +209,7 @@ def test_a_password_is_in_no_message_and_no_repr(tmp_path):
     assert secret not in str(error)
     config = load_config(None, {"remote.url": f"redis://u:{secret}@h"}, {})
     assert secret not in repr(config)
-    assert secret in config.remote.url
+    assert secret in config.tiers["remote"].url
 
 
 def test_nothing_changes_after_loading():
@@ -218,7 +222,7 @@ def test_paths_are_absolute_and_know_home(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
     config = load_config(None, {"ssd.directory": "blocks", "engine.model": "~/m.gguf"}, {})
-    assert config.ssd.directory == tmp_path / "blocks"
+    assert config.tiers["ssd"].directory == tmp_path / "blocks"
     assert config.engine.model == Path("/home/ada/m.gguf")
 
 
@@ -236,5 +240,5 @@ def test_the_default_cache_directory_is_private_to_a_user(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/tmp/ada")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     config = load_config(None, {}, {})
-    assert config.ssd.directory == Path("/var/tmp/ada/kvtier")
+    assert config.tiers["ssd"].directory == Path("/var/tmp/ada/kvtier")
     assert config.daemon.socket == Path("/run/user/7/kvtier/kvtier.sock")

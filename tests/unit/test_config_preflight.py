@@ -11,10 +11,10 @@ import pytest
 from kvtier.cli.preflight import check_pool, check_start, find_problems
 from kvtier.config import Config, load_config
 from kvtier.daemon.supervisor import engine_lock
-from kvtier.daemon.tiers import ssd_space
 from kvtier.daemon.tiers.memory import MemoryFiles, available_memory_bytes
 from kvtier.errors import StartError
 from kvtier.lock import acquire_lock, release_lock
+from kvtier.tiers.ssd import space
 
 GIB = 1 << 30
 
@@ -186,7 +186,7 @@ def test_more_disk_than_there_is(tmp_path):
 
 
 def test_only_what_the_tier_itself_has_in_its_directory_is_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(ssd_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     directory = tmp_path / "ssd"
     directory.mkdir()
     others = directory / "photos.tar"
@@ -201,7 +201,7 @@ def test_a_disk_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def dead(_directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(ssd_space.shutil, "disk_usage", dead)
+    monkeypatch.setattr(space.shutil, "disk_usage", dead)
     error = refused(configured(tmp_path), machine(tmp_path))
     assert (error.field, error.problem) == ("ssd.directory", f"{tmp_path}/ssd: input/output error")
 

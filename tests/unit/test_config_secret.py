@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, load_config, read_config
-from kvtier.config.model import with_url
+from kvtier.config.model import with_secrets
 from kvtier.config.toml_text import changes, document, render_toml
 from kvtier.core.residency import TierName
-from kvtier.daemon.tiers.device import devices_of
-from kvtier.daemon.tiers.opening import configured, is_login_alone
+from kvtier.daemon.tiers.opening import configured, devices_of, is_same_place
 from kvtier.errors import ConfigError
 
 SECRET = "hunter2"
@@ -30,21 +29,21 @@ def by_url(url: str) -> Config:
 @pytest.mark.parametrize("content", [URL, f"{URL}\n", f"# of the cache team\n\n  {URL}  \n"])
 def test_it_counts_as_if_it_stood_there(tmp_path: Path, content: str) -> None:
     path = tmp_path / "url"
-    config = with_url(from_file(path, content))
-    assert config.remote.url == URL
+    config = with_secrets(from_file(path, content))
+    assert config.tiers["remote"].url == URL
     assert TierName.REMOTE in configured(config)
     found = document(config)
     assert found["remote.url"]["value"] == "rediss://***@cache:6379/0"
     assert found["remote.url"]["source"] == str(path)
     assert SECRET not in render_toml(found) + repr(config)
     (tmp_path / "shown.toml").write_text(render_toml(found))
-    shown = with_url(load_config(tmp_path / "shown.toml", {}, {}))
+    shown = with_secrets(load_config(tmp_path / "shown.toml", {}, {}))
     assert not list(changes(config, shown)), "what is shown is a file that says the same"
 
 
 def test_without_such_a_file_nothing_is_read() -> None:
     config = by_url(URL)
-    assert with_url(config) is config
+    assert with_secrets(config) is config
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_without_such_a_file_nothing_is_read() -> None:
 def test_a_file_that_will_not_do(tmp_path: Path, content: str, mode: int, words: str) -> None:
     config = from_file(tmp_path / "url", content, mode)
     with pytest.raises(ConfigError) as raised:
-        with_url(config)
+        with_secrets(config)
     assert raised.value.field == "remote.url_file"
     assert words in raised.value.problem
     assert str(tmp_path) in raised.value.problem
@@ -74,7 +73,7 @@ def test_a_file_that_is_not_there_or_waits_for_its_writer(tmp_path: Path) -> Non
     for name, words in (("absent", "cannot read"), ("pipe", "is not a regular file")):
         config = load_config(None, {"remote.url_file": str(tmp_path / name)}, {})
         with pytest.raises(ConfigError, match=words):
-            with_url(config)
+            with_secrets(config)
 
 
 def test_there_is_one_url() -> None:
@@ -100,7 +99,7 @@ def test_there_is_one_url() -> None:
     ],
 )
 def test_another_login_is_no_other_server(url: str, is_alone: bool) -> None:
-    assert is_login_alone(by_url(URL), by_url(url)) is is_alone
+    assert is_same_place(TierName.REMOTE, by_url(URL), by_url(url)) is is_alone
 
 
 def test_another_login_is_no_other_medium() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli.doctor import machine, storage
+from kvtier.cli.doctor import machine
 from kvtier.cli.doctor.check import (
     Check,
     CheckContext,
@@ -20,8 +20,10 @@ from kvtier.cli.doctor.check import (
     run_checks,
 )
 from kvtier.config import load_config
-from kvtier.daemon.tiers.ssd_space import floor_beside_system
 from kvtier.errors import StartError, TierError
+from kvtier.tiers.ssd.doctor import inspect_file_system, inspect_space
+from kvtier.tiers.ssd.settings import ssd_settings
+from kvtier.tiers.ssd.space import floor_beside_system
 
 GIB = 1 << 30
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
@@ -38,7 +40,11 @@ def context(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    return CheckContext(load_config(None, overrides, {}), running, root)
+    return CheckContext(root, load_config(None, overrides, {}), running)
+
+
+def space_of(context: CheckContext) -> Finding:
+    return inspect_space(ssd_settings(context.config), context)
 
 
 def told(finding: Finding) -> CheckVerdict:
@@ -152,7 +158,7 @@ def test_file_systems(tmp_path: Path, kind: str, verdict: str) -> None:
     place = str(folder).replace(" ", "\\040")
     mounts = f"22 1 0:21 / / rw - ext4 /dev/sda1 rw\n40 22 0:31 / {place} rw - {kind} x rw\n"
     here = context(tmp_path, {"proc/self/mountinfo": mounts}, ssd__directory=str(folder / "ssd"))
-    found = storage.inspect_file_system(here)
+    found = inspect_file_system(ssd_settings(here.config), here)
     assert told(found) == verdict
     assert f"{kind} at {folder}" in found.found
 
@@ -195,7 +201,7 @@ def test_what_others_have_above_is_not_room_for_the_tier(
     def space(directory: Path) -> Finding:
         sizes = {"ssd__capacity": "16MiB", "ssd__segment": "1MiB", "ssd__free_space_floor": "0"}
         elsewhere = Path("/proc")  # as the root, so that this is not the system's own drive
-        return storage.inspect_space(context(elsewhere, {}, ssd__directory=str(directory), **sizes))
+        return space_of(context(elsewhere, {}, ssd__directory=str(directory), **sizes))
 
     assert told(space(tmp_path)) == "ok", "the tier's own files are part of its capacity"
     with pytest.raises(StartError, match="do not fit"):
@@ -222,7 +228,7 @@ def test_the_systems_own_drive_keeps_what_a_kubelet_wants(
     disk = SimpleNamespace(total=200 * GIB, free=free * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
     sizes = {"ssd__capacity": capacity, "ssd__free_space_floor": floor}
-    found = storage.inspect_space(context(tmp_path, {}, ssd__directory=str(tmp_path), **sizes))
+    found = space_of(context(tmp_path, {}, ssd__directory=str(tmp_path), **sizes))
     assert told(found) == verdict
     assert ("ssd.free_space_floor = 30GiB" in found.remedy) == (verdict == "warn")
 
@@ -235,7 +241,7 @@ def test_the_kubelets_drive_is_known_in_a_container(
     )
     config = load_config(None, {"ssd.capacity": "8GiB", "ssd.free_space_floor": "1MiB"}, {})
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        assert floor_beside_system(config, tmp_path, Path(root)) == 0
+        assert floor_beside_system(ssd_settings(config), tmp_path, Path(root)) == 0
         (Path(root) / "etc").mkdir()
         (Path(root) / "etc" / "hosts").symlink_to(tmp_path)  # the runtime mounts it there
-        assert floor_beside_system(config, tmp_path, Path(root)) == 2 * GIB
+        assert floor_beside_system(ssd_settings(config), tmp_path, Path(root)) == 2 * GIB

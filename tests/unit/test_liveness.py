@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from kvtier.core.admission import AdmitEverything
 from kvtier.core.eviction import LeafLru
 from kvtier.core.residency import TierName
+from kvtier.core.slow_tier import SlowTier
 from kvtier.daemon.status.health import NodeHealth
-from kvtier.node.messages.slow_tier import SlowTier
 from kvtier.node.node import Node, NodeSettings
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics

@@ -8,9 +8,9 @@ from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric, o
 
 from kvtier.core.index import WAS_DEMOTED
 from kvtier.core.residency import Residency
+from kvtier.core.slow_tier import AdminState
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 
 FAR_NS = 1 << 62
 

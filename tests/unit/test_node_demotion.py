@@ -5,9 +5,9 @@ from dialogue import CPU, REMOTE, SSD, engine_on, metric, open_stage
 
 from kvtier.core.admission import AdmissionDecision, Admit, Offer, RefusalRule, Reject
 from kvtier.core.limits import DEMOTION_BLOCKS_MAX
+from kvtier.core.slow_tier import WriteMode
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import WriteMode
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.base import WriteOutcome
 from kvtier.tiers.memory import MemoryTier

@@ -12,8 +12,8 @@ from kvtier.core.identity import EVERYTHING
 from kvtier.core.planner import Planner, PlannerSettings
 from kvtier.core.request import RequestTraits
 from kvtier.core.reuse.history import History
+from kvtier.core.slow_tier import WriteMode
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import WriteMode
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 

@@ -4,10 +4,10 @@ import pytest
 from dialogue import CPU, MS, REMOTE, drop, empty_cpu, engine_on, metric, open_stage
 
 from kvtier.core.limits import ABSENT_NS, EXISTENCE_CHECK_PAUSE_NS
+from kvtier.core.slow_tier import AdminState
 from kvtier.node.flow.pending_lookup import _Absent
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier
 

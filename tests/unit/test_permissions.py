@@ -11,7 +11,7 @@ from kvtier.errors import StartError, TierError
 from kvtier.permissions import check_parents, ensure_private
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.ssd import SsdTier
+from kvtier.tiers.ssd.store import SsdTier
 
 FIELD = "ssd.directory"
 STRANGER = 65_533

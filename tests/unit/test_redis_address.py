@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import StartError
-from kvtier.tiers.redis import RedisOptions, RedisTier
 from kvtier.tiers.redis.address import Form, RedisAddress, ServerAddress
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from kvtier.core.identity import BlockHash
 from kvtier.errors import TierError
 from kvtier.testing.child import free_port
 from kvtier.testing.tier_contract import soon
-from kvtier.tiers.redis import RedisOptions, RedisTier
 from kvtier.tiers.redis.server_batch import FanOut
+from kvtier.tiers.redis.tier import RedisOptions, RedisTier
 
 OPTIONS = RedisOptions(num_workers=2, timeout_s=0.05)
 HASHES = [BlockHash(bytes(16))]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import Config, load_config, read_config
+from kvtier.core.residency import TierName
 from kvtier.daemon import reload as reloads
 from kvtier.daemon.reload import Reload
 from kvtier.testing.child import await_true
@@ -64,20 +65,20 @@ def test_another_login_is_taken_with_a_reload_or_by_itself() -> None:
         told = await reload.ask()
         assert told["outcome"] == "applied"
         assert told["changed"] == ['remote.url: "rediss://***@cache", another login (command line)']
-        assert not reload.take_url(wanted[0].remote.url, "f")
+        assert not reload.take_secret(TierName.REMOTE, wanted[0].tiers["remote"].url, "f")
         assert len(held) == 1, "it holds already"
         assert reload.is_open
         assert open_meanwhile == [False], "what is being read may be the URL of before"
-        assert not reload.take_url("rediss://kv:newer@cache", "f")
-        assert held[-1].remote.url == "rediss://kv:newer@cache"
+        assert not reload.take_secret(TierName.REMOTE, "rediss://kv:newer@cache", "f")
+        assert held[-1].tiers["remote"].url == "rediss://kv:newer@cache"
         assert held[-1].source_of("remote.url") == "f"
-        refused = reload.take_url("rediss://kv:newest@other", "f")
+        refused = reload.take_secret(TierName.REMOTE, "rediss://kv:newest@other", "f")
         assert "needs a restart, or `kvtier tier detach remote` first" in refused
         assert "newest" not in refused
         assert len(held) == 2
         reload.is_free = lambda key: key == "remote.url"
-        assert not reload.take_url("rediss://kv:newest@other", "f")
-        assert reload.config.remote.url == "rediss://kv:newest@other"
+        assert not reload.take_secret(TierName.REMOTE, "rediss://kv:newest@other", "f")
+        assert reload.config.tiers["remote"].url == "rediss://kv:newest@other"
 
     run(step)
 

@@ -10,11 +10,11 @@ from kvtier.config import Config
 from kvtier.config.model import PolicyConfig
 from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.request import RequestTraits
+from kvtier.core.slow_tier import AdminState
 from kvtier.daemon.policies import policies
 from kvtier.node.invariants import check_memory
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.testing.checked_eviction import CheckedEviction
 from kvtier.testing.node_harness import HarnessSettings, NodeHarness
 from kvtier.tiers.memory import MemoryTier

@@ -5,7 +5,7 @@ from ssd_files import Opener, blocks_of, present
 from kvtier.core.identity import unpack_headers
 from kvtier.testing.tier_contract import fetch, store
 from kvtier.tiers.base import MissReason
-from kvtier.tiers.ssd import SsdOptions
+from kvtier.tiers.ssd.options import SsdOptions
 
 
 class WallClock:

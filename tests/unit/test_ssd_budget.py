@@ -7,7 +7,8 @@ import pytest
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 from kvtier.tiers.ssd.store_limits import DAY_S, WriteBudget
 
 START_S = 10**9

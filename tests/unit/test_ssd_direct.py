@@ -16,7 +16,9 @@ from kvtier.errors import StartError
 from kvtier.testing.block import aligned_memory, make_block, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 PAGE_BYTES = 4096
 

@@ -18,11 +18,12 @@ from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
-from kvtier.tiers.ssd.disk import Disk, no_hook
+from kvtier.tiers.ssd.disk import DirectIO, Disk, no_hook
 from kvtier.tiers.ssd.fsck import Fsck, FsckPurpose, FsckReport
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import _CHECK, _HEADER, _TRAILER, ENTRY_DTYPE, footer_bytes
+from kvtier.tiers.ssd.store import SsdTier
 
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 6 * SEGMENT_BYTES + METADATA_BYTES

@@ -12,8 +12,9 @@ from kvtier.errors import TierError
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, HealthState, WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES, metadata_bytes
+from kvtier.tiers.ssd.store import SsdTier
 
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 4 * SEGMENT_BYTES + METADATA_BYTES

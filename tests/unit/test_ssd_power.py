@@ -17,7 +17,9 @@ from ssd_files import CAPACITY_BYTES, SEGMENT_BYTES, blocks_of
 from kvtier.core.identity import Selection, tenant_digest
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import Durability, SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,9 @@ from kvtier.errors import StartError, TierError
 from kvtier.testing.block import make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import HealthState, MissReason, WriteOutcome
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 
 @pytest.mark.parametrize("mode", [DirectIO.AUTO, DirectIO.OFF])

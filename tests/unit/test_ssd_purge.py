@@ -26,9 +26,11 @@ from kvtier.errors import TierError, TierTimeout
 from kvtier.testing.block import TEST_KEY_SPACE, make_block
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason
-from kvtier.tiers.ssd import DirectIO, SsdOptions, SsdTier
 from kvtier.tiers.ssd import disk as disk_module
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.segment import entries_of
+from kvtier.tiers.ssd.store import SsdTier
 
 ALICE, BOB = tenant_digest("alice"), tenant_digest("bob")
 OF_ALICE = Selection(tenant=ALICE)

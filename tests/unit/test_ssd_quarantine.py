@@ -11,7 +11,8 @@ from kvtier.errors import TierError
 from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason
-from kvtier.tiers.ssd import DirectIO, SsdOptions
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.record import RECORD_HEAD_BYTES, RecordHead, RecordState
 
 

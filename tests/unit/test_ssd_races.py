@@ -10,7 +10,7 @@ from kvtier.core.identity import EVERYTHING, Selection, tenant_digest
 from kvtier.testing.block import make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason
-from kvtier.tiers.ssd import SsdOptions
+from kvtier.tiers.ssd.options import SsdOptions
 
 
 class Gates:

@@ -12,10 +12,11 @@ from kvtier.core.identity import PACKED_HEADER, BlockHash, unpack_headers
 from kvtier.testing.block import make_block, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd.index import READS_MAX, SegmentIndex
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
+from kvtier.tiers.ssd.store import SsdTier
 from kvtier.tiers.ssd.victim import MOVED_SHARE, choose_victim
 
 SEGMENT_BYTES = 1 << 20

@@ -14,8 +14,9 @@ from kvtier.core.reuse.history import History, Use
 from kvtier.testing.block import make_chain
 from kvtier.testing.tier_contract import fetch, soon
 from kvtier.tiers.base import BlockWrite
-from kvtier.tiers.ssd import SsdOptions, SsdTier
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
+from kvtier.tiers.ssd.store import SsdTier
 
 SECOND_NS = 10**9
 SEGMENT_BYTES = 128 << 10

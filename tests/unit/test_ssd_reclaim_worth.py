@@ -14,10 +14,11 @@ from kvtier.core.identity import PACKED_HEADER, BlockHash, unpack_headers
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import BlockWrite, WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd.index import SegmentIndex
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
+from kvtier.tiers.ssd.store import SsdTier
 from kvtier.tiers.ssd.victim import MOVED_SHARE, ValueOrder
 
 SEGMENT_BYTES = 1 << 20

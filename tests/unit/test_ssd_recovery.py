@@ -11,9 +11,9 @@ import pytest
 
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import fetch, soon, store
-from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.ssd.index import SegmentIndex
 from kvtier.tiers.ssd.segment import ENTRY_DTYPE
+from kvtier.tiers.ssd.store import SsdTier
 
 
 def random_entries(count: int, seed: int = 1) -> np.ndarray:

@@ -11,7 +11,9 @@ from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.tier_contract import TierContract, fetch, soon, store
 from kvtier.tiers.base import BlockWrite, MissReason, Tier, WriteOutcome
 from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd import DirectIO, Durability, SsdOptions, SsdTier
+from kvtier.tiers.ssd.disk import DirectIO
+from kvtier.tiers.ssd.options import Durability, SsdOptions
+from kvtier.tiers.ssd.store import SsdTier
 
 FIRST, SECOND = "first " + "11" * 32, "second " + "22" * 32
 

@@ -28,9 +28,10 @@ from kvtier.errors import StartError, TierError, TierTimeout
 from kvtier.testing.block import aligned_memory, make_block, make_chain, read_of
 from kvtier.testing.tier_contract import fetch, soon, store
 from kvtier.tiers.base import MissReason, WriteOutcome
-from kvtier.tiers.ssd import SsdOptions, SsdTier
 from kvtier.tiers.ssd import store as store_module
+from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.pool import METADATA_BYTES
+from kvtier.tiers.ssd.store import SsdTier
 
 
 def failing_once(step: str, error: int) -> Callable[[str], None]:
@@ -462,7 +463,7 @@ def test_counts_what_it_writes(ssd: Opener) -> None:
 def test_a_second_process_is_told_who_holds_the_directory(ssd: Opener) -> None:
     ssd()
     program = (
-        "import sys; from pathlib import Path; from kvtier.tiers.ssd import SsdTier\n"
+        "import sys; from pathlib import Path; from kvtier.tiers.ssd.store import SsdTier\n"
         f"SsdTier(Path(sys.argv[1]), {CAPACITY_BYTES}, {SEGMENT_BYTES})"
     )
     other = subprocess.run(

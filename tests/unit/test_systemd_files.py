@@ -52,7 +52,7 @@ def test_the_unit_exposes_little() -> None:
 def test_the_unit_fits_the_settings() -> None:
     config = load_config(DEPLOY / "kvtier.toml", {}, {})
     assert config.daemon.socket.parent == Path("/run") / setting("RuntimeDirectory")
-    assert config.ssd.directory == Path("/var/cache") / setting("CacheDirectory")
+    assert config.tiers["ssd"].directory == Path("/var/cache") / setting("CacheDirectory")
     assert f"--config /etc/{setting('ConfigurationDirectory')}/kvtier.toml" in setting("ExecStart")
     grace_s = config.daemon.stop_grace_ns / 1e9
     assert float(setting("TimeoutStopSec").removesuffix("s")) >= grace_s + 5

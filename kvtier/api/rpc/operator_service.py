@@ -14,7 +14,7 @@ import grpc
 from kvtier import __version__
 from kvtier.core.identity import HASH_BYTES, Selection
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, GAP_MAX_S
-from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER, TierName
 from kvtier.errors import StartError, TierError
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
@@ -172,7 +172,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
                 lambda call: ev.Drop(call, tiers, deadline_ns, selection)
             )
         assert isinstance(answer, tuple)
-        is_emptied = any(each.tier is TierName.SSD and not each.error for each in answer)
+        is_emptied = any(each.tier is STORE_TIER and not each.error for each in answer)
         if selection.is_all and is_emptied:
             self._on_emptied()
         return pb.DropReply(removed=map(_removed, answer))
@@ -239,7 +239,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     async def Fsck(self, request: pb.FsckRequest, context: _Context) -> AsyncIterator[pb.FsckReply]:
         """Verify the whole SSD tier with lower priority than loads."""
-        if TierName.SSD not in self._driver.tiers:
+        if STORE_TIER not in self._driver.tiers:
             said = "the daemon has no SSD tier; check a detached one without the daemon"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
         try:
@@ -257,7 +257,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return await change_tier(self._tier_admin, request)
 
     def _told(self, progress: ScrubProgress) -> pb.FsckReply:
-        tier = self._driver.tiers.get(TierName.SSD)
+        tier = self._driver.tiers.get(STORE_TIER)
         return pb.FsckReply(
             blocks=progress.num_blocks,
             bytes=progress.num_bytes,

@@ -67,7 +67,7 @@ class DemoDeployment:
     """Starts and stops the two processes; as a context, both are gone after it."""
 
     def __init__(self, directory: Path, model: Path, redis_url: str) -> None:
-        self.tiers = [tier for tier in TierName if redis_url or tier is not TierName.REMOTE]
+        self.tiers = [tier for tier in TierName if redis_url or not tier.is_shared]
         self.url = ""
         self._socket = directory / "k.sock"
         self._log = directory / "log"
@@ -90,9 +90,10 @@ class DemoDeployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_running() and TierName.REMOTE in self.tiers:
+        shared = [tier for tier in self.tiers if tier.is_shared]
+        if self._is_running() and shared:
             with contextlib.suppress(KvtierError):
-                self.drop(TierName.REMOTE)
+                self.drop(*shared)
         self.stop()
 
     def start(self) -> None:

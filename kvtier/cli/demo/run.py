@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvtier.cli.demo.deployment import DemoDeployment, DemoFailed
 from kvtier.cli.formatting import format_count, format_seconds
-from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER, TierName
 from kvtier.errors import StartError
 
 __all__ = [
@@ -253,13 +253,13 @@ class DemoRun:
     def passes(self) -> list[DemoPass]:
         """Start the product and make every pass."""
         self._start("starting the daemon and the engine")
-        if not self._product.stat()["tiers"]["ssd"]["detail"]["direct_io"]:
+        if not self._product.stat()["tiers"][STORE_TIER]["detail"]["direct_io"]:
             self._progress.note("no direct I/O here: SSD hits may come from the page cache")
         self._fit()
         cold = self._pass(COLD, self._product.tiers, ())
         passes = [cold]
         for number, tier in enumerate(self._product.tiers):
-            if tier is TierName.SSD:
+            if tier is STORE_TIER:
                 self._product.drop(TierName.GPU, TierName.CPU)
                 self._product.stop()
                 self._start("stopping both processes and starting them again")

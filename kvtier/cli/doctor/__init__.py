@@ -10,9 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtier.cli.doctor import daemon, machine, storage
+from kvtier.cli.doctor import daemon, machine
 from kvtier.cli.doctor.check import (
-    REMOTE_DEADLINE_S,
     Check,
     CheckContext,
     CheckVerdict,
@@ -25,16 +24,16 @@ from kvtier.cli.doctor.check import (
 )
 from kvtier.cli.options import add_config_options, config_from
 from kvtier.config import Config
-from kvtier.config.model import SYSTEM_CONFIG, default_socket, with_url
-from kvtier.errors import ConfigError
+from kvtier.config.model import SYSTEM_CONFIG, default_socket, with_secrets
+from kvtier.daemon.tiers.opening import configured
+from kvtier.errors import ConfigError, StartError
 from kvtier.observe.log import start_log
+from kvtier.tiers.backend import backend_of
+from kvtier.tiers.finding import KernelFiles, TierCheck
 
 __all__ = ["add_options", "run"]
 
-_MEASURE_S = 60.0
 _DAEMON_HUNG = "look at its log, and restart it"
-_DISK_HUNG = "look at the mount (dmesg, findmnt), or name another ssd.directory"
-_REMOTE_HUNG = "look at the network and the server, or correct remote.url"
 _WIDTH_MAX = 100
 
 _Named = tuple[str, Finding]
@@ -59,11 +58,11 @@ def run(options: argparse.Namespace) -> int:
     running: list[RunningDaemon] = []
     inspect = partial(daemon.inspect_daemon, config, running.append)
     found = [first, *run_checks([Check("daemon", inspect, if_hung=_DAEMON_HUNG)])]
-    context = CheckContext(config, running[0] if running else None)
+    context = CheckContext(config=config, running=running[0] if running else None)
     found += run_checks(_checks(context))
-    if options.measure and config.ssd.enabled:  # alone, for others would be late beside it
-        inspect = partial(_as_daemon_user(storage.inspect_speed), context)
-        found += run_checks([Check("speed", inspect, _MEASURE_S, _DISK_HUNG)])
+    if options.measure:
+        for each in _tier_checks(config, is_measurement=True):  # one by one, with nothing beside it
+            found += run_checks([_as_check(each, context)])
     print(_document(found) if options.json else _text(found))
     return int(any(finding.verdict is CheckVerdict.FAIL for _, finding in found))
 
@@ -76,7 +75,7 @@ def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
         found = f"{error.field}: {error.problem}; what follows is about the defaults"
         return Config(), ("config", fail(found, error.remedy))
     with contextlib.suppress(ConfigError):  # the check of files says so
-        config = with_url(config)
+        config = with_secrets(config)
     return config, ("config", finding)
 
 
@@ -130,19 +129,7 @@ def _checks(context: CheckContext) -> list[Check]:
         check("swap", machine.inspect_swap),
         check("shm", machine.inspect_shm),
     ]
-    if config.ssd.enabled:
-        disk = partial(closed, if_hung=_DISK_HUNG)
-        checks += [
-            disk("ssd", storage.inspect_directory),
-            disk("space", storage.inspect_space),
-            disk("inodes", storage.inspect_inodes),
-            disk("mount", storage.inspect_file_system),
-            disk("drive", storage.inspect_drive),
-            disk("direct-io", storage.inspect_direct_io),
-        ]
-    if config.remote.url:
-        remote = partial(check, deadline_s=REMOTE_DEADLINE_S, if_hung=_REMOTE_HUNG)
-        checks.append(remote("remote", _inspect_remote))
+    checks += [_as_check(each, context) for each in _tier_checks(config, is_measurement=False)]
     return [
         *checks,
         closed("files", daemon.inspect_files),
@@ -165,10 +152,24 @@ def _as_daemon_user(
     return looked
 
 
-def _inspect_remote(context: CheckContext) -> Finding:
-    from kvtier.cli.doctor.remote import inspect_remote  # it needs the extra redis
+def _tier_checks(config: Config, *, is_measurement: bool) -> list[TierCheck]:
+    """Return checks of the configured tiers; one that fails for a tier that lacks a package."""
+    checks: list[TierCheck] = []
+    for name in configured(config):
+        try:
+            checks += backend_of(name).checks(config.tiers[name])
+        except StartError as lack:
+            checks.append(TierCheck(name, partial(_refuse, lack), ""))
+    return [each for each in checks if each.is_measurement is is_measurement]
 
-    return inspect_remote(context)
+
+def _refuse(lack: StartError, _kernel: KernelFiles) -> Finding:
+    raise lack
+
+
+def _as_check(each: TierCheck, context: CheckContext) -> Check:
+    inspect = _as_daemon_user(each.inspect) if each.is_private else each.inspect
+    return Check(each.name, partial(inspect, context), each.deadline_s, each.if_hung)
 
 
 def _text(found: list[_Named]) -> str:

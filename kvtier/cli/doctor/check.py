@@ -1,26 +1,18 @@
-"""Checks: what is looked at, what was found, and what to do about it.
-
-Rules
------
-* A check changes nothing on the machine.
-* It has a deadline, and one that hangs keeps nobody: a dead mount is a finding.
-"""
+"""Runs the checks of ``kvtier doctor`` at the same time, each with a deadline."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from kvtier.config import Config
 from kvtier.daemon.tiers.memory import MemoryFiles
 from kvtier.errors import KvtierError, StartError, reason_of
+from kvtier.tiers.finding import CheckVerdict, Finding, KernelFiles, fail, ok, warn
 
 __all__ = [
-    "REMOTE_DEADLINE_S",
     "Check",
     "CheckContext",
     "CheckVerdict",
@@ -31,43 +23,6 @@ __all__ = [
     "run_checks",
     "warn",
 ]
-
-REMOTE_DEADLINE_S = 5.0
-"""For finding the remote tier's servers and asking each; a daemon gives a call far less."""
-
-
-class CheckVerdict(StrEnum):
-    """How bad it is."""
-
-    OK = "ok"
-    WARN = "warn"
-    """kvtier works, but not as well as it could."""
-    FAIL = "fail"
-    """kvtier does not start, or a part of it does not work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found; ``remedy`` says what to change unless all is well."""
-
-    verdict: CheckVerdict
-    found: str
-    remedy: str = ""
-
-
-def ok(found: str) -> Finding:
-    """Return that all is well."""
-    return Finding(CheckVerdict.OK, found)
-
-
-def warn(found: str, remedy: str) -> Finding:
-    """Return what works, but not well."""
-    return Finding(CheckVerdict.WARN, found, remedy)
-
-
-def fail(found: str, remedy: str) -> Finding:
-    """Return what does not work."""
-    return Finding(CheckVerdict.FAIL, found, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +81,12 @@ class RunningDaemon:
     """Its user; None where that cannot be seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckContext:
-    """What is looked at; tests give a ``root`` with kernel files of their own."""
+@dataclass(frozen=True)
+class CheckContext(KernelFiles):
+    """The machine and the configuration to check."""
 
-    config: Config
+    config: Config = field(default_factory=Config)
     running: RunningDaemon | None = None
-    root: Path = Path("/")
-
-    def read(self, name: str) -> str:
-        """Return a file of the kernel, such as ``proc/swaps``; empty where there is none."""
-        try:
-            return (self.root / name).read_text(errors="replace").strip()
-        except OSError:
-            return ""
 
     @property
     def memory_files(self) -> MemoryFiles:

@@ -18,10 +18,11 @@ from kvtier.cli.call import call_daemon
 from kvtier.cli.doctor.check import CheckContext, Finding, RunningDaemon, fail, ok, warn
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Config, ListenAddress
-from kvtier.config.model import with_url
+from kvtier.config.model import with_secrets
 from kvtier.daemon.tiers.opening import load_keys
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
+from kvtier.tiers.redis.settings import redis_settings
 from kvtier.transfer.ticket_server import peer_of
 from kvtier.v1 import operator_pb2 as pb
 
@@ -177,14 +178,17 @@ def inspect_files(context: CheckContext) -> Finding:
     if config.seal.key_file is not None:
         load_keys(config)
         named.append("seal.key_file")
-    if config.remote.url_file is not None:
-        with_url(config)
-        named.append("remote.url_file")
+    with_secrets(config)
+    named += [
+        f"{name}.{section.file_backed_key}_file"
+        for name, section in config.tiers.items()
+        if section.secret_file is not None
+    ]
     if config.rpc.listen is not None:
         certificates["rpc.tls_cert"] = Credentials(config.rpc).identity.value.certificate
         named.append("rpc.*")
-    if config.remote.tls_ca is not None:
-        found = read_authorities(config.remote.tls_ca, "remote.tls_ca")
+    if (tls_ca := redis_settings(config).tls_ca) is not None:
+        found = read_authorities(tls_ca, "remote.tls_ca")
         certificates["remote.tls_ca"] = found
         named.append("remote.tls_ca")
     if config.engine.api_keys_file is not None:

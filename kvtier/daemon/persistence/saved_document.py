@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.daemon.persistence.whole_file import read_file, replace_file
 from kvtier.errors import TierError
 from kvtier.observe.log import Log, RateLimitedLog
@@ -99,7 +99,7 @@ class SavedDocument:
 
         Where there is no tier just now, or it fails, the next one says it.
         """
-        executor, directory = self._driver.executors.get(TierName.SSD), self._directory
+        executor, directory = self._driver.executors.get(STORE_TIER), self._directory
         if executor is None or directory is None or self._kept == (directory, content):
             return
         write = partial(replace_saved, directory / self._name, self._version, content)

@@ -4,7 +4,7 @@ Rules
 -----
 * Files are looked at on a thread, every second: a mount that hangs keeps nobody waiting.
 * What is no good leaves in force what was before, and is looked at again until it is good.
-* The remote tier's URL is a setting as well: ``Reload`` has it hold, where only the login differs.
+* A tier's secret is a setting as well: ``Reload`` adopts it if the tier can take it while open.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.api.rpc.credentials import Identity
 from kvtier.certificate import Certificates
-from kvtier.config.tiers import read_url
+from kvtier.config.tier_section import secret_in
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.tiers.opening import authorities_of
@@ -31,40 +31,80 @@ from kvtier.runtime.driver import Driver
 from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.secret import Secret
 
-__all__ = ["DaemonSecrets"]
+__all__ = ["DaemonSecrets", "TierSecret"]
 
 _log = Log("kvtier.secrets")
 
 
+class TierSecret:
+    """The setting of a tier that is in a file of its own, as ``reload`` adopts it."""
+
+    def __init__(self, name: TierName, reload: Reload) -> None:
+        self.tier = name
+        self._reload = reload
+        section = reload.config.tiers[name]
+        self.secret = Secret(f"{name}_{section.file_backed_key}", self.files, self._read)
+        self._tried = getattr(section, section.file_backed_key)
+        """The last value that was to be adopted; the file may have changed since the start."""
+        self._refusal = ""
+
+    @property
+    def fault(self) -> str:
+        """Return why the value in the file is not adopted."""
+        section = self._reload.config.tiers[self.tier]
+        is_stuck = self.secret.value != getattr(section, section.file_backed_key)
+        return self.secret.fault or (self._refusal if is_stuck else "")
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the file, if there is one."""
+        path = self._reload.config.tiers[self.tier].secret_file
+        return () if path is None else (path,)
+
+    def take(self) -> None:
+        """Adopt the value in the file; each value is tried once."""
+        if self.secret.value == self._tried:
+            return
+        self._tried = self.secret.value
+        source = "".join(map(str, self.files()))
+        self._refusal = self._reload.take_secret(self.tier, self._tried, source)
+        if self._refusal:
+            _log.error("new secret rejected, keeping the previous one", error=self._refusal)
+
+    def _read(self) -> str:
+        section = self._reload.config.tiers[self.tier]
+        return "".join(secret_in(self.tier, section, path) for path in self.files())
+
+
 class DaemonSecrets:
-    """Those of a daemon, with ``held`` among them; its methods are for the loop's thread."""
+    """The secrets of a daemon, ``held`` among them; its methods are for the loop's thread."""
 
     def __init__(self, driver: Driver, reload: Reload, *held: Secret[Any]) -> None:
         self._driver = driver
         self._reload = reload
         self._held = list(held)
         self._rotation = SecretRotation()
-        self._url = Secret("remote_url", self._url_files, self._read_url)
-        self._url_tried = reload.config.remote.url
-        """The one that was last to hold: its file may have changed since the start read it."""
-        self._url_stays = ""
-        """Why it does not."""
+        self._tiers = [
+            TierSecret(name, reload)
+            for name, section in reload.config.tiers.items()
+            if section.file_backed_key
+        ]
         reload.read_secrets = lambda: self._rotation.reload(self._others())
 
     def add(self, secrets: Iterable[Secret[Any]]) -> None:
-        """Look at more of them."""
+        """Watch more secrets."""
         self._held += secrets
 
     async def step(self) -> None:
-        """Look at all once, and tell of them."""
+        """Check all files once, and report."""
         if secrets := self._all():
             await run_in_thread(partial(self._rotation.look, secrets), "kvtier-secrets")
-        if self._url in secrets and self._reload.is_open:
-            self._take_url()
+        for each in self._tiers:
+            if each.secret in secrets and self._reload.is_open:
+                each.take()
         self._tell(self._driver.node.metrics)
 
     def document(self) -> dict[str, Any]:
-        """Return the part of the status that tells of them."""
+        """Return their part of the status."""
         now_s = time.time()
         told = {}
         for secret in self._all():
@@ -77,34 +117,16 @@ class DaemonSecrets:
         return told
 
     def _all(self) -> list[Secret[Any]]:
-        return [*self._others(), *([self._url] if self._url_files() else [])]
+        return [*self._others(), *(each.secret for each in self._tiers if each.files())]
 
     def _others(self) -> list[Secret[Any]]:
-        """Return all but the URL, which is read again with the configuration."""
-        remote = self._driver.tiers.get(TierName.REMOTE)
-        authorities = authorities_of(remote) if remote else None
-        return [*self._held, *([authorities] if authorities else [])]
-
-    def _url_files(self) -> tuple[Path, ...]:
-        path = self._reload.config.remote.url_file
-        return () if path is None else (path,)
-
-    def _read_url(self) -> str:
-        return "".join(map(read_url, self._url_files()))
-
-    def _take_url(self) -> None:
-        """Have the URL hold that the file has; each one is tried once."""
-        if self._url.value == self._url_tried:
-            return
-        self._url_tried = self._url.value
-        source = "".join(map(str, self._url_files()))
-        self._url_stays = self._reload.take_url(self._url_tried, source)
-        if self._url_stays:
-            _log.error("new secret rejected, keeping the previous one", error=self._url_stays)
+        """Return all but those of ``TierSecret``, which are read again with the configuration."""
+        authorities = map(authorities_of, self._driver.tiers.values())
+        return [*self._held, *filter(None, authorities)]
 
     def _fault_of(self, secret: Secret[Any]) -> str:
-        is_stuck = secret is self._url and self._url.value != self._reload.config.remote.url
-        return secret.fault or (self._url_stays if is_stuck else "")
+        own = next((each for each in self._tiers if each.secret is secret), None)
+        return own.fault if own else secret.fault
 
     def _tell(self, metrics: Metrics) -> None:
         secrets = {secret.name: secret for secret in self._all()}

@@ -19,11 +19,11 @@ from kvtier.config import Config
 from kvtier.daemon.closing import ClosingStack
 from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.tiers.admin import TierAdmin
-from kvtier.daemon.tiers.ssd_space import check_owner, check_writable, directory_mode
 from kvtier.errors import StartError, reason_of
 from kvtier.lock import PathLock
 from kvtier.node.messages import events as ev
 from kvtier.observe.log import Log
+from kvtier.permissions import check_owner, check_writable, directory_mode
 from kvtier.runtime.driver import Driver
 from kvtier.runtime.scrubber import TierScrubber
 from kvtier.runtime.worker_pool import run_in_thread

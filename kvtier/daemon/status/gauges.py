@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import ROUTES
 from kvtier.daemon.status.health import NodeHealth
@@ -69,8 +70,8 @@ class Gauges:
             metrics.set(SESSIONS, transports.count(transport), transport=transport)
         metrics.set(REMEMBERED_BLOCKS, self._policies.history.num_remembered)
         metrics.set(RETAINED_BYTES, node.retention.retained_bytes())
-        ssd = self._gates.get(TierName.SSD)
-        metrics.set(GATE_SHARE, ssd.share if ssd else 1.0)
+        gate = self._gates.get(STORE_TIER)
+        metrics.set(GATE_SHARE, gate.share if gate else 1.0)
 
     def _refresh_tiers(self) -> None:
         node, tiers = self._driver.node, self._driver.tiers
@@ -86,21 +87,21 @@ class Gauges:
             sum(each.report.used_bytes for each in sessions),
             sum(each.report.capacity_bytes for each in sessions),
         )
-        self._refresh_ssd(usages[TierName.SSD].detail)
+        self._refresh_store(usages[STORE_TIER].detail)
 
     def _set_tier(self, name: TierName, blocks: int, used_bytes: int, capacity_bytes: int) -> None:
         self._metrics.set(TIER_BLOCKS, blocks, tier=name)
         self._metrics.set(TIER_USED_BYTES, used_bytes, tier=name)
         self._metrics.set(TIER_CAPACITY_BYTES, capacity_bytes, tier=name)
 
-    def _refresh_ssd(self, detail: Mapping[str, str | float]) -> None:
+    def _refresh_store(self, detail: Mapping[str, str | float]) -> None:
         metrics = self._metrics
         metrics.set(SSD_READ_ONLY, bool(detail.get("read_only", False)))
         metrics.set(SSD_DIRECT_IO, bool(detail.get("direct_io", False)))
         metrics.set(SSD_WRITE_BUDGET_BYTES, float(detail.get("write_budget_day_bytes", 0)))
         metrics.set(SSD_WRITE_BUDGET_LEFT_BYTES, float(detail.get("write_budget_bytes", 0)))
         state = str(detail.get("write_budget", "unlimited"))
-        gate = self._gates.get(TierName.SSD)
+        gate = self._gates.get(STORE_TIER)
         if state == "left" and gate is not None and gate.share < gate.most_share:
             state = "short"
         metrics.set_one(SSD_WRITE_BUDGET_STATE, "state", state)

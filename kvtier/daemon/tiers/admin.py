@@ -27,20 +27,21 @@ from functools import partial
 
 from kvtier.config import Config
 from kvtier.core.residency import SLOW_TIERS, Residency, TierName
-from kvtier.daemon.tiers.attach import (
-    PLACES,
+from kvtier.core.slow_tier import AdminState
+from kvtier.daemon.tiers.detach import TierDetach
+from kvtier.daemon.tiers.opening import (
     Opening,
     OpenTier,
     begin_opening,
+    configured,
     opened,
-    place_of,
+    place_key,
+    placement,
     tell_blocks,
+    tune_tier,
 )
-from kvtier.daemon.tiers.detach import TierDetach
-from kvtier.daemon.tiers.opening import configured, slow_tier, tune_tier
 from kvtier.errors import StartError, TierError
 from kvtier.node.messages import events as ev
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.state.transfer import TransferLane
 from kvtier.observe.log import Log, RateLimitedLog
 from kvtier.runtime.driver import Driver
@@ -55,12 +56,6 @@ _LOOK_S = 0.02
 """Time between two checks whether a tier is at rest."""
 
 _NOT_YET = Health(HealthState.OUT, "still being opened")
-
-_SWITCHES: Mapping[TierName, str] = {
-    TierName.SSD: "ssd.enabled",
-    TierName.REMOTE: "remote.url",
-}
-"""The key that says whether there is a tier."""
 
 _FIXED: Mapping[TierName, tuple[str, str]] = {
     TierName.GPU: ("is an engine's own", "stop the engine, or `kvtier drop --tier gpu`"),
@@ -79,7 +74,7 @@ class TierAdmin:
         self._driver = driver
         self._config = config
         self._open_tier = open_tier
-        self._places = {name: place_of(config(), name) for name in driver.tiers}
+        self._places = {name: config().tiers[name].place for name in driver.tiers}
         self._openings: dict[TierName, Opening] = {}
         self._unopened: dict[TierName, Health] = {}
         """Tiers that were not open when the start was complete, and why."""
@@ -290,14 +285,14 @@ class TierAdmin:
         config = self._config()
         if name not in configured(config):
             raise StartError(
-                _SWITCHES[name],
+                f"{name}.{config.tiers[name].switch_key}",
                 "says that there is no such tier",
                 "set it, and have the configuration read again",
             )
-        place = place_of(config, name)
+        place = config.tiers[name].place
         if any(detach.place == place for detach in self._leaving(name)):
             raise StartError(
-                PLACES[name],
+                place_key(config, name),
                 f"the tier that was detached has it still{self._absence(name)}",
                 "mend what hangs, or name another one",
             )
@@ -317,19 +312,21 @@ class TierAdmin:
         opening = self._openings.pop(name, None) or begin_opening(config, name, self._open_tier)
         tier = await opened(opening)
         try:
-            self._driver.post(ev.ConfigureTier(slow_tier(config, tier)))
+            self._driver.post(ev.ConfigureTier(placement(config, tier)))
             await tell_blocks(self._driver, tier, partial(self._count_told, name))
             if self.on_attach is not None:
                 await self.on_attach(name, config)
         except BaseException as error:
-            self._begin_detach(TierDetach(self._driver, tier, None, place_of(config, name)))
+            self._begin_detach(TierDetach(self._driver, tier, None, config.tiers[name].place))
             if isinstance(error, TierError):
-                raise StartError(PLACES[name], str(error), "repair it or set another") from error
+                raise StartError(
+                    place_key(config, name), str(error), "repair it or set another"
+                ) from error
             raise
-        self._places[name] = place_of(config, name)
+        self._places[name] = config.tiers[name].place
         now = self._config()  # a reload may have changed what it may
         tune_tier(now, tier)
-        self._driver.post(ev.ConfigureTier(slow_tier(now, tier)))
+        self._driver.post(ev.ConfigureTier(placement(now, tier)))
         self._driver.attach(tier)
         self._unopened.pop(name, None)
         _log.info("a tier was attached", tier=name, blocks=self._num_told[name])

@@ -23,9 +23,9 @@ from typing import Any
 from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
+from kvtier.core.slow_tier import AdminState
 from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, measure
 from kvtier.errors import TierError, TierFull
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.observe.log import Log
 from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import HealthState

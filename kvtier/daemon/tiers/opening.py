@@ -1,139 +1,199 @@
-"""The tiers of a configuration, opened."""
+"""Opens the configured tiers, at the start or later, and applies the configuration to open ones.
 
-import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING
+A tier is opened and touched on a thread, and its blocks are listed in small batches, so that
+requests are not delayed. The node uses the tier once it knows all of its blocks. An attempt that is
+abandoned before that leaves nothing behind.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Collection
+from functools import partial
 
 from kvtier.certificate import Certificates
 from kvtier.config import Config
-from kvtier.config.units import format_size
-from kvtier.core.residency import TierName
-from kvtier.daemon.policies import ssd_eviction
-from kvtier.daemon.tiers.ssd_space import check_space, check_ssd, floor_beside_system
-from kvtier.errors import StartError
-from kvtier.node.messages.slow_tier import SlowTier, WriteMode
-from kvtier.observe.log import Log
+from kvtier.core.eviction import EVICTION_POLICIES
+from kvtier.core.limits import ROWS_TOLD_AT_ONCE
+from kvtier.core.residency import SLOW_TIERS, TierName
+from kvtier.core.slow_tier import SlowTier
+from kvtier.errors import LockHeld, StartError, TierError
+from kvtier.node.messages import events as ev
+from kvtier.runtime.driver import Driver
+from kvtier.runtime.worker_pool import run_in_thread
 from kvtier.secret import Secret
+from kvtier.tiers.backend import BlockScores, OpenContext, backend_of
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import BreakerTier
-from kvtier.tiers.seal import KeyRing, Seal, SealMode
-from kvtier.tiers.ssd.disk import DirectIO
-from kvtier.tiers.ssd.options import Durability, SsdOptions
-from kvtier.tiers.ssd.store import SsdTier
-from kvtier.tiers.ssd.store_limits import DAY_S
-from kvtier.tiers.ssd.victim import ValuePerByte
+from kvtier.tiers.seal import KeyRing
 from kvtier.tiers.wrapper import TierWrapper
 
-if TYPE_CHECKING:
-    from kvtier.tiers.redis import RedisTier
-
 __all__ = [
-    "allowance",
+    "OpenTier",
+    "Opening",
     "authorities_of",
+    "begin_opening",
+    "check_tier",
     "configured",
-    "is_login_alone",
+    "devices_of",
+    "is_same_place",
     "load_keys",
+    "open_at_start",
     "open_tier",
-    "slow_tier",
+    "opened",
+    "place_key",
+    "placement",
+    "tell_blocks",
     "tune_tier",
+    "write_allowance",
 ]
 
 _COOL_DOWN_NS = 1_000_000_000
 """How long a failing tier is left alone: it is back within seconds of its recovery."""
 
-_SPENT_WITHIN_S = 3600.0
+_TOUCH_LIMIT_NS = 2_000_000_000
+"""Time for the first touch of a device; a connection over TLS takes a tenth of that."""
 
-_AMPLIFICATION = 4 / 3
-"""Bytes that the SSD tier writes for each byte of a new block at most: it moves others."""
+_START_WAIT_S = 10.0
+"""How long the start waits for tiers that are not required. A drive that does not answer must not
+keep the others from serving; a store with very many files is attached once it has been read."""
 
+OpenTier = Callable[[Config, TierName], BreakerTier]
+"""Opens one tier; may block, and raises StartError."""
 
-_log = Log("kvtier.daemon")
+Opening = asyncio.Future[BreakerTier]
+"""A tier that is being opened on a thread."""
 
 
 def load_keys(config: Config) -> KeyRing | None:
-    """Read the key file, where there is one. Raises StartError."""
+    """Read the key file, if there is one. Raises StartError."""
     return KeyRing.load(config.seal.key_file) if config.seal.key_file else None
 
 
 def configured(config: Config) -> tuple[TierName, ...]:
-    """Return the tiers below the CPU that a configuration wants, fastest first."""
-    wanted = {TierName.SSD: config.ssd.enabled, TierName.REMOTE: bool(config.remote.url)}
-    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+    """Return the slow tiers that are enabled, fastest first."""
+    return tuple(name for name in SLOW_TIERS if config.tiers[name].is_enabled)
+
+
+def place_key(config: Config, name: TierName) -> str:
+    """Return the key that says where a tier's blocks are."""
+    return f"{name}.{config.tiers[name].place_key}"
 
 
 def open_tier(
-    config: Config, name: TierName, ring: KeyRing | None, worth: ValuePerByte | None = None
+    config: Config, name: TierName, ring: KeyRing | None, scores: BlockScores | None = None
 ) -> BreakerTier:
-    """Open a tier below the CPU; does not connect to a server yet. Raises StartError.
+    """Open a slow tier; does not connect to a server yet. Raises StartError.
 
-    ``worth`` scores blocks, for eviction policies that use scores.
+    ``scores`` are those of the eviction policy; only tiers with a ranked policy use them.
     """
-    tier: Tier
-    if name is TierName.SSD:
-        tier = _ssd(config, Seal(SealMode(config.ssd.seal), ring, "ssd"), worth)
-    else:
-        tier = _remote(config, Seal(SealMode(config.remote.seal), ring, "remote"))
-    return BreakerTier(tier, cool_down_ns=_COOL_DOWN_NS)
+    section = config.tiers[name]
+    policy = EVICTION_POLICIES[section.eviction_policy(config.policy.eviction)]
+    context = OpenContext(name, ring, scores if policy.is_ranked else None)
+    return BreakerTier(backend_of(name).open(section, context), cool_down_ns=_COOL_DOWN_NS)
 
 
-def slow_tier(config: Config, tier: Tier) -> SlowTier:
-    """Return what the node must know of a tier."""
-    ssd, remote = config.ssd, config.remote
-    properties = tier.properties
-    if properties.name is TierName.SSD:
-        return SlowTier(
-            TierName.SSD,
-            properties.num_workers,
-            ssd.deadline_ns,
-            config.cpu.capacity_bytes,  # its queue is bounded by its share of the arena alone
-            write=WriteMode(ssd.write),
-            # What it is for, a crash and a stop, the tier does not outlive.
-            flush_after_ns=ssd.flush_after_ns if ssd.keep else 0,
-            is_kept=ssd.keep,
-        )
-    return SlowTier(
-        TierName.REMOTE,
-        properties.num_workers,
-        remote.deadline_ns,
-        remote.in_flight_bytes,
-        min_tokens=remote.min_tokens,
-        write=WriteMode(remote.write),
-    )
+def check_tier(config: Config, name: TierName) -> None:
+    """Check that a tier can be opened; raises StartError. May create directories."""
+    backend_of(name).check_start(config.tiers[name])
+
+
+def placement(config: Config, tier: Tier) -> SlowTier:
+    """Return how the node uses an open tier."""
+    name = tier.properties.name
+    return backend_of(name).placement(config.tiers[name], tier, config.cpu.capacity_bytes)
 
 
 def tune_tier(config: Config, tier: Tier) -> None:
-    """Have an open tier go by what a reload may change of it."""
-    tier = _innermost(tier)
-    if isinstance(tier, SsdTier):
-        tier.tune(_ssd_options(config))
-    elif tier.properties.name is TierName.REMOTE:
-        from kvtier.tiers.redis import RedisTier  # its package is there, or it were not open
-
-        if isinstance(tier, RedisTier):
-            tier.tune(config.remote.ttl_ns / 1e9, config.remote.max_age_ns / 1e9)
-            tier.log_in_by(config.remote.url)
+    """Apply the settings that a reload may change to an open tier."""
+    name = tier.properties.name
+    backend_of(name).tune(_innermost(tier), config.tiers[name])
 
 
 def authorities_of(tier: Tier) -> Secret[Certificates] | None:
-    """Return what a tier trusts servers by, where a file of its own says so."""
-    tier = _innermost(tier)
-    if tier.properties.name is TierName.REMOTE:
-        from kvtier.tiers.redis import RedisTier  # its package is there, or it were not open
-
-        if isinstance(tier, RedisTier):
-            return tier.authorities
-    return None
+    """Return the certificates by which a tier trusts servers, if they have a file of their own."""
+    return backend_of(tier.properties.name).authorities(_innermost(tier))
 
 
-def is_login_alone(before: Config, after: Config) -> bool:
-    """Tell whether two configurations' URLs name the same servers, for another login."""
+def write_allowance(config: Config, tier: Tier) -> float | None:
+    """Return how many bytes of blocks a second may be written to a tier now; None: no limit."""
+    name = tier.properties.name
+    return backend_of(name).write_allowance(config.tiers[name], tier)
+
+
+def devices_of(config: Config, names: Collection[TierName]) -> dict[TierName, str]:
+    """Return a name for the device of each given tier; blocks while a device does not answer."""
+    return {name: backend_of(name).device(config.tiers[name]) for name in names}
+
+
+def is_same_place(name: TierName, before: Config, after: Config) -> bool:
+    """Tell whether an open tier can take over another configuration's place."""
     try:
-        from kvtier.tiers.redis.address import RedisAddress
-
-        address = RedisAddress.parse(before.remote.url)
-        return address.is_same_but_login(RedisAddress.parse(after.remote.url))
-    except StartError:
+        return backend_of(name).is_same_place(before.tiers[name], after.tiers[name])
+    except StartError:  # it needs a package that is missing
         return False
+
+
+async def open_at_start(
+    config: Config, open_tier: OpenTier
+) -> tuple[dict[TierName, BreakerTier], dict[TierName, Opening]]:
+    """Open the configured tiers; returns those that are open, and those still being opened.
+
+    A local tier that is not required may be opened later: if it takes long, or cannot be opened for
+    a reason that may go away. Any other fault raises StartError, and no tier stays open.
+    """
+    openings = {
+        name: run_in_thread(partial(open_tier, config, name), f"kvtier-{name}-open")
+        for name in configured(config)
+    }
+    try:
+        if openings:
+            is_required = any(config.tiers[name].is_required for name in openings)
+            wait_s = None if is_required else _START_WAIT_S
+            await asyncio.wait(openings.values(), timeout=wait_s)
+        tiers = {}
+        for name, opening in openings.items():
+            if opening.done() and not _is_temporary(config, name, opening.exception()):
+                tiers[name] = opening.result()
+    except BaseException:
+        for opening in openings.values():
+            opening.add_done_callback(_close_late)
+        raise
+    return tiers, {name: each for name, each in openings.items() if name not in tiers}
+
+
+def begin_opening(config: Config, name: TierName, open_tier: OpenTier) -> Opening:
+    """Begin to open a tier and to touch its device, on a thread."""
+    return run_in_thread(partial(_open, config, name, open_tier), f"kvtier-{name}-open")
+
+
+async def opened(opening: Opening) -> BreakerTier:
+    """Wait until a tier is open, however long that takes. Raises StartError.
+
+    If this is cancelled, the tier is closed as soon as it is open.
+    """
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_late)
+        raise
+
+
+async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]) -> None:
+    """Report all blocks of a tier to the node, and after each batch its size to ``on_told``.
+
+    Raises TierError if they cannot be read.
+    """
+    name, batches = tier.properties.name, tier.headers()
+    while True:
+        headers = await run_in_thread(partial(next, batches, None), f"kvtier-{name}-open")
+        if headers is None:
+            return
+        for first in range(0, len(headers), ROWS_TOLD_AT_ONCE):
+            some = headers[first : first + ROWS_TOLD_AT_ONCE]
+            driver.post(ev.BlocksRecovered(name, some))
+            on_told(len(some))
+            await asyncio.sleep(0)
 
 
 def _innermost(tier: Tier) -> Tier:
@@ -142,89 +202,34 @@ def _innermost(tier: Tier) -> Tier:
     return tier
 
 
-def allowance(config: Config, tier: Tier) -> float | None:
-    """Return how many bytes a second of blocks the SSD's write budget allows just now.
+def _is_temporary(config: Config, name: TierName, error: BaseException | None) -> bool:
+    """Tell whether a tier that could not be opened may become usable while the daemon runs.
 
-    The day's even share, and what is left of the budget within an hour: an idle night pays for a
-    busy morning, and a morning that spends it all has to make do with the day's share.
+    A store that another process holds is a configuration error, not a temporary fault: if it were
+    held by an earlier daemon that is still stopping, the lock of the socket would already refuse.
     """
-    day_bytes = config.ssd.write_budget_bytes
-    if not day_bytes:
-        return None
-    left_bytes = float(tier.usage().detail.get("write_budget_bytes", 0))
-    return (day_bytes / DAY_S + left_bytes / _SPENT_WITHIN_S) / _AMPLIFICATION
-
-
-def _ssd(config: Config, seal: Seal, worth: ValuePerByte | None) -> SsdTier:
-    ssd = config.ssd
-    if ssd.required:
-        check_ssd(config)
-    options = replace(
-        _ssd_options(config),
-        seal=seal,
-        worth=worth if ssd_eviction(config) != "lru" else None,
+    return (
+        not name.is_shared
+        and not config.tiers[name].is_required
+        and isinstance(error, StartError)
+        and not isinstance(error, LockHeld)
+        and error.field == place_key(config, name)
     )
-    tier = SsdTier(ssd.directory, ssd.capacity_bytes, ssd.segment_bytes, options)
-    _warn_of_room(config)
+
+
+def _open(config: Config, name: TierName, open_tier: OpenTier) -> BreakerTier:
+    tier = open_tier(config, name)
+    try:
+        tier.health_check(time.monotonic_ns() + _TOUCH_LIMIT_NS)
+    except BaseException as error:
+        tier.close()
+        if isinstance(error, TierError):
+            remedy = "repair it, or name another one"
+            raise StartError(place_key(config, name), str(error), remedy) from error
+        raise
     return tier
 
 
-def _warn_of_room(config: Config) -> None:
-    """Warn if there is less room than the SSD tier, which is open, is configured for."""
-    ssd = config.ssd
-    try:
-        check_space(config, ssd.directory)
-    except StartError as lack:
-        _log.warning(
-            "the SSD tier has less room than ssd.capacity", problem=lack.problem, remedy=lack.remedy
-        )
-    with contextlib.suppress(OSError):  # the tier itself reports a volume that fails
-        if floor_bytes := floor_beside_system(config, ssd.directory):
-            _log.warning(
-                "the SSD tier may fill the system's own drive",
-                directory=ssd.directory,
-                remedy="use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
-                f"{format_size(floor_bytes)}",
-            )
-
-
-def _ssd_options(config: Config) -> SsdOptions:
-    ssd = config.ssd
-    return SsdOptions(
-        direct_io=DirectIO(ssd.direct_io),
-        durability=Durability(ssd.durability),
-        is_persistent=ssd.keep,
-        free_space_floor_bytes=ssd.free_space_floor_bytes,
-        free_inodes_floor=ssd.free_inodes_floor,
-        write_budget_bytes=ssd.write_budget_bytes,
-        max_age_s=_whole_seconds(ssd.max_age_ns),
-        num_workers=ssd.io_threads,
-    )
-
-
-def _whole_seconds(time_ns: int) -> int:
-    """Round up: an age of half a second is a limit, and 0 is none."""
-    return -(-time_ns // 1_000_000_000)
-
-
-def _remote(config: Config, seal: Seal) -> "RedisTier":
-    from kvtier.tiers.redis import RedisOptions, RedisTier
-
-    remote = config.remote
-    options = RedisOptions(
-        key_prefix=remote.key_prefix,
-        ttl_s=remote.ttl_ns / 1e9,
-        timeout_s=remote.deadline_ns / 1e9,
-        num_workers=remote.io_threads,
-        value_bytes=remote.value_bytes,
-        max_age_s=remote.max_age_ns / 1e9,
-        tls_ca=remote.tls_ca,
-        seal=seal,
-    )
-    try:
-        return RedisTier(remote.url, options)
-    except StartError as error:
-        if error.field != "remote.url" or remote.url_file is None:
-            raise
-        problem = f"in {remote.url_file}: {error.problem}"
-        raise StartError("remote.url_file", problem, error.remedy) from None
+def _close_late(opening: "asyncio.Future[BreakerTier]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        threading.Thread(target=opening.result().close, name="kvtier-close", daemon=True).start()

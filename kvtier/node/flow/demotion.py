@@ -31,10 +31,10 @@ from kvtier.core.limits import (
 )
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
+from kvtier.core.slow_tier import AdminState, WriteMode
 from kvtier.core.table import Keys, Rows, as_keys
 from kvtier.node.flow.tier_writes import TierWrites
 from kvtier.node.messages.events import DaemonStopping
-from kvtier.node.messages.slow_tier import AdminState, WriteMode
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.transfer import TierTransfers, TransferLane
 from kvtier.observe.daemon_metrics import DEMOTED_BLOCKS, REFUSED_BLOCKS

@@ -7,8 +7,8 @@ from kvtier.core.fate import Fate
 from kvtier.core.identity import BlockHash, split_hashes
 from kvtier.core.residency import LOWER_TIERS, Residency
 from kvtier.core.reuse.history import History
+from kvtier.core.slow_tier import AdminState
 from kvtier.core.table import Rows
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.state.block_run import BlockRun, PromptChain
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.decision_log import DecisionLog

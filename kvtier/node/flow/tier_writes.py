@@ -33,9 +33,9 @@ from kvtier.core.index import NEEDED_BY, WAS_DEMOTED, WAS_FLUSHED, WAS_REFUSED, 
 from kvtier.core.layout import KVLayout
 from kvtier.core.limits import KEY_SPACES_MAX, WANTED_BLOCKS_MAX
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slow_tier import AdminState, WriteMode
 from kvtier.core.table import Keys, Rows
 from kvtier.node.messages.events import SetWriteAllowance
-from kvtier.node.messages.slow_tier import AdminState, WriteMode
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.transfer import TierTransfers, TransferLane
 from kvtier.observe.daemon_metrics import ADMISSION_BLOCKS, REFUSED_BLOCKS

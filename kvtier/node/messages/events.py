@@ -11,7 +11,7 @@ from kvtier.core.layout import KVLayout
 from kvtier.core.plan import EngineLoad, ModelFlops, PlanOutcome, StepSample
 from kvtier.core.request import NO_TRAITS, LoadPurpose, RequestTraits
 from kvtier.core.residency import TierName
-from kvtier.node.messages.slow_tier import AdminState, SlowTier
+from kvtier.core.slow_tier import AdminState, SlowTier
 from kvtier.tiers.base import MissReason, Removed, WriteOutcome
 
 __all__ = [

@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.core.fate import Fate
 from kvtier.core.index import WAS_DEMOTED
 from kvtier.core.residency import Residency
+from kvtier.core.slow_tier import AdminState
 from kvtier.core.table import as_keys
 from kvtier.node.flow.load import Loads
 from kvtier.node.messages.actions import Action
@@ -27,7 +28,6 @@ from kvtier.node.messages.events import (
     MarkUnverified,
     SetAdminState,
 )
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.transfer import TierTransfers, TransferLane
 from kvtier.observe.daemon_metrics import MISS_BLOCKS

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.core.fate import Fate
 from kvtier.core.limits import DROP_GRACE_NS
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slow_tier import AdminState
 from kvtier.core.table import Keys, as_keys
 from kvtier.node.messages.actions import (
     Action,
@@ -28,7 +29,6 @@ from kvtier.node.messages.actions import (
     TierDropped,
 )
 from kvtier.node.messages.events import Drop, PurgeDone
-from kvtier.node.messages.slow_tier import AdminState
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.session import Session
 from kvtier.node.state.transfer import TierTransfers, TransferLane

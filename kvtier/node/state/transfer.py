@@ -21,8 +21,8 @@ from kvtier.core.limits import (
     WRITE_ARENA_SHARE,
 )
 from kvtier.core.residency import Residency, TierName
+from kvtier.core.slow_tier import AdminState, SlowTier, WriteMode
 from kvtier.node.messages.actions import Read, TransferBlock, Write
-from kvtier.node.messages.slow_tier import AdminState, SlowTier, WriteMode
 from kvtier.node.state.cache import Cache
 from kvtier.node.state.read_queue import ReadQueue
 from kvtier.observe.daemon_metrics import TRANSFER_QUEUE_SECONDS

@@ -10,22 +10,24 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from kvtier.config import Config
+from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.fate import Fate
 from kvtier.core.identity import BlockHash
 from kvtier.core.layout import KVLayout
-from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import History
 from kvtier.core.slots import slot_bytes
-from kvtier.daemon.policies import Policies, policies, ssd_eviction
+from kvtier.core.slow_tier import SlowTier
+from kvtier.core.tier_registry import STORE_TIER
+from kvtier.daemon.policies import Policies, policies
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
 from kvtier.node.messages.actions import TransferBlock
-from kvtier.node.messages.slow_tier import SlowTier, WriteMode
 from kvtier.node.node import Node, NodeSettings
 from kvtier.observe.daemon_metrics import DAEMON_METRICS
 from kvtier.observe.metrics import Metrics
 from kvtier.sim.replay.setup import ReplaySetup, config_of
 from kvtier.tiers.base import MissReason, WriteOutcome
+from kvtier.tiers.ssd.settings import ssd_settings
 
 __all__ = ["NodeAdapter", "SsdModel", "TransferTimer", "completion"]
 
@@ -82,10 +84,10 @@ class SsdModel:
             order = iter(block for block in self._blocks if block not in named)
             return [*islice(order, count)]
         found: list[BlockHash] = []
-        for each in history.queues.victims(TierName.SSD, size, named.__contains__):
+        for each in history.queues.victims(STORE_TIER, size, named.__contains__):
             found.append(BlockHash(each))
             # So that its parent may be the next; the node says it once more, which changes nothing.
-            history.leave(TierName.SSD, [each], Fate.EVICTED)
+            history.leave(STORE_TIER, [each], Fate.EVICTED)
             if len(found) == count:
                 break
         return found
@@ -122,8 +124,10 @@ class NodeAdapter:
         self._listeners: dict[int, Callable[[ac.LoadUpdate], None]] = {}
         self._waiting: deque[ac.Action] = deque()
         self._is_sorting = False
-        is_by_age = ssd_eviction(config) == "lru"
-        self.ssd = SsdModel(setup.ssd_blocks, None if is_by_age else self.policies.history)
+        settings = ssd_settings(config)
+        policy = EVICTION_POLICIES[settings.eviction_policy(config.policy.eviction)]
+        history = self.policies.history if policy.is_ranked else None
+        self.ssd = SsdModel(setup.ssd_blocks, history)
         self.metrics = Metrics(DAEMON_METRICS, CollectorRegistry())
         self.node = _node(setup, config, self.policies, self.block_bytes, self.metrics)
         self.post(ev.SlabsReserved(1))
@@ -172,7 +176,7 @@ class NodeAdapter:
 
     def gate_counts(self) -> tuple[int, int]:
         """Return how many blocks the SSD's gate has judged so far, and how many it let through."""
-        gate = self.policies.admission.gates.get(TierName.SSD)
+        gate = self.policies.admission.gates.get(STORE_TIER)
         return (gate.num_offered, gate.num_taken) if gate is not None else (0, 0)
 
     def finish(self, work: ac.Read | ac.Write, seconds: float) -> None:
@@ -206,14 +210,15 @@ def _node(
     setup: ReplaySetup, config: Config, chosen: Policies, block_bytes: int, metrics: Metrics
 ) -> Node:
     """Return a node whose arena has room for exactly so many blocks, in one slab."""
+    settings = ssd_settings(config)
     tiers = (
         SlowTier(
-            TierName.SSD,
-            config.ssd.io_threads,
-            config.ssd.deadline_ns,
+            STORE_TIER,
+            settings.io_threads,
+            settings.deadline_ns,
             queue_bytes_max=slot_bytes(block_bytes) * setup.cpu_blocks,
-            write=WriteMode(config.ssd.write),
-            flush_after_ns=config.ssd.flush_after_ns,
+            write=settings.write_mode,
+            flush_after_ns=settings.flush_after_ns,
         ),
     )
     return Node(

@@ -6,6 +6,7 @@ from html import escape
 
 from kvtier import __version__
 from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.sim.replay.chart import Axis, Series, bars, lines
 from kvtier.sim.replay.results import ReplayRun, TraceSummary
 from kvtier.sim.replay.study import Study
@@ -54,7 +55,7 @@ def _hits(study: Study, title: str, *, is_half: bool) -> Iterator[str]:
         yield (
             f"{run.policy:<20}{run.cpu_blocks:>8,}{run.ssd_blocks:>8,}"
             f"{part.ratio():>8.3f}{part.ratio([TierName.CPU]):>8.3f}"
-            f"{part.ratio([TierName.SSD]):>8.3f}{best:>8.3f}"
+            f"{part.ratio([STORE_TIER]):>8.3f}{best:>8.3f}"
             f"{part.saved_share:>9.3f}"
         )
 

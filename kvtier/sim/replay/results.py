@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.core.residency import TierName
+from kvtier.core.tier_registry import STORE_TIER
 from kvtier.observe.daemon_metrics import EVICTED_BLOCKS
 from kvtier.sim.replay.node_adapter import NodeAdapter
 from kvtier.sim.replay.setup import ReplaySetup
@@ -99,7 +100,7 @@ class TraceSummary:
         }
 
 
-_TIERS = (TierName.CPU, TierName.SSD)
+_TIERS = (TierName.CPU, STORE_TIER)
 
 
 @dataclass(frozen=True, slots=True)

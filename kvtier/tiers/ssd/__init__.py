@@ -2,6 +2,9 @@
 
 ::
 
+    settings.py       the section [ssd] of the configuration
+    backend.py        opens the tier for the daemon
+    space.py          checks that the volume has space for it
     store.py          SsdTier: the tier's operations
     options.py        its options
     append.py         writes blocks
@@ -22,9 +25,3 @@
     record.py         one block in a segment, byte by byte
     disk.py           all calls to the operating system
 """
-
-from kvtier.tiers.ssd.disk import DirectIO
-from kvtier.tiers.ssd.options import Durability, SsdOptions
-from kvtier.tiers.ssd.store import SsdTier
-
-__all__ = ["DirectIO", "Durability", "SsdOptions", "SsdTier"]

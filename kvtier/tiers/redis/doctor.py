@@ -1,27 +1,23 @@
-"""The remote tier's servers: whether they answer, and how they are set."""
+"""Checks of the remote tier's servers for ``kvtier doctor``."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-from kvtier.cli.doctor.check import (
-    REMOTE_DEADLINE_S,
-    CheckContext,
-    CheckVerdict,
-    Finding,
-    fail,
-    ok,
-    warn,
-)
-from kvtier.cli.formatting import format_bytes, format_seconds
-from kvtier.config.tiers import RemoteConfig
+from kvtier.config.units import format_bytes, format_seconds
 from kvtier.errors import TierError
+from kvtier.tiers.finding import CheckVerdict, Finding, KernelFiles, TierCheck, fail, ok, warn
 from kvtier.tiers.redis.address import Form, RedisAddress, ServerAddress
 from kvtier.tiers.redis.connection import Connector
 from kvtier.tiers.redis.resp import ErrorReply, RespCommand
 from kvtier.tiers.redis.server import Server, facts_of
+from kvtier.tiers.redis.settings import RedisConfig
 from kvtier.tiers.redis.topology import Topology
 
-__all__ = ["inspect_remote"]
+__all__ = ["inspect_servers", "redis_checks"]
+
+_DEADLINE_S = 5.0
+"""For finding the servers and asking each; a daemon gives a call far less."""
 
 _PATIENCE_S = 2.0
 """For one connection or reply."""
@@ -31,12 +27,17 @@ _OLDEST = 6
 """Major version; older ones are not tested."""
 
 
-def inspect_remote(context: CheckContext) -> Finding:
-    """Ask each primary what it is; the worst finding counts."""
-    remote = context.config.remote
+def redis_checks(settings: RedisConfig) -> Sequence[TierCheck]:
+    """Return the only check."""
+    hung = "look at the network and the server, or correct remote.url"
+    return (TierCheck("remote", partial(inspect_servers, settings), hung, _DEADLINE_S),)
+
+
+def inspect_servers(remote: RedisConfig, _kernel: KernelFiles) -> Finding:
+    """Ask each primary server what it is; the worst finding counts."""
     address = RedisAddress.parse(remote.url)
     topology = _topology(address, remote)
-    deadline_ns = time.monotonic_ns() + int(REMOTE_DEADLINE_S * 0.8e9)
+    deadline_ns = time.monotonic_ns() + int(_DEADLINE_S * 0.8e9)
     try:
         findings = [
             _judge(server.place, *_ask(server, deadline_ns))
@@ -56,7 +57,7 @@ def inspect_remote(context: CheckContext) -> Finding:
     )
 
 
-def _topology(address: RedisAddress, remote: RemoteConfig) -> Topology:
+def _topology(address: RedisAddress, remote: RedisConfig) -> Topology:
     connector = Connector(address, _PATIENCE_S, remote.tls_ca)
     is_alone = address.form is not Form.CLUSTER
     return Topology(

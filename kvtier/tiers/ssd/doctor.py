@@ -1,4 +1,4 @@
-"""The SSD tier's directory, its volume, and the drive below."""
+"""Checks of the SSD tier's directory, its volume and its drive for ``kvtier doctor``."""
 
 import contextlib
 import fcntl
@@ -6,15 +6,16 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from kvtier.cli.doctor.check import CheckContext, Finding, fail, ok, warn
-from kvtier.cli.formatting import format_bytes
-from kvtier.config.units import format_size
+from kvtier.config.units import format_bytes, format_size
 from kvtier.core.limits import PAGE_BYTES
-from kvtier.daemon.tiers.ssd_space import check_space, floor_beside_system
 from kvtier.permissions import check_parents
+from kvtier.tiers.finding import Finding, KernelFiles, TierCheck, fail, ok, warn
+from kvtier.tiers.ssd.settings import SsdConfig
+from kvtier.tiers.ssd.space import check_space, floor_beside_system
 
 __all__ = [
     "inspect_direct_io",
@@ -24,7 +25,10 @@ __all__ = [
     "inspect_inodes",
     "inspect_space",
     "inspect_speed",
+    "ssd_checks",
 ]
+
+_Inspect = Callable[[SsdConfig, KernelFiles], Finding]
 
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gluster", "afs")
 _VIRTUAL = ("vd", "xvd")
@@ -32,15 +36,35 @@ _VIRTUAL = ("vd", "xvd")
 
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs"})
 
+_MEASURE_S = 60.0
 _MEASURED_BYTES = 256 << 20
 _PIECE_BYTES = 4 << 20
 _SLOW_BYTES = 100 << 20
 """A second: a tier slower than that is beaten by computing on any GPU."""
 
 
-def inspect_directory(context: CheckContext) -> Finding:
+def ssd_checks(settings: SsdConfig) -> Sequence[TierCheck]:
+    """Return the checks in the order of a report."""
+    hung = "look at the mount (dmesg, findmnt), or name another ssd.directory"
+
+    def check(name: str, inspect: _Inspect) -> TierCheck:
+        return TierCheck(name, partial(inspect, settings), hung, is_private=True)
+
+    speed = partial(inspect_speed, settings)
+    return (
+        check("ssd", inspect_directory),
+        check("space", inspect_space),
+        check("inodes", inspect_inodes),
+        check("mount", inspect_file_system),
+        check("drive", inspect_drive),
+        check("direct-io", inspect_direct_io),
+        TierCheck("speed", speed, hung, _MEASURE_S, is_private=True, is_measurement=True),
+    )
+
+
+def inspect_directory(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Check that the directory is private to the daemon's user, or can be created as such."""
-    wanted = context.config.ssd.directory
+    wanted = settings.directory
     found = _nearest(wanted)
     remedy = f"mkdir -p {wanted}, and give it to the daemon's user with mode 0700"
     if not found.is_dir():
@@ -57,14 +81,14 @@ def inspect_directory(context: CheckContext) -> Finding:
     return ok(str(wanted))
 
 
-def inspect_space(context: CheckContext) -> Finding:
+def inspect_space(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Look whether the tier fits beside what others have there."""
-    ssd, place = context.config.ssd, _nearest(context.config.ssd.directory)
-    check_space(context.config, place)
+    place = _nearest(settings.directory)
+    check_space(settings, place)
     free = os.statvfs(place)
     left = format_bytes(free.f_bavail * free.f_frsize)
-    found = f"{left} free, ssd.capacity is {format_size(ssd.capacity_bytes)}"
-    if floor_bytes := floor_beside_system(context.config, place, context.root):
+    found = f"{left} free, ssd.capacity is {format_size(settings.capacity_bytes)}"
+    if floor_bytes := floor_beside_system(settings, place, kernel.root):
         return warn(
             f"{found}: when full it leaves less than 15 % of the system's own drive",
             "use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
@@ -73,21 +97,21 @@ def inspect_space(context: CheckContext) -> Finding:
     return ok(found)
 
 
-def inspect_inodes(context: CheckContext) -> Finding:
+def inspect_inodes(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Look whether there are inodes for all segments; a file system may not count them."""
-    ssd, volume = context.config.ssd, os.statvfs(_nearest(context.config.ssd.directory))
+    volume = os.statvfs(_nearest(settings.directory))
     if not volume.f_files:
         return ok("made as they are needed")
-    wanted = ssd.capacity_bytes // ssd.segment_bytes + ssd.free_inodes_floor
-    found = f"{volume.f_favail:,} free, {wanted:,} wanted with ssd.free_inodes_floor"
+    wanted = settings.capacity_bytes // settings.segment_bytes + settings.free_inodes_floor
+    found = f"{volume.f_favail:,} free, {wanted:,} wanted with settings.free_inodes_floor"
     if volume.f_favail < wanted:
         return fail(found, "remove small files there, lower the floor, or use larger segments")
     return ok(found)
 
 
-def inspect_file_system(context: CheckContext) -> Finding:
+def inspect_file_system(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Look what kind of file system it is."""
-    kind, mounted = _mount(context, _nearest(context.config.ssd.directory).resolve())
+    kind, mounted = _mount(kernel, _nearest(settings.directory).resolve())
     found = f"{kind} at {mounted}"
     if kind in _MEMORY_KINDS:
         return fail(f"{found} is memory, not a disk", "name an ssd.directory on a drive")
@@ -98,10 +122,10 @@ def inspect_file_system(context: CheckContext) -> Finding:
     return ok(found)
 
 
-def inspect_direct_io(context: CheckContext) -> Finding:
+def inspect_direct_io(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Write a page past the page cache and read it back, in a file without a name."""
-    mode = context.config.ssd.direct_io
-    with _scratch(_nearest(context.config.ssd.directory)) as fd:
+    mode = settings.direct_io
+    with _scratch(_nearest(settings.directory)) as fd:
         is_direct = _go_direct(fd) and _keeps_a_page(fd)
     if mode == "off":
         return ok("would work, and is off" if is_direct else "is off")
@@ -115,14 +139,14 @@ def inspect_direct_io(context: CheckContext) -> Finding:
     )
 
 
-def inspect_drive(context: CheckContext) -> Finding:
+def inspect_drive(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Look whether the drive has no moving parts."""
-    device = os.stat(_nearest(context.config.ssd.directory)).st_dev
-    folder = context.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    device = os.stat(_nearest(settings.directory)).st_dev
+    folder = kernel.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     folder = folder.resolve()
     for drive in (folder, folder.parent):  # a partition's drive is above it
-        if rotates := context.read(str((drive / "queue/rotational").relative_to(context.root))):
-            model = context.read(str((drive / "device/model").relative_to(context.root)))
+        if rotates := kernel.read(str((drive / "queue/rotational").relative_to(kernel.root))):
+            model = kernel.read(str((drive / "device/model").relative_to(kernel.root)))
             found = " ".join(filter(None, (drive.name, model)))
             if rotates == "1" and drive.name.startswith(_VIRTUAL):
                 return ok(f"{found}, virtual: what is below it is not told")
@@ -132,11 +156,11 @@ def inspect_drive(context: CheckContext) -> Finding:
     return ok("none that the kernel names")
 
 
-def inspect_speed(context: CheckContext) -> Finding:
+def inspect_speed(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     """Write and read what fits into no drive's first cache, and remove it."""
-    place = _nearest(context.config.ssd.directory)
+    place = _nearest(settings.directory)
     free = os.statvfs(place)
-    if free.f_bavail * free.f_frsize < _MEASURED_BYTES + context.config.ssd.free_space_floor_bytes:
+    if free.f_bavail * free.f_frsize < _MEASURED_BYTES + settings.free_space_floor_bytes:
         return warn("not measured: the volume is too full", "free some space there")
     with _scratch(place) as fd:
         is_direct = _go_direct(fd)
@@ -153,10 +177,10 @@ def _nearest(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _mount(context: CheckContext, path: Path) -> tuple[str, str]:
+def _mount(kernel: KernelFiles, path: Path) -> tuple[str, str]:
     """Return the kind of file system that ``path`` is on, and where it is mounted."""
     kind, mounted = "unknown", Path("/")
-    for line in context.read("proc/self/mountinfo").splitlines():
+    for line in kernel.read("proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         place = Path(before.split()[4].replace("\\040", " "))
         if path.is_relative_to(place) and len(place.parts) >= len(mounted.parts):
