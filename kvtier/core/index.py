@@ -113,7 +113,7 @@ class BlockIndex:
         self._scopes: list[Scope] = []
         self._free_scopes: list[int] = []
         self._num_scopes_with_blocks = 0
-        """As of the last count."""
+        """Number of scopes with blocks when it was last counted."""
         self._scope_ids: dict[Scope, int] = {}
         self._counts: npt.NDArray[np.int64] = np.zeros(
             (len(LOWER_TIERS), len(Residency)), dtype=np.int64

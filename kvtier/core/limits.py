@@ -32,7 +32,7 @@ STORE_ARENA_SHARE = 0.375
 queued for the two slower tiers, this leaves an eighth, so that a load finds room whatever hangs."""
 
 ENGINE_SHARE = 2
-"""Of the share for stores, or loads, one engine may hold twice what it leaves to the others. A
+"""One engine may hold twice what it leaves to the others of the share for stores, or for loads. A
 single engine gets two thirds, and each one that hangs leaves a third to the next. (Switches share
 their buffers like that: Choudhury and Hahne, Dynamic queue length thresholds, 1998.)"""
 
@@ -66,7 +66,7 @@ DEMOTION_WINDOW_BLOCKS = 256
 """Minimum demotion window: the blocks of a long prompt."""
 
 DEMOTION_WINDOW_SHARE_MAX = 0.25
-"""In a small tier at most a quarter of it: as much as may be queued for writing."""
+"""Limit of the window in a small tier: a quarter of it, as much as may be queued for writing."""
 
 DEMOTION_WINDOW_BLOCKS_MAX = 4096
 """Maximum demotion window: half a millisecond per scan."""

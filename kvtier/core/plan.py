@@ -92,7 +92,7 @@ class PlanRequest:
 
     key_space: bytes
     sources: tuple[Source, ...]
-    """In the order of the chain."""
+    """Sources of the found blocks, in the order of the chain."""
     first_token: int
     """Position where the found blocks begin; the engine has the tokens before it."""
     num_tokens: int

@@ -158,7 +158,7 @@ class Planner:
 
     def _options(self, request: PlanRequest, paths: RestorePaths, most: int) -> list[RestorePath]:
         wait_max_s = self._settings.wait_max_ns / 1e9
-        options = paths.plain(max(paths.within(wait_max_s, most), 1))
+        options = paths.without_split(max(paths.blocks_within(wait_max_s, most), 1))
         if request.can_split and self._settings.is_split_allowed:
             numbers = {most, _shortest(options).num_blocks}
             splits = [paths.split_path(number, wait_max_s) for number in numbers]
@@ -338,7 +338,7 @@ class Planner:
         if self._settings.mode == "always" or not most:
             return most
         paths = self._paths(request)
-        path = _shortest(paths.plain(most))
+        path = _shortest(paths.without_split(most))
         return path.num_blocks if path.total.mean_s <= paths.recompute.mean_s else 0
 
     def saved_s(self, end_tokens: int, num_tokens: int, key_space: bytes | None = None) -> float:

@@ -8,10 +8,10 @@ sizes share an arena without fragmenting it. A slot is identified by its offset 
 an owner, a number that the caller chooses. A *held* slot cannot be given back.
 
 A block can only replace another one of the same size; otherwise a whole slab has to change hands.
-If age alone decided that, whoever stores most would end up with all slabs. So each size in use has
-a *fair share*: the number of slabs divided by the number of sizes. A size below its share takes
-slabs from sizes above theirs; a size that has its share evicts its own blocks. Unused slabs are
-open to all, and a size that is no longer used has no share.
+If age alone decided that, the engine that stores most would end up with all slabs. So each size in
+use has a *fair share*: the number of slabs divided by the number of sizes. A size below its share
+takes slabs from sizes above theirs; a size that has its share evicts its own blocks. Unused slabs
+are open to all, and a size that is no longer used has no share.
 """
 
 from collections import Counter

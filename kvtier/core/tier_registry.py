@@ -105,7 +105,7 @@ TIERS: Mapping[TierName, TierSpec] = {
 """All tiers; the order is that of ``TierName``."""
 
 LOWER_TIERS: tuple[TierName, ...] = tuple(name for name in TierName if name is not TierName.GPU)
-"""The tiers that the daemon owns, in the order in which a load prefers them."""
+"""The tiers of the daemon, in the order in which a load prefers them."""
 
 SLOW_TIERS: tuple[TierName, ...] = tuple(name for name in TierName if TIERS[name].package)
 """Tiers whose calls block, and that operators attach and detach while the daemon runs."""

@@ -139,8 +139,6 @@ class Engine:
         self._faults = RateLimitedLog(_log)
         self._reports: deque[StepSample] = deque(maxlen=_REPORTS_MAX)
 
-    # Requests
-
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestRefused for a request that can never be served; from any thread."""
         limit = self.loaded.context_limit
@@ -334,8 +332,7 @@ class Engine:
         for tier, count in sequence.sources.by_tier.items():
             self._by_tier[tier] += count
         self._computed += sequence.sources.computed
-        usage = sequence.usage()
-        output = Output(sequence.request_id, tokens, finish, usage, error)
+        output = Output(sequence.request_id, tokens, finish, sequence.usage(), error)
         self._deliver(sequence, output)
 
     def _deliver(self, sequence: Sequence, output: Output) -> None:

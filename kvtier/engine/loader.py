@@ -75,7 +75,7 @@ class Loader:
 
     @property
     def waits_for(self) -> str:
-        """Return what is waited for: ``load``, else ``lookup``, else nothing."""
+        """Return what the engine waits for: ``load``, else ``lookup``, else nothing."""
         if self._loads:
             return "load"
         return "lookup" if self._lookups else ""

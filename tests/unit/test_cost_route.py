@@ -48,8 +48,8 @@ def test_transfers_that_share_a_medium_do_not_add_up_their_speeds():
 
 def test_what_is_queued_waits_as_long_as_it_takes_to_pass():
     speed = fed(lambda _, size, depth: depth * size / 5e8, [(8, 24 * MIB, 2)] * 12).speed(3 * MIB)
-    assert speed.passing_s(160) == pytest.approx(speed.seconds(160), rel=0.05)
-    assert speed.passing_s(0) == 0
+    assert speed.queue_s(160) == pytest.approx(speed.seconds(160), rel=0.05)
+    assert speed.queue_s(0) == 0
 
 
 def test_more_blocks_never_take_less():

@@ -41,7 +41,7 @@ from kvtier.core.reuse.history import History
 
 __all__ = ["AdmitByWorth"]
 
-_FELT_SHARE = 0.02
+_NOTICED_SHARE = 0.02
 """Share of the duration of a write that requests notice. Reads go first and have a reserved worker,
 so they only wait while the device itself is busy."""
 
@@ -124,7 +124,8 @@ class AdmitByWorth:
         gate = self.gates.get(offer.tier)
         for place, chance in enumerate(chances[:room]):
             key = offer.keys[place]
-            if offer.is_needed or self._history.num_children(offer.tier, key):
+            _, num_children = self._history.uses_and_children(offer.tier, key)
+            if offer.is_needed or num_children:
                 rule = self._count_needed(gate, offer)
             else:
                 end_tokens = (offer.first_position + place + 1) * offer.block_tokens
@@ -143,7 +144,7 @@ class AdmitByWorth:
     ) -> RefusalRule | None:
         """Return the rule that refuses a block, or None."""
         worth_s = chance * self._worth_s(offer, end_tokens)
-        does_pay = chance >= _CHANCE_MIN and worth_s > _FELT_SHARE * self._restore_s(offer)
+        does_pay = chance >= _CHANCE_MIN and worth_s > _NOTICED_SHARE * self._restore_s(offer)
         if gate is None:
             return None if does_pay else RefusalRule.WORTH
         score = chance if does_pay else _WORTHLESS

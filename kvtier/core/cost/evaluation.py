@@ -108,7 +108,7 @@ def _best_restore_s(request: PlanRequest, paths: RestorePaths) -> float:
     if not request.num_found:
         return paths.recompute.mean_s
     # Splitting is not considered: its prediction would rest on too many guesses.
-    return min(path.total.mean_s for path in paths.plain(request.num_found))
+    return min(path.total.mean_s for path in paths.without_split(request.num_found))
 
 
 def _awaited(

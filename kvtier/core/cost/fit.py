@@ -39,11 +39,11 @@ _HALF_LIFE_SAMPLES = 12.0
 _HALF_LIFE_S = 15.0
 """A measurement loses half its weight after this many newer ones, and half at this age."""
 
-_CHANGED_RUN = 4
+_CHANGE_STREAK = 4
 """This many outliers in a row on one side are a change: a stall delays at most as many reads as a
 tier has threads, and this is a few more."""
 
-_CHANGED_LOG = log(1.5)
+_OUTLIER_LOG = log(1.5)
 """Deviations below this are noise."""
 
 _PULL = 0.5
@@ -88,7 +88,7 @@ class Fit:
         """Time of the last measurement."""
         self._window: deque[_Sample] = deque(maxlen=_WINDOW)
         self._noise = 0.3
-        self._run = 0
+        self._streak = 0
         self._num_unfitted = 0
 
     def guess(self, rates: Sequence[float]) -> None:
@@ -104,40 +104,40 @@ class Fit:
     @property
     def looks_faster(self) -> bool:
         """Tell whether the last measurement was far below the prediction."""
-        return self._run < 0
+        return self._streak < 0
 
     def note(self, terms: tuple[float, ...], seconds: float, now_ns: int) -> bool:
         """Learn from one measurement; returns False if it is invalid."""
         if not (0.0 < seconds <= SECONDS_MAX) or not all(map(is_amount, terms)):
             return False
         seconds = max(float(seconds), _SECONDS_MIN)
-        off = log(seconds / self.mean_s(terms))
+        deviation = log(seconds / self.mean_s(terms))
         self._window.append(_Sample(tuple(map(float, terms)), seconds, now_ns))
         self.num_noted += 1
         self.noted_ns = now_ns
         self._num_unfitted += 1
-        self._count_run(off)
-        if abs(self._run) >= _CHANGED_RUN:
-            self._begin_again()
+        self._count_streak(deviation)
+        if abs(self._streak) >= _CHANGE_STREAK:
+            self._forget_earlier()
         elif self._num_unfitted >= min(_REFIT_EVERY, len(self._window) // 2):
             self._refit()
         return True
 
-    def _count_run(self, off: float) -> None:
+    def _count_streak(self, deviation: float) -> None:
         """Count consecutive outliers on one side, with the sign of that side."""
-        if abs(off) < max(_CHANGED_LOG, 3.0 * self._noise) or len(self._window) <= 1:
-            self._run = 0
+        if abs(deviation) < max(_OUTLIER_LOG, 3.0 * self._noise) or len(self._window) <= 1:
+            self._streak = 0
         else:
-            side = 1 if off > 0 else -1
-            self._run = self._run + side if self._run * side > 0 else side
+            side = 1 if deviation > 0 else -1
+            self._streak = self._streak + side if self._streak * side > 0 else side
 
-    def _begin_again(self) -> None:
+    def _forget_earlier(self) -> None:
         """Drop all measurements but those that showed the change."""
-        latest = list(self._window)[-_CHANGED_RUN:]
+        latest = list(self._window)[-_CHANGE_STREAK:]
         self._window.clear()
         self._window.extend(latest)
         self._anchor = self.rates
-        self._run = 0
+        self._streak = 0
         self._refit()
 
     def _refit(self) -> None:
@@ -147,7 +147,7 @@ class Fit:
         weights = self._weights()
         anchor = self._scaled_anchor(terms, seconds, weights)
         # The first rates are so far off that every measurement would count as an outlier.
-        is_first = len(seconds) <= _CHANGED_RUN
+        is_first = len(seconds) <= _CHANGE_STREAK
         rates = anchor if is_first else self.rates
         for _ in range(2 if is_first else 1):
             rates = self._solved(terms, seconds, weights, rates, anchor)
@@ -210,13 +210,13 @@ class Fit:
 
     def _measure(self, terms: _Values, seconds: _Values) -> None:
         """Measure the scatter, and the ratio of slow measurements to the prediction."""
-        offs = np.sort(seconds / np.clip(terms @ self.rates, _SECONDS_MIN, SECONDS_MAX))
-        count = len(offs)
+        ratios = np.sort(seconds / np.clip(terms @ self.rates, _SECONDS_MIN, SECONDS_MAX))
+        count = len(ratios)
         # So few agree by chance, or because the fit passes through them.
         least = 0.0 if count >= 8 else self._noise
-        self._noise = max(float(np.sort(np.abs(np.log(offs)))[count // 2]), least)
+        self._noise = max(float(np.sort(np.abs(np.log(ratios)))[count // 2]), least)
         # One slow measurement is not a tail: a read that hung would close the tier for a minute.
-        slow = float(offs[max(min(ceil(0.95 * count) - 1, count - 2), 0)])
+        slow = float(ratios[max(min(ceil(0.95 * count) - 1, count - 2), 0)])
         # Few measurements do not show a tail; below eight, part of the guess remains.
         unknown = max(0.0, 1.0 - count / 8)
         self.tail = min(max(slow, self._first_tail**unknown, 1.0), 1e3)

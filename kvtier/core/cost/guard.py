@@ -34,7 +34,7 @@ _TRIAL_NS = 30_000_000_000
 
 
 @dataclass(slots=True)
-class _Watch:
+class _GuardedTier:
     """The guard's state of one tier."""
 
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES))
@@ -54,46 +54,48 @@ class TierGuard:
     """Tracks which tiers are closed."""
 
     def __init__(self) -> None:
-        self._watches: Mapping[TierName, _Watch] = {tier: _Watch() for tier in LOWER_TIERS}
+        self._tiers: Mapping[TierName, _GuardedTier] = {
+            tier: _GuardedTier() for tier in LOWER_TIERS
+        }
 
     def closed(self, now_ns: int) -> frozenset[TierName]:
         """Return the tiers that are closed now, except one that may be tried."""
         return frozenset(
-            tier for tier, watch in self._watches.items() if not _may_use(watch, now_ns)
+            tier for tier, guarded in self._tiers.items() if not _may_use(guarded, now_ns)
         )
 
     def begin(self, tier: TierName, now_ns: int) -> None:
         """Note that a restore from a tier was decided; for a closed tier this is the trial."""
-        watch = self._watches[tier]
-        if watch.closed_ns is not None:
-            watch.trial_ns = now_ns
+        guarded = self._tiers[tier]
+        if guarded.closed_ns is not None:
+            guarded.trial_ns = now_ns
 
     def note(self, tier: TierName, gain_share: float, now_ns: int) -> None:
         """Note an outcome: seconds gained (or lost, if negative), relative to computing."""
-        watch = self._watches.get(tier)
-        if watch is None or not -1e9 <= gain_share <= 1e9:
+        guarded = self._tiers.get(tier)
+        if guarded is None or not -1e9 <= gain_share <= 1e9:
             return
         gain = min(max(gain_share, -1.0), 1.0)
-        watch.gains.append(gain)
-        if watch.closed_ns is None:
-            if watch.is_losing():
-                watch.closed_ns, watch.trial_ns = now_ns, None
-            elif len(watch.gains) == _OUTCOMES and not any(gain < 0 for gain in watch.gains):
-                watch.pause_ns = _PAUSE_NS
-        elif watch.trial_ns is not None:  # otherwise decided before it closed
-            watch.trial_ns = None
+        guarded.gains.append(gain)
+        if guarded.closed_ns is None:
+            if guarded.is_losing():
+                guarded.closed_ns, guarded.trial_ns = now_ns, None
+            elif len(guarded.gains) == _OUTCOMES and not any(gain < 0 for gain in guarded.gains):
+                guarded.pause_ns = _PAUSE_NS
+        elif guarded.trial_ns is not None:  # otherwise decided before it closed
+            guarded.trial_ns = None
             if gain > -_LOSS:
-                watch.closed_ns = None
-                watch.gains.clear()
+                guarded.closed_ns = None
+                guarded.gains.clear()
             else:
-                watch.closed_ns = now_ns
-                watch.pause_ns = min(2 * watch.pause_ns, _PAUSE_MAX_NS)
+                guarded.closed_ns = now_ns
+                guarded.pause_ns = min(2 * guarded.pause_ns, _PAUSE_MAX_NS)
 
 
-def _may_use(watch: _Watch, now_ns: int) -> bool:
-    if watch.closed_ns is None:
+def _may_use(guarded: _GuardedTier, now_ns: int) -> bool:
+    if guarded.closed_ns is None:
         return True
     # The clock may have been set back: that must not keep a tier closed.
-    if watch.trial_ns is not None:
-        return not 0 <= now_ns - watch.trial_ns < _TRIAL_NS
-    return not 0 <= now_ns - watch.closed_ns < watch.pause_ns
+    if guarded.trial_ns is not None:
+        return not 0 <= now_ns - guarded.trial_ns < _TRIAL_NS
+    return not 0 <= now_ns - guarded.closed_ns < guarded.pause_ns

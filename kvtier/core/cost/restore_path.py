@@ -83,7 +83,7 @@ class RestorePaths:
         for source in self._request.sources:
             place = LOWER_TIERS.index(source.tier)
             blocks = max(source.queued_bytes, 0) / max(self._request.block_bytes, 1)
-            queued[place] = max(queued[place], self._speeds[place].passing_s(blocks))
+            queued[place] = max(queued[place], self._speeds[place].queue_s(blocks))
         return queued
 
     # Durations
@@ -172,11 +172,12 @@ class RestorePaths:
 
     # Candidates
 
-    def plain(self, most: int) -> list[RestorePath]:
+    def without_split(self, most: int) -> list[RestorePath]:
         """Return all paths without a split that can be optimal, with at most ``most`` blocks."""
-        return [self.restore_path(stop) for stop in sorted(set(self._stops(most))) if stop > 0]
+        numbers = sorted({number for number in self._candidates(most) if number > 0})
+        return [self.restore_path(number) for number in numbers]
 
-    def within(self, seconds: float, most: int) -> int:
+    def blocks_within(self, seconds: float, most: int) -> int:
         """Return how many leading blocks, at most ``most``, are restored in this time."""
         low, high = 0, most
         while low < high:
@@ -189,12 +190,12 @@ class RestorePaths:
                 high = middle - 1
         return low
 
-    def _stops(self, most: int) -> Iterator[int]:
+    def _candidates(self, most: int) -> Iterator[int]:
         yield most
         for _, end, _ in self._runs:
             yield min(end, most)
         if self.wait_s > 0:
-            yield self.within(self.wait_s, most)
+            yield self.blocks_within(self.wait_s, most)
         # Rests of one step: the smallest one that pays, and a full one.
         tokens = max(self._request.block_tokens, 1)
         for rest in (self._speed.knee_tokens, float(self._speed.chunk)):

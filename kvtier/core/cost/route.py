@@ -63,7 +63,7 @@ class RouteSpeed:
     part_blocks: int
     """Blocks per transfer."""
     depth: int
-    crowd_s: float
+    contention_s: float
     """Seconds by which each concurrent transfer delays a full one."""
     lag: float
     """Ratio of whole restores to the sum of their transfers; included in the other values."""
@@ -80,19 +80,21 @@ class RouteSpeed:
         if full <= 1:
             return self.start_s + num_blocks * self.block_s
         flying = min(full, self.depth)
-        one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.crowd_s
+        one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.contention_s
         return max(full / flying, 1.0) * one
 
     def in_parts(self, num_blocks: int) -> "RouteSpeed":
         """Return the same route with smaller transfers, for a load from the back."""
         least = ceil(self.start_s / (_START_SHARE * self.block_s))
         part = min(max(num_blocks // _PARTS, least, 1), self.part_blocks)
-        return replace(self, part_blocks=part, crowd_s=self.crowd_s * part / self.part_blocks)
+        return replace(
+            self, part_blocks=part, contention_s=self.contention_s * part / self.part_blocks
+        )
 
-    def passing_s(self, num_blocks: float) -> float:
+    def queue_s(self, num_blocks: float) -> float:
         """Return how long this many queued blocks delay others."""
         flying = self.depth
-        one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.crowd_s
+        one = self.start_s + self.part_blocks * self.block_s + (flying - 1) * self.contention_s
         return num_blocks / self.part_blocks / flying * one
 
     def tail_of(self, num_blocks: float) -> float:
@@ -165,7 +167,7 @@ class RouteCost:
             block_s=max(per_block + block_bytes * per_byte, 1e-9) * lag,
             part_blocks=part,
             depth=max(self._depths) if is_cut else 1,
-            crowd_s=part * block_bytes * per_byte_more * lag if is_cut else 0.0,
+            contention_s=part * block_bytes * per_byte_more * lag if is_cut else 0.0,
             lag=lag,
             tail=self._fit.tail,
             tail_whole=self._whole.tail,

@@ -63,7 +63,7 @@ class LeafLru:
     def __init__(self) -> None:
         self._clock = 1
         self._queues: dict[int, _Queue] = {}
-        """By slot size."""
+        """Queues by slot size."""
 
     def touch(self, index: BlockIndex, rows: Rows) -> int:
         """Stamp a chain's leading blocks, the root newest."""

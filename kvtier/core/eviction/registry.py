@@ -1,8 +1,8 @@
-"""The registry of eviction policies: what decides which blocks leave the CPU tier first.
+"""The registry of eviction policies for the CPU tier.
 
 To add a policy, write its class in a module of this package (the ``Eviction`` protocol is its
 contract) and add a row here. The values and the help text of ``policy.eviction`` and
-``ssd.eviction`` follow from the rows, as do the simulator's choices and ``kvtier replay --policy``.
+``ssd.eviction``, the simulator's choices and ``kvtier replay --policy`` follow from the rows.
 ``tests/unit/test_eviction_registry.py`` adds an example.
 """
 
@@ -20,13 +20,13 @@ __all__ = ["EVICTION_POLICIES", "EvictionPolicy", "own_order_of", "policy_help"]
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """How a policy is created, and what else follows from its name."""
+    """How a policy is created, and its properties."""
 
     create: Callable[[History], Eviction]
     summary: str
     """What it evicts first, for the help text: a phrase."""
     is_ranked: bool = False
-    """Whether it scores blocks by predicted reuse, so that slower tiers can use its order too."""
+    """Whether it scores blocks by predicted reuse, so that slower tiers can use its order, too."""
     is_weighed: bool = False
     """Whether the scores count the seconds that a hit saves."""
 
@@ -59,8 +59,9 @@ def policy_help(names: Collection[str] = EVICTION_POLICIES) -> str:
 
 
 def own_order_of(name: str) -> str:
-    """Return the policy by which a slower tier evicts when the CPU tier goes by ``name``.
+    """Return the policy of a slower tier if the CPU tier's policy is ``name``.
 
-    That is the same one if it is ranked; else ``lru``, the order in which the tier was written.
+    It is the same policy if it is ranked; otherwise ``lru``, the order in which the tier was
+    written.
     """
     return name if EVICTION_POLICIES[name].is_ranked else "lru"

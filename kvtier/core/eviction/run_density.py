@@ -29,7 +29,7 @@ class RunDensity:
         self._clock = 1
 
     def touch(self, index: BlockIndex, rows: Rows) -> int:
-        """Stamp a chain's leading blocks; what the use says of their worth the history was told."""
+        """Stamp a chain's leading blocks; the history learns their worth from the use itself."""
         mark = self._clock
         self._clock = stamp_chain(index, rows, mark)
         return mark

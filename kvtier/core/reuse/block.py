@@ -15,7 +15,7 @@ from kvtier.core.fate import Fate
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.core.table import HashTable, as_keys
 
-__all__ = ["FATES", "NO_ROW", "ORPHAN", "BlockRows", "RememberedBlocks"]
+__all__ = ["FATES", "NO_ROW", "ORPHAN", "BlockRows", "RememberedBlocks", "pieces"]
 
 NO_ROW = -1
 """The row before a root, or of a block that is not remembered."""
@@ -169,7 +169,7 @@ class RememberedBlocks:
 
     def add(self, keys: Sequence[bytes]) -> BlockRows:
         """Add distinct, unknown blocks as orphans; returns their rows."""
-        # Grow before the table has them: whoever finds a row must find its facts, too.
+        # Grow before adding to the table: a thread that finds a row must find its facts, too.
         if self._table.extent + len(keys) > len(self._facts):
             self._fit(max(2 * len(self._facts), self._table.extent + len(keys)))
         rows = self._table.add(as_keys(b"".join(keys)))
@@ -200,3 +200,11 @@ def _num_distinct(keys: Sequence[bytes]) -> int:
             return place
         seen.add(key)
     return len(keys)
+
+
+def pieces(numbers: BlockRows | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    """Split an array where its value changes: (value, first, end) of each piece."""
+    if not len(numbers):
+        return []
+    starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+    return list(zip(numbers[starts].tolist(), starts, [*starts[1:], len(numbers)], strict=True))

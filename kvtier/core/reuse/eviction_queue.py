@@ -140,7 +140,7 @@ class EvictionQueue:
         self._buckets: dict[int, list[int]] = {}
         """Heaps of tickets; a ticket is stale if its run names another bucket."""
         self._num_puts = 0
-        """Number since the last sweep."""
+        """Number of calls of ``put`` since the last sweep."""
 
     def score(self, run: int) -> float:
         """Return what a run is worth now."""
@@ -293,7 +293,7 @@ class EvictionQueues:
         self._by_tokens = {COLUMN[tier] for tier in by_tokens}
         self._rankings: dict[int, Ranking] = {}
         self._orders: dict[tuple[int, int], EvictionQueue] = {}
-        """By tier and slot size."""
+        """Queues by column of the tier and slot size."""
 
     def rank(self, tier: TierName, ranking: Ranking) -> None:
         """Use another ranking than density for a tier."""

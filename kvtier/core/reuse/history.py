@@ -18,8 +18,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from math import log2
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,11 @@ import numpy.typing as npt
 from kvtier.core.fate import Fate
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
-from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, BlockRows, RememberedBlocks
+from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, BlockRows, RememberedBlocks, pieces
 from kvtier.core.reuse.eviction_queue import COLUMN, EvictionQueues
 from kvtier.core.reuse.hazard import AGE_EDGES_S, NUM_BINS, Group, Hazards
 from kvtier.core.reuse.run import NONE, Ghosts, Runs
-from kvtier.core.reuse.use import LENGTH_TOKENS, TenantHints, TouchResult, Use
+from kvtier.core.reuse.use import LENGTH_TOKENS, SavedSeconds, TenantHints, TouchResult, Use
 from kvtier.core.slots import slot_bytes
 
 __all__ = ["History", "TouchResult", "Use"]
@@ -41,15 +40,6 @@ _EDGES_NS: Sequence[int] = tuple(edge * 1_000_000_000 for edge in AGE_EDGES_S)
 
 _AGING_NS = 100_000_000
 """The narrowest age bin is 20 times as wide; checking for each message would cost a tenth more."""
-
-_VALUE_RATIO_MAX = 1024.0
-"""Upper bound of the value of a hit relative to the first block: that of a prompt of 30 million
-tokens at the usual slope."""
-
-_VALUE_EXPONENT = 0.5
-"""Half-way between counting hits and seconds: a run is valued by its end, which is worth more than
-its front. On the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1
-hit 14.9, 14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
 
 _SHARED_FORKS = 3
 """A block behind which this many chains diverged ends a shared prompt."""
@@ -63,14 +53,12 @@ class History:
 
     def __init__(
         self,
-        saved_s: Callable[[int, int], float] | None = None,
+        saved_s: SavedSeconds | None = None,
         by_tokens: Collection[TierName] = (),
     ) -> None:
         """Start with an empty history.
 
-        ``saved_s`` returns the seconds that a hit on a block saves, from the tokens up to the
-        block's end and the tokens of a block. Without it, and in the tiers ``by_tokens``, all
-        tokens have equal value.
+        Without ``saved_s``, and in the tiers ``by_tokens``, all tokens have equal value.
         """
         self._saved_s = saved_s
         self.blocks = RememberedBlocks()
@@ -183,10 +171,8 @@ class History:
     def needs_adoption(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Tell which blocks have to be adopted: unknown ones and orphans."""
         rows = self.blocks.find(keys)
-        needs_adoption: npt.NDArray[np.bool_] = (rows == NO_ROW) | (
-            self.blocks.parent[rows] == ORPHAN
-        )
-        return needs_adoption
+        is_linked: npt.NDArray[np.bool_] = (rows != NO_ROW) & (self.blocks.parent[rows] != ORPHAN)
+        return ~is_linked
 
     def adopt(
         self,
@@ -227,7 +213,7 @@ class History:
         blocks.tiers[rows] |= 1 << column
         parents = blocks.parent[rows]
         np.add.at(blocks.tier_children[:, column], parents[parents >= 0], 1)
-        for run, first, end in _pieces(blocks.run[rows]):
+        for run, first, end in pieces(blocks.run[rows]):
             deepest = int(rows[first + blocks.position[rows[first:end]].argmax()])
             last = runs.last[column][run]
             if last == NONE or blocks.position[deepest] > blocks.position[last]:
@@ -276,10 +262,6 @@ class History:
             return 0, 0
         return int(self.blocks.uses[row]), int(self.blocks.tier_children[row, COLUMN[tier]])
 
-    def num_children(self, tier: TierName, key: bytes) -> int:
-        """Return how many children of a block are in a tier, as far as is remembered."""
-        return self.uses_and_children(tier, key)[1]
-
     def p_reuse(self, keys: Sequence[bytes], within_s: float = 1800.0) -> list[float]:
         """Return the probability that each block is requested within a time; 0.0 if unknown."""
         blocks, runs, hazards, now_ns = self.blocks, self.runs, self._hazards, self._now_ns
@@ -292,8 +274,6 @@ class History:
                 known[run] = hazards.p_reuse(runs.group[run], age_s, within_s)
             chances.append(known.get(run, 0.0))
         return chances
-
-    # Across restarts
 
     def document(self) -> Mapping[str, Any]:
         """Return what was learned about traffic classes; nothing about blocks and tenants."""
@@ -319,7 +299,7 @@ class History:
     def _take_over(self, rows: BlockRows) -> None:
         """Take the front of a chain, which was requested again, out of its runs."""
         blocks, runs = self.blocks, self.runs
-        for run, first, end in _pieces(blocks.run[rows]):
+        for run, first, end in pieces(blocks.run[rows]):
             weight = runs.weight[run] * (end - first)
             self._hazards.note_event(runs.group[run], runs.bin[run], weight)
             if end - first == runs.length(run):
@@ -342,7 +322,7 @@ class History:
         sorts[:num_shared] += 1
         length, hint = use.length(len(rows) - num_old), use.hint
         tenant = self._tenants.alone(use)
-        for sort, first, end in _pieces(sorts):
+        for sort, first, end in pieces(sorts):
             group = Group(min(turn, 2), length, sort // 2, bool(sort & 1), False, hint, tenant)
             self._begin_run(use, rows[first:end], self._hazards.number(group), turn)
 
@@ -357,8 +337,8 @@ class History:
         runs.weight[run] = len(rows) ** -0.5
         runs.group[run], runs.turn[run], runs.bin[run] = group, turn, 0
         runs.is_repeat[run] = int(blocks.uses[rows[-1]] > 1)
-        runs.plain_value[run] = self._value(use, 1)
-        runs.value[run] = self._value(use, runs.end[run])
+        runs.plain_value[run] = use.hit_value(1, self._saved_s)
+        runs.value[run] = use.hit_value(runs.end[run], self._saved_s)
         self._ages[0].append(runs.ticket[run])
         self._hazards.expose(group, 0, runs.weight[run] * len(rows))
         where = blocks.tiers[rows]
@@ -374,21 +354,6 @@ class History:
             if count[run]:
                 self.queues.queue(column, runs.size[run]).put(run)
 
-    def _value(self, use: Use, end: int) -> int:
-        """Return the value of a hit on a block per byte, in half octaves.
-
-        It is relative to a first block: measurements may be off by queues of magnitude in the
-        beginning, and early and late runs are compared.
-        """
-        worth = float(use.block_tokens)
-        if self._saved_s is not None:
-            first_s = self._saved_s(use.block_tokens, use.block_tokens)
-            end_s = self._saved_s(end * use.block_tokens, use.block_tokens)
-            if first_s > 0:
-                ratio = min(max(end_s / first_s, 1.0), _VALUE_RATIO_MAX)
-                worth *= ratio**_VALUE_EXPONENT
-        return round(2 * log2(worth / max(use.payload_bytes, 1)))
-
     def _age(self, run: int, age_bin: int) -> None:
         runs = self.runs
         runs.bin[run] = age_bin
@@ -396,8 +361,6 @@ class History:
         for column, bucket in enumerate(runs.bucket):
             if bucket[run] != NONE:
                 self.queues.queue(column, runs.size[run]).put(run)
-
-    # Residency
 
     def _leave(self, rows: BlockRows, column: int) -> None:
         blocks, runs = self.blocks, self.runs
@@ -408,7 +371,7 @@ class History:
         np.subtract.at(blocks.tier_children[:, column], parents, 1)
         # Sort, to handle each run once: between two pieces of it, its count would include blocks
         # that left.
-        for run, first, end in _pieces(np.sort(blocks.run[rows])):
+        for run, first, end in pieces(np.sort(blocks.run[rows])):
             runs.count[column][run] -= end - first
             if not runs.count[column][run]:
                 self._end_in(run, column)
@@ -434,11 +397,3 @@ class History:
         self._rank_above(run, column)
         if not any(count[run] for count in self.runs.count):
             self._ghosts.note(run, self._now_ns)
-
-
-def _pieces(numbers: BlockRows | npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-    """Split an array where its value changes: (value, first, end) of each piece."""
-    if not len(numbers):
-        return []
-    starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
-    return list(zip(numbers[starts].tolist(), starts, [*starts[1:], len(numbers)], strict=True))

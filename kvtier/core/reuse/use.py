@@ -1,14 +1,15 @@
 """A use: what one request says about its chain, and which tenants' hints are believed."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log2
 
 from kvtier.core.identity import NO_TENANT
 from kvtier.core.limits import TENANTS_COUNTED_MAX
 from kvtier.core.request import NO_TRAITS, RequestTraits
 
-__all__ = ["LENGTH_TOKENS", "TenantHints", "TouchResult", "Use"]
+__all__ = ["LENGTH_TOKENS", "SavedSeconds", "TenantHints", "TouchResult", "Use"]
 
 LENGTH_TOKENS = 512
 """The new parts of requests are classified by powers of two times this length."""
@@ -17,9 +18,22 @@ _SOON_S, _LATER_S = 60.0, 600.0
 """Bounds of the classes of ``gap_s``: at once, within a conversation, later."""
 
 
+_VALUE_RATIO_MAX = 1024.0
+"""Upper bound of the value of a hit relative to the first block: that of a prompt of 30 million
+tokens at the usual slope."""
+
+_VALUE_EXPONENT = 0.5
+"""Half-way between counting hits and seconds: a run is valued by its end, which is worth more than
+its front. On the first half of the conversation trace, with 4,000 blocks, exponents of 0, 0.5 and 1
+hit 14.9, 14.4 and 13.2 % of the tokens and save 13.1, 13.4 and 12.8 % of the seconds."""
+
+SavedSeconds = Callable[[int, int], float]
+"""Seconds that a hit on a block saves, from the tokens up to its end and those of a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The chain of one request, whoever answers it."""
+    """A request's chain and traits."""
 
     keys: Sequence[bytes]
     """Hashes of its full blocks, from the root on; unique across tenants and key spaces."""
@@ -33,6 +47,22 @@ class Use:
     def length(self, num_blocks: int) -> int:
         """Return the length class of a number of blocks: the bit length of its size in tokens."""
         return (num_blocks * self.block_tokens // LENGTH_TOKENS).bit_length()
+
+    def hit_value(self, end: int, saved_s: SavedSeconds | None) -> int:
+        """Return the value per byte of a hit on the block before ``end``, in half octaves.
+
+        Without ``saved_s``, all tokens have equal value. The value is relative to a first block:
+        measurements may be off by orders of magnitude in the beginning, and early and late runs
+        are compared.
+        """
+        worth = float(self.block_tokens)
+        if saved_s is not None:
+            first_s = saved_s(self.block_tokens, self.block_tokens)
+            end_s = saved_s(end * self.block_tokens, self.block_tokens)
+            if first_s > 0:
+                ratio = min(max(end_s / first_s, 1.0), _VALUE_RATIO_MAX)
+                worth *= ratio**_VALUE_EXPONENT
+        return round(2 * log2(worth / max(self.payload_bytes, 1)))
 
     @property
     def hint(self) -> int:
@@ -63,7 +93,7 @@ _HINTS_MIN = 500.0
 """Recent hints of a tenant. Fewer say little about each of the dozens of classes they fall into."""
 
 _HALF_LIFE_HINTS = 7000.0
-"""As for the reuse counts. At most twenty tenants at a time have classes of their own, then."""
+"""The half-life of the reuse counts. It limits the tenants with own classes to twenty at a time."""
 
 _WEIGHT_MAX = 2.0**64
 
