@@ -1,4 +1,4 @@
-"""``kvtier engine``: one engine with its OpenAI-compatible server, attached to a daemon."""
+"""``kvtier engine``: runs an engine with its OpenAI-compatible server, attached to a daemon."""
 
 import argparse
 import gc
@@ -48,10 +48,10 @@ _log = Log("kvtier.engine")
 
 _METER_PERIOD_S = 1.0
 _CUT_SHARE = 0.1
-"""Share of the grace that is reserved for ending the requests that are still running."""
+"""Share of the grace period for aborting the requests that are still running."""
 
 _CUT_S = 1.0
-"""Time for a running step to end, and again for clients to receive their last event."""
+"""Time for a step to finish, and again for clients to receive their last event."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--listen", "engine.listen", "host:port of the OpenAI-compatible server"),
         ("--connect", "daemon.socket", "Unix socket of the daemon"),
     )
-    # The daemon's own name for it, as the tools take it too.
+    # The option has this name in `kvtier serve`.
     parser.add_argument("--socket", dest="key:daemon.socket", help=argparse.SUPPRESS)
-    parser.add_argument("--alone", action="store_true", help="run without any daemon")
+    parser.add_argument("--alone", action="store_true", help="run without a daemon")
     parser.add_argument("--supervised", metavar="NOTE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -77,10 +77,10 @@ def run(options: argparse.Namespace) -> int:
     start_log(config.daemon.log_level, config.daemon.log_format)
     if config.daemon.traces:
         start_traces("kvtier-engine")
-    # Read when transformers and tqdm are imported: fetch nothing, and no bars in the log.
+    # Read when transformers and tqdm are imported: no downloads, no progress bars in the log.
     os.environ["HF_HUB_OFFLINE"] = os.environ["TQDM_DISABLE"] = "1"
     if config.engine.model is None:
-        raise StartError("engine.model", "is not set", "give --model FOLDER or FILE.gguf")
+        raise StartError("engine.model", "not set", "pass --model FOLDER or FILE.gguf")
     check_packages()
     lock = None
     if options.supervised:
@@ -102,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _reactions(stop: Stop, *, is_supervised: bool) -> dict[signal.Signals, Reaction]:
-    """Return what signals do: the first one starts the stop, a second one or SIGQUIT ends at once.
+    """Return the signal handlers: the first signal stops, a second one or SIGQUIT aborts.
 
-    A supervised engine may get the first one twice: from its daemon and with its process group.
+    A supervised engine may get the first signal twice: from its daemon and its process group.
     """
     told = stop.told_once if is_supervised else stop.told
     reactions: dict[signal.Signals, Reaction] = {
@@ -177,7 +177,7 @@ def _serve(
             metrics.metrics.set(SECRET_REFUSED, bool(keys.fault), secret=keys.name)
 
     server = _listen(config, app, is_alone=is_alone)
-    # Signals are handled only from here on: while the model loads there is nothing to shut down.
+    # Signals are handled from here on: nothing needs a shutdown while the model loads.
     with signals_heard(reactions), server:
         stop.abandon = partial(_end_requests, runner, server)
         stop.stage = "serving"
@@ -190,12 +190,12 @@ def _serve(
 
 
 def _keep(lock: PathLock | None) -> None:
-    """Lock the file again if somebody removed it: a later daemon finds this engine by it."""
+    """Recreate the lock file if it was removed: a later daemon finds this engine by it."""
     if lock is None or lock.is_in_place():
         return
-    with suppress(StartError):  # the directory is gone, or another engine has the lock by now
+    with suppress(StartError):  # the directory is gone, or another engine has the lock
         lock.renew()
-        _log.warning("a lock file was removed and has been created again", path=lock.path)
+        _log.warning("lock file was removed; created it again", path=lock.path)
 
 
 def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer":
@@ -217,7 +217,7 @@ def _listen(config: Config, app: "Starlette", *, is_alone: bool) -> "HttpServer"
 
 
 def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> None:
-    """Take no more requests, and let the accepted ones finish within the grace."""
+    """Reject new requests, and let running ones finish within the grace period."""
     stop.stage = "waiting for running requests"
     runner.drain()
     cut_s = _CUT_SHARE * stop.left_s
@@ -228,16 +228,17 @@ def _drain(runner: "EngineRunner", stop: Stop, update: "Callable[[], None]") -> 
 
 
 def _end_requests(runner: "EngineRunner", server: "HttpServer") -> None:
-    """Abort the requests that are still running, and tell their clients. Idempotent."""
+    """Abort the requests that are still running, and notify their clients. Idempotent."""
     if not runner.stop(_CUT_S):
-        _log.error("the engine did not stop in time")
+        _log.error("engine did not stop in time")
     server.stop()
 
 
 def _load(config: EngineConfig, path: Path) -> "LoadedModel":
-    """Load the model, and keep the collector from what stays: torch is 400,000 objects.
+    """Load the model, and exclude its objects from garbage collection.
 
-    Looking through them is a sixth of a start, and would later hold an answer up again and again.
+    Importing torch creates 400,000 objects. Traversing them takes a sixth of the startup time, and
+    would later delay responses.
     """
     gc.disable()
     from kvtier.engine.model import load_model
@@ -263,16 +264,16 @@ def _warn_of_template(served: "LoadedModel") -> None:
 
 
 def _announce(config: Config, model_id: str, url: str) -> None:
-    """Announce in the log that a model is served."""
-    # A prompt that shares less with an earlier one is computed in full.
+    """Log that the model is served."""
+    # Shorter shared prefixes are always recomputed.
     least = config.engine.block_tokens
     _log.info("serving", url=url, model=model_id, pid=os.getpid(), smallest_prefix_tokens=least)
-    if config.daemon.log_format == "text":  # in JSON whoever reads is no person
+    if config.daemon.log_format == "text":  # JSON is not for people
         _say(f"kvtier: {model_id} at {url}/v1")
 
 
 def _say(words: str) -> None:
-    """Say something to whoever looks; a terminal or pipe that nobody reads holds nothing up."""
+    """Print a line, without blocking if nobody reads the terminal or pipe."""
     threading.Thread(target=write_to_stderr, args=(f"{words}\n",), daemon=True).start()
 
 
@@ -297,7 +298,7 @@ def _tenants(config: Config) -> "TenantRules":
 
 
 def _rotate(keys: Secret[Any], stopping: threading.Event) -> None:
-    """Take other API keys as they come, on a thread of its own: a mount may hang."""
+    """Reload changed API keys, on a separate thread since a mount may hang."""
     rotation = SecretRotation()
     while not stopping.wait(LOOK_EVERY_S):
         rotation.look([keys])
@@ -319,7 +320,7 @@ def _no_port(settings: "EngineSettings") -> Any:
 
 
 class _Attached:
-    """The engine's port to a daemon, and what it tells the daemon of its own tier."""
+    """The engine's connection to a daemon, which also reports the GPU tier."""
 
     def __init__(
         self,
@@ -362,7 +363,7 @@ class _Attached:
         )
 
     def start(self, runner: "EngineRunner") -> None:
-        """Look for the daemon; the engine serves meanwhile."""
+        """Connect to the daemon; the engine already serves meanwhile."""
         self._runner = runner
         self.client.start()
 

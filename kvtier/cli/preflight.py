@@ -1,7 +1,7 @@
-"""Checks of the machine before anything is allocated.
+"""Checks of the machine before a daemon or engine starts.
 
-Each check raises StartError with the key and the remedy. Checks change nothing, except that they
-create missing directories to prove that these can be written.
+Each check raises StartError with the key and the remedy. Checks change nothing, but they create
+missing directories to prove that these are writable.
 """
 
 import importlib.util
@@ -40,19 +40,18 @@ __all__ = [
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux is 108 bytes, the last one a zero
 
-# Besides the arena the daemon itself takes up to 250 MB with a million entries, so this much has
-# to be left over for it.
 _DAEMON_BYTES = 256 << 20
+"""Memory of the daemon beside the arena: up to 250 MB with a million blocks."""
 
 _PAGE_TABLE_SHARE = 512
-"""Of the arena, whose every 4096 bytes have an entry of 8 in the page tables of who maps them."""
+"""Page tables take 8 bytes for every 4096 bytes of the arena."""
 
 _ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "jinja2")
-"""What the extra brings that an engine is made of."""
+"""Packages of the extra ``engine``."""
 
 
 def check_start(config: Config, files: MemoryFiles | None = None) -> None:
-    """Check all that the daemon and its engine need; raises StartError for the first thing missing.
+    """Check what the daemon and its engine need. Raises StartError for the first problem.
 
     A tier is checked only if it is required: the daemon can serve without the others.
     """
@@ -61,23 +60,23 @@ def check_start(config: Config, files: MemoryFiles | None = None) -> None:
 
 
 def find_problems(config: Config) -> list[StartError]:
-    """Return all that the daemon and its engine lack, including what they can do without."""
+    """Return all problems, including those that the daemon tolerates."""
     found: list[StartError] = []
     for check in _checks(config, MemoryFiles(), needs_all_tiers=True):
         try:
             check()
-        except StartError as lack:
-            found.append(lack)
+        except StartError as error:
+            found.append(error)
     return found
 
 
 def _checks(
     config: Config, files: MemoryFiles, *, needs_all_tiers: bool
 ) -> Iterator[Callable[[], object]]:
-    """Yield the checks in the order to run them; each raises StartError."""
+    """Yield the checks in order; each raises StartError."""
     yield check_limits
     yield partial(check_memory, config, files)
-    yield partial(_check_place, config)
+    yield partial(_check_socket_path, config)
     if config.rpc.listen is not None:
         yield partial(check_free, "rpc.listen", config.rpc.listen)
         yield partial(Credentials, config.rpc)
@@ -94,8 +93,8 @@ def _checks(
             yield partial(api_keys, config.engine.api_keys_file)
 
 
-def _check_place(config: Config) -> None:
-    """Check that there is a place for the daemon's socket."""
+def _check_socket_path(config: Config) -> None:
+    """Check that the daemon's socket can be created."""
     path, is_shared = config.daemon.socket, bool(config.daemon.allowed_uids)
     _check_name(path)
     check_writable("daemon.socket", path.parent, directory_mode(is_shared=is_shared))
@@ -103,7 +102,7 @@ def _check_place(config: Config) -> None:
 
 
 def check_free(field: str, address: ListenAddress) -> None:
-    """Check early that an address can be listened on; raises StartError."""
+    """Check that an address is free. Raises StartError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,17 +115,17 @@ def check_free(field: str, address: ListenAddress) -> None:
 
 
 def check_limits() -> None:
-    """Check how many files and threads this process may open; raises StartError.
+    """Check the limits of open files and threads. Raises StartError.
 
-    Raises the soft limit of open files to the hard limit first. If a process runs out of either,
-    gRPC kills it by a signal.
+    First raises the soft limit of open files to the hard limit. A process that runs out of either
+    is killed by an assertion in gRPC.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most < OPEN_FILES_LEAST:
         raise StartError(
             "open files",
-            f"the hard limit (RLIMIT_NOFILE) is {most}, but at least {OPEN_FILES_LEAST} are needed",
+            f"the hard limit (RLIMIT_NOFILE) is {most}, at least {OPEN_FILES_LEAST} are required",
             "raise it: ulimit -n 65536, LimitNOFILE=65536 in a unit, --ulimit nofile=65536 for a "
             "container",
         )
@@ -134,14 +133,14 @@ def check_limits() -> None:
     if num_threads < THREADS_LEAST:
         raise StartError(
             "threads",
-            f"only {num_threads} can be started, but at least {THREADS_LEAST} are needed",
+            f"only {num_threads} can be started, at least {THREADS_LEAST} are required",
             "raise the limit: ulimit -u (RLIMIT_NPROC), TasksMax= in a unit, --pids-limit for a "
             "container (pids.max), or ulimit -v (RLIMIT_AS)",
         )
 
 
 def _startable_threads() -> int:
-    """Return how many threads can be started now, at most ``THREADS_LEAST``; ends them again."""
+    """Return how many threads can be started, up to ``THREADS_LEAST``."""
     enough = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -159,20 +158,21 @@ def _startable_threads() -> int:
 
 
 def check_pool(config: Config, files: MemoryFiles | None = None) -> None:
-    """Check that an engine's pool fits into memory; raises StartError.
+    """Check that the pool of a separate engine fits into memory. Raises StartError.
 
-    For an engine alone; one that a daemon starts is part of that one's check. A device says itself
-    that its memory is full; the kernel would end a process only once it uses what it was given.
+    Only needed on a CPU: Linux overcommits, and would kill the process later.
     """
     if config.engine.device == "cpu":
         _check_room("engine.pool", config.engine.pool_bytes, 0, files or MemoryFiles())
 
 
 def check_memory(config: Config, files: MemoryFiles) -> None:
-    """Check that all that one command starts fits into the host's memory, together."""
+    """Check that everything that ``kvtier serve`` starts fits into memory. Raises StartError."""
     pool_bytes = 0
     is_started = config.engine.model is not None and not engine_is_running(config.daemon.socket)
-    if is_started and config.engine.device == "cpu":  # one that outlived a daemon has its pool
+    if (
+        is_started and config.engine.device == "cpu"
+    ):  # an engine that outlived its daemon already has its pool
         pool_bytes = config.engine.pool_bytes
     arena_bytes = config.cpu.capacity_bytes
     other_bytes = _DAEMON_BYTES + arena_bytes // _PAGE_TABLE_SHARE + pool_bytes
@@ -180,23 +180,22 @@ def check_memory(config: Config, files: MemoryFiles) -> None:
 
 
 def _check_room(field: str, wanted_bytes: int, other_bytes: int, files: MemoryFiles) -> None:
-    """Check that what ``field`` wants fits into memory, with ``other_bytes`` to spare."""
+    """Check that ``wanted_bytes`` and ``other_bytes`` fit into memory."""
     available = available_memory_bytes(files)
     if available is not None and wanted_bytes + other_bytes > available:
         fits = max(0, available - other_bytes) >> 20
-        beside = f" and {other_bytes >> 20}MiB for all else" if other_bytes else ""
+        beside = f" plus {other_bytes >> 20}MiB for the rest" if other_bytes else ""
         raise StartError(
             field,
-            f"{format_size(wanted_bytes)}{beside} do not fit into the "
-            f"{available >> 20}MiB of memory that are available",
-            f"set it to at most {fits}MiB, or free memory or raise the container's limit",
+            f"{format_size(wanted_bytes)}{beside} exceed the {available >> 20}MiB of free memory",
+            f"set it to at most {fits}MiB, free memory, or raise the container's limit",
         )
 
 
 def check_socket(path: Path, uid: int, *, is_shared: bool) -> None:
-    """Check the path of a socket of user ``uid``, and who may reach or replace it.
+    """Check the path of a socket of user ``uid``, and who can reach or replace it.
 
-    The socket's directory must exist. Changes nothing; raises StartError.
+    The directory must exist. Raises StartError.
     """
     _check_name(path)
     check_owner(path.parent, uid)
@@ -210,26 +209,30 @@ def _check_name(path: Path) -> None:
     if excess > 0:
         raise StartError(
             "daemon.socket",
-            f"its path, {path}, is {excess} bytes longer than Linux allows",
+            f"the path {path} is {excess} bytes too long",
             "use a shorter path, such as /run/kvtier/kvtier.sock",
         )
     if path.exists() and not path.is_socket():
-        raise StartError("daemon.socket", f"{path} is no socket", "remove it or use another path")
+        raise StartError(
+            "daemon.socket", f"{path} exists and is not a socket", "remove it, or use another path"
+        )
 
 
 def _check_passable(directory: Path) -> None:
-    """Check that other users can reach the sockets."""
+    """Check that other users can reach the sockets in a directory."""
     for folder in (directory, *directory.parents):
         if not folder.stat().st_mode & 0o011:
             raise StartError(
                 "daemon.allowed_uids",
-                f"other users cannot pass through {folder} to the daemon's sockets",
+                f"other users have no access to {folder}, where the sockets are",
                 f"chmod 711 {folder}, or use a daemon.socket such as /run/kvtier/kvtier.sock",
             )
 
 
 def check_packages() -> None:
-    """Refuse to start an engine where its packages are not; imports none of them."""
+    """Check that the packages of an engine are installed, without importing them."""
     for name in _ENGINE_PACKAGES:
         if importlib.util.find_spec(name) is None:
-            raise StartError("engine", f"needs the package {name}", "pip install 'kvtier[engine]'")
+            raise StartError(
+                "engine", f"package {name} is not installed", "pip install 'kvtier[engine]'"
+            )

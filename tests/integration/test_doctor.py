@@ -70,7 +70,7 @@ def test_beside_a_running_daemon(directory: Path) -> None:
         code, found = findings(*settings(node))
         assert code == 0
         assert f"pid {daemon.pid}" in found["daemon"]["found"]
-        assert "the running daemon's" in found["ports"]["found"]
+        assert "used by the running daemon" in found["ports"]["found"]
         assert "the running daemon's" in found["nofile"]["found"]
         with daemon.stopped():
             code, found = findings(*settings(node))
@@ -79,7 +79,7 @@ def test_beside_a_running_daemon(directory: Path) -> None:
         daemon.kill()
     code, found = findings(*settings(node))
     assert code == 0, "the socket of a daemon that was killed is no fault"
-    assert found["daemon"]["found"].startswith("none runs")
+    assert found["daemon"]["found"].startswith("not running")
 
 
 def test_each_fault_is_found_beside_the_others(directory: Path) -> None:
@@ -171,11 +171,11 @@ def test_another_user_sees_whose_the_ports_are(directory: Path, may_ask: bool) -
             directory.chmod(0o700)
         code, found = findings(*settings(node), "--measure", before=another)
         assert code == 0, "what is closed to it is no fault"
-        assert found["ssd"]["remedy"] == "run this as user 0, or as root"
+        assert found["ssd"]["remedy"] == "run this as user 0 or root"
         assert found["daemon"]["verdict"] == ("ok" if may_ask else "warn"), found["daemon"]
         if not may_ask:
-            assert "run this as that user or as root" in found["daemon"]["remedy"]
-        whose = f"127.0.0.1:{node.http_port} is held by user 0, as whom the daemon runs"
+            assert "run this as that user or root" in found["daemon"]["remedy"]
+        whose = f"127.0.0.1:{node.http_port} is used by user 0, who also runs the daemon"
         assert found["ports"] == {
             "check": "ports", "verdict": "ok", "found": whose, "remedy": ""
         }  # fmt: skip
@@ -187,4 +187,4 @@ def test_a_port_of_the_daemons_user_is_not_the_daemons_for_that(directory: Path)
         port = stranger.getsockname()[1]
         code, found = findings(*settings(node, http__listen=f"127.0.0.1:{port}"))
     assert code == 1
-    assert f", user {os.geteuid()} has it" in found["ports"]["found"]
+    assert f", used by user {os.geteuid()}" in found["ports"]["found"]

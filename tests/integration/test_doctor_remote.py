@@ -36,9 +36,9 @@ def found(url: str) -> Finding:
     ("settings", "verdict", "words"),
     [
         ({}, "ok", "allkeys-lru"),
-        ({"maxmemory": "0"}, "warn", "no maxmemory"),
-        ({"maxmemory-policy": "noeviction"}, "warn", "once full it takes nothing"),
-        ({"maxmemory-policy": "noeviction", "maxmemory": "1"}, "fail", "it is full"),
+        ({"maxmemory": "0"}, "warn", "without maxmemory"),
+        ({"maxmemory-policy": "noeviction"}, "warn", "rejects new blocks once it is full"),
+        ({"maxmemory-policy": "noeviction", "maxmemory": "1"}, "fail", "full"),
     ],
 )
 def test_settings(server: RedisServer, settings: dict[str, str], verdict: str, words: str) -> None:

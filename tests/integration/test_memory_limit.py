@@ -29,7 +29,7 @@ def test_one_that_is_too_small_is_said_and_nobody_is_killed(directory: Path) -> 
         command = [*group.enter, *kvtier_command("serve", *arguments)]
         with Child(command, directory / "log") as daemon:
             assert daemon.wait(60) == 2, daemon.log
-        assert "cpu.capacity: 256MiB and 256MiB for all else do not fit into the" in daemon.log
+        assert "cpu.capacity: 256MiB plus 256MiB for the rest exceed the" in daemon.log
         assert "raise the container's limit" in daemon.log
         doctor = kvtier_command("doctor", "--json", *arguments)
         done = subprocess.run(

@@ -95,7 +95,7 @@ def test_an_engine_whose_lock_file_was_removed_is_adopted(
             url_of(serve)
             left = engine_pid(node)
             engine_lock(node.directory / "k.sock").unlink()
-            serve.await_log("a lock file was removed and has been created again")
+            serve.await_log("lock file was removed; created it again")
             serve.kill()
             with node.start("serve", "--model", str(tiny_folder)) as next_serve:
                 next_serve.await_log("adopted the engine")

@@ -43,7 +43,7 @@ def test_everything_is_seen_in_a_small_window_and_more_in_a_large_one(node: Runn
             r"^cpu +up +[█░]+ +\d+% +\S+ [KM]iB +2 MiB +\d+ +[\d.]+ tok/s$",
             r"^remote +off ",
             r"^cpu → gpu +[\d.]+ \w+/s  cpu → ssd +[\d.]+ \w+/s  cpu → remote +0 B/s$",
-            r"^decided +all [\d.]+/s",
+            r"^decisions +all [\d.]+/s",
             r"^busy-engine +[\d.]+/s +[\d.]+k?/s +\d+ % +20 ms +3 +-$",
             r"^cmpl-[0-9a-f]{8}-0 +\d+ s +\d+ +\d+ +(cpu|ssd) +all +20 ms +~?\d+ ms$",
         ):

@@ -107,7 +107,7 @@ def test_what_one_command_starts_has_to_fit_together(tmp_path, tiny):
     together = configured(tmp_path, **sizes, engine__model=tiny)
     error = refused(together, files)
     assert error.field == "cpu.capacity"
-    assert "4360MiB for all else" in error.problem, "with the page tables of the arena"
+    assert "4360MiB for the rest" in error.problem, "with the page tables of the arena"
     assert "at most 3832MiB" in error.remedy
     on_device = configured(tmp_path, **sizes, engine__model=tiny, engine__device="cuda")
     check_start(on_device, files)
@@ -147,7 +147,7 @@ def test_a_socket_path_longer_than_linux_allows(tmp_path):
     # 107 bytes for the longer of two sockets, whose name has ".arena" at its end.
     error = refused(configured(tmp_path, daemon__socket="/tmp/" + "s" * 98), machine(tmp_path))
     assert error.field == "daemon.socket"
-    assert "2 bytes longer" in error.problem
+    assert "2 bytes too long" in error.problem
 
 
 def test_a_file_where_the_socket_should_be(tmp_path):

@@ -1,4 +1,4 @@
-"""The command itself: its options, what they must be, and its exit code."""
+"""``kvtier demo``: asks a real model about a document, once per tier, and compares the times."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import kvtier
-from kvtier.errors import StartError, reason_of
+from kvtier.cli.files import read_text
+from kvtier.errors import StartError
 
 __all__ = ["add_options", "run"]
 
@@ -19,7 +20,7 @@ _MODEL_VARIABLE = "KVTIER_DEMO_MODEL"
 _PACKAGES = ("openai", "torch", "transformers", "gguf")
 
 _DOCUMENT_BYTES_MAX = 4 << 20
-"""No model of today reads more; a larger file is one given by mistake."""
+"""More than any model's context; a larger file is a mistake."""
 
 _REDIS_TIMEOUT_S = 2.0
 
@@ -30,28 +31,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help=f"model folder or GGUF file (${_MODEL_VARIABLE}, or the one of `make setup`)",
+        help=f"model folder or GGUF file (default: ${_MODEL_VARIABLE}, or that of `make setup`)",
     )
     parser.add_argument(
-        "--document", type=Path, metavar="FILE", help="text to ask about (kvtier's own docs)"
+        "--document",
+        type=Path,
+        metavar="FILE",
+        help="text to ask about (default: kvtier's documentation)",
     )
     parser.add_argument(
-        "--redis", default="", metavar="URL", help="also show a hit in this Redis or Valkey"
+        "--redis", default="", metavar="URL", help="also use this Redis or Valkey server"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show a hit in every tier; exit code 1 where one did not serve or changed an answer."""
+    """Show a hit in every tier; exit code 1 if a tier did not serve or an answer differs."""
     for name in (*_PACKAGES, "redis") if options.redis else _PACKAGES:
         if importlib.util.find_spec(name) is None:
-            raise StartError("demo", f"needs the package {name}", "pip install 'kvtier[demo]'")
+            raise StartError(
+                "demo", f"package {name} is not installed", "pip install 'kvtier[demo]'"
+            )
     model = _model(options.model)
     document = _document(options.document)
     if options.redis:
         _check_redis(options.redis)
-    # After the checks: rich and the client are only needed now.
+    # Slow imports, after the checks.
     from kvtier.cli.demo.deployment import DemoDeployment
     from kvtier.cli.demo.run import DemoProgress, DemoRun, as_json, print_table
 
@@ -75,49 +81,37 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
-    """End as Ctrl-C does: what was started is stopped, and the directory removed."""
+    """Exit like Ctrl-C: stop the processes and remove the directory."""
     raise KeyboardInterrupt
 
 
 def _parent() -> Path | None:
-    """Return where the demo's directory goes: onto a disk, since /tmp is memory on many systems."""
+    """Return the parent of the demo's directory: on a disk, since /tmp is often in memory."""
     on_disk = Path("/var/tmp")  # noqa: S108 - only the parent of a private directory
     is_chosen = "TMPDIR" in os.environ or not os.access(on_disk, os.W_OK)
     return None if is_chosen else on_disk
 
 
 def _model(given: Path | None) -> Path:
-    """Return the model to use; raises StartError where there is none."""
+    """Return the model to use. Raises StartError if there is none."""
     beside = Path(kvtier.__file__).parents[1] / _MODEL
     named = os.environ.get(_MODEL_VARIABLE)
     path = given or (Path(named) if named else beside)
     if not path.exists():
-        raise StartError(
-            "--model", f"there is no model at {path}", "run `make setup`, or give --model PATH"
-        )
+        raise StartError("--model", f"no model at {path}", "run `make setup`, or pass --model PATH")
     return path.absolute()
 
 
 def _document(given: Path | None) -> str:
-    """Return the text to ask about; raises StartError where it cannot be read."""
+    """Return the text to ask about. Raises StartError."""
     package = Path(__file__).parents[1]
     checkout = Path(kvtier.__file__).parents[1] / "docs" / "architecture.md"
     path = given or (checkout if checkout.exists() else package / "document.md")
-    try:
-        with path.open("rb") as file:
-            content = file.read(_DOCUMENT_BYTES_MAX + 1)
-    except OSError as error:
-        raise StartError("--document", f"{path}: {reason_of(error)}", "give a text file") from error
-    if len(content) > _DOCUMENT_BYTES_MAX:
-        raise StartError("--document", f"{path} is larger than 4 MiB", "give a shorter text")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise StartError("--document", f"{path} is not UTF-8 text", "give a text file") from error
+    return read_text("--document", path, _DOCUMENT_BYTES_MAX)
 
 
 def _check_redis(url: str) -> None:
-    """Refuse a server that does not answer; its URL may hold a password and is not repeated."""
+    """Check that the server answers. Errors omit the URL, which may contain a password."""
     import redis
 
     try:
@@ -127,11 +121,11 @@ def _check_redis(url: str) -> None:
             server.ping()
     except ValueError as error:
         raise StartError(
-            "--redis", "is no URL of a server", "give one such as redis://127.0.0.1:6379/0"
+            "--redis", "not a valid URL", "give one such as redis://127.0.0.1:6379/0"
         ) from error
     except redis.RedisError as error:
         raise StartError(
             "--redis",
             f"the server does not answer ({type(error).__name__})",
-            "start it or correct the URL",
+            "start it, or fix the URL",
         ) from error

@@ -1,4 +1,4 @@
-"""``kvtier doctor``: its options, its checks in the order of a report, and the report."""
+"""``kvtier doctor``: checks the machine and the configuration, and recommends changes."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ from kvtier.tiers.finding import KernelFiles, TierCheck
 
 __all__ = ["add_options", "run"]
 
-_DAEMON_HUNG = "look at its log, and restart it"
+_DAEMON_HUNG = "see its log, and restart it"
 _WIDTH_MAX = 100
 
 _Named = tuple[str, Finding]
@@ -46,14 +46,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="write and read 256 MiB in ssd.directory, and remove them",
+        help="measure the SSD with a temporary file of 256 MiB in ssd.directory",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make every check and print what was found; 1 where one failed."""
-    start_log("error")  # what else is to be said of a server is a finding here
+    """Run all checks and print the findings; exit code 1 if one failed."""
+    start_log("error")  # warnings about servers are findings here
     config, first = _configuration(options)
     running: list[RunningDaemon] = []
     inspect = partial(daemon.inspect_daemon, config, running.append)
@@ -61,26 +61,26 @@ def run(options: argparse.Namespace) -> int:
     context = CheckContext(config=config, running=running[0] if running else None)
     found += run_checks(_checks(context))
     if options.measure:
-        for each in _tier_checks(config, is_measurement=True):  # one by one, with nothing beside it
+        for each in _tier_checks(config, is_measurement=True):  # one by one, undisturbed
             found += run_checks([_as_check(each, context)])
     print(_document(found) if options.json else _text(found))
     return int(any(finding.verdict is CheckVerdict.FAIL for _, finding in found))
 
 
 def _configuration(options: argparse.Namespace) -> tuple[Config, _Named]:
-    """Return what is configured, or the defaults where that cannot be used."""
+    """Return the configuration, or the defaults if it is invalid."""
     try:
         config, finding = _found(options)
     except ConfigError as error:
-        found = f"{error.field}: {error.problem}; what follows is about the defaults"
+        found = f"{error.field}: {error.problem}; the defaults are checked instead"
         return Config(), ("config", fail(found, error.remedy))
-    with contextlib.suppress(ConfigError):  # the check of files says so
+    with contextlib.suppress(ConfigError):  # the check of files reports it
         config = with_secrets(config)
     return config, ("config", finding)
 
 
 def _found(options: argparse.Namespace) -> tuple[Config, Finding]:
-    """Return the configuration that is meant, the machine's where nothing says another, and why.
+    """Return the selected configuration, else the machine's, and a finding that says why.
 
     Raises ConfigError.
     """
@@ -90,20 +90,20 @@ def _found(options: argparse.Namespace) -> tuple[Config, Finding]:
     socket, user = config.daemon.socket, f"user {os.geteuid()}"
     why_none = ""
     if socket != default_socket():
-        why_none = "daemon.socket is named"
+        why_none = "daemon.socket is set"
     elif os.access(socket, os.F_OK):
         why_none = f"{user} has a daemon at {socket}"
     elif not os.access(SYSTEM_CONFIG, os.F_OK):
-        why_none = f"there is no {SYSTEM_CONFIG}"
+        why_none = f"{SYSTEM_CONFIG} does not exist"
     if why_none:
-        return config, ok(f"no file; defaults and environment, since {why_none}")
+        return config, ok(f"no file ({why_none}): using defaults and environment")
     if not os.access(SYSTEM_CONFIG, os.R_OK):
         return config, warn(
-            f"{SYSTEM_CONFIG} is closed to {user}; what follows is about the defaults",
-            "run this as the daemon's user or as root, or name a file with --config",
+            f"{user} cannot read {SYSTEM_CONFIG}; the defaults are checked instead",
+            "run this as the daemon's user or root, or pass --config",
         )
     options.config = SYSTEM_CONFIG
-    return config_from(options), ok(f"{SYSTEM_CONFIG}, the machine's, since no other is named")
+    return config_from(options), ok(f"{SYSTEM_CONFIG} (default)")
 
 
 def _checks(context: CheckContext) -> list[Check]:
@@ -141,30 +141,30 @@ def _checks(context: CheckContext) -> list[Check]:
 def _as_daemon_user(
     inspect: Callable[[CheckContext], Finding],
 ) -> Callable[[CheckContext], Finding]:
-    """Have files that are the running daemon's user's looked at by none to whom they are closed."""
+    """Run a check of the daemon's files only as its user or root; others cannot read them."""
 
-    def looked(context: CheckContext) -> Finding:
+    def inspected(context: CheckContext) -> Finding:
         owner = context.running.uid if context.running else None
         if owner is None or os.geteuid() in {0, owner}:
             return inspect(context)
-        return warn(f"closed to user {os.geteuid()}", f"run this as user {owner}, or as root")
+        return warn(f"not accessible to user {os.geteuid()}", f"run this as user {owner} or root")
 
-    return looked
+    return inspected
 
 
 def _tier_checks(config: Config, *, is_measurement: bool) -> list[TierCheck]:
-    """Return checks of the configured tiers; one that fails for a tier that lacks a package."""
+    """Return the checks of the configured tiers; a missing package is a failing check."""
     checks: list[TierCheck] = []
     for name in configured(config):
         try:
             checks += backend_of(name).checks(config.tiers[name])
-        except StartError as lack:
-            checks.append(TierCheck(name, partial(_refuse, lack), ""))
+        except StartError as error:
+            checks.append(TierCheck(name, partial(_raise, error), ""))
     return [each for each in checks if each.is_measurement is is_measurement]
 
 
-def _refuse(lack: StartError, _kernel: KernelFiles) -> Finding:
-    raise lack
+def _raise(error: StartError, _kernel: KernelFiles) -> Finding:
+    raise error
 
 
 def _as_check(each: TierCheck, context: CheckContext) -> Check:
@@ -173,7 +173,7 @@ def _as_check(each: TierCheck, context: CheckContext) -> Check:
 
 
 def _text(found: list[_Named]) -> str:
-    """Return a line a check, a second one for what to change, and the sum."""
+    """Return a line for each finding and each remedy, and the totals."""
     width = min(_WIDTH_MAX, shutil.get_terminal_size().columns)
     lines = []
     for name, finding in found:

@@ -27,16 +27,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to look at; ``inspect`` may raise, and may hang."""
+    """A check; ``inspect`` may raise or hang."""
 
     name: str
     inspect: Callable[[], Finding]
     deadline_s: float = 3.0
-    if_hung: str = "find out what hangs, with dmesg and /proc/PID/stack"
+    if_hung: str = "find what is stuck, with dmesg and /proc/PID/stack"
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
-    """Make all checks at once and yield their names and findings, in order."""
+    """Run all checks in parallel, and yield their names and findings in order."""
     started_s = time.monotonic()
     begun = [(check, _begin(check)) for check in checks]
     for check, future in begun:
@@ -57,28 +57,29 @@ def _begin(check: Check) -> "Future[Finding]":
 
 
 def _outcome(check: Check) -> Finding:
-    """Return what a check finds; a fault in it is a finding, and keeps no other from being made."""
+    """Return the finding of a check; an exception is a finding, too."""
     try:
         return check.inspect()
     except StartError as error:
         return fail(f"{error.field}: {error.problem}", error.remedy)
     except KvtierError as error:
-        return fail(str(error), "put that right")
+        return fail(str(error), "fix this")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return fail(f"{where}{reason_of(error)}", "put that right")
+        return fail(f"{where}{reason_of(error)}", "fix this")
     except Exception as error:
-        return fail(f"this check itself is broken: {error!r}", "report it to kvtier's authors")
+        return fail(f"the check itself failed: {error!r}", "please report this as a bug")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
-    """A daemon that answers at the configuration's socket."""
+    """A daemon that listens on the configured socket."""
 
     pid: int
-    """As it is known here; 0 where it is in another container, or does not let us in."""
+    """Its process id; 0 if it is in another container or does not let us connect."""
+
     uid: int | None = None
-    """Its user; None where that cannot be seen."""
+    """Its user; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,14 @@ class CheckContext(KernelFiles):
 
     @property
     def memory_files(self) -> MemoryFiles:
-        """Return where the kernel tells how much memory there is."""
+        """Kernel files with the available memory."""
         root = self.root
         return MemoryFiles(root / "proc/meminfo", root / "proc/self/cgroup", root / "sys/fs/cgroup")
 
     def limit(self, name: str) -> tuple[float, str]:
         """Return a soft resource limit, such as ``Max locked memory``, and whose it is.
 
-        If a daemon is running, it is the daemon's: a shell and a service have different limits.
+        It is the running daemon's, if there is one: a shell and a service have different limits.
         """
         return self._limit(name, 0)
 

@@ -1,4 +1,4 @@
-"""The daemon: whether one runs, and whether one could."""
+"""Checks of the daemon: whether it is healthy, or could start."""
 
 import contextlib
 import json
@@ -34,25 +34,27 @@ __all__ = [
 ]
 
 _ANSWER_S = 2.0
+_HEALTH_PAGE = "docs/operations/health.md"
+_HEALTH_PAGE = "docs/operations/health.md"
 
 _LISTEN = "0A"
-"""The state of a socket that listens, as the kernel writes it."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def inspect_daemon(config: Config, on_found: Callable[[RunningDaemon], None]) -> Finding:
-    """Ask the daemon at the configuration's socket how it does; that none runs is no fault.
+    """Check the health of the daemon on the configured socket, if one runs.
 
-    ``on_found`` is told of one that does not answer, too.
+    Calls ``on_found`` with it, even if it does not answer.
     """
     path, user = config.daemon.socket, os.geteuid()
     running = _served_by(path)
     if running is None:
-        return ok(f"none runs at {path}")
+        return ok(f"not running at {path}")
     on_found(running)
     if running.uid is not None and user not in {0, running.uid, *config.daemon.allowed_uids}:
         return warn(
-            f"{path} is user {running.uid}'s, and tells user {user} nothing",
-            "run this as that user or as root, or name yours in daemon.allowed_uids",
+            f"{path} belongs to user {running.uid}, and does not serve user {user}",
+            "run this as that user or root, or add yours to daemon.allowed_uids",
         )
     reply = call_daemon(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
     document = json.loads(reply.json)
@@ -63,14 +65,14 @@ def inspect_daemon(config: Config, on_found: Callable[[RunningDaemon], None]) ->
         if tier.get("state") in {"degraded", "out"}
     ]
     if ailing:
-        return warn(f"{found}; {', '.join(ailing)}", "look that up in docs/operations/health.md")
+        return warn(f"{found}; {', '.join(ailing)}", f"see {_HEALTH_PAGE}")
     if document["version"] != __version__:
-        return warn(f"{found}, and {__version__} is installed", "restart it")
+        return warn(f"{found}, but {__version__} is installed", "restart it")
     return ok(f"{found}, all tiers are up")
 
 
 def _served_by(path: Path) -> RunningDaemon | None:
-    """Return who listens; None for nobody, as where a socket is left over."""
+    """Return the process that listens; None if there is none, as for a stale socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_ANSWER_S)
         try:
@@ -80,12 +82,12 @@ def _served_by(path: Path) -> RunningDaemon | None:
         except PermissionError:
             return RunningDaemon(0, _owner_of(path))
         except OSError:
-            return RunningDaemon(0)  # the question that comes next tells why
+            return RunningDaemon(0)  # the status call reports why
         return RunningDaemon(*peer_of(probe))
 
 
 def _owner_of(path: Path) -> int:
-    """Return whose a path is that lets nobody else in, or the folder on the way that does not."""
+    """Return the owner of a path, or of the first parent that can be seen."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):
             return each.stat().st_uid
@@ -93,20 +95,20 @@ def _owner_of(path: Path) -> int:
 
 
 def inspect_socket(context: CheckContext) -> Finding:
-    """Look whether the socket can be made, and reached by those who may."""
+    """Check that the socket can be created, and reached by the allowed users."""
     daemon = context.config.daemon
     if context.running:
-        return ok(f"{daemon.socket}, the running daemon's")
+        return ok(f"{daemon.socket}, in use by the running daemon")
     folder = next(path for path in daemon.socket.parents if path.exists())
     if folder == daemon.socket.parent:
         owner = folder.stat().st_uid
-        # Root looks on behalf of the user that the daemon has, whose directory it then is.
+        # Root checks on behalf of the daemon's user, who owns the directory.
         uid = owner if os.geteuid() == 0 else os.geteuid()
         check_socket(daemon.socket, uid, is_shared=bool(daemon.allowed_uids))
     if not os.access(folder, os.W_OK | os.X_OK):
         return fail(
-            f"user {os.geteuid()} may not write {folder}",
-            f"mkdir -p {daemon.socket.parent}, and give it to the daemon's user",
+            f"user {os.geteuid()} cannot write to {folder}",
+            f"run mkdir -p {daemon.socket.parent}, and chown it to the daemon's user",
         )
     others = (
         f"users {', '.join(map(str, daemon.allowed_uids))}"
@@ -117,7 +119,7 @@ def inspect_socket(context: CheckContext) -> Finding:
 
 
 def inspect_ports(context: CheckContext) -> Finding:
-    """Look whether each port is free, or held by the running daemon itself."""
+    """Check that each port is free, or used by the running daemon."""
     config = context.config
     wanted: dict[str, ListenAddress | None] = {
         "http.listen": config.http.listen,
@@ -131,24 +133,24 @@ def inspect_ports(context: CheckContext) -> Finding:
         if address is None:
             continue
         if ours and address.port in ours:
-            found.append(f"{address} is the running daemon's")
+            found.append(f"{address} is used by the running daemon")
             continue
         try:
             check_free(field, address)
         except StartError as error:
             user = _listener(context, address.port)
             if user is not None and user == daemons_user:
-                found.append(f"{address} is held by user {user}, as whom the daemon runs")
+                found.append(f"{address} is used by user {user}, who also runs the daemon")
                 continue
-            whose = "" if user is None else f", user {user} has it"
-            remedy = f"ss -ltnp 'sport = :{address.port}' names who"
+            whose = "" if user is None else f", used by user {user}"
+            remedy = f"find the process with ss -ltnp 'sport = :{address.port}'"
             return fail(f"{field}: {error.problem}{whose}", remedy)
         found.append(f"{address} is free")
-    return ok(", ".join(found) or "none wanted")
+    return ok(", ".join(found) or "none configured")
 
 
 def _held(running: RunningDaemon | None) -> set[int] | None:
-    """Return the TCP ports that the daemon and its children have; None where we may not see."""
+    """Return the TCP ports of the daemon and its children; None if they cannot be seen."""
     ports: set[int] = set()
     try:
         main = psutil.Process(running.pid) if running else None
@@ -161,7 +163,7 @@ def _held(running: RunningDaemon | None) -> set[int] | None:
 
 
 def _listener(context: CheckContext, port: int) -> int | None:
-    """Return the user who listens on a TCP port, which the kernel tells everybody."""
+    """Return the user who listens on a TCP port."""
     for name in ("proc/net/tcp", "proc/net/tcp6"):
         for line in context.read(name).splitlines()[1:]:
             _, local, _, state, _, _, _, user, *_ = line.split()
@@ -171,7 +173,7 @@ def _listener(context: CheckContext, port: int) -> int | None:
 
 
 def inspect_files(context: CheckContext) -> Finding:
-    """Read the keys, tokens and the model that the configuration names, as a start would."""
+    """Read the configured keys, certificates and model, as a start would."""
     config = context.config
     named: list[str] = []
     certificates: dict[str, Certificates] = {}
@@ -200,5 +202,5 @@ def inspect_files(context: CheckContext) -> Finding:
     now_s = time.time()
     late = [f"{key} {why}" for key, each in certificates.items() if (why := each.complaint(now_s))]
     if late:
-        return warn(", ".join(late), "renew it in place: a running daemon takes it by itself")
-    return ok(f"{', '.join(named)} can be read" if named else "none named")
+        return warn(", ".join(late), "renew it in place: a running daemon reloads it automatically")
+    return ok(f"{', '.join(named)} can be read" if named else "none configured")

@@ -17,24 +17,24 @@ from kvtier.tiers.redis.topology import Topology
 __all__ = ["inspect_servers", "redis_checks"]
 
 _DEADLINE_S = 5.0
-"""For finding the servers and asking each; a daemon gives a call far less."""
+"""Time to find and query the servers; a daemon allows a call far less."""
 
 _PATIENCE_S = 2.0
-"""For one connection or reply."""
+"""Timeout of one connection or reply."""
 
 _SECTIONS = (b"server", b"memory", b"replication")
 _OLDEST = 6
-"""Major version; older ones are not tested."""
+"""Oldest tested major version."""
 
 
 def redis_checks(settings: RedisConfig) -> Sequence[TierCheck]:
     """Return the only check."""
-    hung = "look at the network and the server, or correct remote.url"
+    hung = "check the network and the server, or fix remote.url"
     return (TierCheck("remote", partial(inspect_servers, settings), hung, _DEADLINE_S),)
 
 
 def inspect_servers(remote: RedisConfig, _kernel: KernelFiles) -> Finding:
-    """Ask each primary server what it is; the worst finding counts."""
+    """Check each primary; the worst finding counts."""
     address = RedisAddress.parse(remote.url)
     topology = _topology(address, remote)
     deadline_ns = time.monotonic_ns() + int(_DEADLINE_S * 0.8e9)
@@ -44,7 +44,7 @@ def inspect_servers(remote: RedisConfig, _kernel: KernelFiles) -> Finding:
             for server in topology.primaries(deadline_ns)
         ]
     except TierError as error:
-        return fail(str(error).removeprefix("remote: "), "start it, or correct remote.url")
+        return fail(str(error).removeprefix("remote: "), "start it, or fix remote.url")
     finally:
         topology.close()
     worst = max(findings, key=lambda finding: list(CheckVerdict).index(finding.verdict))
@@ -52,8 +52,8 @@ def inspect_servers(remote: RedisConfig, _kernel: KernelFiles) -> Finding:
     if worst.remedy or not is_open or all(map(_is_here, address.places)):
         return worst
     return warn(
-        f"{worst.found}; KV goes over the network in the clear, and anyone could change it",
-        "use rediss://, and remote.seal",
+        f"{worst.found}; KV blocks cross the network unencrypted, and could be altered",
+        "use rediss:// and remote.seal",
     )
 
 
@@ -68,12 +68,12 @@ def _topology(address: RedisAddress, remote: RedisConfig) -> Topology:
 
 
 def _ask(server: Server, deadline_ns: int) -> tuple[dict[str, str], float]:
-    """Return what a server says of itself, and how long it takes to answer."""
+    """Return a server's INFO, and the time of a PING."""
     questions = [RespCommand((b"INFO", section)) for section in _SECTIONS]
     facts: dict[str, str] = {}
     for reply in server.ask(questions, deadline_ns):
         if isinstance(reply, ErrorReply):
-            raise TierError(f"it refuses INFO (-{reply.code}), {server.place}")
+            raise TierError(f"{server.place} refused INFO (-{reply.code})")
         facts |= facts_of(reply)
     asked_s = time.monotonic()
     server.ask([RespCommand((b"PING",))], deadline_ns)
@@ -87,17 +87,19 @@ def _judge(place: ServerAddress, facts: Mapping[str, str], took_s: float) -> Fin
     policy = facts.get("maxmemory_policy", "unknown")
     found = f"{kind} {version} at {place}, {format_seconds(took_s)}"
     if facts.get("role") == "slave":
-        return fail(f"{found}: a replica, which takes no blocks", "name the primary")
+        return fail(f"{found}: a replica, which cannot store blocks", "use the primary")
     if kind == "redis" and int(version.partition(".")[0]) < _OLDEST:
-        return warn(f"{found}: older than what is tested", "use Redis 6 or newer, or Valkey")
+        return warn(f"{found}: untested old version", "use Redis 6 or newer, or Valkey")
     if not limit:
-        return warn(f"{found}: no maxmemory, it may take its whole machine", "set maxmemory")
+        return warn(
+            f"{found}: without maxmemory it may use all memory of its machine", "set maxmemory"
+        )
     found += f", {format_bytes(used)} of {format_bytes(limit)}, {policy}"
     if policy == "noeviction":
         remedy = "set maxmemory-policy volatile-ttl or allkeys-lru"
         if used >= limit:
-            return fail(f"{found}: it is full", remedy)
-        return warn(f"{found}: once full it takes nothing", remedy)
+            return fail(f"{found}: full", remedy)
+        return warn(f"{found}: rejects new blocks once it is full", remedy)
     return ok(found)
 
 

@@ -32,7 +32,7 @@ _Inspect = Callable[[SsdConfig, KernelFiles], Finding]
 
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gluster", "afs")
 _VIRTUAL = ("vd", "xvd")
-"""Names of drives that say they turn because nobody told them otherwise."""
+"""Prefixes of virtual drives, which report themselves as rotational by default."""
 
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs"})
 
@@ -40,12 +40,12 @@ _MEASURE_S = 60.0
 _MEASURED_BYTES = 256 << 20
 _PIECE_BYTES = 4 << 20
 _SLOW_BYTES = 100 << 20
-"""A second: a tier slower than that is beaten by computing on any GPU."""
+"""Bytes per second; below this, recomputing is faster on any GPU."""
 
 
 def ssd_checks(settings: SsdConfig) -> Sequence[TierCheck]:
     """Return the checks in the order of a report."""
-    hung = "look at the mount (dmesg, findmnt), or name another ssd.directory"
+    hung = "check the mount (dmesg, findmnt), or use another ssd.directory"
 
     def check(name: str, inspect: _Inspect) -> TierCheck:
         return TierCheck(name, partial(inspect, settings), hung, is_private=True)
@@ -63,26 +63,26 @@ def ssd_checks(settings: SsdConfig) -> Sequence[TierCheck]:
 
 
 def inspect_directory(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Check that the directory is private to the daemon's user, or can be created as such."""
+    """Check that the directory is private to the daemon's user, or can be created."""
     wanted = settings.directory
     found = _nearest(wanted)
-    remedy = f"mkdir -p {wanted}, and give it to the daemon's user with mode 0700"
+    remedy = f"run mkdir -p {wanted}, and chown it to the daemon's user with mode 0700"
     if not found.is_dir():
-        return fail(f"{found} is no directory", "remove it, or name another ssd.directory")
+        return fail(f"{found} is not a directory", "remove it, or use another ssd.directory")
     if not os.access(found, os.W_OK | os.X_OK):
-        return fail(f"user {os.geteuid()} may not write {found}", remedy)
-    # Root checks on behalf of the daemon's user, who is taken to own the directory.
+        return fail(f"user {os.geteuid()} cannot write to {found}", remedy)
+    # Root checks on behalf of the daemon's user, the presumed owner of the directory.
     check_parents(wanted, "ssd.directory", os.geteuid() or found.stat().st_uid)
     if found != wanted:
-        return ok(f"{wanted} will be made")
+        return ok(f"{wanted} will be created")
     mode = found.stat().st_mode & 0o777
     if mode & 0o077:
-        return warn(f"others may enter {wanted} (mode {mode:04o})", f"chmod 700 {wanted}")
+        return warn(f"others can access {wanted} (mode {mode:04o})", f"chmod 700 {wanted}")
     return ok(str(wanted))
 
 
 def inspect_space(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Look whether the tier fits beside what others have there."""
+    """Check that the tier fits into the free space."""
     place = _nearest(settings.directory)
     check_space(settings, place)
     free = os.statvfs(place)
@@ -90,7 +90,7 @@ def inspect_space(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     found = f"{left} free, ssd.capacity is {format_size(settings.capacity_bytes)}"
     if floor_bytes := floor_beside_system(settings, place, kernel.root):
         return warn(
-            f"{found}: when full it leaves less than 15 % of the system's own drive",
+            f"{found}: once full, less than 15 % of the system drive stays free",
             "use another drive, a smaller ssd.capacity, or ssd.free_space_floor = "
             f"{format_size(floor_bytes)}",
         )
@@ -98,10 +98,10 @@ def inspect_space(settings: SsdConfig, kernel: KernelFiles) -> Finding:
 
 
 def inspect_inodes(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Look whether there are inodes for all segments; a file system may not count them."""
+    """Check that there are inodes for all segments, if the file system has a limit."""
     volume = os.statvfs(_nearest(settings.directory))
     if not volume.f_files:
-        return ok("made as they are needed")
+        return ok("allocated dynamically")
     wanted = settings.capacity_bytes // settings.segment_bytes + settings.free_inodes_floor
     found = f"{volume.f_favail:,} free, {wanted:,} wanted with settings.free_inodes_floor"
     if volume.f_favail < wanted:
@@ -110,75 +110,79 @@ def inspect_inodes(settings: SsdConfig, kernel: KernelFiles) -> Finding:
 
 
 def inspect_file_system(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Look what kind of file system it is."""
+    """Check the type of the file system."""
     kind, mounted = _mount(kernel, _nearest(settings.directory).resolve())
     found = f"{kind} at {mounted}"
     if kind in _MEMORY_KINDS:
-        return fail(f"{found} is memory, not a disk", "name an ssd.directory on a drive")
+        return fail(f"{found} is memory, not a disk", "use an ssd.directory on a drive")
     if kind == "overlay":
-        return warn(f"{found} goes with its container", "mount a volume for ssd.directory")
+        return warn(f"{found} is lost with its container", "mount a volume for ssd.directory")
     if kind.startswith(_REMOTE_KINDS):
-        return warn(f"{found} is slow, or may hang", "use a drive of this node")
+        return warn(f"{found} may be slow or hang", "use a local drive")
     return ok(found)
 
 
 def inspect_direct_io(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Write a page past the page cache and read it back, in a file without a name."""
+    """Write and read a page with direct I/O, in an unnamed file."""
     mode = settings.direct_io
     with _scratch(_nearest(settings.directory)) as fd:
         is_direct = _go_direct(fd) and _keeps_a_page(fd)
     if mode == "off":
-        return ok("would work, and is off" if is_direct else "is off")
+        return ok("off (would work)" if is_direct else "off")
     if is_direct:
         return ok("works")
     if mode == "on":
-        return fail("the file system refuses it", 'set ssd.direct_io = "auto", or use ext4 or XFS')
+        return fail(
+            "the file system does not support it", 'set ssd.direct_io = "auto", or use ext4 or XFS'
+        )
     return warn(
-        "the file system refuses it: blocks are kept in the page cache as well",
-        "use ext4 or XFS on a drive of this node",
+        "the file system does not support it: blocks also occupy the page cache",
+        "use ext4 or XFS on a local drive",
     )
 
 
 def inspect_drive(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Look whether the drive has no moving parts."""
+    """Check that the drive is solid-state."""
     device = os.stat(_nearest(settings.directory)).st_dev
     folder = kernel.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     folder = folder.resolve()
-    for drive in (folder, folder.parent):  # a partition's drive is above it
+    for drive in (folder, folder.parent):  # the drive is the parent of a partition
         if rotates := kernel.read(str((drive / "queue/rotational").relative_to(kernel.root))):
             model = kernel.read(str((drive / "device/model").relative_to(kernel.root)))
             found = " ".join(filter(None, (drive.name, model)))
             if rotates == "1" and drive.name.startswith(_VIRTUAL):
-                return ok(f"{found}, virtual: what is below it is not told")
+                return ok(f"{found} is virtual; the underlying hardware is unknown")
             if rotates == "1":
-                return warn(f"{found} is a disk that turns", "use an SSD, or ssd.enabled = false")
+                return warn(f"{found} is a hard disk", "use an SSD, or ssd.enabled = false")
             return ok(f"{found}, solid state")
-    return ok("none that the kernel names")
+    return ok("unknown")
 
 
 def inspect_speed(settings: SsdConfig, kernel: KernelFiles) -> Finding:
-    """Write and read what fits into no drive's first cache, and remove it."""
+    """Measure with a temporary file that is larger than the caches of drives."""
     place = _nearest(settings.directory)
     free = os.statvfs(place)
     if free.f_bavail * free.f_frsize < _MEASURED_BYTES + settings.free_space_floor_bytes:
-        return warn("not measured: the volume is too full", "free some space there")
+        return warn("not measured: the volume is too full", "free some space")
     with _scratch(place) as fd:
         is_direct = _go_direct(fd)
         write, read = _rates(fd)
     found = f"writes {format_bytes(write)}/s, reads {format_bytes(read)}/s"
     found += "" if is_direct else " (through the page cache)"
     if min(write, read) < _SLOW_BYTES:
-        return warn(found, "use a faster drive; kvtier restores only what pays")
+        return warn(
+            found, "use a faster drive; kvtier restores only when that is faster than computing"
+        )
     return ok(found)
 
 
 def _nearest(directory: Path) -> Path:
-    """Return the directory, or what exists on the way to it."""
+    """Return the directory, or its nearest existing parent."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _mount(kernel: KernelFiles, path: Path) -> tuple[str, str]:
-    """Return the kind of file system that ``path`` is on, and where it is mounted."""
+    """Return the type and the mount point of the file system of ``path``."""
     kind, mounted = "unknown", Path("/")
     for line in kernel.read("proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -190,7 +194,7 @@ def _mount(kernel: KernelFiles, path: Path) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _scratch(directory: Path) -> Iterator[int]:
-    """Yield a file without a name, which is gone however this ends."""
+    """Yield an unnamed temporary file, which cannot outlive this process."""
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         yield file.fileno()
 
@@ -215,7 +219,7 @@ def _keeps_a_page(fd: int) -> bool:
 
 
 def _rates(fd: int) -> tuple[float, float]:
-    """Return the bytes a second that are written and read."""
+    """Return the bytes per second written and read."""
     with mmap.mmap(-1, _PIECE_BYTES) as piece:
         piece[:] = os.urandom(_PIECE_BYTES)
         places = range(0, _MEASURED_BYTES, _PIECE_BYTES)
