@@ -104,7 +104,7 @@ def compare(directory: Path, block_bytes: int, options: argparse.Namespace) -> d
     speeds: dict[str, list[float]] = {}
     for run in range(options.runs):
         durable = SsdOptions(durability=Durability.BATCH)
-        tier = SsdTier(directory / "ssd", 2 * total + (1 << 30), options=durable)
+        tier = SsdTier(directory / "ssd", 2 * total + (1 << 30), 256 << 20, durable)
         steps: list[tuple[str, Callable[[], float]]] = []
         for action, step in (("write", blocks.write), ("read", blocks.read)):
             of_fio = partial(fio, directory, action, block_bytes, total)
@@ -145,7 +145,7 @@ def recover(directory: Path, num_blocks: int, per_segment: int = 4096) -> dict[s
         seal_segment(disk, segment)
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()
-    tier = SsdTier(directory, 1 << 40)
+    tier = SsdTier(directory, 1 << 40, 256 << 20)
     seconds = time.perf_counter() - started
     held = psutil.Process().memory_info().rss - before
     count = tier.usage().num_blocks

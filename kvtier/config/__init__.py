@@ -4,8 +4,7 @@ from kvtier.config.engine import ClientConfig, EngineConfig
 from kvtier.config.load import load_config, read_config
 from kvtier.config.model import Config, DaemonConfig, HttpConfig, RpcConfig
 from kvtier.config.section import ListenAddress
-from kvtier.config.tier_section import TierSection
-from kvtier.config.tiers import CpuConfig
+from kvtier.config.tiers import CpuConfig, TierSection
 
 __all__ = [
     "ClientConfig",

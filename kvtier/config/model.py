@@ -26,9 +26,9 @@ from kvtier.config.section import (
     key_of,
     setting,
 )
-from kvtier.config.tier_section import TierSection, secret_in
-from kvtier.config.tiers import CpuConfig, SealConfig
+from kvtier.config.tiers import CpuConfig, SealConfig, TierSection, secret_in
 from kvtier.core.eviction import EVICTION_POLICIES, policy_help
+from kvtier.core.planner import PlannerSettings
 from kvtier.core.tier_registry import SLOW_TIERS, TIERS, TierName
 from kvtier.errors import ConfigError
 
@@ -173,32 +173,35 @@ class PolicyConfig(Section):
     )
 
 
+_PLANNER = PlannerSettings()
+
+
 class CostConfig(Section):
     """When blocks are restored instead of recomputed."""
 
     restore: Literal["auto", "always", "never"] = setting(
-        "auto",
+        _PLANNER.mode,
         "auto: restore as many blocks as is faster than computing them, according to measurements; "
         "always: restore every cached block; never: restore nothing, but still store blocks.",
         why="Measurements on this node are better than any fixed rule.",
         live=True,
     )
     split: bool = setting(
-        True,
+        _PLANNER.is_split_allowed,
         "Whether the integrated engine may compute the start of a prompt while the rest is being "
         "loaded.",
         why="It is used only if it is predicted to finish sooner.",
         live=True,
     )
     guard: bool = setting(
-        True,
+        _PLANNER.is_guarded,
         "Whether a tier is skipped for a while after restores from it took longer than computing "
         "would have.",
         why="Without it, a tier that becomes slow keeps delaying requests.",
         live=True,
     )
     wait_max_ns: int = setting(
-        5 * SECOND,
+        _PLANNER.wait_max_ns,
         "Longest time that a request waits for its blocks, whatever was predicted.",
         why="Longer than any restore that pays off on the machines measured.",
         live=True,

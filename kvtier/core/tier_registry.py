@@ -3,7 +3,7 @@
 To add a tier
 -------------
 1. Write a package with two modules. ``settings`` defines ``SETTINGS``, a subclass of
-   ``kvtier.config.tier_section.TierSection``: the tier's section of the configuration file. It
+   ``kvtier.config.tiers.TierSection``: the tier's section of the configuration file. It
    imports nothing of the tier itself, because every process reads the configuration. ``backend``
    defines ``BACKEND``, a ``kvtier.tiers.backend.TierBackend``: it opens the tier, applies a reload
    to it, tells the node how to use it, identifies its device and checks it for ``kvtier doctor``.

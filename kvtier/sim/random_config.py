@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvtier.config import Config
 from kvtier.config.model import CostConfig, PolicyConfig, tier_sections
-from kvtier.config.tier_section import TierSection
+from kvtier.config.tiers import TierSection
 from kvtier.core.eviction import EVICTION_POLICIES
 from kvtier.core.residency import SLOW_TIERS, TierName
 from kvtier.core.slow_tier import WriteMode

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from kvtier.certificate import Certificates
-from kvtier.config.tier_section import TierSection
+from kvtier.config.tiers import TierSection
 from kvtier.core.identity import BlockHash
 from kvtier.core.slow_tier import SlowTier
 from kvtier.core.tier_registry import TIERS, TierName

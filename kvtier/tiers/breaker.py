@@ -30,6 +30,9 @@ T = TypeVar("T")
 _COUNTED = frozenset({Operation.READ, Operation.WRITE, Operation.CONTAINS, Operation.REMOVE})
 """Calls whose results count, besides health checks."""
 
+_COOL_DOWN_NS = 1_000_000_000
+"""Time without calls to a failing tier; short, so that a recovered tier is used within seconds."""
+
 
 class BreakerState(StrEnum):
     """Which calls pass."""
@@ -48,7 +51,7 @@ class BreakerTier(TierWrapper):
         inner: Tier,
         *,
         faults_max: int = 3,
-        cool_down_ns: int = 5_000_000_000,
+        cool_down_ns: int = _COOL_DOWN_NS,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         super().__init__(inner)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvtier.config.section import MIB, SECOND, setting
-from kvtier.config.tier_section import TierSection
+from kvtier.config.tiers import TierSection
 
 
 class DirectoryConfig(TierSection):

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic.fields import FieldInfo
 
 from kvtier.config import Config, read_config
 from kvtier.config.model import all_settings
 from kvtier.config.reference import render_example, schema
+from kvtier.config.section import extra_of
 from kvtier.config.toml_text import example_of
 
 VALIDATOR = Draft202012Validator(schema())
@@ -84,3 +86,11 @@ def test_both_think_the_same_of_whole_files(tmp_path: Path) -> None:
             tables.setdefault(section, {})[key.partition(".")[2]] = value
         is_valid = VALIDATOR.is_valid(tables)
         assert is_valid == loaded(tmp_path / f"{number}.toml", tables), f"{seed=} {tables}"
+
+
+@pytest.mark.parametrize(("key", "field"), [(each[0], each[3]) for each in FIELDS])
+def test_a_setting_is_explained(key: str, field: FieldInfo) -> None:
+    reason = extra_of(field)["reason"]
+    for text in (field.description or "", reason):
+        assert re.fullmatch(r"[^|\n]{8,}\.", text), f"{key}: {text!r} is not a sentence"
+    assert reason not in (field.description or ""), f"{key} gives its reason twice"

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.api.rpc.credentials import Identity
 from kvtier.certificate import Certificates
-from kvtier.config.tier_section import secret_in
+from kvtier.config.tiers import secret_in
 from kvtier.core.residency import TierName
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.tiers.opening import authorities_of

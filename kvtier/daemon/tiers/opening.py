@@ -48,9 +48,6 @@ __all__ = [
     "write_allowance",
 ]
 
-_COOL_DOWN_NS = 1_000_000_000
-"""How long a failing tier is left alone: it is back within seconds of its recovery."""
-
 _TOUCH_LIMIT_NS = 2_000_000_000
 """Time for the first touch of a device; a connection over TLS takes a tenth of that."""
 
@@ -90,7 +87,7 @@ def open_tier(
     section = config.tiers[name]
     policy = EVICTION_POLICIES[section.eviction_policy(config.policy.eviction)]
     context = OpenContext(name, ring, scores if policy.is_ranked else None)
-    return BreakerTier(backend_of(name).open(section, context), cool_down_ns=_COOL_DOWN_NS)
+    return BreakerTier(backend_of(name).open(section, context))
 
 
 def check_tier(config: Config, name: TierName) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import ValidationError
 
 from kvtier.config.section import HOUR, MIB, MS, SECOND, setting
-from kvtier.config.tier_section import TierSection
+from kvtier.config.tiers import TierSection
 from kvtier.core.slow_tier import WriteMode
 from kvtier.core.tier_registry import TierName
 from kvtier.errors import ConfigError

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtier.config.section import GIB, HOUR, MIB, MS, PAGE, SECOND, at_most, setting
-from kvtier.config.tier_section import TierSection
-from kvtier.config.tiers import default_cache_directory
+from kvtier.config.tiers import TierSection, default_cache_directory
 from kvtier.core.eviction import EVICTION_POLICIES, own_order_of
 from kvtier.core.slow_tier import WriteMode
 from kvtier.core.tier_registry import TierName

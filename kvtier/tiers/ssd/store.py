@@ -88,7 +88,7 @@ class SsdTier:
         self,
         directory: Path,
         capacity_bytes: int,
-        segment_bytes: int = 256 << 20,
+        segment_bytes: int,
         options: SsdOptions | None = None,
     ) -> None:
         options = options or SsdOptions()
