@@ -1,1 +1,1 @@
-"""The node under a simulated clock: one seed, one run, with faults, crashes and reorderings."""
+"""Simulates the node under a simulated clock: each seed is one run with faults and crashes."""

@@ -1,4 +1,4 @@
-"""``python -m kvtier.sim``: run the node under many seeds; one that fails says how to repeat it."""
+"""``python -m kvtier.sim``: runs the node under many seeds, and prints how to repeat a failure."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run seeds on so many processes; exit 1 at the first that fails."""
+    """Run seeds on several processes; exit with 1 at the first failure."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

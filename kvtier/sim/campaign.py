@@ -1,4 +1,4 @@
-"""Many runs, on several processes: each seed alone decides its run, so they need nothing shared."""
+"""Runs many seeds on several processes. Runs share nothing, since each depends only on its seed."""
 
 import multiprocessing
 import traceback
@@ -13,19 +13,19 @@ from kvtier.sim.simulation import Simulation, SimulationReport
 __all__ = ["Failure", "replay_command", "run_seed", "run_seeds", "summarize"]
 
 _SEEDS_AT_ONCE = 8
-"""Handed to a process together: a run takes a fifth of a second, a message far less."""
+"""Seeds handed to a process together: a run takes a fifth of a second, a message far less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A seed under which something is wrong."""
+    """A failed seed."""
 
     seed: int
     trace: str
 
 
 def run_seed(seed: int, num_events: int) -> SimulationReport | Failure:
-    """Run one seed; whatever goes wrong is its failure."""
+    """Run one seed; any exception is its failure."""
     try:
         return Simulation(seed).run(num_events)
     except Exception:
@@ -35,7 +35,7 @@ def run_seed(seed: int, num_events: int) -> SimulationReport | Failure:
 def run_seeds(
     seeds: Iterable[int], num_events: int, num_jobs: int
 ) -> Iterator[SimulationReport | Failure]:
-    """Run seeds on ``num_jobs`` processes, and yield what came of them, in order."""
+    """Run seeds on ``num_jobs`` processes and yield their results in order."""
     run = partial(run_seed, num_events=num_events)
     if num_jobs == 1:
         yield from map(run, seeds)
@@ -46,19 +46,19 @@ def run_seeds(
 
 
 def replay_command(seed: int, num_events: int) -> str:
-    """Return how to run one seed again."""
+    """Return the command that runs one seed again."""
     return f"python -m kvtier.sim --first {seed} --seeds 1 --events {num_events}"
 
 
 def summarize(reports: Iterable[SimulationReport]) -> str:
-    """Say what happened in these runs, for people."""
+    """Return a summary of runs in words."""
     reports = list(reports)
     served, ends, faults = Counter[str](), Counter[str](), Counter[str]()
     plans = Counter[str]()
     for report in reports:
-        served.update(report.tally.served)
-        ends.update(report.tally.ends)
-        plans.update(report.tally.plans)
+        served.update(report.counters.served)
+        ends.update(report.counters.ends)
+        plans.update(report.counters.plans)
         faults.update(report.faults)
     num_events = sum(report.num_events for report in reports)
     simulated_s = sum(report.simulated_s for report in reports)

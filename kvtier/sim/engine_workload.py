@@ -1,10 +1,8 @@
-"""What a simulated engine does all day: announces, looks up, loads, copies, stores and reports.
+"""Simulated engines that announce, look up, load, store and report, and die and reconnect.
 
-Sometimes it fails to, sometimes it does not follow the plan it was given, and what it reports may
-be nonsense.
-
-Each job is a generator that yields how long to wait, in nanoseconds, so that any number of jobs
-interleave in any order under one seed.
+Sometimes they fail to, do not follow their plan, or report nonsense. Each job is a generator that
+yields how long to wait, in nanoseconds, so that any number of jobs interleave in any order under
+one seed.
 """
 
 import math
@@ -21,7 +19,7 @@ from kvtier.node.messages import actions as ac
 from kvtier.sim.world import MS, TENANTS, World
 from kvtier.testing.fake_engine import Blocks, FakeEngine, FakeLoad
 
-__all__ = ["EngineWorkload", "Fleet", "Job", "WorkloadTally"]
+__all__ = ["EngineWorkload", "Fleet", "Job", "WorkloadCounters"]
 
 
 Job = Generator[int, None, None]
@@ -31,19 +29,19 @@ _DOCUMENTS = 2
 _PROMPT_BLOCKS_MAX = 14
 
 _RECENT_PROMPTS = 4
-"""Of which one may go on: what was stored a moment ago is most likely still there."""
+"""Recent prompts that may be continued: their blocks are most likely still cached."""
 
 
 @dataclass(slots=True)
-class WorkloadTally:
-    """What came of a run, so that one can see that it got anywhere."""
+class WorkloadCounters:
+    """Counts what a run did, to show that it made progress."""
 
     served: dict[str, int] = field(default_factory=dict)
-    """Blocks accepted, by tier."""
+    """Accepted blocks by tier."""
     ends: dict[str, int] = field(default_factory=dict)
-    """Loads, by why they ended."""
+    """Loads by why they ended."""
     plans: dict[str, int] = field(default_factory=dict)
-    """Plans, by their reason."""
+    """Plans by reason."""
 
     def count(self, load: FakeLoad) -> None:
         """Add one load."""
@@ -58,25 +56,25 @@ class WorkloadTally:
 
 
 class EngineWorkload:
-    """One engine and its habits."""
+    """The workload of one engine."""
 
-    def __init__(self, engine: FakeEngine, world: World, tally: WorkloadTally) -> None:
+    def __init__(self, engine: FakeEngine, world: World, counters: WorkloadCounters) -> None:
         self.engine = engine
         self._draw = world.draw
         self._weather = world.fault_profile
-        self._tally = tally
+        self._counters = counters
         self._num_requests = 0
         self._recent: deque[tuple[list[int], bytes]] = deque(maxlen=_RECENT_PROMPTS)
-        """Prompts of late, as numbers of their blocks, and whose they were."""
+        """Recent prompts as numbers of their blocks, and their tenants."""
         self._token_s = world.draw.choice((1e-6, 1e-4, 1e-4, 1e-3))
-        """What its engine takes for a token."""
+        """Simulated time to compute a token."""
         self._restored_lag = world.draw.choice((1.0, 1.0, 30.0))
-        """How much longer first tokens take than they should where blocks were restored."""
+        """Factor by which first tokens are late if blocks were restored."""
         self._over: list[str] = []
-        """Requests that ended, and of which the node is still to be told."""
+        """Finished requests that the node does not know of yet."""
 
     def prompt(self) -> Blocks:
-        """Return a chain that begins like others: the next turn of one, or some of a document."""
+        """Return a chain that shares a prefix: the next turn of another, or part of a document."""
         draw = self._draw
         if self._recent and self._happens(0.6):
             numbers, tenant = draw.choice(self._recent)
@@ -94,7 +92,7 @@ class EngineWorkload:
         return self.engine.chain(numbers, tenant)
 
     def work(self) -> Job:
-        """Serve one prompt after the other until the daemon is gone."""
+        """Serve one prompt after another until the daemon is gone."""
         while True:
             yield self._draw.randint(1, 30) * MS
             try:
@@ -110,7 +108,7 @@ class EngineWorkload:
             self._over.clear()
             yield draw.randint(0, 60) * MS
             if first or self._happens(0.1):
-                return  # its own tier has it all, or it was given up before its turn
+                return  # all in the engine's own tier, or cancelled before its turn
         within_ns = draw.randint(10, 200) * MS
         load = EngineLoad(draw.choice((0, 0, 500, 10**6)), draw.randint(0, 8))
         call = self.engine.lookup(blocks, within_ns=within_ns, traits=traits, load=load)
@@ -119,7 +117,7 @@ class EngineWorkload:
         found = self.engine.answer(call)
         assert isinstance(found, ac.LookupResult), found
         assert found.plan is not None
-        self._tally.count_plan(found.plan)
+        self._counters.count_plan(found.plan)
         num_loaded, tiers = yield from self._load(blocks, found, found.plan)
         yield draw.randint(0, 10) * MS
         yield from self._store(blocks, num_loaded, traits)
@@ -129,9 +127,9 @@ class EngineWorkload:
     def _load(
         self, blocks: Blocks, found: ac.LookupResult, plan: RestorePlan
     ) -> Generator[int, None, tuple[int, list[TierName]]]:
-        """Restore as planned, or otherwise; returns how many leading blocks there are, and whence.
+        """Restore, as planned or not. Returns the number of leading blocks and their tiers.
 
-        What came from the back is of use only with what is computed before it.
+        Blocks loaded from the back are useful only with what is computed before them.
         """
         draw = self._draw
         num_wanted = len(blocks) if self._happens(0.3) else plan.num_blocks
@@ -149,7 +147,7 @@ class EngineWorkload:
             from_back=from_back,
         )
         yield from self._take(load)
-        self._tally.count(load)
+        self._counters.count(load)
         num_loaded = first + len(load.accepted)
         if from_back and num_loaded < num_wanted:
             num_loaded = first
@@ -184,10 +182,10 @@ class EngineWorkload:
         if not self._happens(self._weather.forget / 4):
             self.engine.complete(granted, checksums)
 
-    # What it says
+    # Traits and reports
 
     def _traits(self, blocks: Blocks) -> RequestTraits:
-        """Return what this request says of itself: nothing, or a little of everything."""
+        """Return the traits of a request: none, or some of each."""
         draw = self._draw
         if self._happens(0.3):
             return NO_TRAITS
@@ -206,7 +204,7 @@ class EngineWorkload:
         )
 
     def _report(self, plan: RestorePlan, tiers: list[TierName]) -> None:
-        """Say what steps took and what came of a plan, truly or not."""
+        """Report step times and the outcome of a plan, truthfully or not."""
         draw = self._draw
         num_tokens = draw.randint(1, 512)
         seconds = num_tokens * self._token_s * draw.choice((0.9, 1.0, 1.1, 5.0))
@@ -231,7 +229,7 @@ class EngineWorkload:
             yield self._draw.randint(0, 3) * MS
 
     def _wait(self) -> Iterator[int]:
-        """Wait for the node; raises DaemonUnavailable if it is gone."""
+        """Wait for the node. Raises DaemonUnavailable if it is gone."""
         yield MS
         if self.engine.harness.is_down:
             raise DaemonUnavailable("the connection broke")
@@ -244,9 +242,9 @@ _JOBS_PER_ENGINE = 2
 
 
 class Fleet:
-    """Engines of three block sizes, two of them alike; the largest fills most of a slab."""
+    """Engines of three block sizes, two the same; the largest block fills most of a slab."""
 
-    def __init__(self, world: World, tally: WorkloadTally) -> None:
+    def __init__(self, world: World, counters: WorkloadCounters) -> None:
         self._world = world
         engines = [
             FakeEngine("a", key_space=b"key space no. 1.", payload_bytes=3000),
@@ -257,16 +255,16 @@ class Fleet:
         engines = engines[: world.draw.choice((3, 3, 4))]
         for engine in engines:
             engine.can_split = world.draw.random() < 0.5
-        self.workloads = [EngineWorkload(engine, world, tally) for engine in engines]
+        self.workloads = [EngineWorkload(engine, world, counters) for engine in engines]
         self._lives = dict.fromkeys((engine.name for engine in engines), 0)
 
     def start(self) -> None:
-        """Let every engine begin its first life."""
+        """Start every engine."""
         for workload in self.workloads:
             self._world.at(0, partial(self._begin, workload))
 
     def kill(self, workload: EngineWorkload) -> None:
-        """Let an engine die in the middle of whatever it does; a new one comes soon."""
+        """Kill an engine at any point; a new one starts soon."""
         engine = workload.engine
         if not self._is_lost(engine):
             self._lives[engine.name] += 1
@@ -274,13 +272,13 @@ class Fleet:
             self._world.at(self._world.draw.randint(1, 100) * MS, lambda: self._begin(workload))
 
     def end(self) -> None:
-        """Let all engines die for good."""
+        """Kill all engines for good."""
         for workload in self.workloads:
             if not self._is_lost(workload.engine):
                 workload.engine.die()
 
-    def obey(self, order: ac.EmptyEngineTier) -> None:
-        """Have the engine that an order is for empty its own tier."""
+    def empty_tier(self, order: ac.EmptyEngineTier) -> None:
+        """Let the engine that an order addresses empty its own tier."""
         for workload in self.workloads:
             engine = workload.engine
             if engine.session == order.session and not self._is_lost(engine):
@@ -301,7 +299,7 @@ class Fleet:
             job.close()
             return
         delay_ns = next(job, None)
-        if delay_ns is None:  # the daemon is gone: attach again
+        if delay_ns is None:  # the daemon is gone: reconnect
             self._lives[workload.engine.name] += 1
             world.at(world.draw.randint(1, 50) * MS, lambda: self._begin(workload))
             return

@@ -1,4 +1,4 @@
-"""What goes wrong in a run besides single calls: to media, engines, the node and the clock."""
+"""Injects faults into devices, engines, the node and the clock, and plays the operator."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ _FAR_NS = 1 << 62
 
 
 class FaultInjector:
-    """Strikes every now and then, as the weather says."""
+    """Injects faults periodically, with the chances of the fault profile."""
 
     def __init__(self, world: World, fleet: Fleet) -> None:
         self._world = world
@@ -26,7 +26,7 @@ class FaultInjector:
         self._operator = Operator(world, fleet)
 
     def inject(self) -> None:
-        """Let things go wrong, each with its chance, and come again."""
+        """Inject each fault with its chance, and schedule the next round."""
         world, fault_profile = self._world, self._world.fault_profile
         if not world.is_open:
             return
@@ -52,7 +52,7 @@ class FaultInjector:
                 act()
         world.at(world.draw.randint(5, 30) * MS, self.inject)
 
-    # Media
+    # Devices
 
     def _rot(self) -> None:
         self._world.tiers[self._world.some_tier()].rot()
@@ -66,14 +66,14 @@ class FaultInjector:
     def _verify(self, name: TierName) -> None:
         """Mark all blocks of a tier as unverified, as after a restart, and then verify them."""
         world, draw = self._world, self._world.draw
-        harness, num_leaves, index = (
+        harness, num_detaches, index = (
             world.harness,
-            world.num_leaves[name],
+            world.num_detaches[name],
             world.harness.node.cache.index,
         )
 
         def is_same() -> bool:
-            return harness is world.harness and num_leaves == world.num_leaves[name]
+            return harness is world.harness and num_detaches == world.num_detaches[name]
 
         def ask() -> None:
             rows = index.in_state(name, Residency.UNVERIFIED)
@@ -89,22 +89,22 @@ class FaultInjector:
 
     def _scrub(self) -> None:
         name = self._world.some_tier()
-        self._tell_lost(name, self._world.tiers[name].scrub(1 << 20, _FAR_NS).damaged, "corrupt")
+        self._report_lost(name, self._world.tiers[name].scrub(1 << 20, _FAR_NS).damaged, "corrupt")
 
     def _expire(self) -> None:
         name = self._world.some_tier()
-        self._tell_lost(name, self._world.tiers[name].expire(), "expired")
+        self._report_lost(name, self._world.tiers[name].expire(), "expired")
 
-    def _tell_lost(self, name: TierName, hashes: Sequence[BlockHash], reason: str) -> None:
+    def _report_lost(self, name: TierName, hashes: Sequence[BlockHash], reason: str) -> None:
         world, draw = self._world, self._world.draw
-        harness, num_leaves = world.harness, world.num_leaves[name]
+        harness, num_detaches = world.harness, world.num_detaches[name]
 
-        def tell() -> None:
-            if harness is world.harness and num_leaves == world.num_leaves[name]:
+        def report() -> None:
+            if harness is world.harness and num_detaches == world.num_detaches[name]:
                 harness.post(ev.BlocksLost(name, b"".join(hashes), reason))
 
         if hashes:
-            world.at(draw.randint(0, 20) * MS, tell)
+            world.at(draw.randint(0, 20) * MS, report)
 
     def _outage(self) -> None:
         world, name = self._world, self._world.some_tier()
@@ -148,9 +148,9 @@ class FaultInjector:
     # Engines, the node and its operator
 
     def _scribble(self) -> None:
-        """Damage a block in the arena, though none that is leased to be copied out just now.
+        """Damage a block in the arena, except one that is leased to be copied out now.
 
-        An engine that writes there between another one's check and its copy is noticed by nobody.
+        Nobody can notice a write there between another engine's check and its copy.
         """
         harness, draw = self._world.harness, self._world.draw
         index, sessions = harness.node.cache.index, harness.node.sessions.values()
@@ -182,7 +182,7 @@ class FaultInjector:
         self._operator.act()
 
     def _pin(self) -> None:
-        """Have a chain kept for a while, or no longer."""
+        """Pin a chain for a while, or unpin it."""
         world, draw = self._world, self._world.draw
         ttl_ns = draw.choice((0, 50, 5000, 10**7)) * MS
         key_space, tenant, hashes = self._some_chain()
@@ -200,7 +200,7 @@ class FaultInjector:
         return header.key_space, header.tenant, b"".join(b.header.block_hash for b in blocks)
 
     def _suspend(self) -> None:
-        """Let time pass in which nothing happens, and nobody can be blamed for being late."""
+        """Let time pass in which nothing happens, and excuse late answers."""
         self._world.harness.excuse()
         self._world.clock.now_ns += self._world.draw.choice((100, 1000, 60_000)) * MS
 
@@ -208,22 +208,28 @@ class FaultInjector:
 _FAR_NS = 1 << 62
 
 _ROWS_AT_ONCE = 8
+"""Rows per event: small, so that other events fall in between."""
 
 _Task = Generator[int, None, None]
 """Yields how long to wait before it is resumed."""
 
 
 class Operator:
-    """Changes one tier at a time, or two at once, as they come."""
+    """Drains, detaches and attaches tiers at any moment, one or two at a time.
+
+    While a tier is detached, another daemon may use and change its device. Work in flight for a
+    detached tier still completes, or never does; it no longer changes the device, except that a
+    server may still receive what was sent.
+    """
 
     def __init__(self, world: World, fleet: Fleet) -> None:
         self._world = world
         self._fleet = fleet
         self._busy: set[tuple[NodeHarness, TierName]] = set()
-        """Tiers that are just leaving or coming, which one does once at a time."""
+        """Tiers being detached or attached, which happens one at a time per tier."""
 
     def act(self) -> None:
-        """Change what a tier is used for."""
+        """Change the state of a tier."""
         world, draw = self._world, self._world.draw
         harness, name = world.harness, world.some_tier()
         lane = harness.node.transfers.lanes[name]
@@ -236,27 +242,27 @@ class Operator:
             harness.post(ev.SetAdminState(name, state))
             return
         self._busy.add((harness, name))
-        self._resume(harness, self._leave_and_come(harness, name))
+        self._resume(harness, self._detach_and_attach(harness, name))
 
     def _resume(self, harness: NodeHarness, task: _Task) -> None:
-        """Take a task's next step, unless its node has died."""
+        """Run the next step of a task, unless its node has died."""
         if harness is not self._world.harness:
             task.close()
         elif (delay_ns := next(task, None)) is not None:
             self._world.at(delay_ns, lambda: self._resume(harness, task))
 
-    def _leave_and_come(self, harness: NodeHarness, name: TierName) -> _Task:
+    def _detach_and_attach(self, harness: NodeHarness, name: TierName) -> _Task:
         draw = self._world.draw
-        yield from self._leave(harness, name)
+        yield from self._detach_tier(harness, name)
         yield draw.randint(0, 100) * MS
         if not name.is_shared:
-            self._use_otherwise(name)
+            self._change_device(name)
         yield draw.randint(0, 100) * MS
-        yield from self._come(harness, name)
+        yield from self._attach(harness, name)
         self._busy.discard((harness, name))
 
-    def _leave(self, harness: NodeHarness, name: TierName) -> _Task:
-        """Take a tier off once it is at rest, or sooner; then have all of it forgotten."""
+    def _detach_tier(self, harness: NodeHarness, name: TierName) -> _Task:
+        """Detach a tier once it is idle, or sooner; then forget all its blocks."""
         draw, lane = self._world.draw, harness.node.transfers.lanes[name]
         if draw.random() < 0.7:
             harness.post(ev.SetAdminState(name, AdminState.DETACHING))
@@ -264,7 +270,7 @@ class Operator:
                 if lane.is_idle and lane.purging is None:
                     break
                 yield 10 * MS
-        self._world.left(name)
+        self._world.note_detached(name)
         harness.post(ev.SetAdminState(name, AdminState.DETACHED))
         index, first = harness.node.cache.index, 0
         while first < index.extent:
@@ -273,21 +279,21 @@ class Operator:
             first += _ROWS_AT_ONCE
         assert not len(index.held(index.rows(), name)), "a detached tier still has blocks"
 
-    def _use_otherwise(self, name: TierName) -> None:
-        """Let another daemon have the medium: it drops blocks, and stores its own."""
-        medium, draw = self._world.tiers[name], self._world.draw
+    def _change_device(self, name: TierName) -> None:
+        """Let another daemon use the device: it drops blocks and stores its own."""
+        device, draw = self._world.tiers[name], self._world.draw
         if draw.random() < 0.3:
-            medium.purge(EVERYTHING, _FAR_NS)
+            device.purge(EVERYTHING, _FAR_NS)
         for _ in range(draw.randint(0, 3)):
-            medium.write(draw.choice(self._fleet.workloads).prompt(), _FAR_NS)
-            medium.lose()
+            device.write(draw.choice(self._fleet.workloads).prompt(), _FAR_NS)
+            device.lose()
 
-    def _come(self, harness: NodeHarness, name: TierName) -> _Task:
-        """Tell the node what a tier holds, a little at a time, and have it used."""
+    def _attach(self, harness: NodeHarness, name: TierName) -> _Task:
+        """Tell the node what a tier holds, a few blocks at a time, and attach it."""
         draw, lane = self._world.draw, harness.node.transfers.lanes[name]
         workers = draw.choice((1, 2, lane.tier.num_workers))
         harness.post(ev.ConfigureTier(replace(lane.tier, num_workers=workers)))
-        if not name.is_shared:  # what a shared one holds only it knows
+        if not name.is_shared:  # a shared tier lists no blocks
             for headers in self._world.tiers[name].headers():
                 for first in range(0, len(headers), _ROWS_AT_ONCE):
                     yield draw.choice((0, 0, 0, 1)) * MS

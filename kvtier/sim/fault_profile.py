@@ -1,7 +1,7 @@
-"""What may go wrong in one run: which faults there are, and how often.
+"""Fault profiles: which faults occur in a run, and how often.
 
-A run has few kinds of fault rather than all: where everything fails at once, nothing gets far
-enough to fail in an interesting way.
+A run has a few kinds of fault, not all: where everything fails at once, nothing gets far enough to
+fail in an interesting way.
 """
 
 import random
@@ -15,11 +15,11 @@ class FaultProfile:
     """Chances of faults, each per opportunity."""
 
     fail_before: float = 0.0
-    """A tier's call ends in a fault, with nothing done."""
+    """A tier's call fails before it has any effect."""
     fail_after: float = 0.0
-    """A tier's call ends in a fault, although all was done."""
+    """A tier's call fails although it took effect."""
     tear: float = 0.0
-    """A write ends in a fault and leaves half a block behind."""
+    """A write fails and leaves half a block."""
     hang: float = 0.0
     """A tier's call ends long after its deadline."""
     vanish: float = 0.0
@@ -27,35 +27,35 @@ class FaultProfile:
     stall: float = 0.0
     """A tier is slow for a while."""
     full: float = 0.0
-    """A tier takes nothing in for a while."""
+    """A tier rejects new blocks for a while."""
     rot: float = 0.0
-    """A bit of a block kept by a tier is wrong from now on."""
+    """A bit of a stored block flips."""
     lose: float = 0.0
     """A tier loses a few blocks; if it is a server, all its blocks become unverified."""
     outage: float = 0.0
     """A tier does not answer for a while."""
     scribble: float = 0.0
-    """Some engine writes into a slot of the arena that it does not hold."""
+    """An engine writes into an arena slot that it does not hold."""
     die: float = 0.0
-    """An engine dies, in the middle of whatever it does."""
+    """An engine dies at any point."""
     crash: float = 0.0
-    """The node dies and is started anew; the SSD and the remote tier keep what they have."""
+    """The node dies and restarts; the SSD and remote tiers keep their blocks."""
     suspend: float = 0.0
-    """The clock jumps: the machine slept, or the process was stopped."""
+    """The clock jumps, as after a suspend."""
     drop: float = 0.0
-    """An operator takes blocks out of tiers."""
+    """An operator drops blocks from tiers."""
     detach: float = 0.0
-    """An operator drains a tier, or takes it off, and puts it on again."""
+    """An operator drains, detaches or attaches a tier."""
     forget: float = 0.0
-    """An engine does not release, does not complete, or stops half-way."""
+    """An engine does not release, does not complete, or stops halfway."""
     dawdle: float = 0.0
-    """An engine pauses while it copies, perhaps until after its lease."""
+    """An engine pauses while it copies, possibly beyond its lease."""
     lie: float = 0.0
-    """An engine reports steps and outcomes that cannot be."""
+    """An engine reports impossible steps and outcomes."""
 
 
 NO_FAULTS = FaultProfile()
-"""Nothing goes wrong."""
+"""No faults at all."""
 
 _USUAL = FaultProfile(
     fail_before=0.1,
@@ -81,7 +81,7 @@ _USUAL = FaultProfile(
 
 
 def draw_fault_profile(draw: random.Random) -> FaultProfile:
-    """Choose which of the faults this run has."""
+    """Choose the faults of a run."""
     kinds = [kind.name for kind in fields(FaultProfile)]
     chosen = draw.sample(kinds, draw.randint(0, len(kinds)))
     return FaultProfile(**{kind: getattr(_USUAL, kind) for kind in chosen})

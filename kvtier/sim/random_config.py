@@ -1,4 +1,4 @@
-"""The policies of a run, drawn as an operator might choose them, and made as the daemon does."""
+"""Draws the configuration of a run, and creates its policies as the daemon does."""
 
 import random
 from collections.abc import Sequence
@@ -17,36 +17,21 @@ __all__ = ["draw_config", "policies", "write_modes"]
 _MS = 1_000_000
 _EVICTIONS = tuple(EVICTION_POLICIES)
 _WRITES: Sequence[Literal["demote", "second_use", "store"]] = (
-    "demote",
-    "demote",
+    *("demote",) * 2,
     "second_use",
-    "store",
-    "store",
+    *("store",) * 2,
 )
 _RESTORES: Sequence[Literal["auto", "always", "never"]] = (
-    "auto",
-    "auto",
-    "auto",
-    "auto",
-    "always",
-    "always",
+    *("auto",) * 4,
+    *("always",) * 2,
     "never",
 )
-_MOST_TOKENS: Sequence[Literal["auto"] | int] = (
-    "auto",
-    "auto",
-    "auto",
-    "auto",
-    "auto",
-    "auto",
-    0,
-    640,
-)
+_MOST_TOKENS: Sequence[Literal["auto"] | int] = (*("auto",) * 6, 0, 640)
 _GATES = (0.0, 0.5, 1.0, 1.0)
 
 
 def draw_config(draw: random.Random) -> Config:
-    """Choose what decides in this run."""
+    """Choose the configuration of a run."""
     return Config(
         policy=PolicyConfig(
             eviction=draw.choice(_EVICTIONS),

@@ -1,4 +1,4 @@
-"""A medium of the simulation: the fake tier, and whatever may happen to what it keeps."""
+"""A simulated tier: the fake tier, and everything that may happen to its blocks."""
 
 import random
 
@@ -14,38 +14,38 @@ _FAR_NS = 1 << 62
 
 
 class SimulatedTier(MemoryTier):
-    """Keeps blocks until they rot, get lost or grow old; takes none while it is full."""
+    """Stores blocks until they are corrupted, lost or expired; rejects new ones while full."""
 
     def __init__(self, capacity_bytes: int, name: TierName, draw: random.Random) -> None:
         super().__init__(capacity_bytes, name=name)
         self.is_full = False
-        """Nothing is taken in, as on a volume without room or gone read-only."""
+        """Reject new blocks, as a full or read-only volume does."""
         self._draw = draw
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Forget the blocks of a selection, by what their headers say now."""
+        """Remove the blocks of a selection, going by their present headers."""
         is_meant = selection.mask(self._headers()["space"]).tolist()
         meant = [each for each, is_in in zip(self._blocks, is_meant, strict=True) if is_in]
         return self.remove(meant, deadline_ns)
 
     def rot(self) -> None:
-        """Flip one bit of a block, be it of its header or of its payload."""
+        """Flip one bit of a block, in its header or payload."""
         if self._blocks:
             block = self._blocks[self._draw.choice(list(self._blocks))]
             block[self._draw.randrange(len(block))] ^= 1 << self._draw.randrange(8)
 
     def tear(self, block: BlockWrite) -> None:
-        """Keep of a block that is being written only the first part, and zeros for the rest."""
+        """Store only the first part of a block, with zeros for the rest."""
         size = block.header.payload_bytes
         torn = payload_of(block.header)[: self._draw.randrange(size)].ljust(size, b"\0")
         super().write([BlockWrite(block.header, memoryview(torn))], _FAR_NS)
 
     def lose(self) -> None:
-        """Lose a few blocks without a word."""
+        """Lose a few blocks silently."""
         self.remove(self._some(), _FAR_NS)
 
     def expire(self) -> list[BlockHash]:
-        """Let a few blocks go because of their age; returns which."""
+        """Expire a few blocks and return their hashes."""
         old = self._some()
         self.remove(old, _FAR_NS)
         return old

@@ -1,16 +1,15 @@
-"""One run: a real node, several engines, two tiers, an operator, and one seed that decides all.
+"""One simulated run: a real node, several engines, two tiers, an operator, and one seed.
 
 Theory
 ------
-Everything that happens is an entry of one agenda, ordered by simulated time; the node is the code
-that runs in production, and sees nothing but events and the time. Work for a tier takes effect at
-one moment and is told at a later one, or never, so that completions overtake each other, and a
-crash may fall between the two. Nothing depends on hash order, threads or the real clock: a seed
-repeats exactly.
+Everything that happens is an event in one queue, ordered by simulated time. The node is the
+production code and sees only events and the time. Work for a tier takes effect at one moment and is
+reported at a later one, or never, so that completions overtake each other and a crash may fall in
+between. Nothing depends on hash order, threads or the real clock: a seed repeats exactly.
 
-What must hold is checked as it happens: the node's invariants after every event, one answer a call
-and none too late, nothing left of what was dropped, and above all that every block an engine
-accepts is the one it asked for, byte for byte. When all engines are gone, the node must be idle.
+These properties are checked as it runs: the node's invariants after every event, one answer per
+call and none too late, nothing left of dropped blocks, and above all that every block an engine
+accepts is the requested one, byte for byte. After all engines have ended, the node must be idle.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from functools import partial
 from kvtier.core.residency import Residency, TierName
 from kvtier.node.messages import actions as ac
 from kvtier.node.messages import events as ev
-from kvtier.sim.engine_workload import Fleet, WorkloadTally
+from kvtier.sim.engine_workload import Fleet, WorkloadCounters
 from kvtier.sim.fault_injector import FaultInjector
 from kvtier.sim.fault_profile import NO_FAULTS
 from kvtier.sim.world import MS, World
@@ -35,13 +34,13 @@ _DRAIN_NS = 120_000 * MS
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What one run did."""
+    """Summary of one run."""
 
     seed: int
     num_events: int
     simulated_s: float
     num_crashes: int
-    tally: WorkloadTally
+    counters: WorkloadCounters
     faults: dict[str, int]
 
 
@@ -51,13 +50,13 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._world = World(seed)
-        self._tally = WorkloadTally()
-        self._fleet = Fleet(self._world, self._tally)
+        self._counters = WorkloadCounters()
+        self._fleet = Fleet(self._world, self._counters)
         self._fault_injector = FaultInjector(self._world, self._fleet)
         self._armed: tuple[NodeHarness, int] | None = None
 
     def run(self, num_events: int) -> SimulationReport:
-        """Go on for ``num_events`` events of the node, then let everything come to rest."""
+        """Run until ``num_events`` events of the node have passed, then drain."""
         world = self._world
         self._fleet.start()
         world.at(20 * MS, self._fault_injector.inject)
@@ -69,7 +68,7 @@ class Simulation:
             world.num_events,
             world.clock() / 1e9,
             world.num_boots - 1,
-            self._tally,
+            self._counters,
             dict(world.faults),
         )
 
@@ -77,7 +76,7 @@ class Simulation:
         world = self._world
         world.step()
         for work in world.harness.waiting:
-            self._undertake(work)
+            self._schedule_work(work)
         world.harness.waiting.clear()
         due_ns = world.harness.node.next_deadline_ns()
         if due_ns is not None and self._armed != (world.harness, due_ns):
@@ -91,11 +90,11 @@ class Simulation:
 
     # Tiers
 
-    def _undertake(self, work: Work) -> None:
-        """Decide when a piece of work takes effect, when it is told, and how it fails."""
+    def _schedule_work(self, work: Work) -> None:
+        """Decide when a piece of work takes effect, when it is reported, and how it fails."""
         world, harness, draw = self._world, self._world.harness, self._world.draw
         if isinstance(work, ac.EmptyEngineTier):
-            world.at(draw.randint(1, 400) * MS, lambda: self._fleet.obey(work))
+            world.at(draw.randint(1, 400) * MS, lambda: self._fleet.empty_tier(work))
             return
         fault_profile = world.fault_profile
         latency_ns = draw.randint(1, 20_000) * 1_000
@@ -107,8 +106,8 @@ class Simulation:
             fault_profile.fail_before, "fail_before"
         )
         tears = isinstance(work, ac.Write) and world.happens(fault_profile.tear, "tear")
-        told_as_failed = tears or world.happens(fault_profile.fail_after, "fail_after")
-        num_leaves = world.num_leaves[work.tier]
+        reports_failure = tears or world.happens(fault_profile.fail_after, "fail_after")
+        num_detaches = world.num_detaches[work.tier]
         ended: list[ev.Event] = []
         if isinstance(work, ac.Write) and not work.tier.is_shared:
             world.cut_short[work] = partial(self._cut_short, harness, work)
@@ -120,9 +119,9 @@ class Simulation:
                     self._cut_short(harness, work)
                 return
             world.cut_short.pop(work, None)
-            has_left = num_leaves != world.num_leaves[work.tier]
-            if has_left and (not work.tier.is_shared or isinstance(work, ac.Purge)):
-                ended.append(harness.fault(work))  # its store was closed before
+            was_detached = num_detaches != world.num_detaches[work.tier]
+            if was_detached and (not work.tier.is_shared or isinstance(work, ac.Purge)):
+                ended.append(harness.fault(work))  # its store was already closed
             elif tears and isinstance(work, ac.Write):
                 self._tear(work)
             else:
@@ -131,10 +130,12 @@ class Simulation:
                     event = replace(event, seconds=latency_ns / 1e9)
                 ended.append(event)
 
-        def tell() -> None:
-            is_told = num_leaves == world.num_leaves[work.tier] or not isinstance(work, ac.Purge)
-            if harness is world.harness and is_told:
-                harness.post(harness.fault(work) if told_as_failed else ended[0])
+        def report() -> None:
+            is_reported = num_detaches == world.num_detaches[work.tier] or not isinstance(
+                work, ac.Purge
+            )
+            if harness is world.harness and is_reported:
+                harness.post(harness.fault(work) if reports_failure else ended[0])
 
         if world.happens(fault_profile.vanish, "vanish"):
             world.lost.append(work)
@@ -142,22 +143,22 @@ class Simulation:
                 world.at(draw.randint(0, latency_ns), take_effect)
             return
         world.at(draw.randint(0, latency_ns), take_effect)
-        world.at(latency_ns, tell)
+        world.at(latency_ns, report)
 
     def _tear(self, work: ac.Write) -> None:
-        """Let a write that failed leave half a block behind."""
+        """Leave half a block behind a failed write."""
         header = work.blocks[0].header
         self._world.tiers[work.tier].tear(BlockWrite(header, memoryview(payload_of(header))))
 
     def _cut_short(self, harness: NodeHarness, work: ac.Write) -> None:
-        """Let a write that a crash cut short leave something behind: all, none, or a part."""
+        """Let a write interrupted by a crash take effect completely, partly, or not at all."""
         match self._world.draw.randrange(3):
             case 0:
                 harness.completion(work)
             case 1:
                 self._tear(work)
 
-    # The end
+    # Drain
 
     def _end(self) -> None:
         """Let all engines die and all work end; then the node must be idle."""
@@ -174,11 +175,11 @@ class Simulation:
             self._check_arena()
 
     def _check_arena(self) -> None:
-        """Require that every block that could be served is right, asked for or not."""
+        """Check every block that could be served, requested or not."""
         harness = self._world.harness
         cache = harness.node.cache
         for row in cache.index.in_state(TierName.CPU, Residency.READY).tolist():
             header = cache.index.header_of(row)
             payload = harness.view(int(cache.index.slot[row]), header.payload_bytes)
-            assert payload == payload_of(header), f"a wrong block in the arena: {header}"
-            assert header.matches(payload), f"a wrong checksum: {header}"
+            assert payload == payload_of(header), f"wrong block in the arena: {header}"
+            assert header.matches(payload), f"wrong checksum: {header}"

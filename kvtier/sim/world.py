@@ -1,4 +1,4 @@
-"""The world of one run: its time, what is to come, the media, and the node that lives just now."""
+"""The state of a simulated run: its time and events, its tiers, and the current node."""
 
 import heapq
 import random
@@ -20,13 +20,13 @@ from kvtier.tiers.ssd.settings import ssd_settings
 __all__ = ["MS", "TENANTS", "World"]
 
 MS = 1_000_000
-"""Nanoseconds in a millisecond, in which a run counts."""
+"""Nanoseconds per millisecond, the unit of a run."""
 
 TENANTS = (NO_TENANT, b"tenant number 1.")
 
 
 class World:
-    """Everything of a run is an entry of its agenda, ordered by time."""
+    """State shared by all parts of a run. Events are ordered by time."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -40,18 +40,20 @@ class World:
             for name in SLOW_TIERS
         }
         self.faults: Counter[str] = Counter()
-        """What went wrong so far, by its name."""
+        """Faults injected so far, by name."""
         self.outages: set[TierName] = set()
         self.stalls: set[TierName] = set()
         self.lost: list[Work] = []
-        """What this node will never hear of."""
-        self.num_leaves = dict.fromkeys(self.tiers, 0)
-        """How often each tier was taken off: what is under way is for one of these times."""
+        """Work whose end this node never learns."""
+        self.num_detaches = dict.fromkeys(self.tiers, 0)
+        """How often each tier was detached, to recognize work from before."""
         self.cut_short: dict[Work, Callable[[], None]] = {}
-        """By write to the node's own disk that has not taken effect, what a crash makes of it."""
+        """Writes to the node's own disk that have not taken effect, with what a crash makes of
+        them.
+        """
         self.num_boots = 0
         self.num_events_before = 0
-        """Of the nodes that crashed."""
+        """Events of nodes that have crashed."""
         self.is_open = True
         self._config = config = draw_config(draw)
         self._settings = HarnessSettings(
@@ -65,26 +67,26 @@ class World:
             pin_share=config.policy.pin_share,
         )
         self._learned: dict[str, Any] = {}
-        """What the last planner left behind."""
+        """State saved by the previous planner."""
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self.harness = self._boot()
 
     @property
     def num_events(self) -> int:
-        """Return how many events all nodes of this run have taken in."""
+        """Return how many events all nodes of this run have handled."""
         return self.num_events_before + self.harness.num_events
 
     def at(self, delay_ns: int, action: Callable[[], None]) -> None:
-        """Let something happen after a while."""
+        """Schedule an action after a delay."""
         heapq.heappush(self._events, (self.clock() + max(0, delay_ns), next(self._order), action))
 
     def next_ns(self) -> int | None:
-        """Return when the next thing happens."""
+        """Return the time of the next event; None if there is none."""
         return self._events[0][0] if self._events else None
 
     def step(self) -> None:
-        """Let the next thing happen; late, if the clock has jumped."""
+        """Run the next event; late, if the clock has jumped."""
         at_ns, _, action = heapq.heappop(self._events)
         self.clock.now_ns = max(at_ns, self.clock())
         action()
@@ -100,15 +102,15 @@ class World:
         """Choose one of the slower tiers."""
         return self.draw.choice(list(self.tiers))
 
-    def left(self, name: TierName) -> None:
-        """Note that a tier is taken off: what its own disk had not taken by then is cut short."""
-        self.num_leaves[name] += 1
+    def note_detached(self, name: TierName) -> None:
+        """Note that a tier was detached: writes of its own disk in flight are cut short."""
+        self.num_detaches[name] += 1
         for work in list(self.cut_short):
             if isinstance(work, Write) and work.tier is name:
                 self.cut_short.pop(work)()
 
     def crash(self) -> None:
-        """Let the node die, and start a new one over the same media."""
+        """Kill the node and start a new one with the same tiers."""
         self.num_events_before += self.harness.num_events
         self.harness.is_down = True
         if self.harness.node.planner is not None:

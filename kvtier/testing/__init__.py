@@ -1,1 +1,1 @@
-"""The shipped test kit: verified fakes and the contracts that verify them."""
+"""The test kit: verified fakes, and the contracts that verify them."""

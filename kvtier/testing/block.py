@@ -1,6 +1,6 @@
-"""Blocks for tests, whose bytes are a function of their full identity.
+"""Blocks for tests whose bytes are a function of their full identity.
 
-A stale, torn, swapped or foreign block so shows at once: its bytes are not those of its header.
+A stale, torn, swapped or foreign block is thus detected: its bytes do not match its header.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from kvtier.tiers.base import BlockRead, BlockWrite
 __all__ = ["TEST_KEY_SPACE", "aligned_memory", "make_block", "make_chain", "payload_of", "read_of"]
 
 TEST_KEY_SPACE = b"test key space.."
-"""Stands for some engine's key space."""
+"""A key space for tests."""
 
 
 def payload_of(header: BlockHeader) -> bytes:
-    """Return the only bytes that a block of this header may have."""
+    """Return the only valid payload of a header."""
     return hashlib.shake_128(header.identity()).digest(header.payload_bytes)
 
 
@@ -36,7 +36,7 @@ def make_block(
     key_space: bytes = TEST_KEY_SPACE,
     tenant: bytes = NO_TENANT,
 ) -> BlockWrite:
-    """Return the first block of a prompt that consists of ``number``, ready to be written."""
+    """Return the first block of a prompt that consists of ``number``, ready to write."""
     return make_chain([number], payload_bytes, key_space=key_space, tenant=tenant)[0]
 
 
@@ -47,7 +47,7 @@ def make_chain(
     key_space: bytes = TEST_KEY_SPACE,
     tenant: bytes = NO_TENANT,
 ) -> list[BlockWrite]:
-    """Return the blocks of a prompt of these tokens, one token a block."""
+    """Return the blocks of a prompt of these tokens, one token per block."""
     root = chain_root(key_space, tenant)
     hashes = hash_blocks(root, numbers, block_tokens=1)
     parents = [root, *hashes]
@@ -64,7 +64,7 @@ def _block(header: BlockHeader) -> BlockWrite:
 
 
 def read_of(block: BlockWrite, into: memoryview | None = None) -> BlockRead:
-    """Return the read that should fetch a block, into memory of its own by default."""
+    """Return a read of a block, into its own memory by default."""
     header = block.header
     if into is None:
         into = memoryview(bytearray(header.payload_bytes))
@@ -78,5 +78,5 @@ def read_of(block: BlockWrite, into: memoryview | None = None) -> BlockRead:
 
 
 def aligned_memory(size_bytes: int) -> memoryview:
-    """Return memory that starts at a page, as the slots of the arena do."""
+    """Return page-aligned memory, like the slots of the arena."""
     return memoryview(mmap.mmap(-1, max(1, size_bytes)))[:size_bytes]

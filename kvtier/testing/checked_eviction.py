@@ -1,4 +1,4 @@
-"""Looks over an eviction's shoulder: no block is to be proposed while a child of it could go."""
+"""Checks an eviction policy: no block may be proposed while a child of it could be evicted."""
 
 from collections.abc import Generator
 
@@ -12,44 +12,45 @@ __all__ = ["CheckedEviction"]
 
 
 class CheckedEviction:
-    """An ``Eviction`` that does what another does, and raises AssertionError where it is wrong.
+    """An ``Eviction`` that delegates to another and raises AssertionError if it is wrong.
 
-    A child that is pinned, kept, written, spared or of another size cannot go: its parent may.
+    A child that is pinned, retained, being written, protected or of another size cannot be evicted,
+    so its parent may be.
     """
 
     def __init__(self, inner: Eviction) -> None:
         self._inner = inner
 
     def touch(self, index: BlockIndex, rows: Rows) -> int:
-        """Leave it to the other."""
+        """Delegate."""
         return self._inner.touch(index, rows)
 
     def offer(self, index: BlockIndex, row: int) -> None:
-        """Leave it to the other."""
+        """Delegate."""
         self._inner.offer(index, row)
 
     def victims(
         self, index: BlockIndex, slots: SlabAllocator, size: int, before: int | None = None
     ) -> Generator[int, None, None]:
-        """Yield what the other does, and look at each."""
+        """Yield the victims of the other policy and check each."""
         proposed: set[int] = set()
         inner = self._inner.victims(index, slots, size, before)
         try:
             for row in inner:
                 proposed.add(row)
                 stay = _free_children(index, row, size, before)
-                assert proposed.issuperset(stay), "a block is to go before its child"
+                assert proposed.issuperset(stay), "a block would be evicted before its child"
                 yield row
         finally:
             inner.close()
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
-        """Leave it to the other: it may be out of date by the time they go."""
+        """Delegate; the result may be out of date when they are evicted."""
         return self._inner.next_victims(index, slots, size, count)
 
 
 def _free_children(index: BlockIndex, row: int, size: int, before: int | None) -> list[int]:
-    """Return the children of a block that could go just now."""
+    """Return the children of a block that could be evicted now."""
     rows = index.in_state(TierName.CPU, Residency.READY)
     rows = rows[index.evictable(rows) & (index.parent_rows(rows) == row)]
     if before is not None:

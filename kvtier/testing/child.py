@@ -1,7 +1,7 @@
-"""Real kvtier processes for tests: started, watched and ended by their pid, with their logs kept.
+"""Starts, watches and stops kvtier processes in tests, and keeps their logs.
 
-Every wait has a deadline, and what fails says what the process wrote. Nothing is ended that was not
-started here, and whatever was started is ended.
+Every wait has a deadline, and failures include the log. A test only ends processes that it started,
+and it ends all of them.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ import psutil
 __all__ = ["Child", "await_true", "free_port", "kvtier_command", "work_directory"]
 
 _PAUSE_S = 0.01
-"""Between two looks: nothing here is worth finding out sooner, and looking costs a core."""
+"""Pause between two polls: nothing here must be known sooner, and polling costs a core."""
 
 _START_TIMEOUT_S = 120.0
-"""An engine imports torch, on a machine that other tests keep busy."""
+"""An engine imports torch, on a machine busy with other tests."""
 
 _STOP_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 30.0
-"""On a machine with ten tests for a core, what takes half a second may take ten."""
+"""On a machine with ten tests per core, what takes half a second may take ten."""
 
 _PORTS = (10_000, 32_000)
-"""Below those that Linux gives to clients, which begin at 32,768."""
+"""Below the ports that Linux assigns to clients, which begin at 32,768."""
 
 _NUM_OWN_PORTS = 200
 
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 
 def await_true(look: Callable[[], T | None], what: str, timeout_s: float = _CALL_TIMEOUT_S) -> T:
-    """Return the first true result of ``look``; raises AssertionError naming ``what`` without one.
+    """Return the first true result of ``look``. Raises AssertionError naming ``what`` without one.
 
-    Looks once more when the time is up, so that a busy machine alone is no failure.
+    Polls once more after the time is up, so that a busy machine alone causes no failure.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -53,12 +53,14 @@ def await_true(look: Callable[[], T | None], what: str, timeout_s: float = _CALL
         if found:
             return found
         if is_last:
-            raise AssertionError(f"not within {timeout_s} s: {what}; last seen: {found!r}")
+            raise AssertionError(
+                f"timed out after {timeout_s} s waiting for: {what}; last result: {found!r}"
+            )
         time.sleep(_PAUSE_S)
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free, and that nobody else is given."""
+    """Return a free TCP port of the loopback interface that no other process is given."""
     for port in itertools.islice(_own_ports(os.getpid()), _NUM_OWN_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -68,14 +70,16 @@ def free_port() -> int:
 
 @functools.cache
 def _own_ports(_pid: int) -> Iterator[int]:
-    """Claim ports that no other process of tests is given for as long as this one lives, in turn.
+    """Yield ports that no other test process uses as long as this one lives, cyclically.
 
-    A port that the kernel chooses may go to a client, or be chosen again, before its server starts.
+    A port chosen by the kernel may go to a client, or be chosen again, before its server starts.
     """
     for first in range(*_PORTS, _NUM_OWN_PORTS):
         claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0kvtier-ports-{first}")  # a name of this network only, as are the ports
+            claim.bind(
+                f"\0kvtier-ports-{first}"
+            )  # a name in this network namespace, as are the ports
         except OSError:
             claim.close()
         else:
@@ -86,7 +90,7 @@ def _own_ports(_pid: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def work_directory() -> Iterator[Path]:
-    """Yield a new directory whose path is short enough for a socket; it is removed afterwards."""
+    """Yield a new directory whose path is short enough for a socket; removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -97,7 +101,7 @@ def kvtier_command(*arguments: str) -> list[str]:
 
 
 class Child:
-    """A process of ours; its standard error is kept in ``log_path``. Use it as a context."""
+    """A child process; its output goes to ``log_path``. Use it as a context manager."""
 
     def __init__(
         self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
@@ -111,26 +115,26 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=os.environ | dict(environment or {}),
-                start_new_session=True,  # no terminal, wherever the tests are run
+                start_new_session=True,  # without a terminal
             )
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the process id."""
         return self._popen.pid
 
     @property
     def is_running(self) -> bool:
-        """Tell whether it has not ended yet."""
+        """Tell whether the process has not ended."""
         return self._popen.poll() is None
 
     @property
     def log(self) -> str:
-        """Return what it has written so far."""
+        """Return the output so far."""
         return self.log_path.read_text(errors="replace")
 
     def await_log(self, pattern: str, timeout_s: float = _START_TIMEOUT_S) -> re.Match[str]:
-        """Return the first match of ``pattern`` in what it writes."""
+        """Return the first match of ``pattern`` in the output."""
 
         def look() -> re.Match[str] | None:
             is_running = self.is_running
@@ -145,12 +149,12 @@ class Child:
             raise AssertionError(f"{error}\n{self.log}") from None
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal."""
         self._popen.send_signal(number)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Have it stand still within the context."""
+        """Suspend the process within the context."""
         self.send(signal.SIGSTOP)
         status = psutil.Process(self.pid)
         await_true(lambda: status.status() == psutil.STATUS_STOPPED, "the process stands still")
@@ -160,25 +164,25 @@ class Child:
             self.send(signal.SIGCONT)
 
     def wait(self, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-        """Wait for its end and return its exit code; negative: the signal that ended it."""
+        """Wait for the end and return the exit code; negative: the signal that ended it."""
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.log}") from None
 
     def stop(self) -> int:
-        """Tell it to stop and return its exit code."""
+        """Send SIGTERM and return the exit code."""
         if self.is_running:
             self.send(signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, as a crash would."""
         self.send(signal.SIGKILL)
         self.wait()
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Return its resident memory: all but shared mappings, and these (the arena)."""
+        """Return resident memory: private, and shared mappings (the arena)."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         total, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssShmem"))

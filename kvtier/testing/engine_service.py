@@ -1,7 +1,7 @@
-"""An engine that says what its script says, on a real thread.
+"""A fake engine service on a real thread, its contract, and a model without weights.
 
-It keeps the contract of ``kvtier.api.http.service.EngineService``, which
-``check_engine_service`` runs over it and over the real one alike.
+``FakeEngineService`` answers by a script and implements ``kvtier.api.http.service.EngineService``.
+``check_engine_service`` verifies it and the real engine alike.
 """
 
 import queue
@@ -27,7 +27,7 @@ __all__ = ["ByteChatModel", "FakeEngineService", "ScriptedAnswer", "check_engine
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """What the engine makes of one request; cut at its ``max_tokens``."""
+    """The answer to one request, cut at its ``max_tokens``."""
 
     token_ids: tuple[int, ...]
     tier_tokens: Counter[TierName] = field(default_factory=Counter)
@@ -36,7 +36,7 @@ class ScriptedAnswer:
     error: str = ""
     tokens_per_output: int = 1
     pause_after: int | None = None
-    """Wait here for ``resume`` or an abort."""
+    """Pause after this many tokens until ``resume`` or an abort."""
 
 
 def echo(request: EngineRequest) -> ScriptedAnswer:
@@ -54,7 +54,7 @@ class _Open:
 
 
 class FakeEngineService:
-    """One token, or a few, per request and turn; every wait of a test ends at its deadline."""
+    """Sends one or a few tokens per request and turn. All waits have deadlines."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FakeEngineService:
         self._thread.start()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        """Queue a request, unless there are ``capacity`` already."""
+        """Queue a request unless ``capacity`` requests are open."""
         with self._changed:
             if self._is_stopping:
                 raise QueueFull("stopping")
@@ -88,7 +88,7 @@ class FakeEngineService:
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End an open request."""
+        """Abort an open request."""
         with self._changed:
             opened = self._open.get(request_id)
             if opened is not None and not opened.is_aborted:
@@ -97,23 +97,23 @@ class FakeEngineService:
                 self._changed.notify_all()
 
     def resume(self) -> None:
-        """Let paused answers go on, and later ones not pause."""
+        """Continue paused answers, and do not pause later ones."""
         with self._changed:
             self._is_paused = False
             self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[Self], bool], deadline_seconds: float = 30) -> bool:
-        """Wait for something to be true of this engine; return whether it came true."""
+        """Wait for a condition; return whether it became true."""
         with self._changed:
             return self._changed.wait_for(lambda: condition(self), deadline_seconds)
 
     @property
     def num_open(self) -> int:
-        """Return how many requests have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def stop(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort all requests and end the thread."""
         with self._changed:
             self.is_ready = False
             self._is_stopping = True
@@ -175,7 +175,7 @@ class FakeEngineService:
     def _usage(self, opened: _Open) -> Usage:
         prompt_tokens = len(opened.request.prompt)
         tiers = opened.answer.tier_tokens
-        assert tiers.total() < prompt_tokens, "a script cannot hit more than all but one token"
+        assert tiers.total() < prompt_tokens, "a script must leave one token to compute"
         return Usage(
             prompt_tokens,
             opened.num_sent,
@@ -192,7 +192,7 @@ _DEADLINE_SECONDS = 60.0
 def check_engine_service(
     engine: EngineService, request: Callable[[str, int], EngineRequest]
 ) -> None:
-    """Run every check; ``request(request_id, max_tokens)`` makes one that does not end early."""
+    """Run every check. ``request(request_id, max_tokens)`` makes one that does not end early."""
     _check_outputs(engine, request("whole", 8))
     _check_abort(engine, request("aborted", 1000))
     engine.abort("whole")  # ended
@@ -202,15 +202,15 @@ def check_engine_service(
 
 def _check_outputs(engine: EngineService, request: EngineRequest) -> None:
     outputs, threads = _run(engine, request, abort_after=None)
-    assert threads.isdisjoint({threading.get_ident()}), "deliver runs on the engine's thread"
+    assert threads.isdisjoint({threading.get_ident()}), "deliver must run on the engine's thread"
     assert len(threads) == 1
-    assert all(output.token_ids for output in outputs[:-1]), "only the last may bring no token"
+    assert all(output.token_ids for output in outputs[:-1]), "only the last output may be empty"
     assert all(output.finish is None for output in outputs[:-1])
     assert all(output.usage is None for output in outputs[1:-1])
     first, last = outputs[0].usage, outputs[-1].usage
     assert first is not None
     assert last is not None
-    assert first.tier_tokens == last.tier_tokens, "who supplied the prompt is known from the start"
+    assert first.tier_tokens == last.tier_tokens, "prompt sources must be known from the start"
     assert outputs[-1].finish is FinishReason.LENGTH
     assert sum(len(output.token_ids) for output in outputs) == request.max_tokens
     _check_usage(outputs, request)
@@ -253,7 +253,10 @@ _END = 256
 
 
 class ByteChatModel:
-    """Tokens 0 to 255 are bytes of UTF-8, so that characters are split as often as can be."""
+    """Fakes the text side of a model: tokens 0 to 255 are bytes of UTF-8.
+
+    Characters are thus split as often as possible.
+    """
 
     def __init__(self, model_id: str = "byte-model", context_limit: int = 2048) -> None:
         self.model_id = model_id
@@ -268,7 +271,7 @@ class ByteChatModel:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the bytes, without a leading space, like SentencePiece.
+        """Return the text of the bytes without a leading space, like SentencePiece.
 
         Bytes that are not valid UTF-8 become U+FFFD.
         """
@@ -276,7 +279,7 @@ class ByteChatModel:
         return text.removeprefix(" ")
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return one line per message; like many templates, refuses roles it does not know."""
+        """Return one line per message; like many templates, rejects unknown roles."""
         for message in messages:
             if message["role"] not in {"system", "user", "assistant"}:
                 raise ValueError(f"unknown role {message['role']}")

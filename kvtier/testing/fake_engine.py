@@ -1,8 +1,8 @@
-"""FakeEngine: a client of a node on a ``NodeHarness``, as careful as the real one, and as mortal.
+"""FakeEngine: a client of a node in a ``NodeHarness``, as careful as the real one.
 
-It stores blocks whose bytes are a function of their identity, and accepts a loaded block exactly
-where ``kvtier.client`` would: the checksum binds the bytes to the identity asked for, and the lease
-still holds once they were copied. What it accepts must then be what the oracle says, byte for byte.
+It stores blocks whose bytes are a function of their identity. It accepts a loaded block exactly if
+``kvtier.client`` would: the checksum binds the bytes to the requested identity, and the lease still
+holds after the copy. The accepted bytes must then equal the expected ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from kvtier.tiers.base import BlockWrite, Removed
 __all__ = ["Blocks", "FakeEngine", "FakeLoad"]
 
 Blocks = Sequence[BlockWrite]
-"""A chain from its root on, each block with the only bytes it may have."""
+"""A chain from its root on, each block with its only valid bytes."""
 
 _LEASE_MARGIN_NS = 50_000_000
 """Copying stops this long before a lease ends, as in the real client."""
@@ -32,7 +32,7 @@ _DEADLINE_NS = 400_000_000
 
 
 class FakeEngine:
-    """One engine; ``attach`` makes it known to a node."""
+    """One engine; ``attach`` registers it with a node."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class FakeEngine:
         self._num_tickets = 0
 
     def attach(self, harness: NodeHarness) -> None:
-        """Map the stage's arena and register."""
+        """Map the harness's arena and register."""
         self._num_tickets += 1
         self.harness = harness
         self.ticket = f"{self.name}.{self._num_tickets}"
@@ -72,7 +72,7 @@ class FakeEngine:
         self.session = answer.session
 
     def die(self) -> None:
-        """End at once, in the middle of whatever was going on; the kernel tells the node."""
+        """Die at once; the kernel tells the node."""
         self.harness.post(ev.SessionEnded(self.ticket))
         self.session = ""
 
@@ -91,7 +91,7 @@ class FakeEngine:
         first: int = 0,
         over: Sequence[str] = (),
     ) -> None:
-        """Say that a request has come, and which others are over."""
+        """Announce a request, and report the ids of finished ones."""
         answer = self.answer(
             self._call(
                 blocks,
@@ -114,7 +114,7 @@ class FakeEngine:
         traits: RequestTraits = NO_TRAITS,
         load: EngineLoad | None = None,
     ) -> int:
-        """Ask what could be loaded; the answer to this call may come later."""
+        """Start a lookup and return its call; the answer may come later."""
         deadline_ns = self.harness.clock() + within_ns
         return self._call(
             blocks,
@@ -131,7 +131,7 @@ class FakeEngine:
         )
 
     def found(self, blocks: Blocks, first: int = 0) -> tuple[TierName, ...]:
-        """Look up and return the tiers, where no probe is needed."""
+        """Look up and return the tiers; for lookups that are answered at once."""
         answer = self.answer(self.lookup(blocks, first))
         assert isinstance(answer, ac.LookupResult), answer
         return tuple(tier for tier, length in answer.runs for _ in range(length))
@@ -139,7 +139,7 @@ class FakeEngine:
     def answer(self, call: int) -> ac.Answer:
         """Take the answer to a call, which must have come.
 
-        Raises DaemonUnavailable where the node does not know the session: it was started anew.
+        Raises DaemonUnavailable if the node does not know the session because it was restarted.
         """
         answer = self.harness.answers.pop(call)
         if isinstance(answer, ac.Refused) and answer.kind == "session":
@@ -169,9 +169,9 @@ class FakeEngine:
         return answer
 
     def copy(self, granted: ac.StoreGrant, blocks: Blocks) -> Iterator[bytes]:
-        """Fill the granted slots one by one, half a block at a time; yields each checksum.
+        """Fill the granted slots one by one, half a block at a time; yield each checksum.
 
-        Whoever iterates may stop anywhere: an engine that dies leaves a torn block behind.
+        The caller may stop anywhere: an engine that dies leaves a torn block.
         """
         for index, offset in zip(granted.indexes, granted.offsets, strict=True):
             header = blocks[index].header
@@ -183,7 +183,7 @@ class FakeEngine:
             yield payload_checksum(replace(header, checksum=b""), slot)
 
     def complete(self, granted: ac.StoreGrant, checksums: Sequence[bytes]) -> int:
-        """Publish the leading blocks that were copied; returns how many there are."""
+        """Publish the leading blocks that were copied; return their number."""
         answer = self.answer(
             self.harness.call(
                 lambda call: ev.CompleteStore(call, self.session, granted.lease, tuple(checksums))
@@ -195,7 +195,7 @@ class FakeEngine:
     def store(
         self, blocks: Blocks, first: int = 0, *, traits: RequestTraits = NO_TRAITS
     ) -> ac.StoreGrant:
-        """Prepare, copy, complete."""
+        """Prepare, copy and complete."""
         granted = self.prepare(blocks, first, traits=traits)
         if granted.lease:
             checksums = [checksum for checksum in self.copy(granted, blocks) if checksum]
@@ -213,7 +213,7 @@ class FakeEngine:
         decision: int = 0,
         from_back: bool = False,
     ) -> "FakeLoad":
-        """Ask for blocks; they come as the node's tiers are carried on."""
+        """Start a load; blocks arrive as the node's tiers progress."""
         asked_ns = self.harness.clock()
         call = self._call(
             blocks,
@@ -240,7 +240,7 @@ class FakeEngine:
         outcomes: Sequence[PlanOutcome] = (),
         load: EngineLoad | None = None,
     ) -> None:
-        """Report what steps took, what came of decisions, and what there is to do."""
+        """Report step times, outcomes of decisions, and the current load."""
         call = self.harness.call(
             lambda call: ev.EngineTierReport(
                 call,
@@ -284,9 +284,9 @@ class FakeLoad:
         from_back: bool = False,
     ) -> None:
         self.accepted: list[TierName] = []
-        """The tier of each block that was copied and found good, in order."""
+        """The tier of each block that was copied and verified, in order."""
         self.end = ""
-        """Why there is no more, once that is known."""
+        """Why no more blocks come; empty while unknown."""
         self._engine = engine
         self._harness = engine.harness
         self._blocks = blocks
@@ -302,14 +302,14 @@ class FakeLoad:
         return self._harness.progress[self._call][0].lease
 
     def announced(self) -> int:
-        """Return how many blocks the node has said are in place."""
+        """Return how many blocks the node has announced."""
         return sum(len(message.offsets) for message in self._harness.progress[self._call])
 
     def steps(self) -> Iterator[None]:
-        """Take in, one by one, the blocks announced so far; time may pass at each step.
+        """Accept the announced blocks one by one; time may pass at each step.
 
-        Between the check of a block and its copy, and between the copy and the look at the clock,
-        anything may happen: that is what leases are for.
+        Anything may happen between the check of a block and its copy, and between the copy and the
+        check of the clock: leases protect against that.
         """
         messages = list(self._harness.progress[self._call])
         announced = [
@@ -335,13 +335,13 @@ class FakeLoad:
         self.end = self.end or messages[-1].end
 
     def take(self) -> list[TierName]:
-        """Take in the blocks announced so far at once, and return the tiers of all so far."""
+        """Accept the announced blocks at once; return the tiers of all so far."""
         for _ in self.steps():
             pass
         return self.accepted
 
     def release(self) -> bool:
-        """End the lease, naming what was corrupt; tells whether it was still held."""
+        """End the lease and name corrupt blocks; return whether it was still held."""
         call = self._harness.call(
             lambda call: ev.Release(call, self._engine.session, self.lease, tuple(self._corrupt))
         )
@@ -350,11 +350,11 @@ class FakeLoad:
         return answer.held
 
     def _place(self, num_blocks: int) -> int:
-        """Return which block of the chain comes next, of a lease made for so many."""
+        """Return the position in the chain of the next block of a lease."""
         num_taken = len(self.accepted)
         return self._first + (num_blocks - 1 - num_taken if self._from_back else num_taken)
 
     def _accept(self, wanted: BlockHeader, copied: bytes, tier: TierName) -> None:
-        """Note a block; here the theorem is checked."""
+        """Accept a block after comparing its bytes with the expected ones."""
         assert copied == payload_of(wanted), f"{self._engine.name} was served a wrong block"
         self.accepted.append(tier)

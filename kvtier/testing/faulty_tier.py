@@ -1,7 +1,7 @@
-"""FaultyTier: a tier whose medium fails when a script, or a seed, says so.
+"""FaultyTier: a tier whose device fails as a script or a seed says.
 
-It keeps the contract of tiers, faults included: what it reports as read is right, unless the script
-asks for ``SERVE_DAMAGED``, a lie that no tier should tell and that callers may want to survive.
+It keeps the contract of tiers, also when it fails: what it reports as read is correct, unless the
+script asks for ``SERVE_DAMAGED``, which no tier should do and callers may want to survive.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ T = TypeVar("T")
 
 
 class Fault(StrEnum):
-    """What goes wrong in one call."""
+    """A fault in one call."""
 
     FAIL_BEFORE = "fail_before"
-    """TierError, and nothing was done."""
+    """TierError before the call has any effect."""
     FAIL_AFTER = "fail_after"
-    """TierError, although all was done."""
+    """TierError after the call took effect."""
     TIMEOUT_BEFORE = "timeout_before"
     TIMEOUT_AFTER = "timeout_after"
     WAIT = "wait"
-    """The call first waits for ``release``, at most until its deadline, then times out."""
+    """The call waits for ``release``, until its deadline at most, and then times out."""
     LOSE = "lose"
-    """The medium has lost everything when the call comes."""
+    """The device has lost all blocks before the call."""
     FLIP_BIT = "flip_bit"
     """One bit of each payload read is wrong, and the tier notices."""
     TRUNCATE = "truncate"
     """The second half of each payload read is missing, and the tier notices."""
     SERVE_DAMAGED = "serve_damaged"
-    """One bit of each payload read is wrong, and the tier says it is right."""
+    """One bit of each payload read is wrong, and the tier reports it as correct."""
 
 
 FaultScript = Callable[[TierCall], Fault | None]
-"""Asked before each call; None lets it be."""
+"""Called before each call; None causes no fault."""
 
 
 def scripted_faults(*steps: tuple[Operation, Fault]) -> FaultScript:
@@ -72,7 +72,7 @@ def seeded_faults(
         Fault.TRUNCATE,
     ),
 ) -> FaultScript:
-    """Return a script that lets ``rate`` of all calls fail; the same seed gives the same faults."""
+    """Return a script in which ``rate`` of all calls fail; a seed repeats exactly."""
     choices = sorted(faults)
     draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
 
@@ -83,19 +83,19 @@ def seeded_faults(
 
 
 class FaultyTier(TierWrapper):
-    """Makes ``inner`` fail as ``script`` says; ``log`` tells what was done."""
+    """Makes ``inner`` fail as ``script`` says; ``log`` lists the calls and their faults."""
 
     def __init__(self, inner: Tier, script: FaultScript) -> None:
         super().__init__(inner)
         self.log: list[tuple[Operation, Fault | None]] = []
         self.release = threading.Event()
-        """Set it to let calls go that wait."""
+        """Set it to release waiting calls."""
         self._script = script
         self._lock = threading.Lock()
         self._current = threading.local()
 
     def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
-        """Make the call with the fault that is next."""
+        """Make the call with the next fault."""
         with self._lock:
             fault = self._script(call)
             self.log.append((call.operation, fault))
@@ -106,7 +106,7 @@ class FaultyTier(TierWrapper):
             case Fault.TIMEOUT_BEFORE:
                 raise TierTimeout("a timeout was injected before the call")
             case Fault.WAIT if not self.release.wait(seconds_left(call.deadline_ns)):
-                raise TierTimeout("nobody released the call in time")
+                raise TierTimeout("the call was not released in time")
             case Fault.LOSE:
                 self.inner.purge(EVERYTHING, call.deadline_ns)
         result = step()
@@ -119,14 +119,14 @@ class FaultyTier(TierWrapper):
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator[Tier]:
-        """Open a scratch tier to which the same faults are injected."""
+        """Open a scratch tier with the same faults."""
         with self.inner.scratch(block_bytes, num_blocks, deadline_ns) as inner:
             scratch = copy.copy(self)
             scratch.inner = inner
             yield scratch
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
-        """Read, and damage what was read where that is the fault."""
+        """Read, and damage the results if that is the fault."""
         results = super().read(blocks, deadline_ns)
         fault = self._current.fault
         return [self._damage(*each, fault) for each in zip(blocks, results, strict=True)]

@@ -1,12 +1,12 @@
-"""A KV port whose tiers are a dictionary: the engine's tests write the script of what goes wrong.
+"""A KV port that stores blocks in a dictionary, with a script for its faults.
 
-It keeps the port's contract to the letter, and its badly documented parts too: blocks beyond the
+It implements the port's contract exactly, also its less documented parts: blocks beyond the
 reported ones are filled with garbage, and nothing happens before ``poll`` unless the test wants it.
-With ``is_manual`` every operation waits for ``finish_*``, in whatever order the test chooses.
+With ``is_manual`` every operation waits for ``finish_*``, in any order.
 
-A load from the back takes its blocks in with ``report_loaded``, and what the engine claims is the
-engine's: it is not written to any more. Unless it is manual it lets the engine claim once or twice
-first, as ``meets_max`` says, so that both have something to do.
+A load from the back receives blocks by ``report_loaded``, and blocks that the engine claims are no
+longer written. Unless it is manual, the engine may claim once or several times first, as
+``meets_max`` says, so that both have something to do.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +35,15 @@ __all__ = ["LoadScript", "MemoryPort", "PoolBlocks"]
 
 
 class PoolBlocks(Protocol):
-    """The pool, as far as a port sees it."""
+    """The pool, as a port sees it."""
 
     def block_bytes(self, block: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a block, to read and to write."""
+        """Return the writable bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadScript:
-    """How the next loads go: ``num_blocks`` at most come, and ``reason`` says why not the rest."""
+    """How the next loads end: after at most ``num_blocks`` blocks, with ``reason``."""
 
     num_blocks: int | None = None
     reason: str = "failed"
@@ -57,20 +57,20 @@ class _OpenLoad:
     into: list[list[int]]
     num_claimed: int = 0
     num_filled: int = 0
-    """Of its blocks, in its order."""
+    """Blocks of the load in place, in its order."""
     num_meets: int = 0
 
     @property
     def num_left(self) -> int:
-        """Return the blocks that are neither in place nor claimed."""
+        """Return the number of blocks neither in place nor claimed."""
         return len(self.into) - self.num_claimed - self.num_filled
 
     def place(self, number: int) -> int:
-        """Return which of its blocks comes after ``number`` others."""
+        """Return the position of the block that comes after ``number`` others."""
         return len(self.into) - 1 - number if self.order.from_back else number
 
     def hash_at(self, place: int) -> BlockHash:
-        """Return which block goes into a place."""
+        """Return the hash of the block at a position."""
         return self.order.chain.hashes[self.order.first + place]
 
 
@@ -87,7 +87,7 @@ def _no_plan(_found: PortLookup) -> RestorePlan | None:
 
 @dataclass(slots=True)
 class MemoryPort:
-    """Stores whole blocks by hash and brings them back, as the script says."""
+    """Stores whole blocks by hash and restores them as scripted."""
 
     block_tokens: int = 64
     tier: TierName = TierName.CPU
@@ -95,16 +95,16 @@ class MemoryPort:
     script: LoadScript = field(default_factory=LoadScript)
     kept: dict[BlockHash, bytes] = field(default_factory=dict)
     tiers: dict[BlockHash, TierName] = field(default_factory=dict)
-    """Where a block is, if not in ``tier``."""
+    """Tier of a block, if not ``tier``."""
     stores_taken_max: int | None = None
-    """Blocks of each store that are taken; None: all."""
+    """Maximum number of blocks taken per store; None: all."""
     pool: PoolBlocks | None = None
     make_plan: Callable[[PortLookup], RestorePlan | None] = _no_plan
-    """What a lookup's answer says to do with what it found."""
+    """Returns the plan of a lookup from its result."""
     max_offload_tokens: int | None = None
-    """What a lookup's answer says it pays to offer."""
+    """Offload limit returned by lookups."""
     meets_max: int = 1
-    """A load from the back ends by itself once the engine has claimed so often."""
+    """A load from the back ends by itself after this many claims of the engine."""
     num_lookups: int = 0
     stored_hashes: list[BlockHash] = field(default_factory=list)
     """Every hash offered, in order, with repetitions."""
@@ -113,7 +113,7 @@ class MemoryPort:
     offers: list[StoreOffer] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     waiting: dict[str, EngineLoad] = field(default_factory=dict)
-    """By request, what the engine had to do before its lookup."""
+    """Load of the engine before each lookup, by request."""
     steps: list[StepSample] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     open_lookups: dict[str, PortLookup] = field(default_factory=dict)
@@ -125,11 +125,11 @@ class MemoryPort:
     _wake: Callable[[], None] | None = None
 
     def bind(self, wake: Callable[[], None]) -> None:
-        """Keep ``wake`` for when a manual operation ends."""
+        """Set the callback for the end of manual operations."""
         self._wake = wake
 
     def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
-        """Note it."""
+        """Record the announcement."""
         assert traits.request_id not in self.announced, "a request is announced once"
         assert chain.hashes, "an announced request has blocks"
         self.announced[traits.request_id] = (chain, first, traits)
@@ -148,16 +148,16 @@ class MemoryPort:
         return load.num_claimed
 
     def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
-        """Note it."""
+        """Record the outcome."""
         assert request_id not in self.finished, "a request is finished once"
         self.finished[request_id] = outcome
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Note them."""
+        """Record the steps."""
         self.steps += steps
 
     def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
-        """Answer with the leading blocks that are kept."""
+        """Answer with the leading blocks that are stored."""
         request_id = traits.request_id
         assert request_id not in self.open_lookups, "one lookup at a time for a request"
         assert first < len(chain.hashes), "a lookup asks for something"
@@ -178,7 +178,7 @@ class MemoryPort:
             self.finish_lookup(request_id)
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
-        """Begin to fill blocks; all of them are garbage from now on."""
+        """Start filling blocks; all of them are garbage from now on."""
         request_id = order.request_id
         assert request_id not in self.open_loads, "one load at a time for a request"
         assert into, "a load asks for something"
@@ -191,7 +191,7 @@ class MemoryPort:
     def store(
         self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
     ) -> int:
-        """Begin to take blocks; their bytes are read when the store finishes."""
+        """Start taking blocks; their bytes are read when the store finishes."""
         assert len(chain.hashes) == first + len(blocks), "a chain ends with what is offered"
         self._num_stores += 1
         self.offers.append(offer)
@@ -203,28 +203,28 @@ class MemoryPort:
         return self._num_stores
 
     def cancel(self, request_id: str) -> None:
-        """Note it; the ending event comes as it would have."""
+        """Record the cancellation; the operation still ends as scripted."""
         self.cancelled.append(request_id)
 
     def poll(self) -> list[PortEvent]:
-        """Take the events so far."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        """Touch the pool no more."""
+        """Stop accessing the pool."""
         self.is_closed = True
         self.open_loads.clear()
         self.open_stores.clear()
 
-    # The script's side
+    # For the script
 
     def finish_lookup(self, request_id: str) -> None:
         """End a lookup with what was found when it began."""
         self._emit(self.open_lookups.pop(request_id))
 
     def copy_loaded(self, request_id: str, num_blocks: int) -> None:
-        """Put the next blocks of an open load in place, ``num_blocks`` in all; say nothing yet."""
+        """Put the next blocks of an open load in place, ``num_blocks`` in all, silently."""
         self._fill(self.open_loads[request_id], num_blocks)
 
     def report_loaded(self, request_id: str, num_blocks: int) -> None:
@@ -234,7 +234,7 @@ class MemoryPort:
         self._emit(LoadProgress(request_id, self._tiers(load)))
 
     def finish_load(self, request_id: str, script: LoadScript | None = None) -> None:
-        """End a load as the script says."""
+        """End a load as scripted."""
         script = script or self.script
         load = self.open_loads[request_id]
         num_asked = len(load.into)
@@ -257,7 +257,7 @@ class MemoryPort:
         self._emit(StoreEnded(store_id, min(most, len(store.blocks))))
 
     def finish_all(self) -> None:
-        """End everything that is open."""
+        """End all open operations."""
         for request_id in list(self.open_lookups):
             self.finish_lookup(request_id)
         for request_id in list(self.open_loads):
@@ -266,7 +266,7 @@ class MemoryPort:
             self.finish_store(store_id)
 
     def _view(self, block: int) -> npt.NDArray[np.uint8]:
-        assert self.pool is not None, "give the port its pool"
+        assert self.pool is not None, "the port needs a pool"
         return self.pool.block_bytes(block)
 
     def _tiers(self, load: _OpenLoad) -> tuple[TierName, ...]:
@@ -274,7 +274,7 @@ class MemoryPort:
         return tuple(self.tiers.get(block_hash, self.tier) for block_hash in hashes)
 
     def _fill(self, load: _OpenLoad, most: int) -> None:
-        """Copy blocks into place, at most so many in all, until one is missing or claimed."""
+        """Copy at most ``most`` blocks in all into place, until one is missing or claimed."""
         most = min(most, len(load.into) - load.num_claimed)
         while load.num_filled < most:
             place = load.place(load.num_filled)

@@ -1,4 +1,9 @@
-"""FakeClock: time that passes when a test says so."""
+"""Runs a node with its own arena, tiers and clock, under the control of a test.
+
+The node's work for tiers and engines waits in ``waiting`` until the test carries it out, in any
+order, late or never. Answers are checked as they come: exactly one per call, none after its
+deadline. After each event the node's invariants are checked.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +33,7 @@ __all__ = ["FakeClock", "HarnessSettings", "NodeHarness", "Work"]
 
 
 class FakeClock:
-    """A monotonic clock in nanoseconds; call it where ``time.monotonic_ns`` would be called."""
+    """A monotonic clock in nanoseconds that the test advances; replaces ``time.monotonic_ns``."""
 
     def __init__(self, now_ns: int = 1_000_000_000) -> None:
         self.now_ns = now_ns
@@ -38,8 +43,8 @@ class FakeClock:
         return self.now_ns
 
     def advance(self, elapsed_ns: int) -> int:
-        """Let time pass and return what it is then."""
-        assert elapsed_ns >= 0, "time does not run backwards"
+        """Advance the time and return it."""
+        assert elapsed_ns >= 0, "time does not go backwards"
         self.now_ns += elapsed_ns
         return self.now_ns
 
@@ -47,15 +52,15 @@ class FakeClock:
 Work = ac.Read | ac.Write | ac.ExistsQuery | ac.Purge | ac.EmptyEngineTier
 
 _EVENTS_A_LOOK = 16
-"""The history is looked through each so many events, and when all is at rest: it takes longer."""
+"""The history is checked after this many events and at rest, since that takes longer."""
 
 _NEVER_NS = 1 << 62
-"""Deadline for the tiers, which look at the real clock; on a stage nobody's patience ends there."""
+"""Deadline for the tiers, which use the real clock; here it never passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarnessSettings:
-    """A small arena and short times: every bound is met within a few hundred events."""
+    """A small arena and short times, so that every limit is reached within a few hundred events."""
 
     num_slabs: int = 4
     slab_bytes: int = 32_768
@@ -65,13 +70,13 @@ class HarnessSettings:
     queue_bytes_max: int = 1 << 30
     min_tokens: int = 0
     write: Mapping[TierName, WriteMode] = field(default_factory=dict)
-    """When blocks are written to a tier; as soon as they are stored where nothing is said."""
+    """When blocks are written to a tier; by default as soon as they are stored."""
     flush_after_ns: int = 0
     pin_share: float = 0.0
 
 
 class NodeHarness:
-    """See the module. ``tiers`` may outlive the stage, as disks outlive daemons."""
+    """See the module. ``tiers`` may outlive the harness, as disks outlive daemons."""
 
     def __init__(  # noqa: PLR0913  # what a node takes, and its clock; each has a default
         self,
@@ -113,22 +118,22 @@ class NodeHarness:
         self.open_calls: dict[int, ev.Event] = {}
         self.num_events = 0
         self.is_checked = True
-        """Whether all invariants are checked after each event; off where thousands are to pass."""
+        """Check all invariants after each event; turn it off for thousands of events."""
         self.is_down = False
-        """Set it to let the daemon die; the arena stays mapped by whoever mapped it."""
+        """Set it to let the daemon die; the arena stays mapped in its clients."""
         self._num_calls = 0
         self._excused: set[int] = set()
         """Calls whose answers may be late."""
         self.post(ev.SlabsReserved(settings.num_slabs))
 
     def recover(self, tiers: Mapping[TierName, Tier]) -> None:
-        """Tell the node what persistent tiers already hold, as the daemon does when it starts."""
+        """Tell the node what persistent tiers hold, as the daemon does at startup."""
         for name, tier in tiers.items():
             for headers in tier.headers():
                 self.post(ev.BlocksRecovered(name, headers))
 
     def post(self, event: ev.Event) -> None:
-        """Let the node take an event in; its work waits, its answers are noted."""
+        """Let the node handle an event; its work waits, its answers are recorded."""
         call = getattr(event, "call", None)
         if call is not None:
             self.open_calls[call] = event
@@ -145,17 +150,17 @@ class NodeHarness:
                 self.waiting.append(action)
         for lane, queued in drained:
             is_kept = lane.admin_state is AdminState.ACTIVE or lane.writes.keys() <= queued
-            assert is_kept, f"something new is written to {lane.tier.name}, which is drained"
+            assert is_kept, f"something new is written to the drained tier {lane.tier.name}"
         if self.is_checked:
             check(self.node)
             if self.num_events % _EVENTS_A_LOOK == 0:
                 check_memory(self.node)
         due_ns = self.node.next_deadline_ns()
         is_at_rest = due_ns is None or due_ns > self.clock() or not isinstance(event, ev.Tick)
-        assert is_at_rest, "a node that is told the time and asks for it again never rests"
+        assert is_at_rest, "a tick must not leave another tick due"
 
     def call(self, make: Callable[[int], ev.Event]) -> int:
-        """Post a call and return its number. Raises DaemonUnavailable once the node is gone."""
+        """Post a call and return its number. Raises DaemonUnavailable if the node is down."""
         if self.is_down:
             raise DaemonUnavailable("the daemon has died")
         self._num_calls += 1
@@ -167,7 +172,7 @@ class NodeHarness:
         return self.answers.pop(self.call(make))
 
     def advance(self, elapsed_ns: int) -> None:
-        """Let time pass, waking the node whenever it asked for that."""
+        """Let time pass, waking the node at its deadlines."""
         until_ns = self.clock() + elapsed_ns
         while (due_ns := self.node.next_deadline_ns()) is not None and due_ns <= until_ns:
             self.clock.now_ns = max(due_ns, self.clock())
@@ -175,7 +180,7 @@ class NodeHarness:
         self.clock.now_ns = until_ns
 
     def carry_out(self, work: Work) -> None:
-        """Do one piece of waiting work, and tell the node."""
+        """Carry out one piece of waiting work and tell the node."""
         self.waiting.remove(work)
         self.post(self.completion(work))
 
@@ -185,12 +190,12 @@ class NodeHarness:
             self.carry_out(tier_work[0])
 
     def fail(self, work: Work) -> None:
-        """Let one piece of waiting work end in a fault, with nothing done."""
+        """Let one piece of waiting work fail before it has any effect."""
         self.waiting.remove(work)
         self.post(self.fault(work))
 
     def completion(self, work: Work) -> ev.Event:
-        """Do a piece of work on tier and arena, and return what to tell the node."""
+        """Carry out a piece of work on tier and arena, and return the event for the node."""
         try:
             match work:
                 case ac.Read():
@@ -204,13 +209,13 @@ class NodeHarness:
                     removed = self.tiers[work.tier].purge(work.selection, _NEVER_NS)
                     return ev.PurgeDone(work.tier, work.selection, removed)
                 case ac.EmptyEngineTier():
-                    raise AssertionError("an order is for an engine")
+                    raise AssertionError("orders go to engines")
         except TierError:
             return self.fault(work)
 
     @staticmethod
     def fault(work: Work) -> ev.Event:
-        """Return the completion of a piece of work that could not be done."""
+        """Return the completion of a failed piece of work."""
         match work:
             case ac.Read():
                 return ev.ReadDone(work.transfer, (), 0.0, fault="a fault was injected")
@@ -223,16 +228,16 @@ class NodeHarness:
                     work.tier, work.selection, Removed(), fault="a fault was injected"
                 )
             case ac.EmptyEngineTier():
-                raise AssertionError("an order is for an engine")
+                raise AssertionError("orders go to engines")
 
     def excuse(self) -> None:
-        """Allow the answers to calls that are open to be late: the clock is about to jump."""
+        """Allow late answers to open calls, because the clock is about to jump."""
         self._excused.update(self.open_calls)
 
     def check_idle(self, lost: Sequence[Work] = ()) -> None:
         """Raise AssertionError unless nothing is pinned, leased, owed, queued or half done.
 
-        Of ``lost`` work the node was never told the end: it holds what that may still touch.
+        The node never learned the end of ``lost`` work, and still holds what that may touch.
         """
         node = self.node
         check_memory(node)
@@ -248,15 +253,15 @@ class NodeHarness:
             assert lane.in_flight.keys() <= transfers, "transfers are left"
             transfers -= lane.in_flight.keys()
             is_purging = any(isinstance(work, ac.Purge) for work in lost)
-            assert is_purging or lane.purging is None, "a tier stays closed after a purge"
+            assert is_purging or lane.purging is None, "a tier remains closed after a purge"
         orphans = node.transfers.orphans.keys()
-        assert orphans <= transfers, "transfers of a tier that was taken off are left"
-        assert not transfers - orphans, "a transfer was forgotten though it never ended"
+        assert orphans <= transfers, "transfers of a detached tier are left"
+        assert not transfers - orphans, "an unfinished transfer was forgotten"
         if not lost:
             assert node.cache.slots.held_bytes == 0, "held slots are left"
-        assert node.next_deadline_ns() is None, "an idle node waits for nothing"
+        assert node.next_deadline_ns() is None, "an idle node has no deadlines"
         refused = self.metrics.registry.get_sample_value(REFUSED_SAMPLES.name)
-        assert refused == 0, "a sample fitted no series"
+        assert refused == 0, "a metric sample was refused"
 
     def _read(self, work: ac.Read) -> ev.Event:
         reads = [
@@ -285,7 +290,7 @@ class NodeHarness:
         return ev.WriteDone(work.transfer, tuple(outcomes), b"".join(report.evicted), 0.001)
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a part of the arena, writable."""
+        """Return a writable part of the arena."""
         return self.arena[offset : offset + num_bytes]
 
     def holds(self, header: BlockHeader, tier: TierName) -> bool:
@@ -295,10 +300,10 @@ class NodeHarness:
 
     def _note(self, action: ac.CallReply | ac.LoadUpdate) -> None:
         event = self.open_calls.get(action.call)
-        assert event is not None, f"call {action.call} was answered already: {action}"
+        assert event is not None, f"call {action.call} was answered twice: {action}"
         deadline_ns = getattr(event, "deadline_ns", self.clock())
         is_in_time = self.clock() <= deadline_ns or action.call in self._excused
-        assert is_in_time, f"an answer after its deadline: {event}"
+        assert is_in_time, f"late answer: {event}"
         if isinstance(action, ac.LoadUpdate):
             self.progress[action.call].append(action)
             if not action.end:
@@ -310,17 +315,17 @@ class NodeHarness:
         del self.open_calls[action.call]
 
     def _check_asked(self, work: Work) -> None:
-        """Require that nothing is asked of a tier that is off."""
+        """Check that a detached tier gets no work."""
         if not isinstance(work, ac.EmptyEngineTier):
             admin_state = self.node.transfers.lanes[work.tier].admin_state
             assert admin_state is not AdminState.DETACHED, (
-                f"{work.tier} is off, and was asked for {work}"
+                f"work for the detached tier {work.tier}: {work}"
             )
 
     def _check_drop(self, event: ev.Drop, answer: tuple[ac.TierDropped, ...]) -> None:
-        """Require that what was said to be dropped is gone, and cannot come by what is under way.
+        """Check that dropped blocks are gone and cannot return by work in flight.
 
-        Nothing may come in before the answer, so at this very moment there is none.
+        Nothing may come in before the answer, so at this moment there are none.
         """
         index = self.node.cache.index
         meant = index.selected(index.rows(), event.selection)
@@ -330,9 +335,9 @@ class NodeHarness:
             is_there = index.residency(meant, dropped.tier) != Residency.ABSENT
             if dropped.kept_blocks:
                 is_served = set(meant[is_there].tolist()) - self.node.cache.expelled
-                assert not is_served, f"what a drop had to keep is still served: {event}"
+                assert not is_served, f"blocks kept by a drop are still served: {event}"
                 continue
-            assert not is_there.any(), f"blocks outlived a drop: {event}"
+            assert not is_there.any(), f"blocks survived a drop: {event}"
             tier = self.tiers.get(dropped.tier)
             if tier is not None and not dropped.tier.is_shared:
                 spaces = [headers["space"] for headers in tier.headers()]
@@ -348,7 +353,7 @@ def _slow_tiers(names: Iterable[TierName], settings: HarnessSettings) -> tuple[S
             settings.transfer_deadline_ns,
             settings.queue_bytes_max,
             settings.min_tokens,
-            transfer_bytes=0,  # blocks here are small, and transfers are to have eight
+            transfer_bytes=0,  # blocks are small here; transfers take eight
             write=settings.write.get(name, WriteMode.STORE),
             flush_after_ns=settings.flush_after_ns if not name.is_shared else 0,
         )

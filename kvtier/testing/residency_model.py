@@ -1,4 +1,4 @@
-"""What somebody who hears changes knows by them: a naive model of where blocks are."""
+"""A naive model of where blocks are, built from residency changes."""
 
 import threading
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ __all__ = ["ResidencyModel"]
 
 
 class ResidencyModel:
-    """Takes changes, from any thread, as a client passes them on."""
+    """Receives changes from any thread, as a client passes them on."""
 
     def __init__(self) -> None:
         self.num_starts = 0
-        """How often it was told to start again."""
+        """How often it was told to start anew."""
         self._lock = threading.Lock()
         self._blocks: dict[TierName, set[bytes]] = {}
 
     def __call__(self, changes: Sequence[ResidencyChange]) -> None:
-        """Take changes in, in their order."""
+        """Apply changes in order."""
         with self._lock:
             for change in changes:
                 if change.tier is None:
@@ -32,6 +32,6 @@ class ResidencyModel:
                 self._blocks[change.tier] = there | hashes if change.is_there else there - hashes
 
     def blocks(self, tier: TierName) -> set[bytes]:
-        """Return the hashes of the blocks that a tier has, as far as was told."""
+        """Return the hashes of the blocks that a tier has, as far as reported."""
         with self._lock:
             return set(self._blocks.get(tier, ()))

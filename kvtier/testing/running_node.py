@@ -1,6 +1,6 @@
-"""A node of real processes for tests: a daemon, its engines, and what they say over their sockets.
+"""A node of real processes for tests: a daemon, its engines, and calls over their sockets.
 
-Counters are read where an operator reads them: the status document and ``/metrics``.
+Counters are read where an operator reads them: in the status document and at ``/metrics``.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 60.0
 
 
 def fetch(url: str, body: Mapping[str, Any] | None = None) -> bytes:
-    """Return what a URL answers, to ``body`` as JSON if there is one; fails unless it is 200."""
+    """Return the response of a URL, to ``body`` as JSON if given; fails unless it is 200."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.netloc, timeout=_ANSWER_TIMEOUT_S)
     try:
@@ -50,7 +50,7 @@ def url_of(engine: Child) -> str:
 
 
 def complete(url: str, prompt: list[int] | str, max_tokens: int = 8, **more: Any) -> Any:
-    """Return the greedy completion of a prompt by the engine at ``url``: the whole answer."""
+    """Return the greedy completion of a prompt by the engine at ``url``: the whole response."""
     models = json.loads(fetch(f"{url}/v1/models"))
     body = {
         "model": models["data"][0]["id"],
@@ -63,7 +63,7 @@ def complete(url: str, prompt: list[int] | str, max_tokens: int = 8, **more: Any
 
 
 class RunningNode:
-    """One node's daemon and engines, all with the same settings, in a directory of its own."""
+    """A node's daemon and engines, with the same settings, in their own directory."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RunningNode:
         settings: Mapping[str, str | int] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment`` is what its processes get beside this one's own."""
+        """``environment`` is added to the environment of its processes."""
         self.directory = directory
         self.environment = dict(environment or {})
         self.http_port = free_port()
@@ -86,9 +86,9 @@ class RunningNode:
             "http.listen": f"127.0.0.1:{self.http_port}",
             "engine.listen": "127.0.0.1:0",
             "engine.pool": "4MiB",
-            "client.lookup_deadline": "2s",  # on a busy machine, a late answer would be a miss
-            # Every block is written at once and everything is restored, so that a test knows where
-            # each one is; those that are about what is decided say otherwise.
+            "client.lookup_deadline": "2s",  # on a busy machine, a late answer is a miss
+            # Every block is written at once and everything is restored, so that tests know where
+            # blocks are. Tests of decisions override this.
             "policy.eviction": "lru",
             "ssd.write": "store",
             "remote.write": "store",
@@ -100,25 +100,25 @@ class RunningNode:
         self._num_started = 0
 
     def arguments(self, **changes: str | int) -> list[str]:
-        """Return the settings as options; ``changes`` have ``__`` where keys have a dot."""
+        """Return the settings as options; ``changes`` have ``__`` for dots in keys."""
         settings = self.settings | {
             name.replace("__", "."): value for name, value in changes.items()
         }
         return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
     def start(self, command: str, *more: str, **changes: str | int) -> Child:
-        """Start ``kvtier COMMAND``; returns at once."""
+        """Start ``kvtier COMMAND`` and return at once."""
         self._num_started += 1
         log_path = self.directory / f"{command}.{self._num_started}.log"
         words = kvtier_command(command, *self.arguments(**changes), *more)
         return Child(words, log_path, self.environment)
 
     def daemon(self, **changes: str | int) -> Child:
-        """Start a daemon and wait until it is ready, and has all the memory it will get.
+        """Start a daemon and wait until it is ready and has all its memory.
 
-        It serves before that, but bounds what it takes by what it has so far.
+        It serves before that, but limits what it accepts to the memory it has so far.
         """
-        with contextlib.ExitStack() as stack:  # what does not become ready is ended
+        with contextlib.ExitStack() as stack:  # stop it unless it becomes ready
             child = stack.enter_context(self.start("serve", **changes))
             child.await_log("event=ready")
             child.await_log('event="(arena reserved|the arena stays smaller)')
@@ -126,7 +126,7 @@ class RunningNode:
         return child
 
     def engine(self, model: Path, *more: str, **changes: str | int) -> tuple[Child, str]:
-        """Start an engine and wait until it serves; returns it with its URL."""
+        """Start an engine and wait until it serves; return it with its URL."""
         with contextlib.ExitStack() as stack:
             words = ("--model", str(model), *more)
             child = stack.enter_context(self.start("engine", *words, **changes))
@@ -148,7 +148,7 @@ class RunningNode:
         tenant: bytes = b"",
         unsalted: Sequence[bytes] = (),
     ) -> Any:
-        """Return the daemon's explanation of a request or a chain; None where it knows none."""
+        """Return the daemon's explanation of a request or chain; None if it has none."""
         request = pb.ExplainRequest(
             request_id=request_id,
             key_space=key_space,
@@ -160,7 +160,7 @@ class RunningNode:
         return json.loads(told) if told else None
 
     def drop(self, *tiers: str) -> dict[str, int]:
-        """Empty tiers; returns the blocks that each one lost. Fails where one kept some."""
+        """Empty tiers; return the blocks each one lost. Fails if one kept some."""
         removed = self.drop_now(*tiers, deadline_ms=8000)
         for each in removed:
             assert not each.error, each
@@ -168,7 +168,7 @@ class RunningNode:
         return dict(zip(tiers, (each.blocks for each in removed), strict=True))
 
     def drop_now(self, *tiers: str, deadline_ms: int = 1000) -> list[pb.DropReply.Removed]:
-        """Empty tiers as far as they are not in use; returns what the daemon says of each."""
+        """Empty tiers as far as they are unused; return the daemon's reply for each."""
         request = pb.DropRequest(
             tiers=[tier_to_wire(TierName(tier)) for tier in tiers], deadline_ms=deadline_ms
         )
@@ -176,7 +176,7 @@ class RunningNode:
             return list(stub.Drop(request, timeout=_CALL_TIMEOUT_S).removed)
 
     def fsck(self, *more: str) -> tuple[int, Any]:
-        """Check the store, which no daemon has open; returns the exit code and the report."""
+        """Check the closed store; return the exit code and the report."""
         directory = str(self.settings["ssd.directory"])
         words = kvtier_command("fsck", "--directory", directory, "--json", *more)
         self._num_started += 1
@@ -186,7 +186,7 @@ class RunningNode:
             return code, json.loads(child.log.splitlines()[-1])
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the daemon's series of that name and with these labels."""
+        """Return the sum of the daemon's series of a name with these labels."""
         text = fetch(f"http://127.0.0.1:{self.http_port}/metrics").decode()
         return sum(
             sample.value
@@ -196,7 +196,7 @@ class RunningNode:
         )
 
     def await_idle(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        """Wait until nothing is leased, pinned or on its way; returns the status then."""
+        """Wait until nothing is leased, pinned or in flight; return the status then."""
 
         def look() -> Any:
             document = self.stat()
@@ -211,7 +211,7 @@ class RunningNode:
         return await_true(look, "the node is idle", timeout_s)
 
     def await_state(self, tier: str, *states: str, timeout_s: float = _CALL_TIMEOUT_S) -> str:
-        """Wait until the status says one of ``states`` of a tier; returns the reason it gives."""
+        """Wait until a tier is in one of ``states``; return the reason."""
 
         def look() -> Any:
             document = self.stat()["tiers"][tier]
@@ -221,7 +221,7 @@ class RunningNode:
         return str(document.get("reason", ""))
 
     def await_moved(self, route: str, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        """Wait until more bytes have gone over a route than have now, as ``cpu_to_ssd``."""
+        """Wait until more bytes have gone over a route, such as ``cpu_to_ssd``."""
 
         def moved() -> float:
             return float(self.stat()["transfers"][route]["bytes"])
@@ -230,7 +230,7 @@ class RunningNode:
         await_true(lambda: moved() > before, f"bytes go over {route}", timeout_s)
 
     def await_blocks(self, tier: str, num_blocks: int) -> Any:
-        """Wait until a tier holds so many blocks and nothing is on its way any more."""
+        """Wait until a tier holds this many blocks and the node is idle."""
 
         def look() -> bool:
             blocks: int = self.stat()["tiers"][tier]["blocks"]

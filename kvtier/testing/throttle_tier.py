@@ -1,17 +1,17 @@
-"""ThrottleTier: a tier made slower than it is, for tests and experiments.
+"""ThrottleTier: slows a tier down, for tests and experiments.
 
 Theory
 ------
-Before each call the time passes that a slower medium would take for it: ``latency_s``, and its turn
-on one wire of ``bytes_per_s``. Latencies of calls that overlap overlap too; the wire serves them
-one after the other. What the tier itself takes comes on top, so it should be fast.
+Each call is delayed by what a slower device would take: ``latency_s``, and its turn on one wire of
+``bytes_per_s``. Latencies of overlapping calls overlap; the wire serves them one after another. The
+time of the tier itself is added, so it should be fast.
 
 Rules
 -----
-* Both numbers may be changed at any time, also for calls that wait.
-* A call that waits until its deadline is a TierTimeout and never reaches the tier; it leaves the
-  wire to the others.
-* Reads, writes and look-ups are slowed down. Probes, scrubs, purges and removals are as they were.
+* Both numbers may be changed at any time, also for waiting calls.
+* A call that waits until its deadline raises TierTimeout, never reaches the tier, and frees the
+  wire.
+* Reads, writes and lookups are slowed down; health checks, scrubs, purges and removals are not.
 """
 
 import math
@@ -36,7 +36,7 @@ _SLOWED = frozenset({Operation.READ, Operation.WRITE, Operation.CONTAINS})
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """What one call has yet to get over the wire."""
+    """What is left to transfer of one call."""
 
     began_s: float
     left_bytes: float
@@ -54,7 +54,7 @@ class ThrottleTier(TierWrapper):
         self.set(bytes_per_s, latency_s)
 
     def set(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        """Change both from now on; from any thread."""
+        """Change both from now on. Thread-safe."""
         if not (0 <= bytes_per_s < math.inf and 0 <= latency_s < math.inf):
             raise ValueError(f"no speed of a tier: {bytes_per_s} bytes/s, {latency_s} s")
         with self._changed:
@@ -63,7 +63,7 @@ class ThrottleTier(TierWrapper):
             self._changed.notify_all()
 
     def intercept(self, call: TierCall, step: Callable[[], T]) -> T:
-        """Let the time pass that the call takes, then make it."""
+        """Delay the call, then make it."""
         if call.operation in _SLOWED:
             with self._changed:
                 self._advance()
@@ -89,7 +89,7 @@ class ThrottleTier(TierWrapper):
             self._changed.wait(min(left_s, deadline_s - now_s))
 
     def _wire_s(self, turn: _Turn) -> float:
-        """Return how long the wire has to do until the end of a turn."""
+        """Return how long the wire needs until the end of a turn."""
         if not turn.left_bytes:
             return 0.0
         before = takewhile(lambda each: each is not turn, self._turns)
@@ -97,7 +97,7 @@ class ThrottleTier(TierWrapper):
         return left_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
 
     def _advance(self) -> None:
-        """Let the wire carry what it has carried since this was last asked."""
+        """Account for what the wire has carried since the last time."""
         now_s = time.monotonic()
         carried = (now_s - self._moved_s) * self._bytes_per_s
         self._moved_s = now_s

@@ -1,6 +1,6 @@
-"""The contract of kvtier.tiers.base as a suite: a tier that passes may be used like any other.
+"""The contract of kvtier.tiers.base as a suite: a tier that passes may replace any other.
 
-Derive a class, and give it the pytest fixture ``tier``: an empty tier with room for 2 MiB at least.
+Derive a class and give it the pytest fixture ``tier``: an empty tier with room for at least 2 MiB.
 """
 
 import time
@@ -30,7 +30,7 @@ def store(tier: Tier, *blocks: BlockWrite) -> None:
 
 
 def fetch(tier: Tier, *blocks: BlockWrite) -> list[MissReason | None]:
-    """Read blocks: None for one that is right to the last byte, else why it is a miss."""
+    """Read blocks: None for a correct one, else why it is a miss."""
     reads = [read_of(block) for block in blocks]
     results = tier.read(reads, soon())
     assert len(results) == len(blocks)
@@ -52,18 +52,18 @@ def _hashes(*blocks: BlockWrite) -> list[BlockHash]:
 
 
 class TierContract:
-    """What every tier does."""
+    """Behaviour of every tier."""
 
     @pytest.mark.parametrize("payload_bytes", [0, 1, 4095, 4096, 4097, 100_000])
     def test_returns_what_was_stored(self, tier: Tier, payload_bytes: int) -> None:
-        """Hand back every byte, whatever the size."""
+        """Return every byte, for all sizes."""
         blocks = make_chain(range(5), payload_bytes)
         store(tier, *blocks)
         assert fetch(tier, *blocks) == [None] * 5
 
     @pytest.mark.parametrize("payload_bytes", [4096, 5000, 65_536])
     def test_takes_and_fills_aligned_memory(self, tier: Tier, payload_bytes: int) -> None:
-        """Work straight on slots of an arena, and stay inside them."""
+        """Work directly on arena slots and stay inside them."""
         slot_bytes = -(-payload_bytes // 4096) * 4096
         blocks = make_chain(range(4), payload_bytes)
         arena = aligned_memory(5 * slot_bytes)
@@ -82,7 +82,7 @@ class TierContract:
         assert bytes(arena[4 * slot_bytes :]) == b"\xa5" * slot_bytes
 
     def test_takes_and_fills_unaligned_memory(self, tier: Tier) -> None:
-        """Accept a view that starts anywhere, and leave what lies around it alone."""
+        """Accept views that start anywhere, and leave their surroundings alone."""
         block = make_block(1, 9000)
         intercept = aligned_memory(20_000)
         intercept[7:9007] = block.payload
@@ -95,14 +95,14 @@ class TierContract:
         assert bytes(intercept[9003:]) == b"\xa5" * (20_000 - 9003)
 
     def test_misses_what_is_not_there(self, tier: Tier) -> None:
-        """Say absent, each block on its own."""
+        """Report each absent block."""
         stored, absent = make_block(1), make_block(2)
         store(tier, stored)
         assert fetch(tier, absent, stored) == [MissReason.ABSENT, None]
         assert tier.contains(_hashes(absent, stored), soon()) == [False, True]
 
     def test_measures_without_a_trace(self, tier: Tier) -> None:
-        """Take blocks into a scratch tier, which do not count as blocks of the tier itself."""
+        """Write to a scratch tier, whose blocks do not count as blocks of the tier."""
         stored, other = make_block(1, 5000), make_block(2, 5000)
         store(tier, stored)
         before = tier.usage()
@@ -115,14 +115,14 @@ class TierContract:
         assert (after.num_blocks, after.used_bytes) == (before.num_blocks, before.used_bytes)
 
     def test_takes_empty_batches(self, tier: Tier) -> None:
-        """Answer nothing to nothing."""
+        """Accept empty batches."""
         assert tier.write([], soon()).outcomes == ()
         assert tier.read([], soon()) == []
         assert tier.contains([], soon()) == []
         assert tier.remove([], soon()).num_blocks == 0
 
     def test_storing_again_changes_nothing(self, tier: Tier) -> None:
-        """Report stored, keep the first, also within one batch."""
+        """Report stored and keep the first, also within a batch."""
         block, other = make_block(1), make_block(2)
         store(tier, block, other, block)
         before = tier.usage()
@@ -132,7 +132,7 @@ class TierContract:
 
     @pytest.mark.parametrize("field", ["key_space", "tenant"])
     def test_never_serves_another_identity(self, tier: Tier, field: str) -> None:
-        """Miss on a right hash asked for by the wrong party, and keep the block."""
+        """Miss if the wrong party asks for a hash, and keep the block."""
         block = make_block(1)
         store(tier, block)
         foreign = (
@@ -144,7 +144,7 @@ class TierContract:
         assert fetch(tier, block) == [None]
 
     def test_never_serves_another_length(self, tier: Tier) -> None:
-        """Miss where the caller expects a block of another size, and keep the block."""
+        """Miss if the caller expects another size, and keep the block."""
         block = make_block(1, 5000)
         store(tier, block)
         wrong = replace(read_of(block), payload_bytes=4999)
@@ -152,7 +152,7 @@ class TierContract:
         assert fetch(tier, block) == [None]
 
     def test_removes(self, tier: Tier) -> None:
-        """Forget what is named, count it, ignore what is unknown."""
+        """Forget named blocks, count them, ignore unknown ones."""
         blocks = make_chain(range(6))
         store(tier, *blocks)
         removed = tier.remove(_hashes(blocks[1], blocks[4], blocks[1], make_block(99)), soon())
@@ -163,7 +163,7 @@ class TierContract:
         assert fetch(tier, *blocks) == [None] * 6
 
     def test_clears(self, tier: Tier) -> None:
-        """Forget all, count it, and go on."""
+        """Forget all blocks, count them, and continue."""
         blocks = make_chain(range(6))
         store(tier, *blocks)
         removed = tier.purge(EVERYTHING, soon())
@@ -174,14 +174,14 @@ class TierContract:
         assert fetch(tier, *blocks) == [None] * 6
 
     def test_lists_its_headers(self, tier: Tier) -> None:
-        """Yield each block kept, parents first; nothing where the tier is shared."""
+        """Yield each stored block, parents first; nothing if the tier is shared."""
         blocks = make_chain(range(6))
         store(tier, *blocks)
         expected = [] if tier.properties.is_shared else [block.header for block in blocks]
         assert unpack_headers(tier.headers()) == expected
 
     def test_counts_its_blocks(self, tier: Tier) -> None:
-        """Keep usage in step with what is there."""
+        """Keep usage consistent with stored blocks."""
         if tier.properties.is_shared:
             return
         blocks = make_chain(range(6))
@@ -191,7 +191,7 @@ class TierContract:
         assert 30_000 <= usage.used_bytes <= usage.capacity_bytes
 
     def test_refuses_a_deadline_that_has_passed(self, tier: Tier) -> None:
-        """Time out in every verb, and do nothing."""
+        """Time out in every operation without any effect."""
         block = make_block(1)
         past = time.monotonic_ns() - 1
         with pytest.raises(TierTimeout):
@@ -207,7 +207,7 @@ class TierContract:
         assert fetch(tier, block) == [MissReason.ABSENT]
 
     def test_serves_several_threads(self, tier: Tier) -> None:
-        """Stay right while several threads write and read the same blocks."""
+        """Stay correct while several threads write and read the same blocks."""
         blocks = make_chain(range(40), 3000)
 
         def work(start: int) -> list[MissReason | None]:
@@ -221,6 +221,6 @@ class TierContract:
         assert fetch(tier, *blocks) == [None] * 40
 
     def test_closes_twice(self, tier: Tier) -> None:
-        """Let closing be idempotent."""
+        """Allow closing twice."""
         tier.close()
         tier.close()

@@ -1,4 +1,4 @@
-"""A real ``vllm serve`` for tests and measurements: started, asked, and ended for certain.
+"""Runs a real ``vllm serve`` in tests and benchmarks, and ends it reliably.
 
 Counters are read where an operator reads them, at ``/metrics``.
 """
@@ -24,7 +24,7 @@ from kvtier.testing.child import Child, await_true, free_port
 __all__ = ["VllmServer", "kvtier_transfer"]
 
 _START_TIMEOUT_S = 600.0
-"""vLLM imports itself in three processes: half a minute where nothing else runs, minutes else."""
+"""vLLM imports itself in three processes: half a minute on an idle machine, minutes otherwise."""
 
 _STOP_TIMEOUT_S = 40.0
 _ANSWER_TIMEOUT_S = 120.0
@@ -38,7 +38,7 @@ _FLAGS: Mapping[str, object] = {
 
 
 def kvtier_transfer(socket: Path, **extra: object) -> dict[str, Any]:
-    """Return what ``--kv-transfer-config`` is told to use the daemon at ``socket``."""
+    """Return the ``--kv-transfer-config`` for the daemon at ``socket``."""
     return {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier.connectors.vllm",
@@ -48,9 +48,9 @@ def kvtier_transfer(socket: Path, **extra: object) -> dict[str, Any]:
 
 
 class VllmServer:
-    """One server and all its processes. Use it as a context; it ends with the context, or with us.
+    """One server and all its processes. It ends with its context, or with this process.
 
-    Starts at once; ``await_ready`` before the first question.
+    It starts at once; call ``await_ready`` before the first request.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VllmServer:
         environment: Mapping[str, str] | None = None,
         **flags: object,
     ) -> None:
-        """``home`` is an environment with vLLM; ``flags`` have ``_`` where vLLM's have ``-``."""
+        """``home`` is an environment with vLLM; ``flags`` have ``_`` for vLLM's ``-``."""
         self.url = f"127.0.0.1:{(port := free_port())}"
         given = {name.replace("_", "-"): value for name, value in flags.items()}
         if transfer is not None:
@@ -76,11 +76,11 @@ class VllmServer:
         settings = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            # Releases look up a model's traits in a process of its own, which takes ten seconds,
-            # and keep them in a file of the same name.
+            # Releases look up a model's properties in a separate process, which takes ten seconds,
+            # and cache them in a file.
             "VLLM_CACHE_ROOT": str(home / "cache"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers compute on the same core
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all servers use the same core
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         }
@@ -89,7 +89,7 @@ class VllmServer:
     def await_ready(self) -> Self:
         """Wait until it answers."""
         self.child.await_log("Application startup complete", _START_TIMEOUT_S)
-        await_true(self._listens, "it listens, which it begins to after it has said so")
+        await_true(self._listens, "the server listens")
         return self
 
     def ask(self, prompt: Sequence[int], num_tokens: int = 16, **more: Any) -> list[int]:
@@ -104,7 +104,7 @@ class VllmServer:
     def asking(
         self, prompt: Sequence[int], num_tokens: int = 16, **more: Any
     ) -> Iterator[http.client.HTTPConnection]:
-        """Send a request, and leave what comes of it to the caller; the context hangs up."""
+        """Send a request and leave the response to the caller; the context hangs up."""
         body = {
             "model": "m",
             "prompt": list(prompt),
@@ -117,27 +117,27 @@ class VllmServer:
             yield connection
 
     def first_token_s(self, prompt: Sequence[int], **more: Any) -> float:
-        """Return the seconds until the first token of the answer is here."""
+        """Return the seconds until the first token arrives."""
         started_s = time.perf_counter()
         with self.asking(prompt, 1, stream=True, **more) as connection:
             reply = connection.getresponse()
             line = reply.readline()
             seconds = time.perf_counter() - started_s
             assert line.startswith(b"data: {"), line + reply.read()
-            reply.read()  # hanging up sooner would be an abort
+            reply.read()  # hanging up earlier would abort the request
         return seconds
 
     def reset(self, query: str = "") -> bool:
-        """Have it empty its own cache; tells whether it could."""
+        """Empty the server's own cache; return whether it could."""
         with self._send("POST", f"/reset_prefix_cache{query}") as connection:
             return bool(json.loads(_content(connection))["success"])
 
     def forget(self) -> None:
-        """Have it empty its own cache, as soon as no request and no store holds a block of it."""
+        """Empty the server's own cache as soon as no request or store holds a block of it."""
         await_true(self.reset, "its own cache is empty")
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of its series of that name and with these labels."""
+        """Return the sum of its series of a name with these labels."""
         with self._send("GET", "/metrics") as connection:
             text = _content(connection).decode()
         return sum(
@@ -148,11 +148,11 @@ class VllmServer:
         )
 
     def hit_tokens(self) -> float:
-        """Return how many tokens it has had from its connector."""
+        """Return how many tokens its connector has supplied."""
         return self.metric("vllm:external_prefix_cache_hits_total")
 
     def kill(self) -> None:
-        """End all its processes at once, as a crash of the machine would."""
+        """Kill all its processes at once, as a crash of the machine would."""
         for member in self._members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -167,12 +167,12 @@ class VllmServer:
             error.add_note(f"log of {self.child.log_path}:\n{self.child.log[-4000:]}")
         if self.child.is_running:
             self.child.send(signal.SIGTERM)
-            with contextlib.suppress(AssertionError):  # what does not end by itself is ended below
+            with contextlib.suppress(AssertionError):  # otherwise it is killed below
                 self.child.wait(_STOP_TIMEOUT_S)
         self.kill()
 
     def _members(self) -> list[psutil.Process]:
-        """Return what runs in its session, also when the first process of it has ended."""
+        """Return the processes of its session, also after its first process has ended."""
         found: list[psutil.Process] = []
         for each in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -200,7 +200,7 @@ class VllmServer:
 
 
 def _own_session() -> list[str]:
-    """Return what starts a command so that it can be found and ended, even if we are killed."""
+    """Return a prefix that starts a command in its own session, to end it even if we are killed."""
     words = ["setsid"]
     if shutil.which("setpriv"):
         words += ["setpriv", "--pdeathsig", "TERM", "--"]

@@ -103,9 +103,8 @@ class BreakerTier(TierWrapper):
             self._count_fault(call.operation, str(error))
             raise
         except BaseException as error:
-            if (
-                call.operation is Operation.HEALTH_CHECK
-            ):  # a bug, and no proof that the device works
+            # A bug proves nothing about the device, but a check that raised did not pass.
+            if call.operation is Operation.HEALTH_CHECK:
                 self._count_fault(call.operation, repr(error))
             raise
         self._count_success(call.operation)

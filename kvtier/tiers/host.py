@@ -42,7 +42,7 @@ class HostArena:
                 "raise the limit on file size (ulimit -f, LimitFSIZE=) or memory (-v, "
                 "LimitAS=), or lower it",
             ) from error
-        self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core file is not to hold what users wrote
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # keep users' data out of core files
         self._view = memoryview(self._mapping)
 
     def reserve(self, slab: int) -> None:
@@ -62,7 +62,7 @@ class HostArena:
         try:
             self._mapping.madvise(_POPULATE_WRITE, start, self.slab_bytes)
         except OSError:
-            return  # an older kernel: pages are then mapped as they are first used
+            return  # older kernels map pages on first use
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return a writable view of the arena, to be released before ``close``."""
@@ -80,4 +80,4 @@ class HostArena:
         try:
             self._mapping.close()
         except BufferError:
-            return  # a hung transfer still holds a view; the memory goes with the process
+            return  # a hung transfer holds a view; memory is freed with the process

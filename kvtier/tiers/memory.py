@@ -77,12 +77,12 @@ class MemoryTier:
         return WriteReport(outcomes, tuple(evicted))
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
-        """Fetch blocks, checked; a damaged one is forgotten."""
+        """Read and verify blocks; a damaged one is forgotten."""
         with self._opened(deadline_ns):
             return [self._fetch(block) for block in blocks]
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool]:
-        """Tell for each hash whether it is kept."""
+        """Tell for each hash whether it is stored."""
         with self._opened(deadline_ns):
             return [block_hash in self._blocks for block_hash in hashes]
 

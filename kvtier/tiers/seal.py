@@ -48,7 +48,7 @@ from kvtier.tiers.base import MissReason
 
 __all__ = ["STAMP_BYTES", "Codec", "KeyRing", "Seal", "SealMode", "Stamp"]
 
-_STAMP = struct.Struct("<B3xIQ12s")  # codec, key id, written, nonce; a CRC-32 of them follows
+_STAMP = struct.Struct("<B3xIQ12s")  # codec, key id, write time, nonce; followed by their CRC-32
 STAMP_BYTES = 32
 """Size of a stamp, which follows the header on SSD and in Redis."""
 assert _STAMP.size + 4 == STAMP_BYTES

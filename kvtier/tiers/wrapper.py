@@ -106,15 +106,15 @@ class TierWrapper:
         return self.intercept(call, lambda: self.inner.scrub(max_bytes, deadline_ns))
 
     def headers(self) -> Iterator[Headers]:
-        """Yield those of the inner tier."""
+        """Yield the headers of the inner tier."""
         return self.inner.headers()
 
     def health(self) -> Health:
-        """Return that of the inner tier."""
+        """Return the health of the inner tier."""
         return self.inner.health()
 
     def usage(self) -> TierUsage:
-        """Return that of the inner tier."""
+        """Return the usage of the inner tier."""
         return self.inner.usage()
 
     def close(self) -> None:

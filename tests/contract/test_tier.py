@@ -83,7 +83,7 @@ class TestWrapper(TierContract):
 class TestSsdTierByWorth(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        options = SsdOptions(worth=lambda hashes: [each[0] for each in hashes])
+        options = SsdOptions(value_per_byte=lambda hashes: [each[0] for each in hashes])
         tier = SsdTier(tmp_path / "ssd", CAPACITY_BYTES, 1 << 20, options)
         yield tier
         tier.close()

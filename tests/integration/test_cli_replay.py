@@ -70,7 +70,7 @@ def test_replay_prints_tables_json_and_a_page(run: Run, trace: Path, tmp_path: P
     shown = run("replay", str(trace), *how, *sizes)
     assert shown.returncode == 0, shown.stderr
     assert max(map(len, shown.stdout.splitlines())) <= 80
-    for word in ("rd-sec", "lru", "best", "second half", "nothing kept", "per read"):
+    for word in ("rd-sec", "lru", "best", "second half", "no cache", "per read"):
         assert word in shown.stdout
     assert page.read_text().startswith("<!doctype html>")
     printed = run("replay", str(trace), "--hash-tokens", "64", *sizes, "--json", "--jobs", "1")

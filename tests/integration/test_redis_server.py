@@ -146,7 +146,7 @@ def test_a_full_server_rejects(tier: RedisTier, client: redis.Redis) -> None:
         assert fetch(tier, kept) == [None]
         tier.health_check(soon())
         assert tier.health().state is HealthState.DEGRADED
-        assert "full: maxmemory is reached" in tier.health().reason
+        assert "full: maxmemory reached" in tier.health().reason
         before = client.info("stats")["total_net_input_bytes"]
         assert tier.write([make_block(3, 1 << 20)], soon()).outcomes == (WriteOutcome.REJECTED,)
         assert client.info("stats")["total_net_input_bytes"] - before < 10_000, "it is not sent"

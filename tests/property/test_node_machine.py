@@ -1,6 +1,6 @@
 """A node with two engines and two tiers, with whatever may go wrong as rules.
 
-The stage checks the node's invariants after each event and that calls are answered once and in
+The harness checks the node's invariants after each event and that calls are answered once and in
 time; the engines check each block they accept against the oracle. So the rules only need to act.
 """
 
@@ -78,16 +78,16 @@ class NodeMachine(RuleBasedStateMachine):
             chosen = {each.name: getattr(made, each.name) for each in fields(Policies)}
             del chosen["rule"]  # a name
             modes = write_modes(self.config)
-        self.stage = NodeHarness(
+        self.harness = NodeHarness(
             self.tiers,
             HarnessSettings(num_slabs=4, slab_bytes=16_384, write=modes, pin_share=0.25),
             boot=f"{self.num_boots}",
             **chosen,
         )
-        self.stage.recover({TierName.SSD: self.tiers[TierName.SSD]})
+        self.harness.recover({TierName.SSD: self.tiers[TierName.SSD]})
         self.loads, self.stores, self.lost, self.plans = [], [], [], []
         for engine in self.engines:
-            engine.attach(self.stage)
+            engine.attach(self.harness)
 
     @rule(who=ENGINES, path=PATHS)
     def lookup(self, who, path):
@@ -104,7 +104,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.ask(engine, engine.chain(path), traits)
 
     def ask(self, engine, blocks, traits):
-        found = self.stage.answers.get(engine.lookup(blocks, traits=traits))
+        found = self.harness.answers.get(engine.lookup(blocks, traits=traits))
         if isinstance(found, ac.LookupResult) and found.plan is not None:
             self.plans.append((engine, found.plan))
 
@@ -121,14 +121,14 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(who=ENGINES, path=PATHS, ttl_ms=st.sampled_from([0, 10, 10_000]))
     def pin(self, who, path, ttl_ms):
         chain = self.named(who, path)
-        answer = self.stage.ask(lambda call: ev.PinBlocks(call, *chain, ttl_ms * MS))
+        answer = self.harness.ask(lambda call: ev.PinBlocks(call, *chain, ttl_ms * MS))
         assert isinstance(answer, ac.PinResult | ac.Refused)
 
     @rule(who=ENGINES, path=PATHS)
     def warm(self, who, path):
-        deadline_ns = self.stage.clock() + 100 * MS
+        deadline_ns = self.harness.clock() + 100 * MS
         chain = self.named(who, path)
-        self.stage.call(lambda call: ev.Warm(call, *chain, deadline_ns))
+        self.harness.call(lambda call: ev.Warm(call, *chain, deadline_ns))
 
     def named(self, who, path):
         blocks = self.engines[who].chain(path)
@@ -143,7 +143,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     def check_nothing_could_go(self, engine):
         """A slab of another size can only be had whole."""
-        slots = self.stage.node.cache.slots
+        slots = self.harness.node.cache.slots
         others = [size for size in slots.sizes() if size != slot_bytes(engine.layout.block_bytes)]
         assert all(num_held for size in others for num_held, _ in slots.slabs_by_held(size))
 
@@ -192,35 +192,35 @@ class NodeMachine(RuleBasedStateMachine):
         _, load = self.loads.pop(place % len(self.loads))
         load.release()
 
-    @precondition(lambda self: self.stage.waiting)
+    @precondition(lambda self: self.harness.waiting)
     @rule(place=PLACES)
     def carry_out(self, place):
-        work = self.stage.waiting[place % len(self.stage.waiting)]
+        work = self.harness.waiting[place % len(self.harness.waiting)]
         if not isinstance(work, ac.EmptyEngineTier):
-            self.stage.carry_out(work)
+            self.harness.carry_out(work)
             return
-        self.stage.waiting.remove(work)
+        self.harness.waiting.remove(work)
         for engine in self.engines:
             if engine.session == work.session:
                 engine.report(work.order, 1)
 
-    @precondition(lambda self: self.stage.waiting)
+    @precondition(lambda self: self.harness.waiting)
     @rule(place=PLACES)
     def fail(self, place):
-        work = self.stage.waiting[place % len(self.stage.waiting)]
+        work = self.harness.waiting[place % len(self.harness.waiting)]
         if not isinstance(work, ac.EmptyEngineTier):
-            self.stage.fail(work)
+            self.harness.fail(work)
 
-    @precondition(lambda self: self.stage.waiting and len(self.lost) < 2)
+    @precondition(lambda self: self.harness.waiting and len(self.lost) < 2)
     @rule(place=PLACES, is_done=st.booleans())
     def lose_completion(self, place, is_done):
         """A thread hangs for ever, with its work done or not."""
-        work = self.stage.waiting[place % len(self.stage.waiting)]
+        work = self.harness.waiting[place % len(self.harness.waiting)]
         if not isinstance(work, ac.EmptyEngineTier):
-            self.stage.waiting.remove(work)
+            self.harness.waiting.remove(work)
             self.lost.append(work)
             if is_done:
-                self.stage.completion(work)
+                self.harness.completion(work)
 
     @rule(tier=TIERS, is_full=st.booleans())
     def fill(self, tier, is_full):
@@ -230,21 +230,21 @@ class NodeMachine(RuleBasedStateMachine):
     def scrub(self, tier, is_age):
         medium = self.tiers[tier]
         gone = medium.expire() if is_age else medium.scrub(1 << 20, FAR_NS).damaged
-        self.stage.post(ev.BlocksLost(tier, b"".join(gone), "expired" if is_age else "corrupt"))
+        self.harness.post(ev.BlocksLost(tier, b"".join(gone), "expired" if is_age else "corrupt"))
 
     @rule(elapsed_ms=st.integers(100, 100_000))
     def suspend(self, elapsed_ms):
-        self.stage.excuse()
-        self.stage.clock.now_ns += elapsed_ms * MS
-        self.stage.post(ev.Tick())
+        self.harness.excuse()
+        self.harness.clock.now_ns += elapsed_ms * MS
+        self.harness.post(ev.Tick())
 
     @rule()
     def settle(self):
-        self.stage.settle()
+        self.harness.settle()
 
     @rule(elapsed_ms=st.integers(1, 300))
     def wait(self, elapsed_ms):
-        self.stage.advance(elapsed_ms * MS)
+        self.harness.advance(elapsed_ms * MS)
 
     @rule(tier=TIERS)
     def rot(self, tier):
@@ -256,14 +256,14 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(place=PLACES)
     def scribble(self, place):
-        index = self.stage.node.cache.index
+        index = self.harness.node.cache.index
         ready = sorted(index.slot[index.in_state(TierName.CPU, Residency.READY)].tolist())
         if ready:
-            self.stage.arena[ready[place % len(ready)] + place] ^= 1
+            self.harness.arena[ready[place % len(ready)] + place] ^= 1
 
     @rule(tier=TIERS, is_up=st.booleans())
     def tier_up(self, tier, is_up):
-        self.stage.post(ev.TierUp(tier, is_up))
+        self.harness.post(ev.TierUp(tier, is_up))
 
     @rule(
         tiers=st.lists(st.sampled_from(list(TierName)), unique=True),
@@ -271,9 +271,9 @@ class NodeMachine(RuleBasedStateMachine):
         tenant=st.sampled_from([b"", bytes(16)]),
     )
     def drop(self, tiers, space, tenant):
-        deadline_ns = self.stage.clock() + 400 * MS
+        deadline_ns = self.harness.clock() + 400 * MS
         selection = Selection(space, tenant)
-        self.stage.call(lambda call: ev.Drop(call, tuple(tiers), deadline_ns, selection))
+        self.harness.call(lambda call: ev.Drop(call, tuple(tiers), deadline_ns, selection))
 
     @rule(who=ENGINES)
     def die(self, who):
@@ -282,11 +282,11 @@ class NodeMachine(RuleBasedStateMachine):
         self.plans = [each for each in self.plans if each[0] is not engine]
         self.loads = [each for each in self.loads if each[0] is not engine]
         self.stores = [each for each in self.stores if each[0] is not engine]
-        engine.attach(self.stage)
+        engine.attach(self.harness)
 
     @rule()
     def crash(self):
-        self.stage.is_down = True
+        self.harness.is_down = True
         try:
             self.engines[0].lookup(self.engines[0].chain([1]))
         except DaemonUnavailable:
@@ -302,22 +302,22 @@ class NodeMachine(RuleBasedStateMachine):
         joined = b"".join(hashes)[: draw.choice([None, None, -1])]
         tenant = draw.choice([bytes(16), b"short", b"tenant number 1."])
         first = draw.randint(0, 6)
-        deadline_ns = self.stage.clock() + 50 * MS
+        deadline_ns = self.harness.clock() + 50 * MS
         chain = (liar.session, tenant, joined, first)
         match draw.randrange(5):
             case 0:
-                self.stage.call(lambda call: ev.Lookup(call, *chain, deadline_ns))
+                self.harness.call(lambda call: ev.Lookup(call, *chain, deadline_ns))
             case 1:
-                self.stage.call(lambda call: ev.Load(call, *chain, deadline_ns))
+                self.harness.call(lambda call: ev.Load(call, *chain, deadline_ns))
             case 2:
-                self.stage.call(
+                self.harness.call(
                     lambda call: ev.PinBlocks(call, liar.key_space, *chain[1:3], FAR_NS)
                 )
             case 3:
                 announced = (ev.AnnouncedRequest(NO_TRAITS, *chain[1:]),)
-                self.stage.ask(lambda call: ev.Announce(call, liar.session, announced))
+                self.harness.ask(lambda call: ev.Announce(call, liar.session, announced))
             case 4:
-                answer = self.stage.ask(lambda call: ev.PrepareStore(call, *chain))
+                answer = self.harness.ask(lambda call: ev.PrepareStore(call, *chain))
                 if isinstance(answer, ac.StoreGrant) and answer.lease:
                     none = ac.StoreGrant(answer.lease, (), (), 0, 0, "")
                     assert liar.complete(none, ()) == 0
@@ -325,10 +325,10 @@ class NodeMachine(RuleBasedStateMachine):
     def teardown(self):
         for engine in self.engines:
             engine.die()
-        self.stage.advance(500 * MS)  # what was promised by a deadline is due
-        self.stage.settle()
-        self.stage.advance(500 * MS)
-        self.stage.check_idle(self.lost)
+        self.harness.advance(500 * MS)  # what was promised by a deadline is due
+        self.harness.settle()
+        self.harness.advance(500 * MS)
+        self.harness.check_idle(self.lost)
 
 
 TestNode = pytest.mark.slow(NodeMachine.TestCase)

@@ -62,7 +62,7 @@ def test_the_seeds_get_somewhere(report):
     print(summarize(done))
     plans = Counter()
     for each in done:
-        plans.update(each.tally.plans)
+        plans.update(each.counters.plans)
     assert plans["nothing"] < 0.6 * plans.total()
     assert {"all", "part", "split", "cost", "guard", "limit", "always", "never"} <= plans.keys()
     assert plans["guard"] >= 10
@@ -77,10 +77,10 @@ def test_hundreds_of_seeds():
     for outcome in run_seeds(range(10_000, 10_250), EVENTS, num_jobs=2):
         if isinstance(outcome, Failure):
             pytest.fail(f"{outcome.trace}\n{replay_command(outcome.seed, EVENTS)}")
-        ends |= outcome.tally.ends.keys()
-        served |= outcome.tally.served.keys()
+        ends |= outcome.counters.ends.keys()
+        served |= outcome.counters.served.keys()
         faults |= outcome.faults.keys()
-        plans |= outcome.tally.plans.keys()
+        plans |= outcome.counters.plans.keys()
     assert served == {TierName.CPU, TierName.SSD, TierName.REMOTE}
     assert ends >= {"complete", "absent", "failed", "late", "no_room", "corrupt", "lease"}
     assert plans >= {"all", "part", "split", "cost", "guard", "limit", "always", "never"}

@@ -25,7 +25,9 @@ def test_what_is_true_at_last_is_returned() -> None:
 
 def test_what_is_never_true_is_named_and_ends_in_time() -> None:
     start_s = time.monotonic()
-    with pytest.raises(AssertionError, match=r"not within 0\.05 s: a miracle; last seen: 0"):
+    with pytest.raises(
+        AssertionError, match=r"timed out after 0\.05 s waiting for: a miracle; last result: 0"
+    ):
         await_true(lambda: 0, "a miracle", 0.05)
     assert time.monotonic() - start_s < 5
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric, open_stage
+from dialogue import CPU, MS, REMOTE, SSD, drop, empty_cpu, engine_on, metric, open_harness
 
 from kvtier.core.index import WAS_DEMOTED
 from kvtier.core.residency import Residency
@@ -15,267 +15,269 @@ from kvtier.node.messages import events as ev
 FAR_NS = 1 << 62
 
 
-def set_admin_state(stage, tier, admin_state):
-    stage.post(ev.SetAdminState(tier, admin_state))
+def set_admin_state(harness, tier, admin_state):
+    harness.post(ev.SetAdminState(tier, admin_state))
 
 
-def leave(stage, tier):
+def leave(harness, tier):
     """Take a tier off, and have what it held forgotten."""
-    set_admin_state(stage, tier, AdminState.DETACHED)
-    index = stage.node.cache.index
+    set_admin_state(harness, tier, AdminState.DETACHED)
+    index = harness.node.cache.index
     for first in range(0, index.extent, 2):
-        stage.post(ev.ForgetRows(tier, first, first + 2))
+        harness.post(ev.ForgetRows(tier, first, first + 2))
     assert not index.num_in(tier, Residency.READY)
 
 
-def come(stage, tier):
+def come(harness, tier):
     """Put a tier on, with what it holds now."""
-    settings = stage.node.transfers.lanes[tier].tier
-    stage.post(ev.ConfigureTier(replace(settings, num_workers=1)))
-    stage.recover({tier: stage.tiers[tier]})
-    set_admin_state(stage, tier, AdminState.ACTIVE)
+    settings = harness.node.transfers.lanes[tier].tier
+    harness.post(ev.ConfigureTier(replace(settings, num_workers=1)))
+    harness.recover({tier: harness.tiers[tier]})
+    set_admin_state(harness, tier, AdminState.ACTIVE)
 
 
-def stored(stage, engine, *numbers, below=True):
+def stored(harness, engine, *numbers, below=True):
     blocks = engine.chain(numbers)
     engine.store(blocks)
     if below:
-        stage.settle()
+        harness.settle()
     return blocks
 
 
 def test_a_drained_tier_ends_what_is_queued_and_takes_nothing_new():
-    stage = open_stage(SSD, workers=1)
-    engine = engine_on(stage)
-    first = stored(stage, engine, 1, 2, below=False)
-    set_admin_state(stage, SSD, AdminState.READ_ONLY)
-    second = stored(stage, engine, 8, 9)
-    assert [stage.holds(each.header, SSD) for each in [*first, *second]] == [True] * 2 + [False] * 2
-    empty_cpu(stage)
+    harness = open_harness(SSD, workers=1)
+    engine = engine_on(harness)
+    first = stored(harness, engine, 1, 2, below=False)
+    set_admin_state(harness, SSD, AdminState.READ_ONLY)
+    second = stored(harness, engine, 8, 9)
+    assert [harness.holds(each.header, SSD) for each in [*first, *second]] == [True] * 2 + [
+        False
+    ] * 2
+    empty_cpu(harness)
     load = engine.load(first)
-    stage.settle()
+    harness.settle()
     assert load.take() == [SSD] * 2
-    set_admin_state(stage, SSD, AdminState.ACTIVE)
-    third = stored(stage, engine, 5)
-    assert stage.holds(third[0].header, SSD)
+    set_admin_state(harness, SSD, AdminState.ACTIVE)
+    third = stored(harness, engine, 5)
+    assert harness.holds(third[0].header, SSD)
 
 
 def test_a_tier_on_its_last_duty_ends_reads_and_offers_nothing():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    blocks = stored(stage, engine, *range(4))
-    empty_cpu(stage)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    blocks = stored(harness, engine, *range(4))
+    empty_cpu(harness)
     load = engine.load(blocks)
-    set_admin_state(stage, SSD, AdminState.DETACHING)
-    assert engine.found(stored(stage, engine, 50)) == (CPU,)
+    set_admin_state(harness, SSD, AdminState.DETACHING)
+    assert engine.found(stored(harness, engine, 50)) == (CPU,)
     assert engine.found(engine.chain([0])) == (CPU,), "it is on its way"
-    stage.settle()
+    harness.settle()
     assert load.take() == [SSD] * 4
     load.release()
-    empty_cpu(stage)
+    empty_cpu(harness)
     assert engine.found(blocks) == ()
-    stage.check_idle()
+    harness.check_idle()
 
 
 def test_reads_under_way_are_given_up_and_keep_their_slots():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    blocks = stored(stage, engine, 1, 2, 3)
-    empty_cpu(stage)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    blocks = stored(harness, engine, 1, 2, 3)
+    empty_cpu(harness)
     load = engine.load(blocks)
-    (read,) = stage.waiting
-    leave(stage, SSD)
+    (read,) = harness.waiting
+    leave(harness, SSD)
     assert (load.take(), load.end) == ([], "late")
     load.release()
-    assert stage.node.cache.slots.held_bytes == 3 * 4096, "the thread may still write there"
-    come(stage, SSD)
+    assert harness.node.cache.slots.held_bytes == 3 * 4096, "the thread may still write there"
+    come(harness, SSD)
     assert engine.found(blocks) == (), "a slot that is written to cannot be read into"
-    stage.carry_out(read)
-    assert stage.node.cache.slots.held_bytes == 0
+    harness.carry_out(read)
+    assert harness.node.cache.slots.held_bytes == 0
     again = engine.load(blocks)
-    stage.settle()
+    harness.settle()
     assert again.take() == [SSD] * 3
     again.release()
-    assert metric(stage, "kvtier_missed_blocks_total", fate="detached") == 3
-    stage.check_idle()
+    assert metric(harness, "kvtier_missed_blocks_total", fate="detached") == 3
+    harness.check_idle()
 
 
 def test_reads_that_wait_try_the_next_tier():
-    stage = open_stage(SSD, REMOTE, workers=1)
-    engine = engine_on(stage)
-    others, blocks = stored(stage, engine, 7), stored(stage, engine, 1, 2)
-    empty_cpu(stage)
+    harness = open_harness(SSD, REMOTE, workers=1)
+    engine = engine_on(harness)
+    others, blocks = stored(harness, engine, 7), stored(harness, engine, 1, 2)
+    empty_cpu(harness)
     engine.load(others)  # the only worker of the SSD is busy with it
     load = engine.load(blocks)
-    leave(stage, SSD)
-    stage.settle()
+    leave(harness, SSD)
+    harness.settle()
     assert load.take() == [REMOTE] * 2
 
 
 @pytest.mark.parametrize("ends", ["well", "in a fault"])
 def test_a_write_of_a_tier_that_left_says_nothing_of_the_one_that_came(ends):
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    blocks = stored(stage, engine, 1, 2, below=False)
-    (write,) = stage.waiting
-    leave(stage, SSD)
-    assert stage.node.num_pins == 2, "the thread may still read there"
-    stage.tiers[SSD].write(blocks[:1], FAR_NS)  # by whoever had the disk
-    come(stage, SSD)
-    assert [stage.holds(each.header, SSD) for each in blocks] == [True, False]
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    blocks = stored(harness, engine, 1, 2, below=False)
+    (write,) = harness.waiting
+    leave(harness, SSD)
+    assert harness.node.num_pins == 2, "the thread may still read there"
+    harness.tiers[SSD].write(blocks[:1], FAR_NS)  # by whoever had the disk
+    come(harness, SSD)
+    assert [harness.holds(each.header, SSD) for each in blocks] == [True, False]
     if ends == "well":
-        stage.waiting.remove(write)
-        stage.post(ev.WriteDone(write.transfer, ("stored", "stored"), b"", 0.1))
+        harness.waiting.remove(write)
+        harness.post(ev.WriteDone(write.transfer, ("stored", "stored"), b"", 0.1))
     else:
-        stage.fail(write)
-    assert [stage.holds(each.header, SSD) for each in blocks] == [True, False]
-    stage.check_idle()
+        harness.fail(write)
+    assert [harness.holds(each.header, SSD) for each in blocks] == [True, False]
+    harness.check_idle()
 
 
 def test_what_a_tier_has_when_it_comes_is_what_counts():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    blocks = stored(stage, engine, *range(5))
-    leave(stage, SSD)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    blocks = stored(harness, engine, *range(5))
+    leave(harness, SSD)
     hashes = [each.header.block_hash for each in blocks]
-    stage.tiers[SSD].remove(hashes[3:], FAR_NS)
-    come(stage, SSD)
-    assert [stage.holds(each.header, SSD) for each in blocks] == [True] * 3 + [False] * 2
-    empty_cpu(stage)
+    harness.tiers[SSD].remove(hashes[3:], FAR_NS)
+    come(harness, SSD)
+    assert [harness.holds(each.header, SSD) for each in blocks] == [True] * 3 + [False] * 2
+    empty_cpu(harness)
     assert engine.found(blocks) == (SSD,) * 3
 
 
 def test_a_block_that_goes_by_the_name_of_another_is_not_learned():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    (block,) = stored(stage, engine, 1)
-    leave(stage, SSD)
-    (headers,) = stage.tiers[SSD].headers()
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    (block,) = stored(harness, engine, 1)
+    leave(harness, SSD)
+    (headers,) = harness.tiers[SSD].headers()
     foreign = headers.copy()
     foreign["position"] += 1
-    stage.post(ev.ConfigureTier(stage.node.transfers.lanes[SSD].tier))
-    stage.post(ev.BlocksRecovered(SSD, foreign))
-    assert not stage.holds(block.header, SSD)
+    harness.post(ev.ConfigureTier(harness.node.transfers.lanes[SSD].tier))
+    harness.post(ev.BlocksRecovered(SSD, foreign))
+    assert not harness.holds(block.header, SSD)
 
 
 def test_a_lookup_that_asks_a_tier_that_leaves_is_answered():
-    stage = open_stage(REMOTE)
-    engine = engine_on(stage)
+    harness = open_harness(REMOTE)
+    engine = engine_on(harness)
     blocks = engine.chain(range(4))
-    stage.tiers[REMOTE].write(blocks, FAR_NS)
+    harness.tiers[REMOTE].write(blocks, FAR_NS)
     call = engine.lookup(blocks)
-    (probe,) = stage.waiting
-    leave(stage, REMOTE)
+    (probe,) = harness.waiting
+    leave(harness, REMOTE)
     assert engine.answer(call) == ac.LookupResult((), "absent", is_empty=True)
-    stage.carry_out(probe)
-    assert len(stage.node.cache.index) == 0
+    harness.carry_out(probe)
+    assert len(harness.node.cache.index) == 0
     assert engine.found(blocks) == (), "and nobody asks it any more"
-    come(stage, REMOTE)
+    come(harness, REMOTE)
     call = engine.lookup(blocks)
-    stage.settle()
+    harness.settle()
     assert engine.answer(call).runs == ((REMOTE, 4),)
 
 
 def test_a_drop_of_a_tier_that_leaves_says_so():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    stored(stage, engine, 1, 2)
-    call = drop(stage, SSD, CPU)
-    (purge,) = stage.waiting
-    stage.waiting.remove(purge)  # it hangs, and is told to nobody
-    leave(stage, SSD)
-    (ssd, cpu) = stage.answers.pop(call)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    stored(harness, engine, 1, 2)
+    call = drop(harness, SSD, CPU)
+    (purge,) = harness.waiting
+    harness.waiting.remove(purge)  # it hangs, and is told to nobody
+    leave(harness, SSD)
+    (ssd, cpu) = harness.answers.pop(call)
     assert ssd.error == "detached; it keeps its blocks"
     assert (cpu.num_blocks, cpu.error) == (2, "")
-    come(stage, SSD)
-    (again,) = [drop(stage, SSD)]
-    stage.settle()
-    assert stage.answers[again][0].num_blocks == 2
+    come(harness, SSD)
+    (again,) = [drop(harness, SSD)]
+    harness.settle()
+    assert harness.answers[again][0].num_blocks == 2
 
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_drop_vouches_for_no_tier_that_left_after_it_was_emptied(is_back):
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    blocks = stored(stage, engine, 1, 2)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    blocks = stored(harness, engine, 1, 2)
     load = engine.load(blocks)
-    call = drop(stage, SSD, CPU)
-    stage.settle()
-    assert call not in stage.answers, "the CPU tier's blocks are being read"
-    leave(stage, SSD)
-    stage.tiers[SSD].write(blocks, FAR_NS)  # by whoever had the disk
+    call = drop(harness, SSD, CPU)
+    harness.settle()
+    assert call not in harness.answers, "the CPU tier's blocks are being read"
+    leave(harness, SSD)
+    harness.tiers[SSD].write(blocks, FAR_NS)  # by whoever had the disk
     if is_back:
-        come(stage, SSD)
-        assert all(stage.holds(each.header, SSD) for each in blocks)
+        come(harness, SSD)
+        assert all(harness.holds(each.header, SSD) for each in blocks)
         assert engine.found(blocks) == (), "none is served before the answer"
     load.release()
-    ssd, cpu = stage.answers.pop(call)
+    ssd, cpu = harness.answers.pop(call)
     assert ssd.num_blocks == 2
     assert ssd.error.startswith("emptied, but detached")
     assert (cpu.num_blocks, cpu.error) == (2, "")
 
 
 def test_a_fault_of_a_drop_is_told_though_the_tier_leaves():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    load = engine.load(stored(stage, engine, 1))
-    call = drop(stage, SSD, CPU)
-    stage.fail(stage.waiting[0])
-    leave(stage, SSD)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    load = engine.load(stored(harness, engine, 1))
+    call = drop(harness, SSD, CPU)
+    harness.fail(harness.waiting[0])
+    leave(harness, SSD)
     load.release()
-    assert stage.answers.pop(call)[0].error == "a fault was injected"
+    assert harness.answers.pop(call)[0].error == "a fault was injected"
 
 
 def test_a_drop_ends_though_a_tier_came_meanwhile():
-    stage = open_stage(SSD)
-    settings = stage.node.transfers.lanes.pop(SSD).tier
-    engine = engine_on(stage)
-    load = engine.load(stored(stage, engine, 1))
-    call = drop(stage, SSD, CPU)
-    stage.post(ev.ConfigureTier(settings))
-    set_admin_state(stage, SSD, AdminState.ACTIVE)
+    harness = open_harness(SSD)
+    settings = harness.node.transfers.lanes.pop(SSD).tier
+    engine = engine_on(harness)
+    load = engine.load(stored(harness, engine, 1))
+    call = drop(harness, SSD, CPU)
+    harness.post(ev.ConfigureTier(settings))
+    set_admin_state(harness, SSD, AdminState.ACTIVE)
     load.release()
-    ssd, cpu = stage.answers.pop(call)
+    ssd, cpu = harness.answers.pop(call)
     assert (ssd.error, cpu.num_blocks) == ("no such tier", 1)
-    assert not stage.node.transfers.lanes[SSD].closed
+    assert not harness.node.transfers.lanes[SSD].closed
 
 
 def test_a_tier_that_comes_is_offered_what_others_were_offered_meanwhile():
-    stage = open_stage(SSD, REMOTE)
-    engine = engine_on(stage)
-    stored(stage, engine, 1, 2)
-    leave(stage, SSD)
-    stored(stage, engine, 3)
-    index = stage.node.cache.index
+    harness = open_harness(SSD, REMOTE)
+    engine = engine_on(harness)
+    stored(harness, engine, 1, 2)
+    leave(harness, SSD)
+    stored(harness, engine, 3)
+    index = harness.node.cache.index
     rows = np.arange(index.extent)
     index.flags[rows] |= WAS_DEMOTED
-    come(stage, SSD)
+    come(harness, SSD)
     is_below = index.residency(rows, SSD) == Residency.READY
     assert is_below.sum() == 2
     assert ((index.flags[rows] & WAS_DEMOTED != 0) == is_below).all()
 
 
 def test_a_tier_without_a_lane_comes():
-    stage = open_stage(SSD)
-    settings = stage.node.transfers.lanes.pop(SSD).tier
-    engine = engine_on(stage)
+    harness = open_harness(SSD)
+    settings = harness.node.transfers.lanes.pop(SSD).tier
+    engine = engine_on(harness)
     blocks = engine.chain(range(3))
-    stage.tiers[SSD].write(blocks, FAR_NS)
-    stage.post(ev.ConfigureTier(settings))
-    stage.recover({SSD: stage.tiers[SSD]})
+    harness.tiers[SSD].write(blocks, FAR_NS)
+    harness.post(ev.ConfigureTier(settings))
+    harness.recover({SSD: harness.tiers[SSD]})
     assert engine.found(blocks) == (), "not before all is known"
-    set_admin_state(stage, SSD, AdminState.ACTIVE)
+    set_admin_state(harness, SSD, AdminState.ACTIVE)
     load = engine.load(blocks)
-    stage.settle()
+    harness.settle()
     assert load.take() == [SSD] * 3
 
 
 def test_who_watches_is_told_all_again_only_where_it_is_offered_otherwise():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    stored(stage, engine, 1, 2)
-    (session,) = stage.node.sessions.values()
-    feed = stage.node.feeds.open(session.key_space, lambda: None)
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    stored(harness, engine, 1, 2)
+    (session,) = harness.node.sessions.values()
+    feed = harness.node.feeds.open(session.key_space, lambda: None)
 
     def told():
         while feed.has_news:
@@ -283,19 +285,19 @@ def test_who_watches_is_told_all_again_only_where_it_is_offered_otherwise():
 
     everything = list(told())
     assert everything[-2:] == [(CPU, 2), (SSD, 2)]
-    set_admin_state(stage, SSD, AdminState.READ_ONLY)
-    set_admin_state(stage, SSD, AdminState.ACTIVE)
+    set_admin_state(harness, SSD, AdminState.READ_ONLY)
+    set_admin_state(harness, SSD, AdminState.ACTIVE)
     assert list(told()) == []
-    set_admin_state(stage, SSD, AdminState.DETACHING)
+    set_admin_state(harness, SSD, AdminState.DETACHING)
     assert list(told()) == everything[:-1]
-    set_admin_state(stage, SSD, AdminState.READ_ONLY)
+    set_admin_state(harness, SSD, AdminState.READ_ONLY)
     assert list(told()) == everything
 
 
 def test_what_lingers_is_not_due_while_a_tier_is_drained():
-    stage = open_stage(SSD)
-    engine = engine_on(stage)
-    stored(stage, engine, 1)
-    set_admin_state(stage, SSD, AdminState.READ_ONLY)
-    stage.advance(1000 * MS)
-    assert stage.node.next_deadline_ns() is None
+    harness = open_harness(SSD)
+    engine = engine_on(harness)
+    stored(harness, engine, 1)
+    set_admin_state(harness, SSD, AdminState.READ_ONLY)
+    harness.advance(1000 * MS)
+    assert harness.node.next_deadline_ns() is None

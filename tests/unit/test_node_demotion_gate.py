@@ -21,7 +21,7 @@ SECOND = 1_000_000_000
 SHARED = [0, 1, 2, 3]
 
 
-def open_stage(gate=None, *, slots=64, mode=WriteMode.DEMOTE, admission=None, flush_after_ns=0):
+def open_harness(gate=None, *, slots=64, mode=WriteMode.DEMOTE, admission=None, flush_after_ns=0):
     history, planner = History(), Planner(PlannerSettings(mode="always"))
     gates = {SSD: gate or QuantileGate(1.0)}
     return NodeHarness(
@@ -38,62 +38,62 @@ def open_stage(gate=None, *, slots=64, mode=WriteMode.DEMOTE, admission=None, fl
     )
 
 
-def on_ssd(stage, blocks):
+def on_ssd(harness, blocks):
     hashes = [block.header.block_hash for block in blocks]
-    return sum(stage.tiers[SSD].contains(hashes, 1 << 62))
+    return sum(harness.tiers[SSD].contains(hashes, 1 << 62))
 
 
-def refused(stage, rule):
-    return metric(stage, "kvtier_refused_blocks_total", tier="ssd", rule=rule)
+def refused(harness, rule):
+    return metric(harness, "kvtier_refused_blocks_total", tier="ssd", rule=rule)
 
 
-def ask(stage, engine, blocks, num_prompt_blocks, name):
+def ask(harness, engine, blocks, num_prompt_blocks, name):
     """One request as an engine has it: looked up, loaded as far as it is there, and stored."""
     traits = RequestTraits(request_id=name)
     engine.answer(engine.lookup(blocks[:num_prompt_blocks], traits=traits))
     load = engine.load(blocks[:num_prompt_blocks])
-    stage.settle()
+    harness.settle()
     load.take()
     load.release()
     granted = engine.prepare(blocks, traits=traits, num_prompt_blocks=num_prompt_blocks)
     if granted.lease:
         engine.complete(granted, [sum_ for sum_ in engine.copy(granted, blocks) if sum_])
-    stage.settle()
+    harness.settle()
 
 
 def test_nothing_is_written_when_it_is_stored():
-    stage = open_stage()
-    engine = engine_on(stage)
+    harness = open_harness()
+    engine = engine_on(harness)
     blocks = engine.chain(range(10))
     engine.store(blocks)
-    stage.settle()
-    assert on_ssd(stage, blocks) == 0
-    assert stage.holds(blocks[9].header, "cpu")
+    harness.settle()
+    assert on_ssd(harness, blocks) == 0
+    assert harness.holds(blocks[9].header, "cpu")
 
 
 @pytest.mark.slow
 def test_what_has_to_go_is_written_before_it_goes():
-    stage = open_stage(slots=64, admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(slots=64, admission=AdmitEverything())
+    engine = engine_on(harness)
     chains = [engine.chain([number, number + 1, number + 2]) for number in range(0, 300, 3)]
     for chain in chains:
         engine.answer(engine.lookup(chain))
         engine.store(chain)
-        stage.settle()
+        harness.settle()
     for block in (block for chain in chains for block in chain):
-        assert on_ssd(stage, [block]) or stage.holds(block.header, "cpu")
-    assert refused(stage, "full") == 0
-    stage.check_idle()
+        assert on_ssd(harness, [block]) or harness.holds(block.header, "cpu")
+    assert refused(harness, "full") == 0
+    harness.check_idle()
 
 
-def live(stage, num_requests=300):
+def live(harness, num_requests=300):
     """Let users come; returns by sort the blocks that those of the second half had.
 
     All share a system prompt. A third ask one thing about a document, and a third begin a chat of
     which half goes on minutes later; every request ends in generated tokens.
     """
-    stage.is_checked = False  # thousands of events
-    engine = engine_on(stage)
+    harness.is_checked = False  # thousands of events
+    engine = engine_on(harness)
     fresh = count(100)
     sorts, waiting = {}, deque()
 
@@ -101,7 +101,7 @@ def live(stage, num_requests=300):
         return [next(fresh) for _ in range(length)]
 
     for number in range(num_requests):
-        stage.advance(16 * SECOND)
+        harness.advance(16 * SECOND)
         if number % 3 == 0:
             pieces = [("shared", SHARED), ("one-off", new(10))]
         elif number % 3 == 1 or len(waiting) < 16:
@@ -113,7 +113,7 @@ def live(stage, num_requests=300):
         pieces = [*pieces, ("generated", new(2))]
         blocks = engine.chain([number for _, numbers in pieces for number in numbers])
         names = [sort for sort, numbers in pieces for _ in numbers]
-        ask(stage, engine, blocks, len(blocks) - 2, f"request {number}")
+        ask(harness, engine, blocks, len(blocks) - 2, f"request {number}")
         if number > num_requests / 2:
             for sort, block in zip(names, blocks, strict=True):
                 sorts.setdefault(block.header.block_hash, (sort, block))
@@ -122,22 +122,22 @@ def live(stage, num_requests=300):
 
 @pytest.mark.slow
 def test_what_never_comes_back_costs_no_writes_once_that_was_learned():
-    stage = open_stage(QuantileGate(1.0), slots=128)
-    blocks = live(stage)
+    harness = open_harness(QuantileGate(1.0), slots=128)
+    blocks = live(harness)
     offered = Counter(sort for sort, _ in blocks)
-    written = Counter(sort for sort, block in blocks if on_ssd(stage, [block]))
+    written = Counter(sort for sort, block in blocks if on_ssd(harness, [block]))
     print({sort: f"{written[sort]} of {offered[sort]} written" for sort in offered})
     assert written["chat"] > offered["chat"] * 0.8
     for sort in ("one-off", "generated", "tail"):
         assert written[sort] < offered[sort] * 0.1, sort
     assert written["shared"] == 0  # they never have to go
-    assert refused(stage, "worth") > 500
+    assert refused(harness, "worth") > 500
 
 
 @pytest.mark.slow
 def test_of_what_pays_the_gate_takes_its_share():
     gate = QuantileGate(0.25)
-    live(open_stage(gate, slots=128))
+    live(open_harness(gate, slots=128))
     assert gate.num_taken == pytest.approx(gate.num_offered * 0.25, rel=0.2)
 
 
@@ -153,209 +153,209 @@ def test_a_parent_follows_its_child_whatever_it_is_worth():
             taken.extend(offer.keys if is_tail else ())
             return super().decide(offer) if is_tail else Reject(RefusalRule.BUDGET)
 
-    stage = open_stage(slots=64, admission=TailsOnly())
-    engine = engine_on(stage)
+    harness = open_harness(slots=64, admission=TailsOnly())
+    engine = engine_on(harness)
     chains = [engine.chain(range(number, number + 10)) for number in range(0, 300, 10)]
     for chain in chains:
         engine.store(chain)
-        stage.settle()
-    written = [on_ssd(stage, chain) for chain in chains]
+        harness.settle()
+    written = [on_ssd(harness, chain) for chain in chains]
     assert len(taken) >= 20
     assert set(written[:20]) == {10}
 
 
 def test_a_refused_block_is_remembered_as_such():
-    stage = open_stage(QuantileGate(0.0), slots=64)
-    engine = engine_on(stage)
+    harness = open_harness(QuantileGate(0.0), slots=64)
+    engine = engine_on(harness)
     first = engine.chain(range(10))
     engine.store(first)
     for number in range(100, 200):
         engine.store(engine.chain([number]))
-        stage.settle()
-    assert on_ssd(stage, first) == 0
-    assert stage.node.history.fates([first[9].header.block_hash]) == [Fate.REFUSED_BUDGET]
-    assert refused(stage, "budget") >= 10
+        harness.settle()
+    assert on_ssd(harness, first) == 0
+    assert harness.node.history.fates([first[9].header.block_hash]) == [Fate.REFUSED_BUDGET]
+    assert refused(harness, "budget") >= 10
 
 
 def test_a_burst_that_outruns_the_tier_is_counted():
-    stage = open_stage(slots=64, admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(slots=64, admission=AdmitEverything())
+    engine = engine_on(harness)
     for number in range(100):
         engine.store(engine.chain([number]))  # nothing that is queued gets written
-    assert refused(stage, "full") == pytest.approx(100 - 64, abs=16)
-    stage.settle()
-    stage.check_idle()
+    assert refused(harness, "full") == pytest.approx(100 - 64, abs=16)
+    harness.settle()
+    harness.check_idle()
 
 
 def test_a_second_use_writes_what_is_here_and_what_comes_again():
-    stage = open_stage(mode=WriteMode.SECOND_USE)
-    engine = engine_on(stage)
+    harness = open_harness(mode=WriteMode.SECOND_USE)
+    engine = engine_on(harness)
     blocks, gone = engine.chain(range(10)), engine.chain(range(50, 60))
     for number, each in enumerate((blocks, gone)):
         engine.answer(engine.lookup(each, traits=RequestTraits(request_id=f"first {number}")))
         engine.store(each)
-        stage.settle()
-    assert on_ssd(stage, blocks) == 0
-    assert refused(stage, "second_use") == 20
+        harness.settle()
+    assert on_ssd(harness, blocks) == 0
+    assert refused(harness, "second_use") == 20
     engine.answer(engine.lookup(blocks, traits=RequestTraits(request_id="second")))
-    stage.settle()
-    assert on_ssd(stage, blocks) == 10
-    stage.node.cache.evict_all(EVERYTHING)
+    harness.settle()
+    assert on_ssd(harness, blocks) == 10
+    harness.node.cache.evict_all(EVERYTHING)
     engine.answer(engine.lookup(gone, traits=RequestTraits(request_id="again")))
-    assert on_ssd(stage, gone) == 0
+    assert on_ssd(harness, gone) == 0
     engine.store(gone)
-    stage.settle()
-    assert on_ssd(stage, gone) == 10
-    stage.check_idle()
+    harness.settle()
+    assert on_ssd(harness, gone) == 10
+    harness.check_idle()
 
 
 # Flushing
 
 
 def test_what_lingers_is_written_while_the_tier_is_idle():
-    stage = open_stage(admission=AdmitEverything(), flush_after_ns=60 * SECOND)
-    engine = engine_on(stage)
+    harness = open_harness(admission=AdmitEverything(), flush_after_ns=60 * SECOND)
+    engine = engine_on(harness)
     blocks = engine.chain(range(10))
     engine.store(blocks)
-    stage.advance(59 * SECOND)
-    assert not stage.waiting
-    stage.advance(SECOND)
-    stage.settle()
-    assert on_ssd(stage, blocks) == 10
-    stage.check_idle()
+    harness.advance(59 * SECOND)
+    assert not harness.waiting
+    harness.advance(SECOND)
+    harness.settle()
+    assert on_ssd(harness, blocks) == 10
+    harness.check_idle()
 
 
 def test_what_lingers_is_still_up_to_the_gate_and_is_not_offered_again_and_again():
-    stage = open_stage(QuantileGate(0.0), flush_after_ns=60 * SECOND)
-    engine = engine_on(stage)
+    harness = open_harness(QuantileGate(0.0), flush_after_ns=60 * SECOND)
+    engine = engine_on(harness)
     for number in range(40):
         engine.store(engine.chain([number]))
-    stage.advance(600 * SECOND)
-    assert not stage.waiting
-    assert refused(stage, "budget") == 0  # it counts when they go
-    stage.check_idle()
+    harness.advance(600 * SECOND)
+    assert not harness.waiting
+    assert refused(harness, "budget") == 0  # it counts when they go
+    harness.check_idle()
 
 
 @pytest.mark.slow
 def test_what_was_flushed_counts_as_written_when_it_goes():
     gate = QuantileGate(0.5)
-    stage = open_stage(gate, slots=64, flush_after_ns=SECOND)
-    engine = engine_on(stage)
+    harness = open_harness(gate, slots=64, flush_after_ns=SECOND)
+    engine = engine_on(harness)
     for number in range(64):
         engine.answer(engine.lookup(engine.chain([number])))
         engine.store(engine.chain([number]))
-        stage.advance(SECOND)
-        stage.settle()
-    assert on_ssd(stage, engine.chain([0])) == 1
+        harness.advance(SECOND)
+        harness.settle()
+    assert on_ssd(harness, engine.chain([0])) == 1
     assert gate.num_offered > 0
     assert gate.num_taken == gate.num_offered
 
 
 def test_a_stop_writes_what_is_worth_it_however_narrow_the_way():
-    stage = open_stage(slots=64, admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(slots=64, admission=AdmitEverything())
+    engine = engine_on(harness)
     chains = [engine.chain(range(number, number + 5)) for number in range(0, 50, 5)]
     for chain in chains:
         engine.store(chain)
-    assert not stage.waiting
-    stage.post(ev.DaemonStopping())
-    stage.settle()
-    assert [on_ssd(stage, chain) for chain in chains] == [5] * 10
-    stage.check_idle()
+    assert not harness.waiting
+    harness.post(ev.DaemonStopping())
+    harness.settle()
+    assert [on_ssd(harness, chain) for chain in chains] == [5] * 10
+    harness.check_idle()
 
 
 def test_a_stop_writes_what_is_worth_most_first_and_parents_before_their_children():
-    stage = open_stage(slots=64)
-    engine = engine_on(stage)
+    harness = open_harness(slots=64)
+    engine = engine_on(harness)
     rare, often = engine.chain(range(10)), engine.chain(range(50, 60))
     for blocks, times in ((rare, 1), (often, 12)):
         for turn in range(times):
             request = RequestTraits(request_id=f"{blocks[0].header.block_hash.hex()} {turn}")
             engine.answer(engine.lookup(blocks, traits=request))
             engine.store(blocks)
-            stage.advance(10 * SECOND)
-    stage.post(ev.DaemonStopping())
-    order = [block.header.block_hash for work in stage.waiting for block in work.blocks]
+            harness.advance(10 * SECOND)
+    harness.post(ev.DaemonStopping())
+    order = [block.header.block_hash for work in harness.waiting for block in work.blocks]
     assert order == [block.header.block_hash for block in often][: len(order)]
-    stage.settle()
-    assert on_ssd(stage, often) == 10
+    harness.settle()
+    assert on_ssd(harness, often) == 10
 
 
 def test_a_stop_while_the_tier_is_down_waits_for_nothing():
-    stage = open_stage(admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(admission=AdmitEverything())
+    engine = engine_on(harness)
     engine.store(engine.chain(range(10)))
-    stage.post(ev.TierUp(SSD, is_up=False))
-    stage.post(ev.DaemonStopping())
-    assert not stage.waiting
-    stage.check_idle()
+    harness.post(ev.TierUp(SSD, is_up=False))
+    harness.post(ev.DaemonStopping())
+    assert not harness.waiting
+    harness.check_idle()
 
 
 def test_what_is_dropped_after_the_stop_began_is_not_written():
-    stage = open_stage(admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(admission=AdmitEverything())
+    engine = engine_on(harness)
     blocks = engine.chain(range(10))
     engine.store(blocks)
-    stage.node.flush.close(stage.clock())
-    stage.node.cache.evict_all(EVERYTHING)
-    stage.post(ev.Tick())
-    assert not stage.waiting
-    stage.check_idle()
+    harness.node.flush.close(harness.clock())
+    harness.node.cache.evict_all(EVERYTHING)
+    harness.post(ev.Tick())
+    assert not harness.waiting
+    harness.check_idle()
 
 
 def test_an_allowance_reaches_the_gate():
     gate = QuantileGate(0.75)
-    stage = open_stage(gate)
+    harness = open_harness(gate)
     gate.take(1.0, b"k" * 16, num_bytes=60 * 4096, now_ns=0)
-    stage.post(ev.SetWriteAllowance(SSD, 1024.0))
+    harness.post(ev.SetWriteAllowance(SSD, 1024.0))
     assert gate.share == pytest.approx(0.25)
-    stage.post(ev.SetWriteAllowance(SSD, None))
+    harness.post(ev.SetWriteAllowance(SSD, None))
     assert gate.share == 0.75
 
 
-def store(stage, engine, blocks):
+def store(harness, engine, blocks):
     engine.answer(engine.lookup(blocks))
     granted = engine.prepare(blocks)
     assert len(granted.indexes) == len(blocks)
     engine.complete(granted, [sum_ for sum_ in engine.copy(granted, blocks) if sum_])
 
 
-def change_the_order(stage):
+def change_the_order(harness):
     """Fill the tier, use what is the next to go, and push out what then is; returns that."""
-    engine = engine_on(stage)
+    engine = engine_on(harness)
     chains = [engine.chain(range(first, first + 16)) for first in range(0, 500, 100)]
     for blocks in chains[:4]:
-        store(stage, engine, blocks)
-        stage.settle()
+        store(harness, engine, blocks)
+        harness.settle()
     load = engine.load(chains[0])
     load.take()
     load.release()
-    store(stage, engine, chains[4])
+    store(harness, engine, chains[4])
     return chains[1]
 
 
 def test_no_block_leaves_without_having_been_offered_whatever_the_order_was():
     gate = QuantileGate(0.0)
-    stage = open_stage(gate)
-    late = change_the_order(stage)
-    num_gone = sum(not stage.holds(block.header, "cpu") for block in late)
+    harness = open_harness(gate)
+    late = change_the_order(harness)
+    num_gone = sum(not harness.holds(block.header, "cpu") for block in late)
     assert num_gone >= 12
     assert gate.num_offered >= 16 + num_gone
-    assert refused(stage, "full") == 0
+    assert refused(harness, "full") == 0
 
 
 def test_what_a_tier_takes_at_the_last_moment_stays_until_it_is_written():
-    stage = open_stage(admission=AdmitEverything())
-    late = change_the_order(stage)
-    stage.settle()
-    assert all(on_ssd(stage, [block]) or stage.holds(block.header, "cpu") for block in late)
-    assert on_ssd(stage, late) >= 12
-    stage.check_idle()
+    harness = open_harness(admission=AdmitEverything())
+    late = change_the_order(harness)
+    harness.settle()
+    assert all(on_ssd(harness, [block]) or harness.holds(block.header, "cpu") for block in late)
+    assert on_ssd(harness, late) >= 12
+    harness.check_idle()
 
 
 def test_a_slow_drive_keeps_no_store_out():
-    stage = open_stage(admission=AdmitEverything())
-    engine = engine_on(stage)
+    harness = open_harness(admission=AdmitEverything())
+    engine = engine_on(harness)
     for number in range(20):
         blocks = engine.chain(range(100 * number, 100 * number + 12))
         granted = engine.prepare(blocks)

@@ -52,8 +52,8 @@ def test_a_profile_gives_floor_slope_and_attention(tmp_path):
     [
         ("", "has no rows"),
         ("num_tokens\n", "has no rows"),
-        ("num_tokens,time_stats.mlp.median\nmany,1\n", "num_tokens: 'many' is no number"),
-        ("num_tokens,time_stats.mlp.median\n5,fast\n", "mlp.median: 'fast' is no number"),
+        ("num_tokens,time_stats.mlp.median\nmany,1\n", "num_tokens: 'many' is not a valid number"),
+        ("num_tokens,time_stats.mlp.median\n5,fast\n", "mlp.median: 'fast' is not a valid number"),
     ],
 )
 def test_a_profile_that_is_none_is_refused(tmp_path, text, message):
@@ -66,7 +66,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text, message):
 
 
 def test_a_profile_without_small_or_large_batches_is_refused(tmp_path):
-    with pytest.raises(StartError, match="whole profile"):
+    with pytest.raises(StartError, match="complete profile"):
         fit_profile(profile(tmp_path / "p.csv", tokens=(256, 512)), 32)
 
 
@@ -191,9 +191,9 @@ def test_a_model_is_read_from_its_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "is no object"),
-        ("{", "is no JSON"),
-        ("{}", "num_attention_heads: 0 is no count"),
+        ("[]", "is not a JSON object"),
+        ("{", "is not valid JSON"),
+        ("{}", "num_attention_heads: 0 is not a count"),
         ('{"num_attention_heads": "many"}', "num_attention_heads: 'many'"),
         ('{"kv_lora_rank": 512}', "latent attention"),
     ],

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from dialogue import CPU, REMOTE, SSD, drop, empty_cpu, engine_on, open_stage
+from dialogue import CPU, REMOTE, SSD, drop, empty_cpu, engine_on, open_harness
 from prometheus_client import CollectorRegistry
 from rows import SCOPE
 
@@ -177,52 +177,52 @@ def test_who_listened_before_still_hears_all():
 # On a node
 
 
-def watched(stage, engine):
-    return stage.node.feeds.open(engine.key_space, lambda: None), ResidencyModel()
+def watched(harness, engine):
+    return harness.node.feeds.open(engine.key_space, lambda: None), ResidencyModel()
 
 
 def test_a_demotion_and_a_drop_are_told():
-    stage = open_stage(SSD, REMOTE, slots=64)
-    engine = engine_on(stage)
-    feed, heard = watched(stage, engine)
+    harness = open_harness(SSD, REMOTE, slots=64)
+    engine = engine_on(harness)
+    feed, heard = watched(harness, engine)
     blocks = engine.chain(range(4))
     engine.store(blocks)
-    stage.settle()
+    harness.settle()
     read(feed, heard)
     assert [len(heard.blocks(tier)) for tier in (CPU, SSD, REMOTE)] == [4, 4, 4]
-    empty_cpu(stage)
+    empty_cpu(harness)
     read(feed, heard)
     assert [len(heard.blocks(tier)) for tier in (CPU, SSD, REMOTE)] == [0, 4, 4]
-    drop(stage, CPU, SSD, REMOTE, selection=Selection(key_space=engine.key_space))
-    stage.settle()
+    drop(harness, CPU, SSD, REMOTE, selection=Selection(key_space=engine.key_space))
+    harness.settle()
     read(feed, heard)
     assert [len(heard.blocks(tier)) for tier in (CPU, SSD, REMOTE)] == [0, 0, 0]
     assert heard.num_starts == 1
 
 
 def test_a_tier_that_is_out_has_nothing_until_it_is_back():
-    stage = open_stage(SSD, slots=64)
-    engine = engine_on(stage)
-    feed, heard = watched(stage, engine)
+    harness = open_harness(SSD, slots=64)
+    engine = engine_on(harness)
+    feed, heard = watched(harness, engine)
     engine.store(engine.chain(range(4)))
-    stage.settle()
-    stage.post(ev.TierUp(SSD, is_up=False))
+    harness.settle()
+    harness.post(ev.TierUp(SSD, is_up=False))
     read(feed, heard)
     assert (len(heard.blocks(CPU)), len(heard.blocks(SSD))) == (4, 0)
-    stage.post(ev.TierUp(SSD, is_up=True))
+    harness.post(ev.TierUp(SSD, is_up=True))
     read(feed, heard)
     assert (len(heard.blocks(CPU)), len(heard.blocks(SSD))) == (4, 4)
 
 
 def test_what_a_tier_was_found_to_hold_is_told():
-    stage = open_stage(SSD, slots=64)
-    engine = engine_on(stage)
+    harness = open_harness(SSD, slots=64)
+    engine = engine_on(harness)
     engine.store(engine.chain(range(4)))
-    stage.settle()
-    after = open_stage(SSD, slots=64)
+    harness.settle()
+    after = open_harness(SSD, slots=64)
     feed, heard = watched(after, engine)
     read(feed, heard)
-    after.recover(stage.tiers)
+    after.recover(harness.tiers)
     read(feed, heard)
     assert (len(heard.blocks(CPU)), len(heard.blocks(SSD))) == (0, 4)
 

@@ -43,7 +43,7 @@ def traffic(seed: int) -> Iterator[tuple[float, Sequence[BlockWrite]]]:
 def hit_blocks(directory: Path, history: History, worth: ValuePerByte | None, seed: int) -> int:
     """Return how many leading blocks a store had when they were asked for, while it was full."""
     now_s = [0.0]
-    options = SsdOptions(worth=worth, now_s=lambda: int(now_s[0]))
+    options = SsdOptions(value_per_byte=worth, now_s=lambda: int(now_s[0]))
     capacity_bytes = NUM_SEGMENTS * SEGMENT_BYTES + METADATA_BYTES
     tier, num_hits = SsdTier(directory, capacity_bytes, SEGMENT_BYTES, options), 0
     for count, (at_s, chain) in enumerate(traffic(seed)):

@@ -54,7 +54,7 @@ def opened(tmp_path: Path):
     tiers: list[SsdTier] = []
 
     def open_tier(worth: Appraiser, **options: object) -> SsdTier:
-        told = replace(SsdOptions(worth=worth), **options)
+        told = replace(SsdOptions(value_per_byte=worth), **options)
         tiers.append(SsdTier(tmp_path / "ssd", CAPACITY_BYTES, SEGMENT_BYTES, told))
         return tiers[-1]
 

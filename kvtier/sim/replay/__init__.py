@@ -1,1 +1,1 @@
-"""Replaying traces: the production node and its policies, under a clock that a trace moves."""
+"""Replays traces against the node with simulated tiers and engines, for ``kvtier replay``."""

@@ -1,11 +1,12 @@
-"""Charts as SVG text: lines over an axis, drawn by hand, so that a page needs nothing from outside.
+"""Charts as SVG text, drawn without a library so that a page needs no external resources.
 
 Rules
 -----
-* Colours and fonts are the page's, by class: ``s0`` to ``s7`` for series, so a page may be dark.
-* Each point says its value when it is pointed at.
-* Text keeps its distance also on a telephone, where the page writes it half as large again.
-* What comes from outside, names above all, is escaped.
+* Colours and fonts come from the page, by class: ``s0`` to ``s7`` for series, so a page may be
+  dark.
+* Each point shows its value when hovered.
+* Labels do not overlap on phones either, where the page enlarges them by half.
+* External text, such as names, is escaped.
 """
 
 import math
@@ -19,26 +20,26 @@ _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 30, 16, 56
 _COLOURS = 8
 _BAR_COLOURS = 6
-"""Where the colours of bars begin, so that a tier is not taken for the policy of that colour."""
+"""First colour of bars, so that a tier is not mistaken for the policy of that colour."""
 
 _APART = 56.0
-"""Between the numbers of an axis across; those that are nearer would run into each other."""
+"""Least distance between the numbers of a horizontal axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis: what it is, whether it is logarithmic, and how its numbers are written."""
+    """An axis: its title, scale and number format."""
 
     title: str
     shown: Callable[[float], str]
     is_log: bool = False
     marks: Sequence[float] = ()
-    """Where to write numbers; empty: where it suits."""
+    """Values to label; empty: chosen automatically."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line; ``style`` is a class of the page, such as ``bound``."""
+    """A line; ``style`` is a class of the page, such as ``bound``."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -46,7 +47,7 @@ class Series:
 
 
 def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """Return a figure with lines, its legend below."""
+    """Return a figure with lines and a legend below."""
     across = _Scale.of(x, [at for each in series for at, _ in each.points], _LEFT, _WIDTH - _RIGHT)
     up = _Scale.of(y, [at for each in series for _, at in each.points], _HEIGHT - _BOTTOM, _TOP)
     parts = [*_grid(x, y, across, up)]
@@ -64,7 +65,7 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
 
 
 def bars(title: str, y: Axis, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """Return a figure with bars, those of a row side by side; each row has the same, by name.
+    """Return a figure with grouped bars; each row has the same bars, by name.
 
     Each line of a row's label is written below the one before it.
     """
@@ -92,7 +93,7 @@ def bars(title: str, y: Axis, rows: Sequence[tuple[str, Sequence[tuple[str, floa
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From values to places on the paper."""
+    """Maps values to positions."""
 
     low: float
     high: float

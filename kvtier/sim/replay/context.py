@@ -1,4 +1,4 @@
-"""What is to come in a replay, ordered by time, and by the order of saying for the same time."""
+"""Shared parts of a timed replay: its events, machine, trace and node."""
 
 import heapq
 from collections.abc import Callable
@@ -14,7 +14,7 @@ __all__ = ["EventQueue", "LinkTimer", "Pipe", "ReplayContext"]
 
 
 class EventQueue:
-    """Things to do, each at its time."""
+    """Actions by time; those of the same time run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -22,12 +22,12 @@ class EventQueue:
         self._num_entries = 0
 
     def at(self, at_ns: int, action: Callable[[], None]) -> None:
-        """Do something at a time, or now where that has passed."""
+        """Run an action at a time, or now if that has passed."""
         self._num_entries += 1
         heapq.heappush(self._entries, (max(at_ns, self.now_ns), self._num_entries, action))
 
     def step(self) -> bool:
-        """Do the next thing; False: there is none."""
+        """Run the next action; False if there is none."""
         if not self._entries:
             return False
         self.now_ns, _, action = heapq.heappop(self._entries)
@@ -36,21 +36,21 @@ class EventQueue:
 
 
 class Pipe:
-    """A way that carries one thing after the other, in order."""
+    """A link that transfers one thing after another, in order."""
 
     def __init__(self, latency_s: float) -> None:
         self._latency_ns = round(latency_s * 1e9)
         self._free_ns = 0
 
     def arrival_ns(self, now_ns: int, seconds: float) -> int:
-        """Return when what is sent now, and takes so long, has arrived."""
+        """Return the arrival time of a transfer that is sent now and takes ``seconds``."""
         self._free_ns = max(now_ns, self._free_ns) + round(seconds * 1e9)
         return self._free_ns + self._latency_ns
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayContext:
-    """The desk's clock is that of the agenda."""
+    """The parts of a timed replay. The clock of the adapter is that of the event queue."""
 
     trace: Trace
     machine: Machine
@@ -59,15 +59,15 @@ class ReplayContext:
 
     @property
     def now_ns(self) -> int:
-        """Return the time."""
+        """Return the simulated time."""
         return self.events.now_ns
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something in a while."""
+        """Run an action after a delay."""
         self.events.at(self.events.now_ns + round(seconds * 1e9), action)
 
     def tick_at(self, at_ns: int, is_over: Callable[[], bool]) -> None:
-        """Tell the node the time once a deadline of its has come, unless that is over."""
+        """Tell the node the time at a deadline, unless ``is_over`` by then."""
 
         def tick() -> None:
             if not is_over():
@@ -77,7 +77,7 @@ class ReplayContext:
 
 
 class LinkTimer:
-    """A ``TransferTimer`` of a tier with one way, on which reads and writes take turns."""
+    """A ``TransferTimer`` for a tier with one link that reads and writes share."""
 
     def __init__(self, events: EventQueue, link: ReplayLink) -> None:
         self._events = events
@@ -85,7 +85,7 @@ class LinkTimer:
         self._pipe = Pipe(link.latency_s)
 
     def schedule(self, work: ac.Read | ac.Write, adapter: NodeAdapter) -> None:
-        """Let the transfer take effect once its bytes have gone their way."""
+        """Let the transfer take effect after its bytes have been transferred."""
         num_bytes = sum(block.header.payload_bytes for block in work.blocks)
         is_read = isinstance(work, ac.Read)
         rate = self._link.read_bytes_per_s if is_read else self._link.write_bytes_per_s

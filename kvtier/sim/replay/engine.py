@@ -1,11 +1,14 @@
-"""A simulated engine: one prompt computed after the other, or all at once where none is to wait.
+"""Simulated engines of a timed replay, and the requests that they compute.
 
-It reports what its steps took, and what came of its decisions, once a second, like a real one.
+An engine computes one prompt after another, or all at once if requests do not wait for each other.
+It reports step times and the outcomes of its decisions once a second, like a real one. A request is
+looked up, loaded, computed and stored. If its plan splits, the engine computes from the front while
+blocks load from the back, claim by claim like the real engine, until both meet. Otherwise it
+computes the rest after the load has ended.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvtier.core.identity import HASH_BYTES, split_hashes
 from kvtier.core.plan import EngineLoad, PlanOutcome, RestorePlan, StepSample
@@ -16,40 +19,17 @@ from kvtier.node.messages import events as ev
 from kvtier.sim.replay.context import Pipe, ReplayContext
 from kvtier.sim.replay.setup import traits_of
 
-__all__ = ["ActiveLoad", "Computed", "ReplayEngine", "ReplayRequest"]
+__all__ = ["ActiveLoad", "ReplayEngine", "ReplayRequest"]
 
 
 _LOOKED_UP_MAX = 8
-"""Requests that are looked up or loaded before their turn; the others are only announced."""
+"""Requests looked up or loaded before their turn; later ones are only announced."""
 
 _REPORT_S = 1.0
 
 
-class Computed(Protocol):
-    """What an engine needs of a request."""
-
-    @property
-    def num_left(self) -> int:
-        """Return the tokens of the prompt that are to be computed, as far as one knows."""
-
-    def announce(self) -> None:
-        """Say that it waits."""
-
-    def begin(self) -> None:
-        """Look up; ``ReplayEngine.make_ready`` follows."""
-
-    def next_step(self) -> tuple[int, int] | None:
-        """Return how many tokens to compute next, and behind how many; None: all is done."""
-
-    def stepped(self, seconds: float) -> None:
-        """Take in that the step is done."""
-
-    def finish(self) -> None:
-        """Take in that all is computed."""
-
-
 class ReplayEngine:
-    """See the module. ``is_shared``: requests wait for each other."""
+    """A simulated engine. ``is_shared``: requests wait for each other."""
 
     def __init__(self, context: ReplayContext, session: str, *, is_shared: bool) -> None:
         self.session = session
@@ -57,10 +37,10 @@ class ReplayEngine:
         self._is_shared = is_shared
         self._prefill = context.machine.prefill_model
         self._pipe = Pipe(context.machine.cpu.latency_s)
-        self._waiting: deque[Computed] = deque()
-        self._open: list[Computed] = []
-        """Looked up, loading, ready or computing, by arrival."""
-        self._ready: deque[Computed] = deque()
+        self._waiting: deque[ReplayRequest] = deque()
+        self._open: list[ReplayRequest] = []
+        """Requests that are looked up, loading, ready or computing, by arrival."""
+        self._ready: deque[ReplayRequest] = deque()
         self._is_busy = False
         self._steps: list[StepSample] = []
         self._outcomes: list[PlanOutcome] = []
@@ -68,18 +48,18 @@ class ReplayEngine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Return the tokens that it has to compute."""
+        """Return the number of tokens left to compute."""
         return sum(each.num_left for each in (*self._open, *self._waiting))
 
-    def tokens_before(self, request: Computed) -> int:
-        """Return the tokens it computes before those of a request that was begun."""
+    def tokens_before(self, request: "ReplayRequest") -> int:
+        """Return how many tokens are computed before those of an open request."""
         if not self._is_shared:
             return 0
         before = self._open[: self._open.index(request)]
         return sum(each.num_left for each in before)
 
-    def take(self, request: Computed) -> None:
-        """Take in a request that has just come."""
+    def take(self, request: "ReplayRequest") -> None:
+        """Accept a new request."""
         if self._is_shared and len(self._open) >= _LOOKED_UP_MAX:
             self._waiting.append(request)
             request.announce()
@@ -87,7 +67,7 @@ class ReplayEngine:
             self._open.append(request)
             request.begin()
 
-    def make_ready(self, request: Computed) -> None:
+    def make_ready(self, request: "ReplayRequest") -> None:
         """Let a request compute when its turn comes."""
         if not self._is_shared:
             self._compute(request)
@@ -96,11 +76,11 @@ class ReplayEngine:
         self._go_on()
 
     def pipe(self) -> Pipe:
-        """Return the way between arena and engine: its own, where requests do not share it."""
+        """Return the link between arena and engine: one per request unless requests share it."""
         return self._pipe if self._is_shared else Pipe(self._context.machine.cpu.latency_s)
 
     def note_outcome(self, outcome: PlanOutcome) -> None:
-        """Say with the next report what came of a decision."""
+        """Include the outcome of a decision in the next report."""
         self._outcomes.append(outcome)
         self._expect_report()
 
@@ -109,7 +89,7 @@ class ReplayEngine:
             self._is_busy = True
             self._compute(self._ready.popleft())
 
-    def _compute(self, request: Computed) -> None:
+    def _compute(self, request: "ReplayRequest") -> None:
         step = request.next_step()
         if step is None:
             self._end(request)
@@ -124,7 +104,7 @@ class ReplayEngine:
 
         self._context.after(sample.seconds, stepped)
 
-    def _end(self, request: Computed) -> None:
+    def _end(self, request: "ReplayRequest") -> None:
         self._open.remove(request)
         request.finish()
         if self._waiting:
@@ -153,22 +133,22 @@ class ReplayEngine:
 
 
 class ActiveLoad:
-    """Blocks in the order of their coming; ``ended`` is called once, when no more will come."""
+    """A load in progress. ``ended`` is called once, when no more blocks will come."""
 
     def __init__(self, context: ReplayContext, pipe: Pipe, ended: Callable[[], None]) -> None:
         self.lease = 0
         self.tiers: list[TierName] = []
-        """Of the blocks that are in place."""
+        """Tiers of the blocks that have arrived, in order."""
         self.is_over = False
-        """The node announces no more."""
+        """The node announces no more blocks."""
         self._context = context
         self._pipe = pipe
         self._ended = ended
         self._num_announced = 0
-        self._is_given_up = False
+        self._is_cancelled = False
 
     def announced(self, progress: ac.LoadUpdate) -> None:
-        """Copy what the node says is there, and note an end."""
+        """Copy the announced blocks, and note the end."""
         self.lease = progress.lease
         self._num_announced += len(progress.tiers)
         self.is_over = bool(progress.end)
@@ -177,22 +157,22 @@ class ActiveLoad:
         elif self.is_over and self._is_complete:
             self._context.after(0.0, self._end)
 
-    def give_up(self) -> None:
-        """Take nothing more in; ``ended`` is not called any more."""
-        self._is_given_up = True
+    def cancel(self) -> None:
+        """Accept no more blocks; ``ended`` is not called any more."""
+        self._is_cancelled = True
 
     @property
     def _is_complete(self) -> bool:
         return len(self.tiers) == self._num_announced
 
     def _copy(self, tiers: Sequence[TierName]) -> None:
-        """Copy some blocks, as one step of the simulation: they were announced together."""
+        """Copy blocks that were announced together, as one event."""
         link, now_ns = self._context.machine.cpu, self._context.now_ns
         num_bytes = len(tiers) * self._context.adapter.block_bytes
         done_ns = self._pipe.arrival_ns(now_ns, num_bytes / link.read_bytes_per_s)
 
         def copied() -> None:
-            if self._is_given_up:
+            if self._is_cancelled:
                 return
             self.tiers += tiers
             if self.is_over and self._is_complete:
@@ -201,18 +181,18 @@ class ActiveLoad:
         self._context.events.at(done_ns, copied)
 
     def _end(self) -> None:
-        if not self._is_given_up:
-            self._is_given_up = True
+        if not self._is_cancelled:
+            self._is_cancelled = True
             self._ended()
 
 
 _LOOKUP_NS = 10**9
 _WAIT_NS = 5 * 10**9
-"""The longest wait for a load where no plan says less."""
+"""Longest wait for a load without a limit in its plan."""
 
 
 class ReplayRequest:
-    """See the module. ``done`` is called with the first token."""
+    """A request of the trace. ``done`` is called with the first token."""
 
     def __init__(
         self,
@@ -224,7 +204,7 @@ class ReplayRequest:
         self.number = number
         self.request = request = context.trace.requests[number]
         self.hits: Counter[TierName] = Counter()
-        """Blocks that were restored and not computed."""
+        """Restored blocks by tier."""
         self.plan: RestorePlan | None = None
         self.ttft_s = 0.0
         self._context = context
@@ -233,15 +213,15 @@ class ReplayRequest:
         self._done = done
         self._traits = traits_of(context.trace, number)
         self._hashes = context.trace.hashes(request.blocks)
-        # The last token is always computed, since its result is the first one of the answer.
+        # The last token is always computed, since its result is the first output token.
         num_wanted = max(0, request.num_tokens - 1) // context.trace.block_tokens
         self._wanted = self._hashes[: num_wanted * HASH_BYTES]
         self._active_load: ActiveLoad | None = None
         self._num_planned = 0
-        self._meeting = SplitProgress(0)
-        """Of a load from the back."""
+        self._split = SplitProgress(0)
+        """Progress of a load from the back."""
         self._front = 0
-        """Tokens from the first one on that are in place."""
+        """Leading tokens in place."""
         self._step = 0
         """Tokens being computed."""
         self._num_computed = 0
@@ -250,17 +230,17 @@ class ReplayRequest:
 
     @property
     def num_left(self) -> int:
-        """Return the tokens that are not in place; of a load not known yet it is all."""
+        """Return the number of tokens not in place; all of them while a load is open."""
         return self.request.num_tokens - self._front
 
     def announce(self) -> None:
-        """Say that it waits for its turn."""
+        """Announce the request, which waits for its turn."""
         announced = ev.AnnouncedRequest(self._traits, self.request.tenant, self._wanted, 0)
         session = self._engine.session
         self._context.adapter.ask(lambda call: ev.Announce(call, session, (announced,)))
 
     def begin(self) -> None:
-        """Look up, a call's time later; what fills no block has nothing to ask for."""
+        """Look up after the time of a call; a prompt without a full block has no lookup."""
         self._began_ns = self._context.now_ns
         if self._wanted:
             self._context.after(self._context.machine.engines.call_s, self._look_up)
@@ -268,34 +248,37 @@ class ReplayRequest:
             self._engine.make_ready(self)
 
     def next_step(self) -> tuple[int, int] | None:
-        """Return the next tokens to compute: with a load from the back, a batch of its claim."""
+        """Return how many tokens to compute next and after how many; None when done.
+
+        With a load from the back, a step is a batch of the claimed blocks.
+        """
         end = self.request.num_tokens
         if self._active_load is not None:
             claimed = self._claim(self._active_load) * self._context.trace.block_tokens
             if self._front >= claimed:
-                self._meet(self._active_load)
+                self._join_load(self._active_load)
             else:
                 end = min(claimed, self._front + self._context.machine.engines.max_batch_tokens)
         self._step = end - self._front
         return (self._step, self._front) if self._step > 0 else None
 
     def _claim(self, active_load: ActiveLoad) -> int:
-        """Return how many leading blocks are the engine's to compute; no more where both met."""
-        meeting = self._meeting
-        # What comes of blocks that are claimed already would not have been loaded.
-        meeting.num_loaded = min(len(active_load.tiers), meeting.num_blocks - meeting.num_claimed)
-        if self._front >= meeting.num_claimed * self._context.trace.block_tokens:
-            meeting.num_claimed = meeting.next_claim()
-        return meeting.num_claimed
+        """Return how many leading blocks the engine has claimed to compute."""
+        split = self._split
+        # Blocks that are already claimed do not count as loaded.
+        split.num_loaded = min(len(active_load.tiers), split.num_blocks - split.num_claimed)
+        if self._front >= split.num_claimed * self._context.trace.block_tokens:
+            split.num_claimed = split.next_claim()
+        return split.num_claimed
 
     def stepped(self, seconds: float) -> None:
-        """Note what is computed now."""
+        """Note that the current step is computed."""
         self._front += self._step
         self._num_computed += self._step
         self._compute_s += seconds
 
     def finish(self) -> None:
-        """Give the first token, say what came of the plan, and store what was computed."""
+        """Return the first token, report the plan's outcome, and store what was computed."""
         context = self._context
         self.ttft_s = (context.now_ns - self.request.at_ns) / 1e9
         if self.plan is not None:
@@ -333,7 +316,7 @@ class ReplayRequest:
             self._engine.make_ready(self)
 
     def _load(self, *, is_split: bool) -> bool:
-        """Ask for the planned blocks; False: it is refused."""
+        """Load the planned blocks; False if the node refuses."""
         context, session, plan = self._context, self._engine.session, self.plan
         self._asked_ns = context.now_ns
         wait_ns = plan.wait_ns if plan is not None and plan.wait_ns else _WAIT_NS
@@ -350,12 +333,12 @@ class ReplayRequest:
         )
         if context.adapter.listen(load, active_load.announced) is not None:
             return False
-        self._active_load, self._meeting = active_load, SplitProgress(self._num_planned)
+        self._active_load, self._split = active_load, SplitProgress(self._num_planned)
         context.tick_at(load.deadline_ns, lambda: active_load.is_over)
         return True
 
     def _load_ended(self, *, is_split: bool) -> None:
-        """Go on with what has come; with a split, computing meets it by itself."""
+        """Continue with the loaded blocks; with a split, computing continues by itself."""
         active_load = self._active_load
         assert active_load is not None
         self._loaded_ns = self._context.now_ns
@@ -363,20 +346,20 @@ class ReplayRequest:
             return
         self.hits.update(active_load.tiers)
         self._front = len(active_load.tiers) * self._context.trace.block_tokens
-        self._give_back(active_load)
+        self._release(active_load)
         self._engine.make_ready(self)
 
-    def _meet(self, active_load: ActiveLoad) -> None:
-        """Take what came from the back, but for the blocks that were computed too."""
+    def _join_load(self, active_load: ActiveLoad) -> None:
+        """Use the blocks loaded from the back, except those that were computed too."""
         block_tokens = self._context.trace.block_tokens
         self._loaded_ns = self._loaded_ns or self._context.now_ns
         num_blocks = self._num_planned - -(-self._front // block_tokens)
         self.hits.update(active_load.tiers[: max(0, num_blocks)])
         self._front = max(self._front, self._num_planned * block_tokens)
-        self._give_back(active_load)
+        self._release(active_load)
 
-    def _give_back(self, active_load: ActiveLoad) -> None:
-        active_load.give_up()
+    def _release(self, active_load: ActiveLoad) -> None:
+        active_load.cancel()
         self._active_load = None
         session = self._engine.session
         self._context.adapter.ask(lambda call: ev.Release(call, session, active_load.lease))
@@ -384,7 +367,7 @@ class ReplayRequest:
     # Store
 
     def _store(self, first: int) -> None:
-        """Offer the blocks from one on; what the way has no room for yet, after the others."""
+        """Store the blocks from ``first`` on; if throttled, the rest afterwards."""
         if first >= len(self._hashes) // HASH_BYTES:
             return
         context, session = self._context, self._engine.session

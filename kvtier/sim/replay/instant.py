@@ -1,9 +1,9 @@
-"""Replay without time: what a policy keeps, and nothing else.
+"""Replays a trace without time: which blocks a policy keeps, and nothing else.
 
 All full blocks of a request are resident at its arrival, a hit is a block of the leading run, and
-the partial last block never counts. That is how eviction policies are compared in papers, and how
-their targets here are stated. Everything goes through the node all the same, with tiers and engines
-that take no time, though they report what they would have taken.
+the partial last block never counts. Papers compare eviction policies this way, and the targets here
+are stated this way. Everything still goes through the node, with tiers and engines that take no
+time but report what they would have taken.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ _FAR_NS = 1 << 62
 
 
 class _InstantTimer:
-    """A ``TransferTimer`` of tiers that take no time."""
+    """A ``TransferTimer`` for tiers that take no time."""
 
     def __init__(self, link: ReplayLink) -> None:
         self._link = link
 
     def schedule(self, work: ac.Read | ac.Write, adapter: NodeAdapter) -> None:
-        """Finish it now, and say what it would have taken."""
+        """Finish the transfer now and report the time it would have taken."""
         is_read = isinstance(work, ac.Read)
         rate = self._link.read_bytes_per_s if is_read else self._link.write_bytes_per_s
         num_bytes = len(work.blocks) * adapter.block_bytes
@@ -39,10 +39,10 @@ class _InstantTimer:
 
 
 def replay_instant(
-    trace: Trace, setup: ReplaySetup, note: Callable[[int], None] = lambda _: None
+    trace: Trace, setup: ReplaySetup, on_progress: Callable[[int], None] = lambda _: None
 ) -> ReplayRun:
-    """Replay a trace; ``note`` is told how many requests are done."""
-    return _Instant(trace, setup).run(note)
+    """Replay a trace; ``on_progress`` is called with the number of finished requests."""
+    return _Instant(trace, setup).run(on_progress)
 
 
 class _Instant:
@@ -58,7 +58,7 @@ class _Instant:
         self._outcomes: list[PlanOutcome] = []
         self._reported_ns = 0
 
-    def run(self, note: Callable[[int], None]) -> ReplayRun:
+    def run(self, on_progress: Callable[[int], None]) -> ReplayRun:
         records: list[RequestResult] = []
         half_ns, half = self._trace.requests[-1].at_ns / 2, (0, 0)
         for number, request in enumerate(self._trace.requests):
@@ -80,11 +80,11 @@ class _Instant:
                 )
             )
             self._steps.append(self._prefill.sample(request.num_tokens - num_past, num_past))
-            note(number + 1)
+            on_progress(number + 1)
         return ReplayRun.of(self._setup, records, self._adapter, half)
 
     def _serve(self, number: int) -> dict[TierName, int]:
-        """Look up, load what is below the CPU tier, and store; returns the blocks found."""
+        """Look up, load blocks below the CPU tier, and store. Returns the found blocks by tier."""
         trace, adapter, session = self._trace, self._adapter, self._session
         request, traits = trace.requests[number], traits_of(trace, number)
         hashes = trace.hashes(request.blocks)
@@ -107,11 +107,11 @@ class _Instant:
     def _load(self, tenant: bytes, hashes: bytes) -> None:
         adapter, session, last = self._adapter, self._session, list[ac.LoadUpdate]()
         adapter.listen(ev.Load(0, session, tenant, hashes, 0, _FAR_NS), last.append)
-        assert last[-1].end, "without time everything comes at once"
+        assert last[-1].end, "without time, loads end at once"
         adapter.ask(lambda call: ev.Release(call, session, last[-1].lease))
 
     def _note_outcome(self, found: ac.LookupResult, hits: dict[TierName, int]) -> None:
-        """Say what the load would have taken."""
+        """Report the time that the load would have taken."""
         if found.plan is None:
             return
         link, num_bytes = self._setup.machine.cpu, found.num_blocks * self._adapter.block_bytes
@@ -123,7 +123,7 @@ class _Instant:
         )
 
     def _store(self, number: int, hashes: bytes, first: int) -> None:
-        """Offer what was not found, again and again as long as the way is merely full."""
+        """Store the missing blocks, again as long as the node throttles."""
         while first < len(hashes) // HASH_BYTES:
             granted = self._prepare(number, hashes, first)
             if not granted.lease:
@@ -147,7 +147,7 @@ class _Instant:
         self._adapter.ask(lambda call: ev.CompleteStore(call, session, granted.lease, checksums))
 
     def _report(self) -> None:
-        """Tell the node once a second what the engine's steps took."""
+        """Report step times to the node once a second."""
         if not self._steps or self._now_ns - self._reported_ns < _REPORT_NS:
             return
         steps, outcomes, session = tuple(self._steps), tuple(self._outcomes), self._session

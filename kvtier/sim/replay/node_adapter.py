@@ -1,4 +1,7 @@
-"""An SSD tier without bytes: which blocks it has, and which go when it is full."""
+"""Runs a node in a replay: passes calls to it, returns its answers, and simulates its tiers.
+
+It replaces the asyncio driver of production, with a clock that the trace moves.
+"""
 
 import time
 from collections import deque
@@ -33,16 +36,18 @@ __all__ = ["NodeAdapter", "SsdModel", "TransferTimer", "completion"]
 
 
 class SsdModel:
-    """Keeps ``num_blocks`` blocks: those worth most where there is a history, else by age of use.
+    """A simulated SSD tier of ``num_blocks`` blocks, without their bytes.
 
-    By age, a parent is younger than its child as long as ``touch`` is told of each use.
+    When it is full it evicts the least valuable blocks of the history, or the least recently used
+    ones without a history. By recency, a parent is younger than its child as long as ``touch`` is
+    called for each use.
     """
 
     def __init__(self, num_blocks: int, history: History | None) -> None:
         self._num_blocks = num_blocks
         self._history = history
         self._blocks: dict[BlockHash, int] = {}
-        """With the size of each, oldest use first."""
+        """Size of each block, least recently used first."""
         self.num_written = 0
         self.num_read = 0
 
@@ -50,20 +55,20 @@ class SsdModel:
         return len(self._blocks)
 
     def touch(self, chain: Sequence[BlockHash]) -> None:
-        """Note one use of a chain."""
+        """Note a use of a chain."""
         for block in reversed(chain):
             size = self._blocks.pop(block, None)
             if size is not None:
                 self._blocks[block] = size
 
     def read(self, blocks: Sequence[TransferBlock]) -> tuple[bytes | MissReason, ...]:
-        """Return a checksum for each block that is here."""
+        """Return a checksum for each stored block."""
         here = [block.header.block_hash in self._blocks for block in blocks]
         self.num_read += sum(here)
         return tuple(bytes(16) if is_here else MissReason.ABSENT for is_here in here)
 
     def write(self, blocks: Sequence[TransferBlock]) -> tuple[tuple[WriteOutcome, ...], bytes]:
-        """Keep blocks; returns what became of each, and the hashes of those that had to go."""
+        """Store blocks; return the outcome of each, and the hashes of evicted blocks."""
         named = {block.header.block_hash for block in blocks}
         for block in blocks:
             self._blocks.pop(block.header.block_hash, None)
@@ -78,7 +83,7 @@ class SsdModel:
         return (WriteOutcome.STORED,) * len(blocks), b"".join(evicted)
 
     def _victims(self, size: int, named: set[BlockHash], count: int) -> list[BlockHash]:
-        """Return those that have to go: the least worth, without what is being written now."""
+        """Return the least valuable blocks, except those being written."""
         history = self._history
         if history is None:
             order = iter(block for block in self._blocks if block not in named)
@@ -86,7 +91,7 @@ class SsdModel:
         found: list[BlockHash] = []
         for each in history.queues.victims(STORE_TIER, size, named.__contains__):
             found.append(BlockHash(each))
-            # So that its parent may be the next; the node says it once more, which changes nothing.
+            # So that its parent may be next. The node reports it again, which changes nothing.
             history.leave(STORE_TIER, [each], Fate.EVICTED)
             if len(found) == count:
                 break
@@ -97,10 +102,10 @@ _SPACE = b"a replayed trace"
 
 
 class TransferTimer(Protocol):
-    """Decides when a transfer has an effect, and when its end is told."""
+    """Decides when a transfer takes effect and when its end is reported."""
 
     def schedule(self, work: ac.Read | ac.Write, adapter: "NodeAdapter") -> None:
-        """Have ``adapter.finish(work)`` called, now or later."""
+        """Call ``adapter.finish(work)`` now or later."""
 
 
 class NodeAdapter:
@@ -113,17 +118,17 @@ class NodeAdapter:
         self.policies = policies(config)
         self.block_bytes = setup.machine.token_bytes * block_tokens
         self.busy_s = 0.0
-        """What the node took to react, in real seconds: run it alone to have them right."""
+        """Real seconds that the node took to handle events; exact only if nothing else runs."""
         self.decisions_s: list[float] = []
-        """Of these for each lookup, which is where it decides."""
+        """The part of each lookup, in which the node decides."""
         self._clock = clock
         self._timer = timer
         self._block_tokens = block_tokens
         self._num_calls = 0
         self._answers: dict[int, ac.Answer] = {}
         self._listeners: dict[int, Callable[[ac.LoadUpdate], None]] = {}
-        self._waiting: deque[ac.Action] = deque()
-        self._is_sorting = False
+        self._queued: deque[ac.Action] = deque()
+        self._is_dispatching = False
         settings = ssd_settings(config)
         policy = EVICTION_POLICIES[settings.eviction_policy(config.policy.eviction)]
         history = self.policies.history if policy.is_ranked else None
@@ -133,7 +138,7 @@ class NodeAdapter:
         self.post(ev.SlabsReserved(1))
 
     def register(self, name: str) -> str:
-        """Attach an engine, and return its session."""
+        """Register an engine and return its session."""
         layout = KVLayout("paged", 1, self._block_tokens, self.block_bytes, "bfloat16", "replay")
         registered = self.ask(
             lambda call: ev.Register(call, name, _SPACE, layout, name, "shm", 1, can_split=True)
@@ -149,7 +154,7 @@ class NodeAdapter:
         return self._answers.pop(number)
 
     def listen(self, load: ev.Load, listener: Callable[[ac.LoadUpdate], None]) -> ac.Answer:
-        """Make a call that is answered bit by bit; returns its refusal, if it is refused."""
+        """Start a load with updates; return the refusal if it is refused."""
         self._num_calls += 1
         number = self._num_calls
         self._listeners[number] = listener
@@ -157,33 +162,33 @@ class NodeAdapter:
         return self._answers.pop(number, None)
 
     def post(self, event: ev.Event) -> None:
-        """Let the node take an event in, and see to what it wants."""
+        """Let the node handle an event, and carry out its actions."""
         began_s = time.thread_time()
         actions = self.node.handle(event, self._clock())
         seconds = time.thread_time() - began_s
         self.busy_s += seconds
         if isinstance(event, ev.Lookup):
             self.decisions_s.append(seconds)
-        self._waiting.extend(actions)
-        if self._is_sorting:
-            return  # whoever called us goes on with these
-        self._is_sorting = True
+        self._queued.extend(actions)
+        if self._is_dispatching:
+            return  # the outer call continues with these
+        self._is_dispatching = True
         try:
-            while self._waiting:
-                self._sort(self._waiting.popleft())
+            while self._queued:
+                self._dispatch(self._queued.popleft())
         finally:
-            self._is_sorting = False
+            self._is_dispatching = False
 
     def gate_counts(self) -> tuple[int, int]:
-        """Return how many blocks the SSD's gate has judged so far, and how many it let through."""
+        """Return how many blocks the SSD gate has judged and how many it admitted."""
         gate = self.policies.admission.gates.get(STORE_TIER)
         return (gate.num_offered, gate.num_taken) if gate is not None else (0, 0)
 
     def finish(self, work: ac.Read | ac.Write, seconds: float) -> None:
-        """Let a transfer take effect, and tell the node."""
+        """Let a transfer take effect and tell the node."""
         self.post(completion(work, self.ssd, seconds))
 
-    def _sort(self, action: ac.Action) -> None:
+    def _dispatch(self, action: ac.Action) -> None:
         match action:
             case ac.CallReply():
                 self._answers[action.call] = action.answer
@@ -195,11 +200,11 @@ class NodeAdapter:
             case ac.Read() | ac.Write():
                 self._timer.schedule(action, self)
             case _:
-                raise AssertionError(f"nobody here does {action}")
+                raise AssertionError(f"unexpected action {action}")
 
 
 def completion(work: ac.Read | ac.Write, ssd: SsdModel, seconds: float) -> ev.Event:
-    """Do a transfer, and return what the node is told."""
+    """Carry out a transfer and return the event for the node."""
     if isinstance(work, ac.Read):
         return ev.ReadDone(work.transfer, ssd.read(work.blocks), seconds)
     outcomes, evicted = ssd.write(work.blocks)
@@ -209,7 +214,7 @@ def completion(work: ac.Read | ac.Write, ssd: SsdModel, seconds: float) -> ev.Ev
 def _node(
     setup: ReplaySetup, config: Config, chosen: Policies, block_bytes: int, metrics: Metrics
 ) -> Node:
-    """Return a node whose arena has room for exactly so many blocks, in one slab."""
+    """Return a node whose arena holds exactly this many blocks, in one slab."""
     settings = ssd_settings(config)
     tiers = (
         SlowTier(

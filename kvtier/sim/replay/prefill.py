@@ -1,4 +1,4 @@
-"""How long a simulated engine computes: a floor, a term by token, and one by attention."""
+"""How long a simulated engine computes, and the model dimensions that determine it."""
 
 import csv
 import json
@@ -19,12 +19,12 @@ __all__ = ["DTYPE_BYTES", "Dimensions", "PrefillModel", "fit_profile", "read_dim
 
 
 _SMALL_TOKENS = 32
-"""Batches up to here take as long as reading the weights, however small they are."""
+"""Batches up to this size take as long as reading the weights."""
 _LARGE_TOKENS = 1024
-"""Batches from here on take a time for each token."""
+"""Batches from this size on take a fixed time per token."""
 
 _NUMBER_MAX = 1e12
-"""Neither a width nor milliseconds come near."""
+"""Larger than any width or number of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class PrefillModel:
     attended_s: float = 67e-6 / 30_000
 
     def seconds(self, num_new: int, num_past: int) -> float:
-        """Return what computing so many tokens behind others takes; nothing for none."""
+        """Return the time to compute ``num_new`` tokens after ``num_past`` others."""
         if num_new <= 0:
             return 0.0
         attended = num_new * (num_past + num_new / 2)
         return max(self.floor_s, self.token_s * num_new) + self.attended_s * attended
 
     def sample(self, num_new: int, num_past: int) -> StepSample:
-        """Return the step that an engine would report."""
+        """Return the step sample that an engine would report."""
         attended = num_new * (num_past + num_new / 2)
         return StepSample(num_new, 0, attended, 0, self.seconds(num_new, num_past))
 
@@ -59,10 +59,11 @@ class _Row:
 
 
 def fit_profile(path: Path, num_layers: int) -> PrefillModel:
-    """Fit a model to a profile of operators by Vidur: CSV, ms, each operator of one layer.
+    """Fit a model to an operator profile by Vidur: CSV, in ms, for one layer.
 
-    Attention is not in it. It is taken to run at the speed of the layers' other operations, whose
-    number follows from the model's dimensions in the profile. Raises StartError for no such file.
+    The profile does not include attention. It is assumed to run at the speed of the layers' other
+    operations, whose number follows from the model's dimensions in the profile. Raises StartError
+    if there is no such file.
     """
     try:
         rows = _rows(path)
@@ -73,8 +74,8 @@ def fit_profile(path: Path, num_layers: int) -> PrefillModel:
     small = [row for row in rows if row.num_tokens <= _SMALL_TOKENS]
     large = [row for row in rows if row.num_tokens >= _LARGE_TOKENS]
     if not small or not large:
-        problem = f"has no batches of up to {_SMALL_TOKENS}, or from {_LARGE_TOKENS} tokens on"
-        raise StartError(str(path), problem, "give a whole profile")
+        problem = f"lacks batches of up to {_SMALL_TOKENS} or from {_LARGE_TOKENS} tokens"
+        raise StartError(str(path), problem, "give a complete profile")
 
     def seconds(row: _Row) -> float:
         return num_layers * row.layer_s + row.embedding_s
@@ -83,7 +84,7 @@ def fit_profile(path: Path, num_layers: int) -> PrefillModel:
     times = np.array([seconds(row) for row in large])
     token_s = float(tokens @ times / (tokens @ tokens))
     if not token_s:
-        raise StartError(str(path), "has batches that take no time", "give a whole profile")
+        raise StartError(str(path), "has batches of zero time", "give a complete profile")
     hidden, kv_width, inner, num_matrices = dimensions
     per_token = 2 * (hidden * (2 * hidden + 2 * kv_width) + num_matrices * hidden * inner)
     per_attended = 4 * hidden
@@ -103,7 +104,7 @@ def _table(path: Path) -> Sequence[dict[str, str]]:
 
 
 def _rows(path: Path) -> list[_Row]:
-    """Return the rows of one device alone."""
+    """Return the rows of a single device."""
     found: list[_Row] = []
     for number, row in enumerate(_table(path), start=2):
         if row.get("num_tensor_parallel_workers", "1") != "1":
@@ -120,7 +121,7 @@ def _rows(path: Path) -> list[_Row]:
 
 
 def _profile_dimensions(path: Path) -> tuple[int, int, int, int]:
-    """Return a model's width, that of its keys, that of its feed-forward part, and its matrices."""
+    """Return a model's width, key width, feed-forward width, and number of matrices."""
     row = _table(path)[0]
 
     def number(name: str) -> int:
@@ -138,21 +139,21 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= _NUMBER_MAX:
-        problem = f"{text[:40]!r} is no number that can be"
-        raise StartError(f"{path}:{line}: {name}", problem, "mend the profile")
+        problem = f"{text[:40]!r} is not a valid number"
+        raise StartError(f"{path}:{line}: {name}", problem, "fix the profile")
     return value
 
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-"""Bytes of one number of K or V."""
+"""Bytes per number of K or V."""
 
 _REFERENCE_FLOPS = 2.0 * 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
-"""Of one token in the layers of the 8B model that ``PrefillModel`` describes."""
+"""Operations per token in the layers of the 8B model that ``PrefillModel`` describes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """A model's KV, and what a token takes to compute where that is known."""
+    """Dimensions of a model's KV cache, and its operations per token if known."""
 
     name: str
     num_layers: int
@@ -160,10 +161,10 @@ class Dimensions:
     head_dim: int
     dtype: str
     flops_per_token: float = 0.0
-    """In the layers; 0: not known."""
+    """Operations per token in the layers; 0: unknown."""
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """Return how the integrated engine lays out a block."""
+        """Return the block layout of the integrated engine."""
         return paged_layout(
             block_tokens=block_tokens,
             engine_block_tokens=block_tokens,
@@ -176,11 +177,11 @@ class Dimensions:
 
     @property
     def token_bytes(self) -> int:
-        """Return the KV of one token."""
+        """Return the KV bytes per token."""
         return self.layout(1).block_bytes
 
     def prefill(self, model: PrefillModel) -> PrefillModel:
-        """Return a device's speed, known for the 8B model, scaled to this model's operations."""
+        """Scale a device's speed, known for the 8B model, to this model's operations."""
         if not self.flops_per_token:
             return model
         share = self.flops_per_token / _REFERENCE_FLOPS
@@ -193,9 +194,9 @@ class Dimensions:
 
 
 def read_dimensions(path: Path, dtype: str = "") -> Dimensions:
-    """Read a folder with config.json, or a GGUF file; ``dtype`` is of the KV, if it is another.
+    """Read a folder with config.json or a GGUF file; ``dtype`` overrides that of the KV cache.
 
-    Raises StartError for what tells too little.
+    Raises StartError if dimensions are missing.
     """
     if path.is_dir():
         fields, name = _folder_fields(path / "config.json"), path.name
@@ -210,8 +211,8 @@ def _dimensions(name: str, fields: Mapping[str, Any], dtype: str) -> Dimensions:
     if fields.get("kv_lora_rank"):
         raise StartError(
             "model",
-            "has latent attention (MLA), which has no K and V by head",
-            "give --model-layers, --kv-heads and --head-dim that come to its bytes",
+            "uses latent attention (MLA), without K and V per head",
+            "give --model-layers, --kv-heads and --head-dim that give the same bytes",
         )
     heads = _count(fields, "num_attention_heads")
     hidden = _count(fields, "hidden_size")
@@ -230,7 +231,9 @@ def _count(fields: Mapping[str, Any], name: str, default: int = 0) -> int:
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 24:
-        raise StartError(f"model: {name}", f"{value!r} is no count", "give the numbers as options")
+        raise StartError(
+            f"model: {name}", f"{value!r} is not a count", "give the numbers as options"
+        )
     return value
 
 
@@ -241,9 +244,9 @@ def _folder_fields(path: Path) -> Mapping[str, Any]:
         problem = f"{path}: {error.strerror}"
         raise StartError("model", problem, "give a folder with config.json") from error
     except (ValueError, RecursionError) as error:
-        raise StartError("model", f"{path} is no JSON: {error}", "fetch it again") from error
+        raise StartError("model", f"{path} is not valid JSON: {error}", "fetch it again") from error
     if not isinstance(fields, dict):
-        raise StartError("model", f"{path} is no object", "fetch it again")
+        raise StartError("model", f"{path} is not a JSON object", "fetch it again")
     nested = fields.get("text_config")
     return nested if isinstance(nested, dict) and "num_hidden_layers" not in fields else fields
 
@@ -263,7 +266,9 @@ def _gguf_fields(path: Path) -> Mapping[str, Any]:
             if name.startswith(f"{architecture}.")
         }
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise StartError("model", f"{path} is no GGUF file: {error}", "fetch it again") from error
+        raise StartError(
+            "model", f"{path} is not a GGUF file: {error}", "fetch it again"
+        ) from error
     names = {
         "num_hidden_layers": "block_count",
         "num_attention_heads": "attention.head_count",

@@ -1,4 +1,4 @@
-"""What came of each request of a replay, and of all of them together."""
+"""Results of a replay: of each request, and of all of them together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ __all__ = ["Distribution", "ReplayRun", "RequestResult", "TraceSummary"]
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One request."""
+    """Result of one request."""
 
     at_ns: int
     num_tokens: int
     hit_tokens: Mapping[TierName, int]
-    """Tokens that were not computed, by the tier they came from."""
+    """Restored tokens by tier."""
     ttft_s: float
     cold_s: float
     """Its time to first token without any cache."""
     reason: str = ""
-    """Why so much was restored, as the plan says."""
+    """Reason of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Distribution":
-        """Return what is said of a number of times."""
+        """Summarize a number of times."""
         if not len(seconds):
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist()
@@ -50,7 +50,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """A part of a trace, its second half for example, in sums."""
+    """Sums over part of a trace, such as its second half."""
 
     num_requests: int
     num_tokens: int
@@ -58,7 +58,7 @@ class TraceSummary:
     ttft: Distribution
     cold: Distribution
     saved_s: float
-    """Seconds of TTFT that were saved, all requests together; negative where it got slower."""
+    """Seconds of TTFT saved, summed over all requests; negative if it got slower."""
     cold_s: float
 
     @classmethod
@@ -77,17 +77,17 @@ class TraceSummary:
         )
 
     def ratio(self, tiers: Iterable[TierName] | None = None) -> float:
-        """Return the share of the prompts' tokens that came from tiers, or from any."""
+        """Return the share of prompt tokens that came from these tiers, or from any."""
         named = _TIERS if tiers is None else tiers
         return sum(self.hit_tokens[tier] for tier in named) / max(1, self.num_tokens)
 
     @property
     def saved_share(self) -> float:
-        """Return the share of the seconds that was saved."""
+        """Return the share of seconds saved."""
         return self.saved_s / self.cold_s if self.cold_s else 0.0
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the summary for JSON."""
         return {
             "requests": self.num_requests,
             "tokens": self.num_tokens,
@@ -105,27 +105,27 @@ _TIERS = (TierName.CPU, STORE_TIER)
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """A whole replay; made of plain values, so that it can come from another process."""
+    """Results of a replay, as plain values that can come from another process."""
 
     policy: str
     cpu_blocks: int
     ssd_blocks: int
     whole: TraceSummary
     second_half: TraceSummary
-    """By time, not by number."""
+    """The second half by time, not by number."""
     written_blocks: int
     read_blocks: int
     gate_shares: tuple[float, float]
-    """Of what left the CPU tier, the share that was written, in each half of the time."""
+    """Share of blocks leaving the CPU tier that were written, in each half of the time."""
     evicted_blocks: Mapping[str, int]
     decision: Distribution
-    """Real seconds that the node takes for a lookup."""
+    """Real seconds that the node takes per lookup."""
     decision_p999_s: float
     node_s: float
-    """And for all that a request brings with it, in the mean."""
+    """Mean real seconds that the node takes per request, in all."""
     reasons: Mapping[str, int]
     ttft_curve: Sequence[float]
-    """Hundred quantiles of TTFT."""
+    """The percentiles of TTFT, from 0 to 100."""
     cold_curve: Sequence[float]
 
     @classmethod
@@ -136,7 +136,7 @@ class ReplayRun:
         adapter: NodeAdapter,
         half: tuple[int, int],
     ) -> "ReplayRun":
-        """Sum up what a desk and its records tell; ``half``: the gate's counts at half time."""
+        """Summarize the results; ``half`` are the gate's counts at half time."""
         half_ns = records[-1].at_ns / 2
         decisions = adapter.decisions_s or [0.0]
         reasons: dict[str, int] = {}
@@ -163,11 +163,11 @@ class ReplayRun:
 
     @property
     def written_per_read(self) -> float | None:
-        """Return the blocks written for each one read back; None where none was read."""
+        """Return the blocks written per block read back; None if none was read."""
         return self.written_blocks / self.read_blocks if self.read_blocks else None
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON. ``decision_s`` and ``node_s`` are measured, all else repeats."""
+        """Return the run for JSON. ``decision_s`` and ``node_s`` are measured; all else repeats."""
         ratio = self.written_per_read
         return {
             "policy": self.policy,
@@ -207,7 +207,7 @@ def _shares(half: tuple[int, int], whole: tuple[int, int]) -> tuple[float, float
 
 
 def _evictions(adapter: NodeAdapter) -> dict[str, int]:
-    """Return how many blocks each tier has let go to make room."""
+    """Return how many blocks each tier has evicted for space."""
     found: dict[str, int] = {}
     for tier in _TIERS:
         labels = {"tier": str(tier), "reason": "capacity"}

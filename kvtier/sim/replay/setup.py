@@ -1,4 +1,4 @@
-"""The machine that a replay imagines: its model, its engines, and how fast bytes move."""
+"""The setup of a replay: the simulated machine, policy, tier sizes and node configuration."""
 
 import hashlib
 import math
@@ -40,7 +40,7 @@ class _Part(BaseModel):
 
 
 class ReplayLink(_Part):
-    """A way that bytes take: one transfer after the other, each a latency later on top."""
+    """A link that transfers one thing after another, each delivered a latency later."""
 
     read_bytes_per_s: _Rate = 25e9
     write_bytes_per_s: _Rate = 25e9
@@ -48,14 +48,14 @@ class ReplayLink(_Part):
 
 
 class ReplayEngines(_Part):
-    """Who computes."""
+    """The engines of the machine."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 0
-    """0: as many as there are requests, so that none waits for another."""
+    """Number of engines; 0: one per request, so that no request waits for another."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=2**20)] = 2048
-    """Of one step, where a prompt is computed while its blocks are loaded."""
+    """Tokens per step while the blocks of a prompt are loading."""
     call_s: _Seconds = 0.001
-    """What a lookup takes on its way to the daemon and back."""
+    """Seconds that a lookup takes to the daemon and back."""
 
 
 class _Prefill(_Part):
@@ -65,19 +65,19 @@ class _Prefill(_Part):
 
 
 class Machine(_Part):
-    """The defaults are an A100 with an 8B model, on PCIe 4 with one NVMe drive."""
+    """A simulated machine. Defaults: an A100 with an 8B model, PCIe 4 and one NVMe drive."""
 
     token_bytes: Annotated[int, Field(ge=1, le=2**30)] = 128 * 1024
-    """KV of one token: 32 layers, 8 KV heads of 128, two bytes each, keys and values."""
+    """KV bytes per token: 32 layers, 8 KV heads of 128, two bytes each, keys and values."""
     engines: ReplayEngines = ReplayEngines()
     prefill: _Prefill = _Prefill()
     cpu: ReplayLink = ReplayLink()
-    """Between arena and engine."""
+    """Link between arena and engine."""
     ssd: ReplayLink = ReplayLink(read_bytes_per_s=6e9, write_bytes_per_s=3e9, latency_s=200e-6)
 
     @property
     def prefill_model(self) -> PrefillModel:
-        """Return how long its engines compute."""
+        """Return the compute times of its engines."""
         return PrefillModel(**self.prefill.model_dump())
 
     def with_prefill(self, model: PrefillModel) -> "Machine":
@@ -105,7 +105,7 @@ def load_machine(path: Path | None) -> Machine:
 
 
 def _floats(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Let whole numbers stand for seconds and rates."""
+    """Accept whole numbers as seconds and rates."""
     return {
         name: _floats(value)
         if isinstance(value, dict)
@@ -117,15 +117,16 @@ def _floats(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 CPU_BLOCKS_MIN = math.ceil((ENGINE_SHARE + 1) / ENGINE_SHARE / STORE_ARENA_SHARE)
-"""A node takes no engine whose stores would not have room for one block."""
+"""A node accepts no engine if its arena share for stores has no room for one block."""
 
 _INSTANT: Mapping[str, str] = {
     "cost.restore": "always",
     "policy.max_offload_tokens": str(2**31 - 1),
     "ssd.flush_after": "0s",
 }
-"""Without time what is kept is to be seen: neither whether it pays, nor how deep, nor what a crash
-would take."""
+"""Overrides without time, to see only what is kept: not whether restoring pays, nor how deep, nor
+what a crash would lose.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +134,11 @@ class ReplaySetup:
     """One run of a trace."""
 
     policy: str
-    """Empty: the configuration's."""
+    """Eviction policy; empty: that of the configuration."""
     cpu_blocks: int
     ssd_blocks: int = 0
     is_instant: bool = False
-    """Nothing takes time, and all of a prompt's blocks are resident at its arrival."""
+    """Nothing takes time, and all blocks of a prompt are resident at its arrival."""
     machine: Machine = field(default_factory=Machine)
     config: Path | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -145,12 +146,12 @@ class ReplaySetup:
 
     @property
     def name(self) -> str:
-        """Return a short name of it."""
+        """Return a short name."""
         return f"{self.policy} {self.cpu_blocks}" + f"+{self.ssd_blocks}" * bool(self.ssd_blocks)
 
 
 def config_of(setup: ReplaySetup) -> Config:
-    """Return the configuration of the node: the file's, and what the setup says above it."""
+    """Return the node's configuration: that of the file with the overrides of the setup."""
     named = {"policy.eviction": setup.policy} if setup.policy else {}
     plain = _INSTANT if setup.is_instant else {}
     return load_config(setup.config, {**plain, **setup.overrides, **named}, {})
@@ -159,8 +160,8 @@ def config_of(setup: ReplaySetup) -> Config:
 def with_hints(trace: Trace, right_share: float, seed: int = 0) -> Trace:
     """Return the trace with a hint at each request, right for this share of them.
 
-    The hint says whether the chain goes on within ten minutes. Which ones are wrong follows from
-    the seed alone.
+    The hint says whether the chain continues within ten minutes. The seed alone decides which hints
+    are wrong.
     """
 
     def is_right(number: int) -> bool:
@@ -177,7 +178,7 @@ def with_hints(trace: Trace, right_share: float, seed: int = 0) -> Trace:
 
 
 def traits_of(trace: Trace, number: int) -> RequestTraits:
-    """Return what a request says of itself."""
+    """Return the traits of a request."""
     request = trace.requests[number]
     return RequestTraits(
         request_id=str(number),

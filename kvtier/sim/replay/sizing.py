@@ -1,11 +1,11 @@
-"""How large the tiers should be: the curve of a trace, where it bends, and what a target takes.
+"""Recommends tier sizes from the hit curve of a trace.
 
 Theory
 ------
-Hits grow with the size of a cache about as its logarithm until most of what comes back fits, and
-hardly any more after that. The *bend* is where the curve lies highest above the straight line from
-its first to its last point, over the logarithm of size: before it a doubling buys much, behind it
-little. The CPU tier is worth its price up to there; the rest of what a target takes is for the SSD.
+Hits grow about with the logarithm of a cache's size until most reused blocks fit, and hardly after
+that. The *knee* is the point of the curve that is highest above the straight line from its first to
+its last point, over the logarithm of size: up to it a doubling gains much, beyond it little. The
+CPU tier is worth its price up to the knee; the SSD provides the rest of the target.
 """
 
 import math
@@ -18,12 +18,12 @@ from kvtier.sim.replay.study import Study
 __all__ = ["Point", "Sizes", "Target", "break_even_bytes_per_s", "curve_of", "knee", "sizes_for"]
 
 _SSD_SPARE = 1.15
-"""The store needs room for its own records and for segments that are being emptied."""
+"""The store needs space for its own records and for segments being emptied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is wanted, one of them; none: what is worth its price, up to the bend."""
+    """What to reach, at most one of these; none: whatever is worth its price, up to the knee."""
 
     hit_ratio: float | None = None
     saved_share: float | None = None
@@ -38,19 +38,19 @@ class Point:
     hit_ratio: float
     saved_share: float
     best_ratio: float
-    """With knowledge of the future."""
+    """Hit ratio of the optimal policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What to begin with."""
+    """Recommended sizes."""
 
     cpu_blocks: int
     ssd_blocks: int
     is_reached: bool
-    """The target is within what was replayed."""
+    """The target is within the replayed sizes."""
     expected: Point
-    """Of both together."""
+    """Expected results of both tiers together."""
 
 
 def curve_of(study: Study) -> list[Point]:
@@ -68,7 +68,7 @@ def curve_of(study: Study) -> list[Point]:
 
 
 def knee(curve: Sequence[Point]) -> Point:
-    """Return the point where the curve bends; the smallest, where nothing is gained by size."""
+    """Return the knee of the curve; the smallest point if size gains nothing."""
     first, last = curve[0], curve[-1]
     width = math.log(last.num_blocks / first.num_blocks) or 1.0
 
@@ -80,7 +80,7 @@ def knee(curve: Sequence[Point]) -> Point:
 
 
 def sizes_for(curve: Sequence[Point], target: Target, block_bytes: int) -> Sizes:
-    """Return sizes that reach a target, or the largest on the curve where none does."""
+    """Return sizes that reach a target, or the largest on the curve if none does."""
     if target.memory_bytes is not None:
         num_blocks = max(1, target.memory_bytes // block_bytes)
         wanted = next((p for p in curve if p.num_blocks >= num_blocks), curve[-1])
@@ -98,9 +98,9 @@ def sizes_for(curve: Sequence[Point], target: Target, block_bytes: int) -> Sizes
 
 
 def break_even_bytes_per_s(machine: Machine) -> float:
-    """Return how fast a tier must be to bring tokens back sooner than they are computed.
+    """Return how fast a tier must be to restore tokens sooner than they are computed.
 
-    Of short prompts; tokens deep in a long one take longer to compute, and need less.
+    This is for short prompts; tokens deep in a long one take longer to compute and need less.
     """
     return machine.token_bytes / machine.prefill.token_s
 

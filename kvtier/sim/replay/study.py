@@ -1,4 +1,4 @@
-"""A study: one trace, several policies and sizes, and the bound beside them."""
+"""A study: one trace under several policies and sizes, compared with the optimum."""
 
 import multiprocessing
 import os
@@ -22,12 +22,12 @@ from kvtier.sim.replay.trace import Trace, TraceRequest, optimal_hits
 __all__ = ["Bound", "Study", "default_sizes", "run_study"]
 
 _DOCUMENT_VERSION = 1
-"""Of the JSON document; raised where a field changes its meaning or goes."""
+"""Version of the JSON document; raised if a field changes its meaning or is removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the best choice in hindsight hits with so many blocks."""
+    """Hits of the optimal policy with this many blocks."""
 
     num_blocks: int
     ratio: float
@@ -35,7 +35,7 @@ class Bound:
 
     @classmethod
     def of(cls, trace: Trace, num_blocks: int) -> "Bound":
-        """Compute it; some seconds for a hundred thousand requests."""
+        """Compute the bound; some seconds for a hundred thousand requests."""
         hits = optimal_hits(trace, num_blocks)
         half_ns = trace.requests[-1].at_ns / 2
         pairs = [*zip(trace.requests, hits, strict=True)]
@@ -50,7 +50,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What came of it, in the order it was asked for."""
+    """The results, in the order requested."""
 
     trace: Mapping[str, Any]
     is_instant: bool
@@ -62,7 +62,7 @@ class Study:
         return next(each for each in self.bounds if each.num_blocks == num_blocks)
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON; see docs/replay.md."""
+        """Return the study for JSON; see docs/replay.md."""
         return {
             "version": _DOCUMENT_VERSION,
             "trace": dict(self.trace),
@@ -80,7 +80,7 @@ class Study:
 
 
 def default_sizes(trace: Trace) -> list[int]:
-    """Return sizes that span what a trace may want: a tenfold in three steps, up to all of it."""
+    """Return sizes that cover the trace: three per decade, up to all of its blocks."""
     largest = max(CPU_BLOCKS_MIN, trace.num_distinct)
     steps = (1, 2, 5)
     sizes = [step * 10**power for power in range(3, 9) for step in steps]
@@ -92,13 +92,13 @@ def run_study(
     trace: Trace,
     setups: Sequence[ReplaySetup],
     num_jobs: int,
-    note: Callable[[int, ReplayRun], None] = lambda _count, _run: None,
+    on_progress: Callable[[int, ReplayRun], None] = lambda _count, _run: None,
 ) -> Study:
-    """Replay a trace under each setup, on so many processes; ``note`` is told of each that ends."""
+    """Replay a trace under each setup on several processes; calls back after each one."""
     runs: list[ReplayRun] = []
     for run in _runs(trace, setups, num_jobs):
         runs.append(run)
-        note(len(runs), run)
+        on_progress(len(runs), run)
     sizes = sorted({setup.cpu_blocks + setup.ssd_blocks for setup in setups})
     return Study(
         trace=_summary(trace),
@@ -109,7 +109,7 @@ def run_study(
 
 
 def _summary(trace: Trace) -> dict[str, Any]:
-    """Return what a trace is, for JSON."""
+    """Return a description of the trace for JSON."""
     return {
         "name": trace.name,
         "requests": len(trace.requests),
@@ -133,20 +133,20 @@ def _runs(trace: Trace, setups: Sequence[ReplaySetup], num_jobs: int) -> Iterato
             yield from pool.map(partial(_replay, trace), setups)
         except BrokenProcessPool:
             raise StartError(
-                "--jobs", "a run was ended from outside; by lack of memory, perhaps", "give fewer"
+                "--jobs", "a run was killed, perhaps for lack of memory", "use fewer"
             ) from None
         except BaseException:
-            # Nobody wants the rest of a study that was interrupted, and a run takes minutes.
+            # The rest of an interrupted study is useless, and a run takes minutes.
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise
 
 
 def _follow_parent() -> None:
-    """Have this process end with the one that started it, and by nothing that is meant for it."""
+    """Let this process end with its parent, and ignore signals meant for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this is a worker"
+    assert parent is not None, "only workers follow a parent"
 
     def wait(parent: BaseProcess = parent) -> None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Replay with time: event by event, so that what a policy saves is seconds and not only tokens."""
+"""Replays a trace event by event, so that a policy's benefit shows in seconds, not only tokens."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,22 +15,24 @@ from kvtier.sim.replay.trace import Trace
 __all__ = ["replay_timed"]
 
 _SESSIONS = 16
-"""Of engines without number: enough that none reaches what one session may hold."""
+"""Sessions of unlimited engines: enough that none reaches the limits of a session."""
 
 
 def replay_timed(
-    trace: Trace, setup: ReplaySetup, note: Callable[[int], None] = lambda _: None
+    trace: Trace, setup: ReplaySetup, on_progress: Callable[[int], None] = lambda _: None
 ) -> ReplayRun:
-    """Replay a trace; ``note`` is told how many requests are done."""
-    return _Timed(trace, setup, note).run()
+    """Replay a trace; ``on_progress`` is called with the number of finished requests."""
+    return _Timed(trace, setup, on_progress).run()
 
 
 class _Timed:
-    def __init__(self, trace: Trace, setup: ReplaySetup, note: Callable[[int], None]) -> None:
+    def __init__(
+        self, trace: Trace, setup: ReplaySetup, on_progress: Callable[[int], None]
+    ) -> None:
         machine = setup.machine
         self._trace = trace
         self._setup = setup
-        self._note = note
+        self._on_progress = on_progress
         self._events = EventQueue()
         timer = LinkTimer(self._events, machine.ssd)
         self._adapter = NodeAdapter(setup, trace.block_tokens, timer, lambda: self._events.now_ns)
@@ -52,12 +54,12 @@ class _Timed:
         self._arrive(0)
         while self._events.step():
             pass
-        assert len(self._records) == len(self._trace.requests), "every request gets its token"
+        assert len(self._records) == len(self._trace.requests), "every request ends"
         records = [self._records[number] for number in range(len(self._trace.requests))]
         return ReplayRun.of(self._setup, records, self._adapter, self._half)
 
     def _arrive(self, number: int) -> None:
-        """Take in a request when it comes, and expect the one after it."""
+        """Schedule the arrival of a request, and then the next one."""
         if number == len(self._trace.requests):
             return
 
@@ -84,11 +86,11 @@ class _Timed:
             cold_s=self._cold[visit.number],
             reason="" if visit.plan is None else str(visit.plan.reason),
         )
-        self._note(len(self._records))
+        self._on_progress(len(self._records))
 
 
 def _cold_ttfts(trace: Trace, machine: Machine) -> list[float]:
-    """Return each request's time to first token where nothing is ever kept."""
+    """Return each request's time to first token without any cache."""
     prefill: PrefillModel = machine.prefill_model
     seconds = [prefill.seconds(request.num_tokens, 0) for request in trace.requests]
     if not machine.engines.count:

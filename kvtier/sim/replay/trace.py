@@ -1,11 +1,11 @@
-"""A trace in memory: who asked when, for which blocks; four bytes a block and a request.
+"""A trace in memory, at four bytes per block and request, and facts that only hindsight gives.
 
 Theory
 ------
-A trace names each prefix many times. Every distinct block gets a number when it is first met, and a
-request is the array of its blocks' numbers; keys are only made for a number, once. A block's number
-stands for the whole prefix up to its end, of its tenant: the same content behind another block is
-another number.
+A trace names each prefix many times. Each distinct block gets a number at its first use, and a
+request is the array of its blocks' numbers; hashes are only computed once per number. A number
+stands for the whole prefix up to the end of the block, for one tenant: the same content behind
+another block is another number.
 """
 
 import hashlib
@@ -34,41 +34,41 @@ __all__ = [
 
 
 Blocks = npt.NDArray[np.int32]
-"""Numbers of blocks, of one chain from its root on."""
+"""Numbers of the blocks of a chain, from its root on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace; times count from the trace's first request."""
+    """One request of a trace. Times count from the first request."""
 
     at_ns: int
     blocks: Blocks
     """Its full blocks."""
     num_tokens: int
-    """Of the prompt, those behind its last full block included."""
+    """Prompt tokens, including those after the last full block."""
     num_output_tokens: int = 0
     tenant: bytes = NO_TENANT
     kind: str = ""
     continues: float | None = None
-    """What its client said of it; see ``RequestTraits``."""
+    """The client's hint; see ``Traits``."""
     gap_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival, and the keys of all their blocks."""
+    """Requests in order of arrival, and the hashes of all their blocks."""
 
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
     keys: Keys
-    """By number of a block."""
+    """Hashes by block number."""
     notes: tuple[str, ...] = ()
-    """What one should know who reads figures of it."""
+    """Caveats for readers of its results."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(request.num_tokens for request in self.requests)
 
     @property
@@ -78,7 +78,7 @@ class Trace:
 
     @property
     def num_distinct(self) -> int:
-        """Return how many distinct blocks there are."""
+        """Return the number of distinct blocks."""
         return len(self.keys)
 
     @property
@@ -87,23 +87,23 @@ class Trace:
         return max((len(request.blocks) for request in self.requests), default=0)
 
     def hashes(self, blocks: Blocks) -> bytes:
-        """Return the hashes of blocks, joined as they travel in messages."""
+        """Return the concatenated hashes of blocks, as in messages."""
         return self.keys[blocks].tobytes()
 
     def cut(self, num_requests: int) -> "Trace":
-        """Return the trace up to so many requests."""
+        """Return the first ``num_requests`` requests as a trace."""
         return replace(self, requests=self.requests[:num_requests])
 
 
 class Numbering:
-    """Numbers blocks as a trace is read."""
+    """Numbers blocks while a trace is read."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._roots: dict[bytes, int] = {}
 
     def number(self, tenant: bytes, contents: Iterable[Hashable]) -> Blocks:
-        """Return the numbers of a chain's blocks, each given by its content."""
+        """Return the numbers of a chain's blocks, given their contents."""
         numbers = self._numbers
         before = self._roots.setdefault(tenant, -1 - len(self._roots))
         chain: list[int] = []
@@ -113,12 +113,12 @@ class Numbering:
         return np.array(chain, np.int32)
 
     def keys(self) -> Keys:
-        """Return a key for each number: as uniform as a hash, and the same in every run."""
+        """Return a hash for each number: uniform, and the same in every run."""
         return numbered_keys(len(self._numbers))
 
 
 def numbered_keys(count: int) -> Keys:
-    """Return keys for the first numbers."""
+    """Return hashes for the numbers below ``count``."""
     digests = (
         hashlib.blake2b(number.to_bytes(8, "little"), digest_size=HASH_BYTES).digest()
         for number in range(count)
@@ -127,21 +127,21 @@ def numbered_keys(count: int) -> Keys:
 
 
 def in_order(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Return requests by arrival, the first one at time 0; ties stay as they were."""
+    """Return requests by arrival, the first one at time 0; ties keep their order."""
     start_ns = min((request.at_ns for request in requests), default=0)
     ordered = sorted(requests, key=lambda request: request.at_ns)
     return tuple(replace(request, at_ns=request.at_ns - start_ns) for request in ordered)
 
 
 NEVER = np.iinfo(np.int32).max
-"""The next use of a block that does not come back."""
+"""The next use of a block that is not used again."""
 
 _HINT_NS = 600 * 10**9
-"""A client says whether its chain goes on within ten minutes."""
+"""A client's hint says whether its chain continues within ten minutes."""
 
 
 def next_uses(trace: Trace) -> list[npt.NDArray[np.int32]]:
-    """Return for each request the number of the next one that uses each of its blocks."""
+    """Return for each request the number of the next request that uses each of its blocks."""
     coming = np.full(trace.num_distinct, NEVER, np.int32)
     uses: list[npt.NDArray[np.int32]] = []
     for number in range(len(trace.requests) - 1, -1, -1):
@@ -153,7 +153,7 @@ def next_uses(trace: Trace) -> list[npt.NDArray[np.int32]]:
 
 
 def continuations(trace: Trace) -> list[bool]:
-    """Return for each request whether its chain goes on within ten minutes: its last block."""
+    """Return for each request whether its last block is used again within ten minutes."""
     found: list[bool] = []
     for request, uses in zip(trace.requests, next_uses(trace), strict=True):
         then = int(uses[-1]) if len(uses) else NEVER
@@ -163,10 +163,11 @@ def continuations(trace: Trace) -> list[bool]:
 
 
 def optimal_hits(trace: Trace, num_blocks: int) -> Sequence[int]:
-    """Return for each request how many leading blocks the best choice in hindsight would have.
+    """Return the leading hits of each request under the optimal policy.
 
-    It keeps what is used next the soonest, and takes in nothing that would have to go at once
-    (Belady's rule with bypassing). A parent is used whenever its child is, so chains stay whole.
+    The policy keeps the blocks that are used next, and does not admit a block that would be evicted
+    at once (Belady's rule with bypassing). A parent is used whenever its child is, so chains stay
+    whole.
     """
     next_of: dict[int, int] = {}
     furthest: list[tuple[int, int, int]] = []

@@ -1,4 +1,13 @@
-"""The formats of traces, one class each: what its lines look like, and a request out of a line."""
+"""Reads a trace file in any supported format, recognized by its first line.
+
+Rules
+-----
+* A line that cannot be used stops reading, with its number, the field and a remedy: results of half
+  a trace are worse than none.
+* Only full blocks count. Hashes of partial blocks are dropped. Blocks that are larger than the
+  trace's hashes consist of whole groups of them.
+* Nothing is made up. If text is tokenized without a tokenizer, or reuse is unknown, a note says so.
+"""
 
 import csv
 import json
@@ -39,15 +48,17 @@ __all__ = [
 
 _MS, _SECOND_NS, _US = 10**6, 10**9, 10**3
 _BLOCK_TOKENS = 64
-"""Of traces that have tokens: what an engine has by default."""
+"""Default block size of traces with tokens, that of an engine."""
 _SPACE = bytes(16)
 _DIGITS_MAX = 18
 
 
 class TraceFormat(Protocol):
-    """Reads the lines of one format. Made for the first line, which it suits."""
+    """Reads the lines of one format. Created for the first line, which ``suits`` it."""
 
     name: ClassVar[str]
+    has_header: ClassVar[bool]
+    """The first line contains no request."""
     notes: tuple[str, ...]
     block_tokens: int
 
@@ -59,15 +70,12 @@ class TraceFormat(Protocol):
     def suits(line: TraceLine) -> bool:
         """Tell whether a first line is of this format."""
 
-    def is_header(self, line: TraceLine) -> bool:
-        """Tell whether a first line holds no request."""
-
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
-        """Return the request of a line. Raises StartError for what cannot be used."""
+        """Return the request of a line. Raises StartError if it cannot be used."""
 
 
 class _Hashes:
-    """Groups of hashes, as many to a block as its tokens take."""
+    """Hashes as block contents, several per block if blocks are larger than hashes."""
 
     def __init__(self, line: TraceLine, block_tokens: int, hash_tokens: int) -> None:
         self.block_tokens = block_tokens or hash_tokens
@@ -75,7 +83,7 @@ class _Hashes:
         if self.block_tokens % hash_tokens:
             raise StartError(
                 "--block-tokens",
-                f"{block_tokens} is no multiple of the {hash_tokens} tokens of a hash "
+                f"{block_tokens} is not a multiple of the {hash_tokens} tokens of a hash "
                 f"in {line.path}",
                 f"give a multiple of {hash_tokens}",
             )
@@ -85,7 +93,7 @@ class _Hashes:
         ids = line.ids("hash_ids")
         num_full = num_tokens // self.hash_tokens
         if len(ids) < num_full:
-            raise line.refusal(
+            raise line.error(
                 "hash_ids",
                 f"{len(ids)} ids for {num_tokens} tokens in hashes of {self.hash_tokens}",
                 "see --hash-tokens",
@@ -98,7 +106,7 @@ class _Hashes:
 
 
 class _Tokens:
-    """Blocks by the tokens in them."""
+    """Tokens as block contents."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens or _BLOCK_TOKENS
@@ -111,7 +119,8 @@ class _Tokens:
 class MooncakeFormat:
     """``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids`` of 512 tokens."""
 
-    name: ClassVar[str] = "MooncakeFormat JSONL"
+    name: ClassVar[str] = "Mooncake JSONL"
+    has_header: ClassVar[bool] = False
     hash_tokens: ClassVar[int] = 512
     unit_ns: ClassVar[int] = _MS
 
@@ -124,12 +133,8 @@ class MooncakeFormat:
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell by the hashes and the time."""
+        """Recognize the hashes and the time."""
         return {"hash_ids", "timestamp", "input_length"} <= line.fields.keys()
-
-    def is_header(self, _line: TraceLine) -> bool:
-        """Tell that there is none."""
-        return False
 
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
@@ -139,20 +144,20 @@ class MooncakeFormat:
             blocks=numbering.number(NO_TENANT, self._hashes.contents(line, num_tokens)),
             num_tokens=num_tokens,
             num_output_tokens=line.count("output_length", 0),
-            kind=line.word("type", "")[:64],
+            kind=line.text_of("type", "")[:64],
         )
 
 
 class BailianFormat(MooncakeFormat):
-    """The same with ``chat_id``, ``timestamp`` in seconds, and ``hash_ids`` of 16 tokens."""
+    """Like Mooncake, with ``chat_id``, ``timestamp`` in seconds, and ``hash_ids`` of 16 tokens."""
 
-    name: ClassVar[str] = "BailianFormat JSONL"
+    name: ClassVar[str] = "Bailian JSONL"
     hash_tokens: ClassVar[int] = 16
     unit_ns: ClassVar[int] = _SECOND_NS
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell by the chats, which Mooncake's traces do not have."""
+        """Recognize the chat ids, which Mooncake's traces lack."""
         return MooncakeFormat.suits(line) and "chat_id" in line.fields
 
 
@@ -160,6 +165,7 @@ class TextFormat:
     """``timestamp`` in us, ``input`` and ``output`` as text."""
 
     name: ClassVar[str] = "text JSONL"
+    has_header: ClassVar[bool] = False
 
     def __init__(
         self, line: TraceLine, block_tokens: int, _hash_tokens: int, tokenizer: Tokenizer
@@ -171,29 +177,26 @@ class TextFormat:
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell by the text."""
+        """Recognize the text."""
         return {"timestamp", "input"} <= line.fields.keys()
-
-    def is_header(self, _line: TraceLine) -> bool:
-        """Tell that there is none."""
-        return False
 
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
-        tokens = self._tokenize(line.word("input"))
+        tokens = self._tokenize(line.text_of("input"))
         return TraceRequest(
             at_ns=line.time_ns("timestamp", _US),
             blocks=numbering.number(NO_TENANT, self._tokens.contents(tokens)),
             num_tokens=len(tokens),
-            num_output_tokens=len(self._tokenize(line.word("output", ""))),
-            kind=line.word("agent", "")[:64],
+            num_output_tokens=len(self._tokenize(line.text_of("output", ""))),
+            kind=line.text_of("agent", "")[:64],
         )
 
 
 class KvtierFormat:
-    """Our own: ``timestamp_s`` and ``tokens``, or ``hash_ids`` with ``input_length``; and hints."""
+    """Our own: ``timestamp_s``, and ``tokens`` or ``hash_ids`` with ``input_length``; and hints."""
 
     name: ClassVar[str] = "kvtier JSONL"
+    has_header: ClassVar[bool] = False
 
     def __init__(
         self, line: TraceLine, block_tokens: int, hash_tokens: int, _tokenizer: Tokenizer
@@ -209,16 +212,12 @@ class KvtierFormat:
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell by the time, which is named like nobody else's."""
+        """Recognize the name of the time field."""
         return "timestamp_s" in line.fields and bool({"tokens", "hash_ids"} & line.fields.keys())
-
-    def is_header(self, _line: TraceLine) -> bool:
-        """Tell that there is none."""
-        return False
 
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
         """Return the request of a line."""
-        tenant = tenant_digest(line.word("tenant", ""))
+        tenant = tenant_digest(line.text_of("tenant", ""))
         contents: Iterable[Hashable]
         if self._has_tokens:
             tokens = line.tokens("tokens")
@@ -232,16 +231,17 @@ class KvtierFormat:
             num_tokens=num_tokens,
             num_output_tokens=line.count("output_length", 0),
             tenant=tenant,
-            kind=line.word("kind", "")[:64],
+            kind=line.text_of("kind", "")[:64],
             continues=line.number_of("continues", 0.0, 1.0),
             gap_s=line.number_of("gap_s", 0.0, 1e9),
         )
 
 
 class AzureFormat:
-    """``TIMESTAMP,ContextTokens,GeneratedTokens``: counts alone, so that nothing comes back."""
+    """``TIMESTAMP,ContextTokens,GeneratedTokens``: token counts only, so nothing is reused."""
 
-    name: ClassVar[str] = "AzureFormat CSV"
+    name: ClassVar[str] = "Azure CSV"
+    has_header: ClassVar[bool] = True
     columns: ClassVar[Sequence[str]] = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
     def __init__(
@@ -249,26 +249,22 @@ class AzureFormat:
     ) -> None:
         self.block_tokens = block_tokens or _BLOCK_TOKENS
         self.notes: tuple[str, ...] = (
-            "this format tells how long prompts are and not what they share: nothing can hit",
+            "this format has prompt lengths but no contents, so there are no hits",
         )
 
     @staticmethod
     def suits(line: TraceLine) -> bool:
-        """Tell by the names of the columns."""
+        """Recognize the names of the columns."""
         return line.text == ",".join(AzureFormat.columns)
 
-    def is_header(self, _line: TraceLine) -> bool:
-        """Tell that the first line has names of columns."""
-        return True
-
     def request(self, line: TraceLine, numbering: Numbering) -> TraceRequest:
-        """Return the request of a line; its blocks are nobody else's."""
+        """Return the request of a line; its blocks occur nowhere else."""
         try:
             values = next(csv.reader([line.text]))
         except csv.Error as error:
-            raise line.refusal("", f"is no CSV: {error}", "mend or remove it") from None
+            raise line.error("", f"is not valid CSV: {error}", "fix or remove it") from None
         if len(values) != len(self.columns):
-            raise line.refusal("", f"has {len(values)} columns", f"give {','.join(self.columns)}")
+            raise line.error("", f"has {len(values)} columns", f"give {','.join(self.columns)}")
         counts = TraceLine(line.path, line.number, line.text, _numbers(values))
         num_tokens = counts.count("ContextTokens")
         contents = [(line.number, place) for place in range(num_tokens // self.block_tokens)]
@@ -282,7 +278,7 @@ class AzureFormat:
 
 def _numbers(values: Sequence[str]) -> dict[str, int | str]:
     named = zip(AzureFormat.columns, values, strict=True)
-    # What has more digits is no count anyway, and more than Python reads.
+    # More digits are not a count, and exceed what Python parses.
     return {
         name: int(text) if text.isdecimal() and len(text) <= _DIGITS_MAX else text
         for name, text in named
@@ -291,11 +287,11 @@ def _numbers(values: Sequence[str]) -> dict[str, int | str]:
 
 def _instant_ns(line: TraceLine, text: str) -> int:
     with suppress(ValueError):
-        # Seven digits of a second, where Python reads six.
+        # Seconds have seven digits, of which Python reads six.
         at_s = datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
         if 0 <= at_s <= YEARS_S:
             return round(at_s * 1e6) * 1000
-    raise line.refusal("TIMESTAMP", f"{text!r} is no time", "write it as ISO 8601, from 1970 on")
+    raise line.error("TIMESTAMP", f"{text!r} is not a time", "write it as ISO 8601, from 1970 on")
 
 
 FORMATS: Sequence[type[TraceFormat]] = (
@@ -310,20 +306,20 @@ FORMATS: Sequence[type[TraceFormat]] = (
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a trace itself does not say."""
+    """What a trace does not contain itself."""
 
     block_tokens: int = 0
-    """Tokens of a block; 0: those of one hash, or 64 where a trace has tokens."""
+    """Tokens per block; 0: those of one hash, or 64 if the trace has tokens."""
     hash_tokens: int = 0
-    """Tokens that one hash stands for; 0: as is usual for the format."""
+    """Tokens per hash; 0: the default of the format."""
     tokenizer: Path | None = None
-    """A tokenizer.json, for traces of text."""
+    """A tokenizer.json for traces of text."""
     requests_max: int = 0
-    """So many requests are read; 0: all."""
+    """Maximum number of requests to read; 0: all."""
 
 
 def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
-    """Read a trace, plain or compressed with xz. Raises StartError for what cannot be used."""
+    """Read a trace, plain or compressed with xz. Raises StartError if it cannot be used."""
     options = options or ReadOptions()
     tokenizer = load_tokenizer(options.tokenizer)
     numbering = Numbering()
@@ -332,7 +328,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     for line in _lines(path):
         if style is None:
             style = _format_of(line, options, tokenizer)
-            if style.is_header(line):
+            if style.has_header:
                 continue
         requests.append(_served(style.request(line, numbering), line))
         if len(requests) == options.requests_max:
@@ -349,11 +345,11 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
 
 
 def _served(request: TraceRequest, line: TraceLine) -> TraceRequest:
-    """Return a request that a node would take. Raises StartError for a longer one."""
+    """Return the request if a node would accept it. Raises StartError if it is too long."""
     num_blocks = len(request.blocks)
     if num_blocks > CHAIN_BLOCKS_MAX:
-        problem = f"has {num_blocks:,} blocks, and a node takes {CHAIN_BLOCKS_MAX:,} at most"
-        raise line.refusal("", problem, "give a larger --block-tokens")
+        problem = f"has {num_blocks:,} blocks; the maximum is {CHAIN_BLOCKS_MAX:,}"
+        raise line.error("", problem, "give a larger --block-tokens")
     return request
 
 
@@ -362,7 +358,7 @@ def _format_of(line: TraceLine, options: ReadOptions, tokenizer: Tokenizer) -> T
         if each.suits(line):
             return each(line, options.block_tokens, options.hash_tokens, tokenizer)
     names = ", ".join(each.name for each in FORMATS)
-    raise line.refusal("", "is of no known format", f"known are {names}")
+    raise line.error("", "unrecognized format", f"supported formats are {names}")
 
 
 def _lines(path: Path) -> Iterator[TraceLine]:
@@ -388,5 +384,7 @@ def _line(path: Path, number: int, text: str) -> TraceLine:
     try:
         fields: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StartError(f"{path}:{number}", f"is no JSON: {error}", "mend or remove it") from None
+        raise StartError(
+            f"{path}:{number}", f"is not valid JSON: {error}", "fix or remove it"
+        ) from None
     return TraceLine(path, number, text.strip(), fields)

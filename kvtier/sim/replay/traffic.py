@@ -1,8 +1,9 @@
-"""Traffic that somebody describes instead of a trace: sessions of several turns.
+"""Synthetic traffic: sessions of several turns, and traffic added to traces to stress policies.
 
-Each session begins with a part that all share and a prompt of its own; each turn sends everything
-before and something new, after a pause. Sessions end and others begin, so that about as many are
-active at any time. The draw is seeded: the same description is the same traffic.
+Each session begins with a prefix that all sessions share and a prompt of its own. Each turn sends
+everything before it and something new, after a pause. When a session ends another begins, so the
+number of active sessions stays about the same. The draw is seeded: the same description gives the
+same traffic.
 """
 
 import random
@@ -20,19 +21,19 @@ __all__ = ["Traffic", "with_cycle", "with_noise"]
 
 _REQUESTS_MAX = 200_000
 _BLOCKS_MAX = 2**24
-"""What a description may come to: more takes hours, and shows nothing else."""
+"""Maximum size of described traffic: more takes hours and shows nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A description; lengths are means of exponential draws, cut at four times of it."""
+    """Describes traffic. Lengths are means of exponential draws, cut at four times the mean."""
 
     sessions: int
-    """Active at a time."""
+    """Number of active sessions."""
     prompt_tokens: int
-    """Of the first turn."""
+    """Tokens of the first turn."""
     turn_tokens: int
-    """That each later turn adds, the answer before it included."""
+    """Tokens that each later turn adds, with the answer before it."""
     turns: int = 5
     gap_s: float = 120.0
     shared_tokens: int = 0
@@ -42,7 +43,7 @@ class Traffic:
 
     @property
     def name(self) -> str:
-        """Return it in words."""
+        """Return a short description."""
         return f"{self.sessions} sessions of {self.turns} turns"
 
     def trace(self) -> Trace:
@@ -60,15 +61,15 @@ class Traffic:
                     break
             else:
                 continue
-            notes = (f"of so much traffic only {place + 1:,} sessions are replayed",)
+            notes = (f"traffic too large: only {place + 1:,} sessions are replayed",)
             break
         return Trace(self.name, self.block_tokens, in_order(requests), numbering.keys(), notes)
 
     def _sessions(
         self, draw: random.Random, numbering: Numbering, place: int
     ) -> Iterator[TraceRequest]:
-        """Yield the requests of one session after the other, in one place."""
-        # The first one is somewhere in its life already, as all of them are in steady traffic.
+        """Yield the requests of successive sessions in one place."""
+        # In steady traffic the first session is already under way.
         at_s = -draw.random() * self.turns * self.gap_s
         count, most = 0, CHAIN_BLOCKS_MAX * self.block_tokens
         while at_s < self.hours * 3600:
@@ -98,7 +99,7 @@ class Traffic:
 
 
 def with_noise(trace: Trace) -> Trace:
-    """Return the trace with a prompt that never comes back after each request, as long as it."""
+    """Return the trace with a one-off prompt of the same length after each request."""
     requests: list[TraceRequest] = []
     next_number = trace.num_distinct
     for request in trace.requests:
@@ -110,9 +111,9 @@ def with_noise(trace: Trace) -> Trace:
 
 
 def with_cycle(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Return the trace with a reader that goes through documents in turn, one every other request.
+    """Return the trace with a reader of documents in turn, one after every other request.
 
-    Each has ``num_blocks`` blocks of its own.
+    Each document has ``num_blocks`` blocks of its own.
     """
     requests: list[TraceRequest] = []
     first = trace.num_distinct

@@ -1,4 +1,4 @@
-"""Address: the URL of the remote tier, taken apart.
+"""Parses the URL of the Redis tier.
 
     redis://[user:password@]host[:port][/database]                  one server; rediss:// with TLS
     unix://[user:password@]/path/of/socket[?db=database]            one server on this machine
@@ -7,9 +7,9 @@
 
 Rules
 -----
-* Any character may stand in a user or a password, raw or percent-encoded, an ``@`` and a ``/`` too:
-  what comes before the last ``@`` is credentials.
-* What the URL says is in no message and no repr but host, port, path and service.
+* User and password may contain any character, raw or percent-encoded, also ``@`` and ``/``:
+  everything before the last ``@`` is credentials.
+* Messages and reprs contain only host, port, path and service of the URL.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _SENTINEL_PORT = 26379
 
 
 class Form(StrEnum):
-    """How servers belong together."""
+    """How the servers are organized."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"
@@ -49,7 +49,7 @@ _FORMS: Mapping[str, tuple[Form, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where one server listens: a host and a port, or the path of a socket and no port."""
+    """Address of one server: a host and a port, or the path of a socket without a port."""
 
     host: str
     port: int = 0
@@ -61,7 +61,7 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """What a URL says. ``places`` are the server, the Sentinels, or some nodes of the cluster."""
+    """A parsed URL. ``places`` are the server, the Sentinels, or some nodes of the cluster."""
 
     form: Form
     places: tuple[ServerAddress, ...]
@@ -75,13 +75,13 @@ class RedisAddress:
         places = ",".join(map(str, self.places))
         return f"{places}/{self.service}" if self.service else places
 
-    def is_same_but_login(self, other: "RedisAddress") -> bool:
-        """Tell whether another one names the same servers, whatever the user and the password."""
+    def differs_only_in_login(self, other: "RedisAddress") -> bool:
+        """Tell whether another address differs at most in user and password."""
         return replace(self, username=other.username, password=other.password) == other
 
     @classmethod
     def parse(cls, url: str) -> "RedisAddress":
-        """Read a URL. Raises StartError("remote.url", …), which never repeats it."""
+        """Parse a URL. Raises StartError("remote.url", …), which never repeats it."""
         scheme, colon, rest = url.partition("://")
         if not colon or scheme not in _FORMS:
             _refuse("not a URL of a Redis server", f"begin it with one of {', '.join(_FORMS)} ://")
@@ -119,7 +119,7 @@ def _login(credentials: str) -> tuple[str | None, str | None]:
     username, colon, password = credentials.partition(":")
     if username and not (colon and password):
         _refuse("a user without a password", "write user:password@, or :password@")
-    # Any bytes: as they come from the environment, and as they go to the server.
+    # Any bytes are allowed, as in the environment and on the server.
     return (
         unquote(username, errors="surrogateescape") or None,
         unquote(password, errors="surrogateescape") or None,

@@ -64,7 +64,7 @@ class RedisBackend(TierBackend[RedisConfig]):
         """Apply what a reload may change, another login among it."""
         if isinstance(tier, RedisTier):
             tier.tune(settings.ttl_ns / 1e9, settings.max_age_ns / 1e9)
-            tier.log_in_by(settings.url)
+            tier.change_login(settings.url)
 
     def device(self, settings: RedisConfig) -> str:
         """Return a digest of the servers; a different login is still the same server."""
@@ -74,7 +74,7 @@ class RedisBackend(TierBackend[RedisConfig]):
         """Tell whether both URLs name the same servers, perhaps with another login."""
         try:
             address = RedisAddress.parse(before.url)
-            return address.is_same_but_login(RedisAddress.parse(after.url))
+            return address.differs_only_in_login(RedisAddress.parse(after.url))
         except StartError:
             return False
 

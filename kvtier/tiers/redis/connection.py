@@ -1,4 +1,7 @@
-"""Connector: makes connections to servers of one address, by the library."""
+"""Connections to Redis servers.
+
+The redis library makes the connection (name resolution, TCP, TLS); after that its socket is ours.
+"""
 
 import contextlib
 import socket
@@ -22,7 +25,7 @@ from kvtier.tiers.redis.resp import Piece, ProtocolError, Reply, ReplyReader, Re
 __all__ = ["Connected", "Connector", "OnReply", "ServerConnection"]
 
 
-# The library leaves these untyped.
+# Untyped in the library.
 _Plain: Any = Connection
 _Tls: Any = SSLConnection
 _Unix: Any = UnixDomainSocketConnection
@@ -32,12 +35,13 @@ _KEEPALIVE: Mapping[int, int] = {
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 2,
 }
-"""In seconds. An idle connection is tried this often, so that balancers do not drop it silently,
-and one that is dead all the same is noticed before it is used."""
+"""In seconds. Idle connections are checked this often, so that load balancers do not drop them
+silently and dead ones are noticed before they are used.
+"""
 
 
 class Connected(Protocol):
-    """What is used of the library's connection."""
+    """The part of the library's connection that is used here."""
 
     _sock: socket.socket
 
@@ -45,27 +49,27 @@ class Connected(Protocol):
         """Connect."""
 
     def disconnect(self) -> None:
-        """End it. Idempotent."""
+        """Close the connection. Idempotent."""
 
 
 class Connector:
-    """Makes connections. Called on threads that may hang in a name or a connect.
+    """Makes connections. Called on threads that may hang in name resolution or connect.
 
-    ``address`` may be exchanged for one that differs in its login, by which the next ones go, and
-    so may be what the file of ``authorities`` says.
+    ``address`` may be replaced by one that differs in its login, which new connections then use. So
+    may the contents of the file of ``authorities``.
     """
 
     def __init__(self, address: RedisAddress, timeout_s: float, tls_ca: Path | None) -> None:
         self.address = address
         self.authorities: Secret[Certificates] | None = None
-        """Those that a server's certificate must descend from; None: the system's."""
+        """Certificate authorities for servers; None: those of the system."""
         self._timeout_s = timeout_s
         if address.has_tls and tls_ca is not None:
             read = partial(read_authorities, tls_ca, "remote.tls_ca")
             self.authorities = Secret("remote_ca", lambda: (tls_ca,), read)
 
     def connect(self, place: ServerAddress) -> Connected:
-        """Return a connection over which nothing was said yet.
+        """Return a new connection, before any login.
 
         Raises the library's errors and OSError.
         """
@@ -86,9 +90,9 @@ class Connector:
         return made
 
     def login(self) -> list[RespCommand]:
-        """Return what has to be said first.
+        """Return the commands to send first.
 
-        Not left to the library, whose reader takes whatever a server sends, however much that is.
+        The library could send them, but its reader accepts replies of any size.
         """
         address = self.address
         login = [word for word in (address.username, address.password) if word]
@@ -99,7 +103,7 @@ class Connector:
         return commands
 
     def client_options(self, *, has_login: bool) -> dict[str, Any]:
-        """Return options of the library's clients, for what it knows of Sentinels and clusters."""
+        """Return options for the library's clients of Sentinels and clusters."""
         address = self.address
         login = {"username": address.username, "password": address.password}
         return (
@@ -119,28 +123,29 @@ class Connector:
         return {
             "socket_timeout": self._timeout_s,
             "socket_connect_timeout": self._timeout_s,
-            "retry": Retry(NoBackoff(), 0),  # a second try would double what a dead server costs
+            "retry": Retry(NoBackoff(), 0),  # a retry would double the cost of a dead server
             "protocol": 2,
-            "driver_info": None,  # saves two round trips, and rights that an ACL must give
+            "driver_info": None,  # saves two round trips and ACL permissions
         }
 
 
 _IN_FLIGHT_BYTES = 2 << 20
-"""Asked for and not received yet, of one connection: enough to keep 10 Gbit/s busy at 1.5 ms of
-latency; a server keeps it in memory meanwhile, and serves nobody else while it puts it there."""
+"""Bytes requested and not yet received on a connection: enough to keep 10 Gbit/s busy at 1.5 ms of
+latency. The server holds them in memory and serves no other client while it copies them.
+"""
 
 _IN_FLIGHT_COMMANDS = 512
-"""A server serves nobody else while it works through what has arrived."""
+"""A server serves no other client while it processes what has arrived."""
 
 _PIECES_MAX = 512
-"""Of one system call; Linux takes 1,024."""
+"""Maximum number of buffers per system call; Linux accepts 1,024."""
 
 _TLS_WRITE_BYTES = 64 << 10
-"""Of one call: each must end within the timeout, and TLS does not tell what is sent of a part."""
+"""Bytes per call: each call must end within the timeout, and TLS does not report partial writes."""
 
 
 OnReply = Callable[[Reply], None]
-"""Told of each reply as it comes."""
+"""Called with each reply as it arrives."""
 
 
 class ServerConnection:
@@ -155,12 +160,12 @@ class ServerConnection:
         self._timeout_s = timeout_s
         self._deadline_ns = 0
         self.patience_s = 0.0
-        """How long the wait may take, or took, that was begun last."""
+        """Timeout of the last wait in seconds."""
         self._reader = ReplyReader(self._receive)
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether it is still open, and silent as an idle one has to be."""
+        """Tell whether it is open and silent, as an idle connection must be."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1)
@@ -168,17 +173,16 @@ class ServerConnection:
             return True
         except OSError:
             return False
-        return False  # closed by the server, or a reply that nobody waits for
+        return False  # closed by the server, or an unexpected reply
 
     def ask(
-        self, commands: Sequence[RespCommand], deadline_ns: int, note: OnReply | None = None
+        self, commands: Sequence[RespCommand], deadline_ns: int, on_reply: OnReply | None = None
     ) -> list[Reply]:
-        """Send commands and return their replies, with a bounded number of bytes under way.
+        """Send commands and return their replies, with a bounded number of bytes in flight.
 
-        ``note`` is told each reply as it comes, while the next are still on their way.
-
-        The server may be silent for the timeout, or until the deadline if that is sooner. Raises
-        TierTimeout and TierError.
+        ``on_reply`` gets each reply as it arrives, while the next ones are in flight. The server
+        may be silent for the timeout, or until the deadline if that is sooner. Raises TierTimeout
+        and TierError.
         """
         self._deadline_ns = deadline_ns
         window = _Window(commands)
@@ -189,8 +193,8 @@ class ServerConnection:
                     self._send(encode(due))
                 reply = self._reader.read(window.close_one().into)
                 replies.append(reply)
-                if note:
-                    note(reply)
+                if on_reply:
+                    on_reply(reply)
         except ProtocolError:
             raise TierError("it does not answer like a Redis server") from None
         except TimeoutError:
@@ -200,12 +204,12 @@ class ServerConnection:
         return replies
 
     def interrupt(self) -> None:
-        """Have a call that is under way on another thread end now."""
-        with contextlib.suppress(OSError):  # the other side was first
+        """Make a call that runs on another thread fail now."""
+        with contextlib.suppress(OSError):  # the server closed it first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         self._connection.disconnect()
 
     def _receive(self, view: memoryview) -> int:
@@ -241,7 +245,7 @@ class ServerConnection:
 
 
 class _Window:
-    """Which commands are under way. It is filled again when half of it has been answered."""
+    """The commands in flight. It is refilled when half of it has been answered."""
 
     def __init__(self, commands: Sequence[RespCommand]) -> None:
         self._commands = commands

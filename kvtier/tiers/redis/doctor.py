@@ -10,7 +10,7 @@ from kvtier.tiers.finding import CheckVerdict, Finding, KernelFiles, TierCheck, 
 from kvtier.tiers.redis.address import Form, RedisAddress, ServerAddress
 from kvtier.tiers.redis.connection import Connector
 from kvtier.tiers.redis.resp import ErrorReply, RespCommand
-from kvtier.tiers.redis.server import Server, facts_of
+from kvtier.tiers.redis.server import Server, reply_fields
 from kvtier.tiers.redis.settings import RedisConfig
 from kvtier.tiers.redis.topology import Topology
 
@@ -74,7 +74,7 @@ def _ask(server: Server, deadline_ns: int) -> tuple[dict[str, str], float]:
     for reply in server.ask(questions, deadline_ns):
         if isinstance(reply, ErrorReply):
             raise TierError(f"{server.place} refused INFO (-{reply.code})")
-        facts |= facts_of(reply)
+        facts |= reply_fields(reply)
     asked_s = time.monotonic()
     server.ask([RespCommand((b"PING",))], deadline_ns)
     return facts, time.monotonic() - asked_s

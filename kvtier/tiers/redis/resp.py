@@ -1,7 +1,7 @@
-"""The wire of a Redis server (RESP 2): commands out, and replies in, without copies of payloads.
+"""The Redis protocol (RESP 2): encodes commands and reads replies without copying payloads.
 
-The library's own reader takes a reply through Python buffers, which halves the speed of values of
-a mebibyte and keeps memory that grows. Here a value goes from the socket to where it belongs.
+The library's own reader passes replies through Python buffers, which halves the speed for 1 MiB
+values and holds memory that grows. Here a value goes from the socket directly to its destination.
 """
 
 import re
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 _BUFFER_BYTES = 16 << 10
-"""Of replies that are not values: longer ones come in pieces."""
+"""Buffer for replies other than values; longer ones are read in pieces."""
 
 _LINE_BYTES_MAX = 8 << 10
 _STRING_BYTES_MAX = 1 << 20
-"""Longest string that is read without a buffer for it; only foreign keys are longer."""
+"""Longest string read without a destination buffer; only foreign keys are longer."""
 
 _ARRAY_LENGTH_MAX = 1 << 20
 _DEPTH_MAX = 8
@@ -34,23 +34,23 @@ _REPLY_BYTES_MAX = 64 << 20
 """Size of one reply with all its elements; a page of SCAN or a slot map takes far less."""
 
 _ELEMENT_BYTES = 64
-"""Memory that an element takes besides its text."""
+"""Memory per element besides its text."""
 
 _JOINED_BYTES_MAX = 2 << 10
 """Shorter pieces are joined before sending: a copy costs less than another element of a vector."""
 
 Piece = bytes | memoryview
 Word = bytes | tuple[Piece, ...]
-"""An argument of a command, whole or in pieces that are sent one after the other."""
+"""An argument of a command, whole or in pieces that are sent one after another."""
 
 
 class ProtocolError(ValueError):
-    """Bytes that are no reply of a Redis server."""
+    """The bytes are not a reply of a Redis server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error reply: its first word; the rest may quote what was sent."""
+    """An error reply: its first word only, since the rest may quote what was sent."""
 
     code: str
 
@@ -67,8 +67,8 @@ Reply = int | bytes | ErrorReply | list["Reply"] | None
 class RespCommand:
     """One command: its words, of which one may be in pieces, and where its reply goes.
 
-    With ``into``, a string reply fills these views one after the other, what is left over is
-    dropped, and the reply is the length that the string had.
+    With ``into``, a string reply fills these views one after another, the rest is dropped, and the
+    reply is the length of the string.
     """
 
     words: tuple[Word, ...]
@@ -76,13 +76,13 @@ class RespCommand:
 
     @property
     def size_bytes(self) -> int:
-        """Return about how many bytes it moves, one way or the other."""
+        """Return about how many bytes the command transfers in either direction."""
         sent = sum(len(piece) for word in self.words if isinstance(word, tuple) for piece in word)
         return sent + sum(map(len, self.into))
 
 
 def encode(commands: Sequence[RespCommand]) -> list[Piece]:
-    """Return what is to be sent; long pieces are those given, not copies."""
+    """Return the bytes to send. Long pieces are those given, not copies."""
     pieces: list[Piece] = []
     joined = bytearray()
     for command in commands:
@@ -102,7 +102,7 @@ def encode(commands: Sequence[RespCommand]) -> list[Piece]:
 
 
 class ReplyReader:
-    """Reads replies of ``receive``, which fills a view with at least one byte, or raises."""
+    """Reads replies from ``receive``, which fills a view with at least one byte, or raises."""
 
     def __init__(self, receive: Callable[[memoryview], int]) -> None:
         self._receive = receive
@@ -113,7 +113,7 @@ class ReplyReader:
         """Memory that the rest of the current reply may take."""
 
     def read(self, into: Sequence[memoryview] = ()) -> Reply:
-        """Return the next reply. Raises Garbled, after which nothing more can be read."""
+        """Return the next reply. Raises ProtocolError; after that nothing more can be read."""
         self._left_bytes = _REPLY_BYTES_MAX
         return self._read(into, 0)
 
@@ -181,14 +181,14 @@ class ReplyReader:
         return taken
 
     def _more(self) -> None:
-        """Receive behind what is there already, which moves to the front."""
+        """Receive after the buffered bytes, which move to the front."""
         left = self._end - self._start
         self._view[:left] = bytes(self._view[self._start : self._end])
         self._start, self._end = 0, left
         self._end += self._receive(self._view[left:])
 
     def _fill(self, view: memoryview) -> None:
-        """Fill ``view``: from what was read ahead, then straight from the connection."""
+        """Fill ``view`` from the buffer, then directly from the connection."""
         ahead = min(len(view), self._end - self._start)
         view[:ahead] = self._view[self._start : self._start + ahead]
         self._start += ahead
@@ -213,6 +213,6 @@ def _number(text: bytes) -> int:
 
 def _code(text: bytes) -> str:
     if text.startswith(b"ERR max number of clients"):
-        return "MAXCLIENTS"  # the one that has no word of its own and matters
+        return "MAXCLIENTS"  # the only relevant error without a code
     found = re.match(rb"[A-Z]{2,20}\b", text)
     return found[0].decode() if found else "ERR"

@@ -1,4 +1,15 @@
-"""Advice: warns operators of a server's settings, once, in the log."""
+"""One Redis server: its connections, its health, and warnings about its settings.
+
+Rules
+-----
+* There are at most ``num_links`` connections. A caller that finds none free waits, until its
+  deadline at most.
+* Each connection is made on its own thread, because name resolution cannot be interrupted. The
+  caller stops waiting at the deadline; a late connection serves the next call. A hanging resolver
+  thus costs at most ``num_links`` threads, and then calls fail at once.
+* After a fault the connection and all idle ones are closed, since the same cause breaks all of
+  them. Late replies are thus never read.
+"""
 
 import math
 import threading
@@ -23,8 +34,8 @@ __all__ = [
     "QUESTIONS",
     "Server",
     "check_not_cluster",
-    "facts_of",
     "free_bytes",
+    "reply_fields",
     "warn_about_settings",
 ]
 
@@ -35,16 +46,16 @@ MEMORY = RespCommand((b"INFO", b"memory"))
 """Asks a server how much memory it uses, and how much it may use."""
 
 QUESTIONS = (MEMORY, RespCommand((b"INFO", b"cluster")))
-"""Sent to a server on the first connection; an ACL may forbid them."""
+"""Sent on the first connection to a server; an ACL may forbid them."""
 
 
 IDENTITY = RespCommand((b"INFO", b"server"))
-"""Sent to a server on each connection: its ``run_id`` changes when it restarts."""
+"""Sent on each connection: the ``run_id`` of a server changes when it restarts."""
 
 
 def warn_about_settings(place: ServerAddress, memory: Reply) -> None:
-    """Warn of a server that will fill up, or will use all memory of its machine."""
-    facts = facts_of(memory)
+    """Warn of a server that will fill up or use all memory of its machine."""
+    facts = reply_fields(memory)
     if facts.get("maxmemory") == "0":
         _log.warning("server has no maxmemory; it may use all memory of its machine", server=place)
     elif facts.get("maxmemory_policy") == "noeviction":
@@ -56,14 +67,14 @@ def warn_about_settings(place: ServerAddress, memory: Reply) -> None:
 
 
 def check_not_cluster(cluster: Reply) -> None:
-    """Raise TierError for a node of a cluster: alone it has some of the slots only."""
-    if facts_of(cluster).get("cluster_enabled") == "1":
+    """Raise TierError for a cluster node, which has only some of the slots."""
+    if reply_fields(cluster).get("cluster_enabled") == "1":
         raise TierError("it is a cluster node: use redis+cluster:// in remote.url")
 
 
 def free_bytes(memory: Reply) -> float | None:
-    """Return how much more memory a server may use; None if it does not tell."""
-    facts = facts_of(memory)
+    """Return how much more memory a server may use; None if it does not report that."""
+    facts = reply_fields(memory)
     try:
         most, used = int(facts["maxmemory"]), int(facts["used_memory"])
     except (KeyError, ValueError):
@@ -71,13 +82,13 @@ def free_bytes(memory: Reply) -> float | None:
     return most - used if most else math.inf
 
 
-def facts_of(reply: Reply) -> dict[str, str]:
-    """Return the fields of a reply to INFO, by name."""
+def reply_fields(reply: Reply) -> dict[str, str]:
+    """Return the fields of a reply to INFO by name."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
 
 
-# Error replies that concern one key: the caller's to deal with.
+# Error replies that concern one key; the caller deals with them.
 _OF_A_KEY = frozenset({"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE"})
 
 _LIMITS: Mapping[str, str] = {
@@ -86,7 +97,7 @@ _LIMITS: Mapping[str, str] = {
     "MISCONF": "read-only: it cannot write to its disk",
     "NOREPLICAS": "read-only: it has too few replicas",
 }
-"""Error replies after which reads go on."""
+"""Error replies after which reads continue."""
 
 _FAULTS: Mapping[str, str] = {
     "BUSY": "busy with a script",
@@ -100,11 +111,11 @@ _FAULTS: Mapping[str, str] = {
 }
 
 _SILENCE_S = 0.1
-"""A server is at fault that is silent for so long; for less, whoever had no more time."""
+"""A server that is silent for this long is at fault; if the caller had less time, it is not."""
 
 
 class Server:
-    """One server at ``place``. May be used from several threads."""
+    """One server at ``place``. Thread-safe."""
 
     def __init__(
         self,
@@ -118,9 +129,9 @@ class Server:
     ) -> None:
         self.place = place
         self.fault = ""
-        """Why the last call failed; empty where it did not."""
+        """Why the last call failed; empty if it did not."""
         self.limit = ""
-        """Why it takes no blocks although it answers; empty where it does."""
+        """Why the server accepts no blocks although it answers; empty if it accepts them."""
         self._connector = connector
         self._timeout_s = timeout_s
         self._num_links = num_links
@@ -138,39 +149,39 @@ class Server:
 
     @property
     def is_replica(self) -> bool:
-        """Tell whether it said so when it was to take a block."""
+        """Tell whether the server rejected a block because it is a replica."""
         return self.limit.startswith(_LIMITS["READONLY"])
 
     def __repr__(self) -> str:
         return f"Server({self.place})"
 
     def ask(
-        self, commands: Sequence[RespCommand], deadline_ns: int, note: OnReply | None = None
+        self, commands: Sequence[RespCommand], deadline_ns: int, on_reply: OnReply | None = None
     ) -> list[Reply]:
-        """Return the replies to commands. Raises TierError where the server is not fit to serve.
+        """Return the replies to commands. Raises TierError if the server is not fit to serve.
 
-        Refusals that concern one key, or writing alone, are returned.
+        Errors that concern one key, or only writes, are returned.
         """
-        link = self._borrow(deadline_ns)
+        link = self._acquire(deadline_ns)
         try:
-            replies = link.ask(commands, deadline_ns, note)
+            replies = link.ask(commands, deadline_ns, on_reply)
         except TierTimeout as error:
             self._drop(link)
             if link.patience_s >= self._silence_s:
-                raise self._faulty(error) from None
+                raise self._fault_of(error) from None
             raise TierTimeout(f"remote: {error}, {self.place}") from None
         except TierError as error:
             self._drop(link)
-            raise self._faulty(error) from None
+            raise self._fault_of(error) from None
         except BaseException:
             self._drop(link)
             raise
         self._give_back(link)
-        self._learn(commands, replies)
+        self._update_health(commands, replies)
         return replies
 
     def close(self) -> None:
-        """End the connections; calls that are under way fail. Idempotent."""
+        """Close all connections; running calls fail. Idempotent."""
         with self._lock:
             self._is_closed = True
             busy = list(self._busy)
@@ -178,7 +189,7 @@ class Server:
             link.interrupt()
         self._forget_idle()
 
-    def _learn(self, commands: Sequence[RespCommand], replies: Sequence[Reply]) -> None:
+    def _update_health(self, commands: Sequence[RespCommand], replies: Sequence[Reply]) -> None:
         """Update the server's health from its replies."""
         fault = ""
         for command, reply in zip(commands, replies, strict=True):
@@ -193,16 +204,16 @@ class Server:
                 self.limit = ""
         if fault:
             self._forget_idle()  # new connections log in again, in case the login was revoked
-            raise self._faulty(TierError(fault))
+            raise self._fault_of(TierError(fault))
         self.fault = ""
 
-    def _faulty(self, error: TierError) -> TierError:
+    def _fault_of(self, error: TierError) -> TierError:
         self.fault = f"{error}, {self.place}"
         return type(error)(f"remote: {self.fault}")
 
-    def _borrow(self, deadline_ns: int) -> ServerConnection:
+    def _acquire(self, deadline_ns: int) -> ServerConnection:
         if self._num_lost >= self._num_links:
-            raise self._faulty(TierError("connection attempts hang"))
+            raise self._fault_of(TierError("connection attempts hang"))
         if not self._free.acquire(timeout=self._patience_s(deadline_ns)):
             raise TierTimeout(f"remote: every connection to {self.place} is busy")
         try:
@@ -212,10 +223,10 @@ class Server:
             self._free.release()
             raise
         if link is None:
-            link = self._made(patience_s)
+            link = self._new_connection(patience_s)
         with self._lock:
             self._busy.add(link)
-            is_closed = self._is_closed  # meanwhile, by one who did not see it among the busy
+            is_closed = self._is_closed  # closed before the connection was marked busy
         if is_closed:
             self._drop(link)
             raise TierError("the remote tier is closed")
@@ -231,8 +242,8 @@ class Server:
                 return link
             link.close()
 
-    def _made(self, patience_s: float) -> ServerConnection:
-        """Return a new connection, or raise; then the place in the queue is let go of."""
+    def _new_connection(self, patience_s: float) -> ServerConnection:
+        """Return a new connection, or raise after releasing the caller's slot."""
         made: Future[ServerConnection] = Future()
         try:
             self._begin(made)
@@ -242,10 +253,10 @@ class Server:
                 self._num_lost += 1
             made.add_done_callback(self._keep_late)
             error = TierTimeout("no connection in time")
-            raise self._faulty(error) if patience_s >= self._silence_s else error from None
+            raise self._fault_of(error) if patience_s >= self._silence_s else error from None
         except TierError as error:
             self._free.release()
-            raise self._faulty(error) from None
+            raise self._fault_of(error) from None
         except BaseException:
             self._free.release()
             raise
@@ -268,7 +279,7 @@ class Server:
             made.set_exception(TierTimeout("no connection in time"))
         except (RedisError, OSError, ValueError) as error:
             made.set_exception(TierError(_reason(error)))
-        except BaseException as error:  # the caller's, whatever it is
+        except BaseException as error:  # raised in the caller
             made.set_exception(error)
 
     def _connected(self) -> ServerConnection:
@@ -294,9 +305,9 @@ class Server:
                 check_not_cluster(cluster)
             warn_about_settings(self.place, memory)
             self._is_inspected = not isinstance(memory, ErrorReply)
-        self._note_run(facts_of(replies[len(login)]).get("run_id", ""))
+        self._note_run_id(reply_fields(replies[len(login)]).get("run_id", ""))
 
-    def _note_run(self, run_id: str) -> None:
+    def _note_run_id(self, run_id: str) -> None:
         """Report a restart, or another server at this address: its blocks must be verified."""
         with self._lock:
             before, self._run_id = self._run_id, run_id or self._run_id
@@ -343,7 +354,7 @@ def _fault(code: str, otherwise: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why no connection came about, of which the library's error tells the cause."""
+    """Return why no connection was made; the cause is in the library's error."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()

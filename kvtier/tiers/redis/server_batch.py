@@ -1,4 +1,4 @@
-"""What is said to one server: blocks written, read, asked for, and whether it would take one."""
+"""The traffic with Redis servers in one call of the tier: a batch per server, all in parallel."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,57 +18,57 @@ __all__ = ["FanOut", "ServerBatch"]
 
 
 _SPARE_FACTOR = 4
-"""Memory that must be free per byte of a measurement, because others write at the same time."""
+"""Free memory needed per byte of a benchmark, because others write at the same time."""
 
 _GROUP_BYTES = 8 << 20
-"""Payload that is sealed and sent at once, which limits the buffers of a connection."""
+"""Payload sealed and sent at once, which limits the buffers of a connection."""
 
 
 class ServerBatch:
-    """The traffic with one server in one call of the tier. Every method raises TierError."""
+    """The part of one call that concerns one server. Every method raises TierError."""
 
     def __init__(self, server: Server, values: ValueFormat, now_s: float, deadline_ns: int) -> None:
         self.server = server
         self.has_moved = False
-        """Whether another server has some of the blocks now."""
+        """Another server has some of the blocks now."""
         self._values = values
         self._now_s = now_s
         self._deadline_ns = deadline_ns
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool | None]:
-        """Tell for each hash whether its head is there; None if the server refuses to answer."""
+        """Return for each hash whether its head exists; None if the server refuses to answer."""
         replies = self._ask([RespCommand((b"EXISTS", self._values.key(each))) for each in hashes])
         return [None if isinstance(reply, ErrorReply) else reply == 1 for reply in replies]
 
     def write(self, blocks: Sequence[BlockWrite]) -> list[WriteOutcome]:
-        """Set the blocks that are not there, and renew the others."""
+        """Set absent blocks and renew the others."""
         if self.server.limit and blocks:
             self.check(blocks[0].header.block_hash)
         return [outcome for group in _groups(blocks) for outcome in self._write_group(group)]
 
     def read(self, blocks: Sequence[BlockRead]) -> list[BlockHeader | MissReason]:
-        """Fetch blocks; values that serve nobody any more are unlinked."""
+        """Read blocks; values that are no longer usable are unlinked."""
         verdicts = self._fetch(blocks, self._values.value_bytes)
         for index, verdict in enumerate(verdicts):
             if verdict.split_bytes:
                 (verdicts[index],) = self._fetch([blocks[index]], verdict.split_bytes)
         for wanted, verdict in zip(blocks, verdicts, strict=True):
-            if verdict.is_over:
-                with contextlib.suppress(TierError):  # it is a miss all the same
+            if verdict.is_obsolete:
+                with contextlib.suppress(TierError):  # still a miss
                     self._unlink(wanted.block_hash, wanted.payload_bytes)
         return [verdict.result for verdict in verdicts]
 
     def check(self, block_hash: BlockHash) -> None:
-        """Ask whether it would take a block of its slots; ``fault`` and ``limit`` tell.
+        """Ask whether the server would accept a block of its slots; ``fault`` and ``limit`` tell.
 
-        XX sets nothing, because nobody sets that key; a server that is full or a replica refuses
-        all the same, and a block need not be sent to find that out.
+        With XX nothing is set, because the key never exists; a full server or a replica still
+        rejects the command, so no block has to be sent to find out.
         """
         key = self._values.key(block_hash) + b":probe"
         self._ask([RespCommand((b"PING",)), RespCommand((b"SET", key, b"", b"XX"))])
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise TierFull unless the server can surely store that many bytes without evicting."""
+        """Raise TierFull unless the server can store that many bytes without evicting."""
         (memory,) = self._ask([MEMORY])
         free = free_bytes(memory)
         if free is None:
@@ -100,7 +100,7 @@ class ServerBatch:
         ]
 
     def _set(self, blocks: Sequence[BlockWrite]) -> dict[BlockHash, bool]:
-        """Set blocks; one that is refused leaves no trace."""
+        """Set blocks; a rejected one leaves no trace."""
         once = {block.header.block_hash: block for block in blocks}
         needs_buffer = self._values.seal.needs_buffer
         size_bytes = sum(len(block.payload) for block in once.values()) if needs_buffer else 0
@@ -114,7 +114,7 @@ class ServerBatch:
         for block, answer in zip(once.values(), self._answers(asked), strict=True):
             stored[block.header.block_hash] = all(reply == b"OK" for reply in answer)
             if b"OK" in answer and not stored[block.header.block_hash]:
-                with contextlib.suppress(TierError):  # what is left of it expires
+                with contextlib.suppress(TierError):  # its remains expire
                     self._unlink(block.header.block_hash, len(block.payload))
         return stored
 
@@ -128,18 +128,18 @@ class ServerBatch:
         verdicts: list[ReadOutcome] = []
         answer: list[Reply] = []
 
-        def note(reply: Reply) -> None:
-            """Judge a block while it is in the processor's cache and the next is on its way."""
+        def on_reply(reply: Reply) -> None:
+            """Verify a block while it is in the processor's cache and the next one is in flight."""
             answer.append(reply)
             index = len(verdicts)
             if len(answer) == len(asked[index]):
-                block = self._values.judge(
+                block = self._values.read_outcome(
                     blocks[index], own[index], answer, split_bytes, self._now_s
                 )
                 verdicts.append(block)
                 answer.clear()
 
-        self._ask([command for question in asked for command in question], note)
+        self._ask([command for question in asked for command in question], on_reply)
         return verdicts
 
     def _unlink(self, block_hash: BlockHash, payload_bytes: int) -> None:
@@ -148,19 +148,19 @@ class ServerBatch:
         unlink_keys(self.server, keys, self._deadline_ns)
 
     def _answers(self, asked: Sequence[Sequence[RespCommand]]) -> Iterator[list[Reply]]:
-        """Ask several questions at once; yields the replies to each."""
+        """Send several questions at once; yield the replies to each."""
         replies = iter(self._ask([command for question in asked for command in question]))
         for question in asked:
             yield [next(replies) for _ in question]
 
-    def _ask(self, commands: Sequence[RespCommand], note: OnReply | None = None) -> list[Reply]:
-        replies = self.server.ask(commands, self._deadline_ns, note) if commands else []
+    def _ask(self, commands: Sequence[RespCommand], on_reply: OnReply | None = None) -> list[Reply]:
+        replies = self.server.ask(commands, self._deadline_ns, on_reply) if commands else []
         self.has_moved |= any(isinstance(r, ErrorReply) and r.is_elsewhere for r in replies)
         return replies
 
 
 def _groups(blocks: Sequence[BlockWrite]) -> Iterator[Sequence[BlockWrite]]:
-    """Cut a batch by payload; each group has a block at least."""
+    """Split a batch by payload size; each group has at least one block."""
     group: list[BlockWrite] = []
     group_bytes = 0
     for block in blocks:
@@ -177,16 +177,16 @@ T = TypeVar("T")
 
 
 class FanOut:
-    """Does them on up to ``num_threads`` threads; from any thread."""
+    """Calls several servers in parallel on up to ``num_threads`` threads. Thread-safe."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "remote-part")
 
     def run(self, steps: Sequence[Callable[[], T]]) -> list[T | TierError]:
-        """Return what the steps return, or the TierErrors they raise; one alone needs no thread.
+        """Return the results of the steps or their TierErrors; a single step needs no thread.
 
-        None is under way any more, nor will be, when this returns or raises: they touch the memory
-        of their caller. Each has to end by itself. Raises TierError where one could not begin.
+        When this returns or raises, no step is running or will run, since they touch the caller's
+        memory. Each step must end by itself. Raises TierError if one could not start.
         """
         if len(steps) < 2:
             return [_attempt(step) for step in steps]
@@ -194,24 +194,24 @@ class FanOut:
         try:
             for part, step in zip(parts, steps, strict=True):
                 self._threads.submit(_do, part, step)
-        except RuntimeError as error:  # no thread is to be had, or this is closed
-            # The pool may have taken in what it found no thread for, and come to it later.
+        except RuntimeError as error:  # no thread could start, or this is closed
+            # The pool may have queued a step without a thread and run it later.
             wait([part for part in parts if not part.cancel()])
             raise TierError(f"remote: cannot query all servers: {error}") from None
         wait(parts)
         return [part.result() for part in parts]
 
     def close(self) -> None:
-        """Begin nothing more; waits for nobody."""
+        """Start nothing more; does not wait."""
         self._threads.shutdown(wait=False)
 
 
 def _do(part: "Future[T | TierError]", step: Callable[[], T]) -> None:
     if not part.set_running_or_notify_cancel():
-        return  # its call is over
+        return  # its call has ended
     try:
         part.set_result(_attempt(step))
-    except BaseException as error:  # the caller's, whatever it is
+    except BaseException as error:  # raised in the caller
         part.set_exception(error)
 
 

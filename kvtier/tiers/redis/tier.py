@@ -1,4 +1,16 @@
-"""RedisOptions: how a remote tier keeps blocks, besides where."""
+"""RedisTier: blocks in Redis or Valkey servers that several nodes share.
+
+Rules
+-----
+* Nothing connects before the first call: a missing server never delays a start.
+* Every wait ends by the deadline of its call, including connecting and name resolution.
+* Each batch takes one round trip per server, with a bounded number of bytes in flight.
+* Values that others wrote under our keys are never trusted: header, length, checksum or seal are
+  verified, and a value that is not a complete block of its hash is unlinked.
+* If one of several servers fails, only its own blocks are affected: they are absent or rejected,
+  and the rest of the batch is served. A call fails only if every server fails.
+* No message or repr contains credentials.
+"""
 
 import contextlib
 import copy
@@ -47,18 +59,18 @@ def _unsealed() -> Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
-    """What may be set; named as in the configuration."""
+    """Options, named as in the configuration."""
 
     key_prefix: str = "kvtier:"
     ttl_s: float = 86_400
     timeout_s: float = 0.25
-    """How long a server may be silent, and a connection take."""
+    """How long a server may be silent, and connecting may take."""
     num_workers: int = 4
     """Connections to each server."""
     value_bytes: int = 1 << 20
-    """Payload of one value; the first of a block has its head besides."""
+    """Payload of one value; the first value of a block also has its head."""
     max_age_s: float = 0
-    """0: no limit."""
+    """Blocks written longer ago are not served; 0: no limit."""
     tls_ca: Path | None = None
     seal: Seal = field(default_factory=_unsealed)
     now_s: Callable[[], float] = time.time
@@ -80,13 +92,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _VALUE_BYTES_MAX = 512 << 20
-"""The largest value a server takes in its default setting."""
+"""Largest value that a server accepts by default."""
 
 _SCRATCH_TTL_MS = 60_000
-"""Expiry of a measurement's blocks, so that those left behind by a crash go after a minute."""
+"""Expiry of a benchmark's blocks, so that those left by a crash disappear after a minute."""
 
 _SAMPLES = 256
-"""Hashes from which a probe picks one for each primary."""
+"""Hashes from which a health check picks one for each primary."""
 
 
 class RedisTier:
@@ -123,7 +135,7 @@ class RedisTier:
             )
 
         self._topology = Topology(self._address, connector, open_server, self._note_change)
-        self._at_once = FanOut(4 * options.num_workers)
+        self._fan_out = FanOut(4 * options.num_workers)
         self._lock = threading.Lock()
         self._num_faults = 0
         self._generation = 0
@@ -133,39 +145,39 @@ class RedisTier:
         return f"RedisTier({self._address})"
 
     def tune(self, ttl_s: float, max_age_s: float) -> None:
-        """Go by other times from now on; what is stored keeps its own until it is renewed."""
+        """Change expiry and maximum age. Stored values keep their expiry until they are renewed."""
         self._values.ttl_ms = int(ttl_s * 1000)
         self._values.max_age_s = max_age_s
 
     @property
     def authorities(self) -> Secret[Certificates] | None:
-        """Return what servers are trusted by, to be read again where its file changes."""
+        """Return the certificate authorities, to be reloaded when their file changes."""
         return self._connector.authorities
 
-    def log_in_by(self, url: str) -> None:
-        """Have connections made from now on log in by a URL of the same servers."""
+    def change_login(self, url: str) -> None:
+        """Use the login of a URL of the same servers for new connections."""
         address = RedisAddress.parse(url)
-        assert address.is_same_but_login(self._address), "other servers are another tier"
+        assert address.differs_only_in_login(self._address), "other servers are another tier"
         self._connector.address = address
 
     def write(self, blocks: Sequence[BlockWrite], deadline_ns: int) -> WriteReport:
-        """Set the blocks that are not there, and renew the others."""
+        """Set absent blocks and renew the others."""
         hashes = [block.header.block_hash for block in blocks]
-        outcomes = self._spread(
+        outcomes = self._call_servers(
             hashes, deadline_ns, WriteOutcome.REJECTED, ServerBatch.write, blocks
         )
         return WriteReport(tuple(outcomes))
 
     def read(self, blocks: Sequence[BlockRead], deadline_ns: int) -> list[BlockHeader | MissReason]:
-        """Fetch blocks, checked; values that serve nobody any more are unlinked."""
+        """Read and verify blocks; values that are no longer usable are unlinked."""
         hashes = [block.block_hash for block in blocks]
         absent: BlockHeader | MissReason = MissReason.ABSENT
-        return self._spread(hashes, deadline_ns, absent, ServerBatch.read, blocks)
+        return self._call_servers(hashes, deadline_ns, absent, ServerBatch.read, blocks)
 
     def contains(self, hashes: Sequence[BlockHash], deadline_ns: int) -> list[bool | None]:
         """Ask the servers for the head of each block; None if a block's server does not answer."""
         unknown: bool | None = None
-        return self._spread(hashes, deadline_ns, unknown, ServerBatch.contains, hashes)
+        return self._call_servers(hashes, deadline_ns, unknown, ServerBatch.contains, hashes)
 
     def remove(self, hashes: Sequence[BlockHash], deadline_ns: int) -> Removed:
         """Unlink blocks, for every node. Raises TierError if some could not be unlinked."""
@@ -178,11 +190,11 @@ class RedisTier:
         return removed
 
     def purge(self, selection: Selection, deadline_ns: int) -> Removed:
-        """Unlink the blocks of a selection under the prefix on every primary, also other nodes'.
+        """Unlink the blocks of a selection on every primary, also those of other nodes.
 
-        Walks all keys of the servers with SCAN, a bounded number at a time. Raises TierTimeout at
-        the deadline, and TierError for a server that fails or refuses, once all were asked, with
-        what was removed removed.
+        Walks all keys under the prefix with SCAN, a bounded number at a time. Raises TierTimeout at
+        the deadline. Raises TierError for a server that fails or refuses, after all servers were
+        asked; removed blocks stay removed.
         """
         removed = Removed()
         faults: list[TierError] = []
@@ -197,7 +209,7 @@ class RedisTier:
         return removed
 
     def health_check(self, deadline_ns: int) -> None:
-        """Ask each primary whether it would take a block; raises TierError where none answers."""
+        """Ask each primary whether it would accept a block. Raises TierError if none answers."""
         faults: list[TierError] = []
         servers = self._primaries(deadline_ns)
         samples = [BlockHash(number.to_bytes(HASH_BYTES, "big")) for number in range(_SAMPLES)]
@@ -223,11 +235,11 @@ class RedisTier:
         yield scratch
 
     def scrub(self, max_bytes: int, deadline_ns: int) -> Scrubbed:
-        """Verify nothing: the server is shared, and what it holds is verified when it is read."""
+        """Do nothing: the server is shared, and its blocks are verified when they are read."""
         return Scrubbed()
 
     def health(self) -> Health:
-        """Return how the servers did when they were last asked."""
+        """Return the health of the servers as of their last calls."""
         servers = self._topology.known
         faults = [server.fault for server in servers if server.fault]
         limits = [server.limit for server in servers if server.limit]
@@ -241,7 +253,7 @@ class RedisTier:
         return Health(HealthState.DEGRADED, limits[0]) if limits else Health()
 
     def headers(self) -> Iterator[Headers]:
-        """Yield nothing: what the servers hold changes without us."""
+        """Yield nothing: other nodes change what the servers hold."""
         return iter(())
 
     def usage(self) -> TierUsage:
@@ -255,10 +267,10 @@ class RedisTier:
         )
 
     def close(self) -> None:
-        """End the connections; calls that are under way fail. Idempotent."""
+        """Close the connections; running calls fail. Idempotent."""
         self._is_closed = True
         self._topology.close()
-        self._at_once.close()  # what waits there still runs, and fails at once
+        self._fan_out.close()  # queued steps still run and fail at once
 
     def _exchange(self, server: Server, deadline_ns: int) -> ServerBatch:
         return ServerBatch(server, self._values, self._options.now_s(), deadline_ns)
@@ -270,7 +282,7 @@ class RedisTier:
     def _parts(
         self, hashes: Sequence[BlockHash], deadline_ns: int
     ) -> dict[Server | None, list[int]]:
-        """Return which blocks each server has, by their index."""
+        """Return the indexes of the blocks of each server."""
         self._check_open(deadline_ns)
         if not hashes:
             return {}
@@ -280,26 +292,32 @@ class RedisTier:
             parts.setdefault(server, []).append(index)
         return parts
 
-    def _spread(
+    def _call_servers(
         self,
         hashes: Sequence[BlockHash],
         deadline_ns: int,
         fallback: T,
-        say: Callable[[ServerBatch, Sequence[S]], list[T]],
+        operation: Callable[[ServerBatch, Sequence[S]], list[T]],
         blocks: Sequence[S],
     ) -> list[T]:
-        """Have each server do its part at the same time; ``fallback`` for those of one that fails.
+        """Let each server handle its part in parallel; ``fallback`` for those of failed servers.
 
-        Raises the fault where no part was done, unless another server would have done its own.
+        Raises the fault if every part failed, unless other servers of the cluster are available.
         """
         parts = self._parts(hashes, deadline_ns)
         steps = [
-            partial(self._say, server, deadline_ns, say, [blocks[index] for index in indexes])
+            partial(
+                self._call_server,
+                server,
+                deadline_ns,
+                operation,
+                [blocks[index] for index in indexes],
+            )
             for server, indexes in parts.items()
         ]
         results = [fallback] * len(blocks)
         faults: list[TierError] = []
-        for indexes, answer in zip(parts.values(), self._at_once.run(steps), strict=True):
+        for indexes, answer in zip(parts.values(), self._fan_out.run(steps), strict=True):
             if isinstance(answer, TierError):
                 faults.append(answer)
                 self._count_fault(len(indexes))
@@ -310,11 +328,11 @@ class RedisTier:
             raise faults[0]
         return results
 
-    def _say(
+    def _call_server(
         self,
         server: Server | None,
         deadline_ns: int,
-        say: Callable[[ServerBatch, Sequence[S]], list[T]],
+        operation: Callable[[ServerBatch, Sequence[S]], list[T]],
         part: Sequence[S],
     ) -> list[T]:
         if server is None:
@@ -325,13 +343,13 @@ class RedisTier:
             raise TierError(f"remote: not retried yet after a fault: {server.fault}")
         exchange = self._exchange(server, deadline_ns)
         try:
-            return say(exchange, part)
+            return operation(exchange, part)
         finally:
             if server.fault or server.is_replica or exchange.has_moved:
                 self._topology.report()
 
     def _is_partial(self, parts: Iterable[Server | None]) -> bool:
-        """Tell whether the servers asked are out, while others of the cluster are not."""
+        """Tell whether the called servers are down while others of the cluster are not."""
         are_out = all(server is None or server.fault for server in parts)
         return are_out and any(not server.fault for server in self._topology.known)
 

@@ -1,7 +1,7 @@
-"""Removal of blocks with all their values: of some by hash, or of a selection by walking the keys.
+"""Removes blocks with all their values: some by hash, or a selection by walking the keys.
 
-UNLINK, so that the server frees the memory beside its work; SCAN for a purge alone, an operator's
-verb; KEYS never. The head goes first: a block that is half removed is not there.
+It uses UNLINK, so that the server frees memory in the background; SCAN only for a purge, an
+operator's command; KEYS never. The head goes first: a block that is half removed is absent.
 """
 
 import re
@@ -18,27 +18,27 @@ __all__ = ["purge", "unlink", "unlink_keys"]
 
 _KEYS_PER_COMMAND = 256
 _KEYS_PER_SCAN = 512
-"""A server serves nobody else during a command: these take it far less than a millisecond."""
+"""A server serves no other client during a command; these take far less than a millisecond."""
 
 _KEYS_PER_GROUP = 16_384
-"""Named at once, of several blocks: a few megabytes of memory here."""
+"""Keys named at once, of several blocks: a few megabytes of memory here."""
 
 
 def unlink(server: Server, heads: Sequence[bytes], deadline_ns: int) -> Removed:
-    """Remove the blocks under these keys, and count those that were there. Raises TierError."""
-    return _unlink_kept(server, heads, _kept(server, heads, deadline_ns), deadline_ns)
+    """Remove the blocks with these head keys and count those that existed. Raises TierError."""
+    return _unlink_stored(server, heads, _stored_values(server, heads, deadline_ns), deadline_ns)
 
 
 def unlink_keys(server: Server, keys: Sequence[bytes], deadline_ns: int) -> None:
-    """Remove values of one block: they share a slot."""
+    """Remove values of one block, which share a slot."""
     _ask(server, _unlinks(keys), deadline_ns)
 
 
 def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int) -> Removed:
-    """Remove the blocks of a selection from one server, and parts whose head is gone.
+    """Remove the blocks of a selection from one server, and parts whose head is missing.
 
-    Raises TierTimeout at the deadline, and TierError where the server refuses, with what was
-    removed until then removed.
+    Raises TierTimeout at the deadline, and TierError if the server refuses; blocks removed until
+    then stay removed.
     """
     ours = re.compile(re.escape(prefix) + rb"\{[0-9a-f]{%d}\}(:[0-9]+)?" % (2 * HASH_BYTES))
     glob = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"{*"
@@ -52,10 +52,10 @@ def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int)
         cursor, keys = page if isinstance(page, list) and len(page) == 2 else (b"0", [])
         found = [match for key in _list(keys) if (match := ours.fullmatch(_text(key)))]
         heads = [match[0] for match in found if not match[1]]
-        kept = _kept(server, heads, deadline_ns)
-        meant = [index for index, block in enumerate(kept) if _is_meant(block, selection)]
-        removed += _unlink_kept(
-            server, [heads[i] for i in meant], [kept[i] for i in meant], deadline_ns
+        stored = _stored_values(server, heads, deadline_ns)
+        meant = [index for index, block in enumerate(stored) if _is_selected(block, selection)]
+        removed += _unlink_stored(
+            server, [heads[i] for i in meant], [stored[i] for i in meant], deadline_ns
         )
         parts = [match[0] for match in found if match[1]]
         _unlink_orphans(server, parts, deadline_ns)
@@ -63,13 +63,13 @@ def purge(server: Server, prefix: bytes, selection: Selection, deadline_ns: int)
             return removed
 
 
-def _is_meant(kept: StoredValue, selection: Selection) -> bool:
-    if kept.header is None:
+def _is_selected(stored: StoredValue, selection: Selection) -> bool:
+    if stored.header is None:
         return selection.is_all
-    return selection.has(kept.header.key_space, kept.header.tenant)
+    return selection.has(stored.header.key_space, stored.header.tenant)
 
 
-def _kept(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[StoredValue]:
+def _stored_values(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[StoredValue]:
     commands: list[RespCommand] = []
     for head in heads:
         commands.append(RespCommand((b"GETRANGE", head, b"0", b"%d" % (HEAD_BYTES - 1))))
@@ -78,11 +78,11 @@ def _kept(server: Server, heads: Sequence[bytes], deadline_ns: int) -> list[Stor
     return [parse_stored(*pair) for pair in zip(replies[::2], replies[1::2], strict=True)]
 
 
-def _unlink_kept(
-    server: Server, heads: Sequence[bytes], kept: Sequence[StoredValue], deadline_ns: int
+def _unlink_stored(
+    server: Server, heads: Sequence[bytes], stored: Sequence[StoredValue], deadline_ns: int
 ) -> Removed:
     num_blocks = num_bytes = 0
-    for group in _groups(zip(heads, kept, strict=True)):
+    for group in _groups(zip(heads, stored, strict=True)):
         commands = [RespCommand((b"UNLINK", head)) for head, _ in group]
         for head, block in group:
             parts = [b"%s:%d" % (head, part) for part in range(1, block.num_parts)]
@@ -97,7 +97,7 @@ def _unlink_kept(
 def _groups(
     blocks: Iterable[tuple[bytes, StoredValue]],
 ) -> Iterator[list[tuple[bytes, StoredValue]]]:
-    """Cut blocks by their values: a head that somebody forged may claim thousands of them."""
+    """Split blocks by their number of values: a forged head may claim thousands of them."""
     group: list[tuple[bytes, StoredValue]] = []
     num_keys = 0
     for head, block in blocks:
@@ -116,7 +116,7 @@ def _unlinks(keys: Sequence[bytes]) -> list[RespCommand]:
 
 
 def _unlink_orphans(server: Server, parts: Sequence[bytes], deadline_ns: int) -> None:
-    """Remove parts without a head: whose they were can no longer be told."""
+    """Remove parts without a head: their owner is unknown."""
     if not parts:
         return
     heads = [RespCommand((b"EXISTS", part.rpartition(b":")[0])) for part in parts]
@@ -126,7 +126,7 @@ def _unlink_orphans(server: Server, parts: Sequence[bytes], deadline_ns: int) ->
 
 
 def _ask(server: Server, commands: Sequence[RespCommand], deadline_ns: int) -> list[Reply]:
-    """Return the replies; a removal that is refused must not pass for one of nothing."""
+    """Return the replies; a refused removal must not look like a removal of nothing."""
     replies = server.ask(commands, deadline_ns) if commands else []
     for reply in replies:
         if isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE":

@@ -2,16 +2,17 @@
 
 ::
 
-    settings.py       the section [ssd] of the configuration
-    backend.py        opens the tier for the daemon
-    space.py          checks that the volume has space for it
     store.py          SsdTier: the tier's operations
     options.py        its options
+    settings.py       the section [ssd] of the configuration
+    backend.py        opens and tunes the tier for the daemon
+    space.py          checks that the volume has space for it
+    doctor.py         its checks for kvtier doctor
     append.py         writes blocks
     fetch.py          reads blocks
     purge.py          removes and erases blocks
     reclaim.py        moves valuable blocks when space is reclaimed
-    victim.py         which segment is reclaimed next
+    victim.py         chooses the segment to reclaim next
     scrub.py          looks for damaged blocks
     damage.py         verifies single records and quarantines damaged ones
     directory.py      locks the directory and checks that it is still there

@@ -43,7 +43,7 @@ class SsdBackend(TierBackend[SsdConfig]):
         options = replace(
             _options(settings),
             seal=Seal(SealMode(settings.seal), context.ring, context.name),
-            worth=context.scores,
+            value_per_byte=context.scores,
         )
         tier = SsdTier(settings.directory, settings.capacity_bytes, settings.segment_bytes, options)
         _warn_of_space(settings)

@@ -142,9 +142,9 @@ class SegmentIndex:
         return np.array([self._num_blocks[segment] for segment in segments], np.int64)
 
     def read_bytes(self, segments: Sequence[int]) -> Weights:
-        """Return the total size of blocks with reads in each of the given segments.
+        """Return the total size of read blocks in each of the given segments.
 
-        The segments are given in ascending order. Needs no lock: concurrent changes may be missed.
+        The segments are in ascending order. Needs no lock: concurrent changes may be missed.
         """
         extent = self._table.extent
         read = np.flatnonzero(self.reads[:extent].copy())  # other threads count reads meanwhile

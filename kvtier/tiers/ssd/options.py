@@ -49,7 +49,7 @@ class SsdOptions:
     """How blocks are protected at rest."""
     num_workers: int = 4
     """Reads that may run at once; each has a staging buffer."""
-    worth: ValuePerByte | None = None
+    value_per_byte: ValuePerByte | None = None
     """Returns the value of keeping a byte of each block; None: recently read blocks are kept.
     Called on writing threads, for about a thousand blocks or those of one segment.
     """

@@ -126,7 +126,7 @@ class Reclaimer:
         return kept[: int(np.searchsorted(ends, most_bytes, side="right"))]
 
     def _move(self, victim: Segment, kept: list[_Kept], active: Segment, deadline_ns: int) -> None:
-        """Move records while there is time, room and a disk that works; the rest is evicted."""
+        """Move records while time, room and the disk permit; the rest is evicted."""
         disk, moved_before = self._pool.disk, self._pool.disk.written.moved_bytes
         try:
             for batch in _batches(kept):

@@ -1,4 +1,4 @@
-"""Checks that the SSD tier's volume has space for it beside the files of others."""
+"""Checks that the SSD tier's volume has enough space for it and for the files of others."""
 
 import contextlib
 import math
@@ -15,23 +15,28 @@ from kvtier.tiers.ssd.settings import SsdConfig
 __all__ = ["check_space", "check_ssd", "floor_beside_system"]
 
 _SYSTEM_SHARE = 0.15
-"""Of the system's own drive: with less free a kubelet evicts pods, at last for their images."""
+"""Share of the system's drive to keep free: with less a kubelet evicts pods, to remove their
+images.
+"""
 
 _SMALL_SHARE = 0.01
-"""Of that drive: where it is full, a tier of less is not why."""
+"""A tier below this share of that drive is not the reason if it fills up."""
 
 
 def check_ssd(settings: SsdConfig) -> None:
-    """Check that the SSD tier may write its directory, and that its capacity fits; StartError."""
+    """Check that the SSD tier may write its directory and that its capacity fits.
+
+    Raises StartError.
+    """
     directory = settings.directory
     check_writable("ssd.directory", directory)
     check_space(settings, directory)
 
 
 def check_space(settings: SsdConfig, directory: Path) -> None:
-    """Check that the SSD tier fits; raises StartError.
+    """Check that the SSD tier fits. Raises StartError.
 
-    ``directory`` exists: the tier's own, or one above it, whose files are others'.
+    ``directory`` exists: it is the tier's own, or a parent of it, whose files belong to others.
     """
     try:
         own_bytes = _segments_bytes(directory) if directory == settings.directory else 0
@@ -54,10 +59,10 @@ def check_space(settings: SsdConfig, directory: Path) -> None:
 
 
 def floor_beside_system(settings: SsdConfig, directory: Path, root: Path = Path("/")) -> int:
-    """Return the ssd.free_space_floor that the system's own drive needs, or 0: it is safe.
+    """Return the ssd.free_space_floor that the system's drive needs; 0 if it is safe.
 
-    That drive has the root, or in a container the kubelet's folders, where /etc/hosts is from.
-    ``directory`` as for check_space.
+    That drive holds the root or, in a container, the kubelet's directories, from which /etc/hosts
+    is mounted. ``directory`` is as for ``check_space``.
     """
     device = directory.stat().st_dev
     if all(device != path.stat().st_dev for path in (root, root / "etc/hosts") if path.exists()):
@@ -73,7 +78,7 @@ def floor_beside_system(settings: SsdConfig, directory: Path, root: Path = Path(
 
 
 def _segments_bytes(directory: Path) -> int:
-    """Return the size of the tier's own files, which are the ones that count for the capacity."""
+    """Return the size of the tier's own files, which count against the capacity."""
     num_bytes = 0
     for path in directory.iterdir():
         if segment_number(path) is not None:

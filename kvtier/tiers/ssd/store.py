@@ -186,7 +186,7 @@ class SsdTier:
         """
         with self._writing(deadline_ns):
             check_directory(self._pool, self._directory_lock)
-            self._pool.volume.accepts_writes()  # checked here in case nobody writes
+            self._pool.volume.accepts_writes()  # checked here in case there are no writes
 
     @contextlib.contextmanager
     def scratch(self, block_bytes: int, num_blocks: int, deadline_ns: int) -> Iterator["SsdTier"]:
@@ -218,7 +218,7 @@ class SsdTier:
             self._options,
             direct_io=DirectIO.ON if self._disk.is_direct else DirectIO.OFF,
             is_persistent=False,
-            worth=None,
+            value_per_byte=None,
             write_budget_bytes=0,
         )
         directory = self._disk.directory / SCRATCH_NAME
@@ -437,8 +437,8 @@ def _new_pool(
     )
     order = (
         ReadOrder(segment_bytes)
-        if options.worth is None
-        else ValueOrder(segment_bytes, options.worth, options.now_s)
+        if options.value_per_byte is None
+        else ValueOrder(segment_bytes, options.value_per_byte, options.now_s)
     )
     return SegmentPool(
         disk, capacity_bytes, segment_bytes, volume=volume, budget=budget, order=order
