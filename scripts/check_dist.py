@@ -1,9 +1,9 @@
-"""Build what is published, and try it where nothing else is installed; ``make wheel`` runs it.
+"""Build sdist and wheel, and test them in a clean environment; ``make wheel`` runs this.
 
     python scripts/check_dist.py build otel redis
 
 Builds sdist and wheel below ``build``, compares the wheel with one built from the sdist, installs
-it into a new environment, runs a daemon there, and has pip find packages for the extras named.
+it into a new environment, runs a daemon there, and lets pip resolve the named extras.
 """
 
 import os
@@ -26,7 +26,7 @@ _STOP_TIMEOUT_S = 30.0
 
 
 def main(folder: Path, extras: list[str]) -> None:
-    """Do it all; ends with a traceback at the first fault."""
+    """Run all steps; the first failure ends with a traceback."""
     for name in ("dist", "again", "clean"):
         shutil.rmtree(folder / name, ignore_errors=True)
     _python("-m", "hatchling", "build", "--directory", str((folder / "dist").absolute()))
@@ -53,7 +53,7 @@ def _python(*arguments: str) -> None:
 
 
 def _pip(clean: Path, *arguments: str) -> None:
-    # This environment's pip: a new one has that of its Python, which is slower by minutes.
+    # Uses this environment's pip: the one that comes with Python is slower by minutes.
     pip = ("-m", "pip", "--python", str(clean / "python"), "install", "--quiet")
     _python(*pip, *arguments)
 
@@ -64,7 +64,7 @@ def _contents(wheel: Path) -> dict[str, bytes]:
 
 
 def _serve(program: Path) -> None:
-    """Have a daemon of that environment be ready and stop, in a directory of its own."""
+    """Start a daemon of that environment in a new directory until it is ready, and stop it."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvtier-") as home:
         settings = {
@@ -76,7 +76,7 @@ def _serve(program: Path) -> None:
             "http.listen": f"127.0.0.1:{port}",
         }
         words = [word for item in settings.items() for word in ("--set", "=".join(item))]
-        # Not from here, where `import kvtier` would find the checkout.
+        # Elsewhere, because `import kvtier` would find the checkout here.
         daemon = subprocess.Popen([program.absolute(), "serve", *words], cwd=home, env=_bare())
         try:
             _await_ready(daemon, port)

