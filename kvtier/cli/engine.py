@@ -16,7 +16,7 @@ from kvtier.cli.options import add_config_options, config_from
 from kvtier.cli.preflight import check_free, check_limits, check_packages, check_pool
 from kvtier.cli.signals import hangup_stops
 from kvtier.config import Config, EngineConfig
-from kvtier.daemon.stop import Reaction, Stop, signals_heard
+from kvtier.daemon.stop import Reaction, Stop, handle_signals
 from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.lock import PathLock
@@ -106,14 +106,14 @@ def _reactions(stop: Stop, *, is_supervised: bool) -> dict[signal.Signals, React
 
     A supervised engine may get the first signal twice: from its daemon and its process group.
     """
-    told = stop.told_once if is_supervised else stop.told
+    stop_engine = stop.request_once if is_supervised else stop.request
     reactions: dict[signal.Signals, Reaction] = {
-        signal.SIGTERM: told,
-        signal.SIGINT: told,
+        signal.SIGTERM: stop_engine,
+        signal.SIGINT: stop_engine,
         signal.SIGQUIT: stop.cut,
     }
     if not is_supervised and hangup_stops():  # otherwise SIGHUP stays blocked
-        reactions[signal.SIGHUP] = stop.told_once
+        reactions[signal.SIGHUP] = stop.request_once
     return reactions
 
 
@@ -178,7 +178,7 @@ def _serve(
 
     server = _listen(config, app, is_alone=is_alone)
     # Signals are handled from here on: nothing needs a shutdown while the model loads.
-    with signals_heard(reactions), server:
+    with handle_signals(reactions), server:
         stop.abandon = partial(_end_requests, runner, server)
         stop.stage = "serving"
         _announce(config, served.model_id, server.url)

@@ -17,7 +17,7 @@ from kvtier.config.toml_text import document
 from kvtier.daemon.daemon import Daemon
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.serving.systemd import Systemd
-from kvtier.daemon.stop import Reaction, Stop, signals_heard
+from kvtier.daemon.stop import Reaction, Stop, handle_signals
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.daemon.tiers.opening import load_keys
 from kvtier.errors import ConfigError
@@ -63,13 +63,13 @@ def run(options: argparse.Namespace) -> int:
         around=systemd.reloading,
     )
     reactions: dict[signal.Signals, Reaction] = {
-        signal.SIGTERM: stop.told,
-        signal.SIGINT: stop.told,
+        signal.SIGTERM: stop.request,
+        signal.SIGINT: stop.request,
         signal.SIGQUIT: stop.cut,
-        signal.SIGHUP: stop.told_once if hangup_stops() else lambda _number: reload.told(),
+        signal.SIGHUP: stop.request_once if hangup_stops() else lambda _number: reload.request(),
     }
     daemon = Daemon(config, ring=ring, stop=stop, systemd=systemd, reload=reload)
-    with signals_heard(reactions):
+    with handle_signals(reactions):
         return asyncio.run(_serve(daemon, stop))
 
 

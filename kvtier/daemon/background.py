@@ -1,7 +1,7 @@
-"""Work that nobody waits for, done again and again, whatever goes wrong in it.
+"""Runs periodic tasks that survive their errors.
 
-An exception in a step is counted and logged, and the next step comes at its time: a task that dies
-unseen is how caches stop evicting and health stops telling the truth.
+An exception in a step is counted and logged, and the next step runs on schedule: a task that dies
+unnoticed is how caches stop evicting and health checks report stale values.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ __all__ = ["Background", "Step"]
 _log = Log("kvtier.daemon")
 
 Step = Callable[[], Awaitable[None]]
-"""Something to do once."""
+"""One run of a periodic task."""
 
 
 class Background:
-    """Tasks on the running loop, supervised."""
+    """Supervised periodic tasks on the running loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -30,15 +30,15 @@ class Background:
         self._warnings = RateLimitedLog(_log)
 
     def every(self, period_s: float, task: str, step: Step) -> None:
-        """Do ``step`` now and again a period after it has ended, until ``stop``.
+        """Run ``step`` now, and again a period after each end, until ``stop``.
 
-        ``task`` is its name among the labels of ``BACKGROUND_FAULTS``.
+        ``task`` is its value of the label of ``BACKGROUND_FAULTS``.
         """
         assert task in dict(BACKGROUND_FAULTS.labels)["task"], f"faults of {task} have a series"
         self._tasks.append(asyncio.create_task(self._repeat(period_s, task, step)))
 
     async def stop(self) -> None:
-        """End every task; a step under way is cancelled."""
+        """Stop all tasks; running steps are cancelled."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
@@ -46,18 +46,18 @@ class Background:
             await asyncio.wait(self._tasks)
 
     async def _repeat(self, period_s: float, task: str, step: Step) -> None:
-        while not self._is_stopping:  # a step may have kept the cancellation to itself
+        while not self._is_stopping:  # a step may have swallowed the cancellation
             try:
                 await step()
             except Exception as error:
                 self._metrics.add(BACKGROUND_FAULTS, task=task)
-                self._warnings.warning(f"a step of {task} failed", error=_told(error))
+                self._warnings.warning(f"background task {task} failed", error=_describe(error))
             if not self._is_stopping:
                 await asyncio.sleep(period_s)
 
 
-def _told(error: Exception) -> str:
-    """Return a fault's own words, or of a bug also what it is and where."""
+def _describe(error: Exception) -> str:
+    """Return the message of an expected error; for a bug also its type and place."""
     if isinstance(error, KvtierError):
         return str(error)
     trace = error.__traceback__

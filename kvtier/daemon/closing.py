@@ -1,4 +1,4 @@
-"""What is to be closed at the end: last opened, first closed, each within the time that is left."""
+"""Closes resources on shutdown in reverse order of opening, each within the remaining time."""
 
 import asyncio
 import inspect
@@ -16,23 +16,23 @@ __all__ = ["ClosingStack", "Step"]
 _log = Log("kvtier.daemon")
 
 _LEAST_S = 0.05
-"""What a step gets when the time is over: enough to let go of what does not hang."""
+"""Time for a step when none is left: enough to release what is not stuck."""
 
 Step = Callable[[], Awaitable[object] | None]
-"""Closes something."""
+"""Closes one resource."""
 
 
 class ClosingStack:
-    """Steps to take on leaving the context; one that fails or hangs does not keep the others."""
+    """Steps to run on leaving the context; a failing or stuck step does not block the others."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._steps: list[tuple[str, Step, float]] = []
 
     def add(self, stage: str, step: Step, *, most_s: float = float("inf")) -> None:
-        """Take ``step``, which may be awaited, for ``most_s`` at most; ``stage`` says what it is.
+        """Add a step, which may be a coroutine; after ``most_s`` it is cancelled, or abandoned.
 
-        What it waits for beyond that is cancelled, or left to itself.
+        ``stage`` describes it in logs.
         """
         self._steps.append((stage, step, most_s))
 
@@ -52,18 +52,18 @@ class ClosingStack:
             try:
                 awaited = step()
                 if inspect.isawaitable(awaited):
-                    await _ended(awaited, max(_LEAST_S, min(most_s, self._stop.left_s)))
+                    await _wait_for(awaited, max(_LEAST_S, min(most_s, self._stop.left_s)))
             except TimeoutError:
                 seconds = f"{time.monotonic() - started_s:.1f}"
-                _log.warning("a part did not end in time", stage=stage, seconds=seconds)
+                _log.warning("component did not close in time", stage=stage, seconds=seconds)
             except (KvtierError, OSError) as error:
-                _log.error("a part did not end well", stage=stage, error=error)
-            except Exception:  # a bug in one is no reason to leave the others open
-                _log.exception("a part broke as it was to end", stage=stage)
+                _log.error("component failed to close", stage=stage, error=error)
+            except Exception:  # the others are closed all the same
+                _log.exception("component failed during shutdown", stage=stage)
 
 
-async def _ended(awaited: Awaitable[object], left_s: float) -> None:
-    """Wait for what a step waits for. Raises TimeoutError, even where it will not be cancelled."""
+async def _wait_for(awaited: Awaitable[object], left_s: float) -> None:
+    """Wait for a step. Raises TimeoutError in time even if the step ignores the cancellation."""
     task = asyncio.ensure_future(awaited)
     await asyncio.wait([task], timeout=left_s)
     if not task.done():
@@ -71,5 +71,5 @@ async def _ended(awaited: Awaitable[object], left_s: float) -> None:
         await asyncio.wait([task], timeout=_LEAST_S)
         raise TimeoutError
     if task.cancelled():
-        raise KvtierError("what it waited for was cancelled")
+        raise KvtierError("it was cancelled")
     task.result()

@@ -1,4 +1,4 @@
-"""The parts that work beside the node; all are created before any of them starts."""
+"""Creates everything that works beside the node, before any of it starts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ __all__ = ["DaemonComponents"]
 
 
 class DaemonComponents:
-    """Those of ``driver``, which knows by now what an earlier run has kept."""
+    """The components around ``driver``, whose node knows the recovered blocks already."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class DaemonComponents:
         reload: Reload,
         ring: KeyRing | None,
     ) -> None:
-        """``config`` returns what holds by then."""
+        """``config`` returns the current configuration."""
         now = config()
         directory = now.tiers[STORE_TIER].state_directory if STORE_TIER in driver.tiers else None
         block_tokens = now.engine.block_tokens
@@ -54,7 +54,7 @@ class DaemonComponents:
         self.scrubber = TierScrubber(driver, STORE_TIER)
         self.reservation = Reservation(arena, lambda num: driver.post(ev.SlabsReserved(num)))
         self.tier_admin = TierAdmin(driver, config, open_tier)
-        self.tier_admin.on_attach = self._moved
+        self.tier_admin.on_attach = self._prepare_attach
         reload.is_free = self.tier_admin.is_free
         self.secrets = DaemonSecrets(driver, reload, *([ring] if ring else []))
         self.health = NodeHealth(driver, self.reservation.health, self.tier_admin.health)
@@ -85,7 +85,7 @@ class DaemonComponents:
         self.learned.recall()
 
     def reports(self) -> OperatorReports:
-        """Return what operators may ask for."""
+        """Return the functions behind the operator's calls."""
         return OperatorReports(
             stat=self.status.document,
             explain=self.explainer.document,
@@ -99,7 +99,7 @@ class DaemonComponents:
         return self.reload.document() | {"secrets": self.secrets.document()}
 
     def _registered(self, event: ev.Register) -> None:
-        """Note an engine that was let in, and say how much of its KV the node holds."""
+        """Record a new engine, and log how many of its tokens each tier can hold."""
         self.spaces.registered(event)
         config, layout = self._config(), event.layout
         held_bytes = {"cpu": config.cpu.capacity_bytes}
@@ -109,7 +109,7 @@ class DaemonComponents:
             if section.is_enabled and section.reported_bytes
         }
         self._log.info(
-            "an engine attached",
+            "engine attached",
             engine=event.engine,
             pid=event.pid,
             shortest_prefix_tokens=layout.block_tokens,
@@ -120,8 +120,8 @@ class DaemonComponents:
             },
         )
 
-    async def _moved(self, name: TierName, config: Config) -> None:
-        """Tell the parts that keep data about a tier's medium, or on it, that it has changed."""
+    async def _prepare_attach(self, name: TierName, config: Config) -> None:
+        """Move what depends on a tier's device to the new one, before it is attached."""
         devices = await run_in_thread(partial(devices_of, config, [name]), "kvtier-devices")
         self.benchmarks.renew(name, devices.get(name, ""))
         directory = config.tiers[name].state_directory

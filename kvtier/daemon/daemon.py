@@ -1,9 +1,9 @@
-"""The daemon: opens the tiers and the sockets, serves until it is told to stop, and closes them.
+"""The daemon process: opens tiers and sockets, serves until it is stopped, and closes them.
 
-Order of start: what can be refused comes before what takes memory or time. The sockets come last:
-a client that can connect can be served. Order of stop: no more calls, then what the SSD lacks and
-is worth it within the time given, then the tiers. Each step of it has a deadline; the one for all
-of them together is kept by ``Stop``.
+On start, checks that can fail come before steps that take memory or time, and sockets are opened
+last: a client that can connect can be served. On stop, calls end first, then valuable blocks are
+written to the slower tiers as far as time allows, then the tiers are closed. Each step has a
+deadline; ``Stop`` enforces the one for all of them.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from kvtier.daemon.policies import policies
 from kvtier.daemon.reload import Reload
 from kvtier.daemon.serving.sockets import Sockets
 from kvtier.daemon.serving.systemd import Systemd
-from kvtier.daemon.status.counter_history import NOTED_EVERY_S
+from kvtier.daemon.status.counter_history import SNAPSHOT_PERIOD_S
 from kvtier.daemon.status.health import NodeHealth
 from kvtier.daemon.stop import Stop
 from kvtier.daemon.tiers.benchmark_runner import BenchmarkRunner
@@ -69,29 +69,29 @@ _SOCKETS_PERIOD_S = 2.0
 _RESERVE_PERIOD_S = 10.0
 """Time between attempts to get memory that was not available."""
 
-_PROBE_PERIOD_S = 60.0
-"""Between two looks whether a tier is to be measured; once done it is good for a week."""
+_BENCHMARK_PERIOD_S = 60.0
+"""Time between checks whether a tier needs a benchmark; a result is valid for a week."""
 
 _DECISION_NS = 100_000
-"""Decisions are numbered on from the time of the start in such units, so that no two of a node have
-the same number, whichever daemon made them: no daemon makes ten thousand a second."""
+"""Decision numbers start at the current time in this unit. They are unique across restarts as long
+as a daemon makes fewer than ten thousand decisions a second."""
 
 _LEARNED_PERIOD_S = 60.0
 _LEARNED_SAVE_S = 2.0
-"""For keeping what was learned, at the end: it is small."""
+"""Time limit for saving the learned state on shutdown: it is small."""
 
 _CLOSE_SHARE = 0.25
-"""Of the time left, kept from writing what waits for closing the tiers."""
+"""Share of the remaining time reserved for closing the tiers; blocks are written in the rest."""
 
 _HUNG_CLOSE_S = 1.0
-"""For closing a tier that has not answered for long: not worth more of the grace."""
+"""Time limit for closing a tier with a stuck call: it is not worth more of the grace period."""
 
 _TIER_ADMIN_END_S = 2.0
-"""For tiers that come or go just then."""
+"""Time limit for cancelling attaches and detaches in progress."""
 
 
 class Daemon:
-    """One daemon of ``config``, with the keys of ``ring``. Use ``serving`` once."""
+    """Runs one daemon; enter ``serving`` once. ``ring`` has the keys that seal blocks."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Daemon:
         self._policies = policies(config)
         self._ring = ring
         self._open_tier = open_tier or self._own_tier
-        # Without ``stop``, the daemon runs in a process that it must not end.
+        # Without ``stop``, the daemon runs in a process that it must not exit.
         self._stop = stop or Stop(config.daemon.stop_grace_ns / 1e9, end=lambda _code: None)
         self._systemd = systemd or Systemd()
         self._stop.on_begin = lambda: self._systemd.stopping(self._stop.left_s)
@@ -120,8 +120,8 @@ class Daemon:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Daemon"]:
-        """Be ready within the context; everything is closed after it. Raises StartError."""
-        os.umask(0o077)  # sockets and files are this user's alone
+        """Serve within the context, and close everything after it. Raises StartError."""
+        os.umask(0o077)  # only this user may access sockets and files
         self._systemd.starting("opening the tiers")
         async with ClosingStack(self._stop) as closing:
             path = self.config.daemon.socket
@@ -143,9 +143,9 @@ class Daemon:
             sockets.open_http(is_serving, components.status.page)
             components.tier_admin.expect(late)
             self._begin(closing, components)
-            closing.add("writing what waits for the tiers", partial(self._flush, driver))
+            closing.add("writing blocks to the tiers", partial(self._flush, driver))
             closing.add(
-                "ending changes of tiers", components.tier_admin.stop, most_s=_TIER_ADMIN_END_S
+                "cancelling changes of tiers", components.tier_admin.stop, most_s=_TIER_ADMIN_END_S
             )
             await sockets.open_arena(arena, self.boot)
             components.secrets.add(
@@ -156,12 +156,12 @@ class Daemon:
                     components.tier_admin,
                 )
             )
-            # What there is now stays: the collector need not walk it again and again.
+            # Objects created so far live until the end: exclude them from garbage collection.
             gc.collect()
             gc.freeze()
             watching = Background(self.metrics)
             watching.every(_SOCKETS_PERIOD_S, "sockets", partial(self._check, sockets, is_serving))
-            closing.add("stopping the check of the sockets", watching.stop)  # before they close
+            closing.add("stopping the socket checks", watching.stop)  # before they close
             self._note_ready(sockets)
             self._reload.begin(partial(self._adopt, driver))
             closing.add("ending reloads", self._reload.end)
@@ -183,8 +183,8 @@ class Daemon:
     def _open_node(
         self, tiers: dict[TierName, BreakerTier], closing: ClosingStack
     ) -> tuple[Driver, HostArena]:
-        """Open the arena, and create a node that knows what the tiers hold."""
-        # The last one is closed first: the SSD has something to lose by not being closed.
+        """Open the arena, and create a node that knows the blocks of all tiers."""
+        # Closed in reverse, the fastest first: a local store has unwritten metadata to lose.
         for name in reversed(SLOW_TIERS):
             closing.add(f"closing the {name} tier", partial(self._close, name, tiers))
         arena = HostArena(*self._slabs())
@@ -221,15 +221,15 @@ class Daemon:
         return max(1, cpu.capacity_bytes // cpu.slab_bytes), cpu.slab_bytes
 
     def _begin(self, closing: ClosingStack, components: DaemonComponents) -> None:
-        """Begin what is done again and again."""
+        """Start the periodic tasks."""
         driver, background = components.driver, Background(self.metrics)
         closing.add("stopping the background tasks", background.stop)
         for name in SLOW_TIERS:
             background.every(_HEALTH_PERIOD_S, "health", partial(driver.check_health, name))
         background.every(_RETRY_PERIOD_S, "health", components.tier_admin.retry)
         background.every(_GAUGES_PERIOD_S, "gauges", components.gauges.refresh)
-        background.every(NOTED_EVERY_S, "gauges", components.status.note)
-        background.every(_BUDGET_PERIOD_S, "budget", partial(self._tell_budget, driver))
+        background.every(SNAPSHOT_PERIOD_S, "gauges", components.status.note)
+        background.every(_BUDGET_PERIOD_S, "budget", partial(self._set_write_allowance, driver))
         background.every(_SCRUB_PERIOD_S, "scrub", partial(self._scrub, components.scrubber))
         for name in SLOW_TIERS:
             if name.is_shared:
@@ -239,10 +239,11 @@ class Daemon:
         report = partial(self._systemd.report, components.health)
         background.every(self._systemd.period_s, "systemd", report)
         background.every(LOOK_EVERY_S, "secrets", components.secrets.step)
-        background.every(_PROBE_PERIOD_S, "probe", partial(self._measure, components.benchmarks))
-        for kept in (components.learned, components.spaces):
-            background.every(_LEARNED_PERIOD_S, "learned", kept.save)
-            closing.add("keeping what was learned", kept.save, most_s=_LEARNED_SAVE_S)
+        benchmark = partial(self._benchmark, components.benchmarks)
+        background.every(_BENCHMARK_PERIOD_S, "probe", benchmark)
+        for document in (components.learned, components.spaces):
+            background.every(_LEARNED_PERIOD_S, "learned", document.save)
+            closing.add("saving the learned state", document.save, most_s=_LEARNED_SAVE_S)
 
     def _note_ready(self, sockets: Sockets) -> None:
         self._is_ready = True
@@ -259,18 +260,18 @@ class Daemon:
         )
 
     def _adopt(self, driver: Driver, config: Config) -> None:
-        """Go by another configuration, as far as a reload may change one; between two events."""
+        """Apply the settings that a reload may change, between two events of the node."""
         self._policies.adopt(config)
         for tier in driver.tiers.values():
             tune_tier(config, tier)
         slow = tuple(placement(config, tier) for tier in driver.tiers.values())
         driver.post(ev.SettingsChanged(config.daemon.lease_ns, config.policy.pin_share, slow))
-        if not self._stop.has_begun:  # what is under way ends by the time that was told
+        if not self._stop.has_begun:  # a stop in progress keeps its grace period
             self._stop.grace_s = config.daemon.stop_grace_ns / 1e9
         set_level(config.daemon.log_level)
         self.config = config
 
-    async def _measure(self, benchmarks: BenchmarkRunner) -> None:
+    async def _benchmark(self, benchmarks: BenchmarkRunner) -> None:
         if self.config.cost.probe == "start":
             await benchmarks.step()
 
@@ -278,26 +279,26 @@ class Daemon:
         rate = self.config.tiers[STORE_TIER].scrub_bytes_per_s
         await scrubber.step(int(rate * _SCRUB_PERIOD_S))
 
-    async def _tell_budget(self, driver: Driver) -> None:
-        """Tell the node how much may be written to each tier for the time being."""
+    async def _set_write_allowance(self, driver: Driver) -> None:
+        """Tell the node how many bytes a second each tier may take now."""
         for name, tier in driver.tiers.items():
             driver.post(ev.SetWriteAllowance(name, write_allowance(self.config, tier)))
 
     async def _flush(self, driver: Driver) -> None:
         driver.post(ev.DaemonStopping())
         if not await driver.flush(self._stop.left_s * (1 - _CLOSE_SHARE)):
-            _log.warning("stopped with blocks still unwritten")
+            _log.warning("stopped before all blocks were written to the tiers")
 
     async def _close(self, name: TierName, tiers: Mapping[TierName, BreakerTier]) -> None:
         if (tier := tiers.get(name)) is None:
-            return  # there was none, or it was detached
+            return  # not configured, or detached
         is_hung = name in self._executors and self._executors[name].late_calls()
         closed = run_in_thread(tier.close, f"kvtier-{name}-close")
         async with asyncio.timeout(_HUNG_CLOSE_S if is_hung else self._stop.left_s):
             await closed
 
     def _hanging(self) -> str:
-        """Return which calls hang; from any thread."""
+        """Return the calls that are stuck; from any thread."""
         return "; ".join(
             f"{name}: {call.name} for {call.seconds:.0f} s"
             for name, executor in list(self._executors.items())
@@ -306,10 +307,10 @@ class Daemon:
 
 
 def _recover(driver: Driver, name: TierName, tier: BreakerTier) -> None:
-    """Tell the node which blocks a tier holds."""
+    """Report all blocks of a tier to the node."""
     num_blocks = 0
     for headers in tier.headers():
         driver.post(ev.BlocksRecovered(name, headers))
         num_blocks += len(headers)
-    if tier.properties.is_persistent and not tier.properties.is_shared:
+    if name.is_persistent and not name.is_shared:
         _log.info("tier opened", tier=name, blocks=num_blocks, **tier.usage().detail)

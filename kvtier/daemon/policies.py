@@ -1,4 +1,4 @@
-"""What decides, as configured: what is restored, what is kept, and how deep it pays to keep it."""
+"""Creates the policies of the configuration: restoring, eviction, admission and offload depth."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ from kvtier.core.slow_tier import WriteMode
 
 __all__ = ["Policies", "policies"]
 
-_FELT_SHARE = 0.1
-"""Of the time it takes an engine to give a block away, what its requests feel. It copies between
-two steps, or beside them; this is a guess on the safe side."""
+_COPY_DELAY_SHARE = 0.1
+"""Share of the time an engine takes to copy a block out that delays its requests. It copies between
+steps or beside them; this is a guess on the safe side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The parts of a node that decide."""
+    """The policies of a node."""
 
     rule: str
-    """What evicts, by the name it is configured by."""
+    """Name of the eviction policy."""
     eviction: Eviction
     admission: AdmitByWorth
     history: History
@@ -31,14 +31,14 @@ class Policies:
     depth: DepthCurves
 
     def adopt(self, config: Config) -> None:
-        """Go by another configuration, as far as a reload may change one; keeps what it learned."""
+        """Apply the settings that a reload may change; what was learned stays."""
         self.planner.adopt(_planner_settings(config))
         self.depth.most_tokens = _most_tokens(config)
         self.depth.is_prompt_alone = not config.policy.answers
         gates, wanted = self.admission.gates, _gates(config)
         for tier, gate in wanted.items():
             gates.setdefault(tier, gate).most_share = gate.most_share
-        for tier in gates.keys() - wanted.keys():  # it is written to otherwise since it came back
+        for tier in gates.keys() - wanted.keys():  # its write mode has changed
             del gates[tier]
 
 
@@ -48,7 +48,7 @@ def policies(config: Config) -> Policies:
     planner = Planner(_planner_settings(config))
     used = {TierName.CPU: EVICTION_POLICIES[policy.eviction]}
     for tier, section in config.tiers.items():
-        if not tier.is_shared:  # a shared one evicts by itself
+        if not tier.is_shared:  # a shared tier has its own eviction
             used[tier] = EVICTION_POLICIES[section.eviction_policy(policy.eviction)]
     history = History(
         planner.saved_s if any(each.is_weighed for each in used.values()) else None,
@@ -85,7 +85,7 @@ def _most_tokens(config: Config) -> int | None:
 
 
 def _gates(config: Config) -> dict[TierName, QuantileGate]:
-    """Return a gate for each tier that is written to on demotion."""
+    """Return a gate for each tier with the write mode ``demote``."""
     return {
         tier: QuantileGate(section.gate_share)
         for tier, section in config.tiers.items()
@@ -94,11 +94,11 @@ def _gates(config: Config) -> dict[TierName, QuantileGate]:
 
 
 def _worth_s(planner: Planner, end_tokens: int, use: Use) -> tuple[float, float]:
-    """Return what one reuse of a block from the CPU tier saves, and what storing it costs."""
+    """Return the seconds saved by one reuse of a block in the CPU tier, and lost by storing it."""
     saved_s = planner.saved_s(end_tokens, use.block_tokens)
-    if not planner.is_measured(TierName.CPU):  # a guess keeps nothing out: it could never be wrong
+    if not planner.is_measured(TierName.CPU):  # a guess would never be corrected
         return saved_s, 0.0
-    # What one block more costs: a restore begins once, however deep it goes.
+    # The cost of one block more: a restore has one start-up time, however deep it goes.
     one_s, two_s = (planner.restore_s(TierName.CPU, n * use.payload_bytes) for n in (1, 2))
     copy_s = max(0.0, two_s - one_s)
-    return max(0.0, saved_s - copy_s), _FELT_SHARE * copy_s
+    return max(0.0, saved_s - copy_s), _COPY_DELAY_SHARE * copy_s

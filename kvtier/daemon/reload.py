@@ -1,19 +1,19 @@
-"""The configuration read again while the daemon runs: all of it is applied, or nothing.
+"""Reloads the configuration of a running daemon: completely or not at all.
 
 Theory
 ------
-Everything is read and checked first, on a thread, for a file may hang. What differs must be of the
-kind that running parts can be told, or else nothing is applied, and each key that needs a restart
-is named. Applying is a few assignments on the loop's thread, between two events of the node: no
-request sees one half. Secrets are read again whatever becomes of the rest, as what they open must
-not wait for somebody's slip elsewhere.
+Everything is read and checked first, on a thread because a file may hang. If a changed key needs a
+restart, nothing is applied, and each such key is named. Applying a configuration takes a few
+assignments on the loop's thread, between two events of the node, so no request sees half of it.
+Secrets are reloaded even if the rest is rejected: a rotated key must not wait until someone has
+fixed an unrelated mistake.
 
 Rules
 -----
-* One at a time. Who asks while one is under way gets one more, which reads what is written by
-  then, however many ask.
-* A file that is being written is waited for: a moment after its last change it is taken as whole.
-* Told before the daemon serves, it is done then; told while it stops, it is not done.
+* Reloads run one at a time. All requests during a reload share the next one, which reads the files
+  as they are then.
+* A file that is being written is not read before it has been unchanged for a moment.
+* A reload requested before the daemon serves is done then; during a stop it is ignored.
 """
 
 import asyncio
@@ -40,33 +40,33 @@ __all__ = ["Read", "Reload", "ReloadOutcome", "Reloaded"]
 _log = Log("kvtier.daemon")
 
 _READ_LIMIT_S = 5.0
-"""For the file, on whatever it is, and for the secrets."""
+"""Time limit for reading the file and the secrets, whatever device they are on."""
 
 _SETTLED_S = 0.2
-"""Since its last change a file counts as whole: who writes one pauses for less."""
+"""A file that has not changed for this long counts as complete."""
 
 _SETTLE_LIMIT_S = 2.0
 
 Read = Callable[[], Config | Sequence[ConfigError]]
-"""Reads the configuration anew: the same file, environment and options."""
+"""Reads the configuration again from the same file, environment and options."""
 
 _Found = tuple[Config | Sequence[ConfigError], list[str]]
-"""What was read, and what is wrong with secrets."""
+"""The configuration or its errors, and the errors of secrets."""
 
 
 class ReloadOutcome(StrEnum):
-    """What became of a reload; a closed set."""
+    """Result of a reload; a closed set."""
 
     APPLIED = "applied"
     UNCHANGED = "unchanged"
-    """Nothing differs from what holds."""
+    """Nothing has changed."""
     REFUSED = "refused"
     """Nothing was applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """One reload: what has changed by it, or why nothing was applied."""
+    """Result of a reload: the changes, or the reasons why nothing was applied."""
 
     outcome: ReloadOutcome
     changed: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Reloaded:
     at_s: float = 0.0
 
     def document(self) -> dict[str, Any]:
-        """Return it as part of a document."""
+        """Return the result as JSON values."""
         return {
             "outcome": self.outcome.value,
             "changed": list(self.changed),
@@ -84,7 +84,7 @@ class Reloaded:
 
 
 class Reload:
-    """Keeps ``config``, what holds; ``read`` tells what should, and ``path`` is its file."""
+    """Holds the current configuration and replaces it; ``read`` returns a new one from ``path``."""
 
     def __init__(
         self,
@@ -94,48 +94,48 @@ class Reload:
         path: Path | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``around`` is open while it is done."""
+        """``around`` is entered for each reload."""
         self.config = config
         self.last: Reloaded | None = None
         self.is_free: Callable[[str], bool] = lambda _key: False
-        """Whether nothing goes by a key just now, so that it may change without a restart."""
+        """Tells whether a key is unused at the moment, so that it can change without a restart."""
         self.read_secrets: Callable[[], list[str]] = list
-        """Reads all other secrets again, and returns what is wrong with them; on a thread."""
+        """Reloads all other secrets, and returns their errors; called on a thread."""
         self._read = read or (lambda: self.config)
         self._path = path
         self._around = around
         self._num_done = 0
         self._reading: asyncio.Future[_Found] | None = None
-        """On its thread, perhaps for ever: there is one at a time."""
+        """The read in progress, which may hang; there is at most one."""
         self._adopt: Callable[[Config], None] | None = None
         self._wake: Callable[[], object] = lambda: None
-        self._is_told = False
+        self._is_requested = False
         self._lock = asyncio.Lock()
         self._next: asyncio.Task[Reloaded] | None = None
         self._tasks: set[asyncio.Task[Reloaded]] = set()
 
-    def told(self) -> None:
-        """Have it done, now or once the daemon serves. From any thread, and in signal handlers."""
-        self._is_told = True
+    def request(self) -> None:
+        """Request a reload, now or once the daemon serves. From any thread or signal handler."""
+        self._is_requested = True
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._wake()
 
     def begin(self, adopt: Callable[[Config], None]) -> None:
-        """Serve from now on: ``adopt`` applies a configuration, on the running loop."""
+        """Accept reloads from now on; ``adopt`` applies a configuration on the running loop."""
         loop = asyncio.get_running_loop()
         self._adopt = adopt
         self._wake = lambda: loop.call_soon_threadsafe(self._start)
-        if self._is_told:
+        if self._is_requested:
             self._start()
 
     async def end(self) -> None:
-        """Do no more; one that is under way applies nothing."""
+        """Accept no more reloads; one in progress applies nothing."""
         self._wake, self._adopt = (lambda: None), None
         for task in tuple(self._tasks):
             task.cancel()
 
     async def ask(self) -> dict[str, Any]:
-        """Read everything again and apply it; returns what became of that, as a document."""
+        """Reload everything, and return the result as JSON values."""
         reloaded = await asyncio.shield(self._start())
         return reloaded.document()
 
@@ -143,7 +143,7 @@ class Reload:
     def is_open(self) -> bool:
         """Whether ``take_secret`` may be called: from ``begin`` to ``end``, while nothing is read.
 
-        One that does may have read the earlier secret, and would bring it back.
+        A reload in progress may have read the previous secret, and would bring it back.
         """
         return self._adopt is not None and not self._lock.locked()
 
@@ -154,7 +154,7 @@ class Reload:
         if after == before:
             return ""
         read = self.config.with_tier(name, after, {key: source})
-        said = self._said(key, read)
+        said = self._describe(key, read)
         if not self._may_change(key, read):
             return f"{said}: needs {self._way_of(key)}"
         self._take(read)
@@ -162,7 +162,7 @@ class Reload:
         return ""
 
     def document(self) -> dict[str, Any]:
-        """Return the part of the status that tells of reloads."""
+        """Return the reload part of the status document."""
         return {
             "file": str(self._path or ""),
             "reloads": self._num_done,
@@ -170,12 +170,12 @@ class Reload:
         }
 
     def effective(self) -> dict[str, Any]:
-        """Return what holds, key by key."""
+        """Return the current value of each key."""
         return document(self.config)
 
     def _start(self) -> "asyncio.Task[Reloaded]":
-        """Return the reload that begins next, which has read nothing yet."""
-        self._is_told = False
+        """Return the next reload, which has not read anything yet."""
+        self._is_requested = False
         if self._next is None:
             self._next = asyncio.create_task(self._turn())
             self._tasks.add(self._next)
@@ -184,12 +184,12 @@ class Reload:
 
     async def _turn(self) -> Reloaded:
         async with self._lock:
-            self._next = None  # who asks from now on wants what is written from now on
+            self._next = None  # later requests want to see later changes
             try:
                 with self._around():
                     self.last = await self._once()
             except Exception as error:
-                _log.exception("a reload broke")
+                _log.exception("reload failed")
                 self.last = _refused([repr(error)])
             self._num_done += 1
             return self.last
@@ -202,7 +202,7 @@ class Reload:
         if not isinstance(read, Config):
             return _refused(map(str, read), faults)
         if self._adopt is None:
-            return _refused(["the daemon does not serve yet, or no more"], faults)
+            return _refused(["the daemon is starting or stopping"], faults)
         changed = dict(changes(self.config, read))
         stuck = [
             key
@@ -210,22 +210,22 @@ class Reload:
             if not is_live and not self._may_change(key, read)
         ]
         if stuck or faults:
-            reasons = [f"{self._said(key, read)}: needs {self._way_of(key)}" for key in stuck]
+            reasons = [f"{self._describe(key, read)}: needs {self._way_of(key)}" for key in stuck]
             return _refused(reasons, faults)
-        said = tuple(self._said(key, read) for key in changed)
+        said = tuple(self._describe(key, read) for key in changed)
         self._take(read)
         for line in said:
             _log.info("configuration changed", change=line)
         if not said:
-            _log.info("configuration read again, nothing has changed")
+            _log.info("configuration reloaded, no changes")
         outcome = ReloadOutcome.APPLIED if said else ReloadOutcome.UNCHANGED
         return Reloaded(outcome, said, at_s=_now_s())
 
     async def _found(self) -> _Found | str:
-        """Read everything, or say why that takes too long."""
+        """Read everything, or return why that takes too long."""
         file = self._path or "the configuration"
         if self._reading is not None and not self._reading.done():
-            return f"{file} is still being read, since an earlier reload"
+            return f"an earlier reload is still reading {file}"
         self._reading = run_in_thread(self._read_all, "kvtier-reload")
         await asyncio.wait({self._reading}, timeout=_READ_LIMIT_S)
         if not self._reading.done():
@@ -254,8 +254,8 @@ class Reload:
         return f"a restart, or `kvtier tier detach {section}` first"
 
     def _take(self, config: Config) -> None:
-        """Have a configuration hold; where a part cannot take it, which is a bug, the old one."""
-        assert self._adopt is not None, "it begins before it is asked"
+        """Apply a configuration; if that fails, which is a bug, restore the previous one."""
+        assert self._adopt is not None, "begin comes first"
         try:
             self._adopt(config)
         except BaseException:
@@ -263,7 +263,7 @@ class Reload:
             raise
         self.config = config
 
-    def _said(self, key: str, read: Config) -> str:
+    def _describe(self, key: str, read: Config) -> str:
         before, after = shown(key, self.config), shown(key, read)
         change = f"{before} to {after}" if before != after else f"{after}, another login"
         return f"{key}: {change} ({read.source_of(key)})"
@@ -272,32 +272,32 @@ class Reload:
 
     def _read_all(self) -> _Found:
         faults = self.read_secrets()
-        fault = None if self._path is None else _await_whole(self._path)
+        fault = None if self._path is None else _await_complete(self._path)
         return ([fault] if fault else self._read()), faults
 
 
-def _await_whole(path: Path) -> ConfigError | None:
-    """Wait until nobody has written to a file for a moment; returns why it is none."""
+def _await_complete(path: Path) -> ConfigError | None:
+    """Wait until a file has not changed for a moment; returns an error if that never happens."""
     until_s = time.monotonic() + _SETTLE_LIMIT_S
     while time.monotonic() < until_s:
         try:
             found = path.stat()
         except OSError:
-            return None  # whoever reads it says why
-        if not stat.S_ISREG(found.st_mode):  # a pipe has been read, and would be waited for
-            return ConfigError(str(path), "is no file that can be read again", "restart instead")
+            return None  # reading it will report the error
+        if not stat.S_ISREG(found.st_mode):  # a pipe cannot be read twice
+            return ConfigError(str(path), "is not a regular file", "restart instead")
         age_s = time.time() - found.st_mtime
         if not 0 <= age_s < _SETTLED_S:
             return None
         time.sleep(_SETTLED_S - age_s)
-    return ConfigError(str(path), "is being written to without a pause", "replace it at once")
+    return ConfigError(str(path), "is being written all the time", "replace it in one step")
 
 
 def _refused(reasons: Iterable[str], faults: Iterable[str] = ()) -> Reloaded:
-    """Say why nothing is applied; faults of secrets were said already."""
+    """Log why nothing is applied; errors of secrets have been logged already."""
     told = tuple(reasons)
     for reason in told:
-        _log.error("configuration refused, nothing was applied", reason=reason)
+        _log.error("configuration rejected, nothing applied", reason=reason)
     return Reloaded(ReloadOutcome.REFUSED, reasons=(*told, *faults), at_s=_now_s())
 
 

@@ -1,12 +1,12 @@
-"""The end of the process: orderly when told once, at once when told twice, never after the grace.
+"""Ends the process: in order on the first signal, at once on the second or after the grace period.
 
 Theory
 ------
-The loop that stops things in order is the very thing that may be stuck: in a disk that does not
-answer, in a child that cannot be reaped. So signals are heard on a thread of their own, woken by
-the C level of the interpreter, and another thread waits for the end of the grace. Both end the
-process by ``os._exit``, which asks nobody. The exit code is 0 all the same: what was reported as
-written is on the disk, and the next start takes it up as after a crash.
+The event loop that stops everything in order may itself be stuck, in a disk that does not answer or
+in a child that cannot be reaped. So signals are handled on a thread of their own, woken by the C
+level of the interpreter, and another thread waits for the end of the grace period. Both end the
+process by ``os._exit``, which cannot be blocked. The exit code is still 0: what was reported as
+written is on the disk, and the next start recovers it as after a crash.
 """
 
 import asyncio
@@ -21,41 +21,41 @@ from functools import partial
 
 from kvtier.observe.log import Log, flush_log
 
-__all__ = ["Reaction", "Stop", "signals_heard"]
+__all__ = ["Reaction", "Stop", "handle_signals"]
 
 _log = Log("kvtier.daemon")
 
 _MARGIN_SHARE = 0.1
 _MARGIN_MAX_S = 1.0
-"""Part of the grace that is reserved for the end of the process."""
+"""Part of the grace period that is reserved for ending the process."""
 
-_LAST_WORDS_S = 0.3
-"""Time for the last line of the log, in case nobody reads the log."""
+_LAST_LINE_S = 0.3
+"""Time limit for the last log line, in case standard error is blocked."""
 
 Reaction = Callable[[signal.Signals], object]
 """Handles a signal, on the thread for signals."""
 
 
 @contextlib.contextmanager
-def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
+def handle_signals(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None]:
     """Handle signals with ``reactions`` on a separate thread; call it on the main thread.
 
     Unblocks the signals of ``reactions``, so that pending ones are delivered. If a reaction raises,
     that is logged, and later signals are still handled. On exit the signals are ignored, because
     the process is about to exit with its own code.
     """
-    hearing, telling = socket.socketpair()
-    telling.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     for number in reactions:
         signal.signal(number, lambda *_: None)
-    fd_before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
+    fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
-    def hear() -> None:
-        with hearing:
-            while told := hearing.recv(1):
-                _answer(told[0], reactions)
+    def listen() -> None:
+        with receiver:
+            while received := receiver.recv(1):
+                _react(received[0], reactions)
 
-    listener = threading.Thread(target=hear, name="kvtier-signals", daemon=True)
+    listener = threading.Thread(target=listen, name="kvtier-signals", daemon=True)
     listener.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, reactions)
     try:
@@ -64,20 +64,20 @@ def signals_heard(reactions: Mapping[signal.Signals, Reaction]) -> Iterator[None
         for number in reactions:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(fd_before)
-        telling.close()
+        sender.close()
 
 
-def _answer(number: int, reactions: Mapping[signal.Signals, Reaction]) -> None:
+def _react(number: int, reactions: Mapping[signal.Signals, Reaction]) -> None:
     try:
-        told = signal.Signals(number)
-        if told in reactions:
-            reactions[told](told)
+        received = signal.Signals(number)
+        if received in reactions:
+            reactions[received](received)
     except Exception:
-        _log.exception("a signal could not be handled", signal=number)
+        _log.exception("signal handler failed", signal=number)
 
 
 class Stop:
-    """Tells one loop to stop, once, and ensures that the process ends within ``grace_s``.
+    """Stops one event loop, once, and ensures that the process ends within ``grace_s``.
 
     ``end`` ends the process with the given exit code.
     """
@@ -88,7 +88,7 @@ class Stop:
         self._end_process = end
         self._log = log
         self.stage = "starting"
-        """What the process is doing, for the last line of the log."""
+        """What the process is doing, for the last log line."""
         self.grace_s = grace_s
         """May be changed until the stop begins."""
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Stop:
         """Set once the stop has begun."""
         self._wake: Callable[[], None] = lambda: None
         self.hanging: Callable[[], str] = str
-        """Returns what hangs; called from any thread."""
+        """Returns the stuck calls; called from any thread."""
         self.on_begin: Callable[[], None] = lambda: None
         """Called when the stop begins; from any thread."""
         self.abandon: Callable[[], None] = lambda: None
@@ -105,7 +105,7 @@ class Stop:
 
     @property
     def left_s(self) -> float:
-        """Return the time that an orderly stop has left; all of it before one began."""
+        """Return the time left for an orderly stop; all of it before the stop has begun."""
         margin_s = min(_MARGIN_MAX_S, _MARGIN_SHARE * self.grace_s)
         began_s = self._began_s or time.monotonic()
         return max(0.0, began_s + self.grace_s - margin_s - time.monotonic())
@@ -115,12 +115,12 @@ class Stop:
         """Tell whether the stop has begun; from any thread."""
         return self.begun.is_set()
 
-    def told(self, number: signal.Signals) -> None:
-        """Begin to stop, or end at once if that has begun. From any thread but the loop's."""
-        if not self.told_once(number):
+    def request(self, number: signal.Signals) -> None:
+        """Begin to stop, or end at once if a stop has begun. From any thread but the loop's."""
+        if not self.request_once(number):
             self.cut(number)
 
-    def told_once(self, number: signal.Signals) -> bool:
+    def request_once(self, number: signal.Signals) -> bool:
         """Begin to stop; if that has begun already, return False and change nothing.
 
         For signals that arrive several times for one reason: when a terminal closes, both the
@@ -133,8 +133,8 @@ class Stop:
         return True
 
     def cut(self, number: signal.Signals) -> None:
-        """End the process at once. From any thread."""
-        self._end(f"told to stop at once, by {number.name}")
+        """End the process immediately. From any thread."""
+        self._end(f"immediate stop by {number.name}")
 
     def attach(self) -> asyncio.Event:
         """Return the event of the running loop that is set when it is to stop."""
@@ -142,7 +142,7 @@ class Stop:
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended already
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(stopping.set)
 
         self._wake = wake
@@ -157,22 +157,22 @@ class Stop:
                 return False
             self._began_s = time.monotonic()
             self.begun.set()
-        late = threading.Timer(self.grace_s, self._end, ["the grace period is over"])
+        late = threading.Timer(self.grace_s, self._end, ["end of the grace period"])
         late.daemon = True
-        with contextlib.suppress(RuntimeError):  # no thread can be started: a second signal ends it
+        with contextlib.suppress(RuntimeError):  # no thread: a second signal ends it
             late.start()
         self.on_begin()
         return True
 
     def _end(self, why: str) -> None:
         """End the process now."""
-        words = threading.Thread(target=self._say_last_words, args=(why,), daemon=True)
-        for part in (words.start, self.abandon, partial(words.join, _LAST_WORDS_S)):
+        last_line = threading.Thread(target=self._log_last_line, args=(why,), daemon=True)
+        for part in (last_line.start, self.abandon, partial(last_line.join, _LAST_LINE_S)):
             with contextlib.suppress(Exception):  # nothing may keep the process from ending
                 part()
         self._end_process(0)
 
-    def _say_last_words(self, why: str) -> None:
+    def _log_last_line(self, why: str) -> None:
         hanging = "; ".join(part for part in (self.stage, self.hanging()) if part)
-        self._log.warning("ended before the stop was complete", why=why, hanging=hanging)
+        self._log.warning("exited before the shutdown was complete", why=why, hanging=hanging)
         flush_log()

@@ -1,9 +1,9 @@
-"""The engine as a child process of the daemon: started, watched, restarted, and stopped with it.
+"""Starts, restarts and stops the engine as a child process of the daemon.
 
-An engine survives a daemon that dies, and computes everything itself meanwhile. The next daemon
+An engine survives a crash of the daemon, and computes everything itself meanwhile. The next daemon
 finds it by the lock that it holds, and adopts it instead of starting a second one: the engine
-reconnects by itself, and keeps its prefix cache and its clients. An engine that was started with
-other options is stopped instead.
+reconnects, and keeps its prefix cache and its clients. An engine with other options is stopped and
+replaced.
 """
 
 import asyncio
@@ -27,40 +27,40 @@ __all__ = ["Supervisor", "engine_is_running", "engine_lock"]
 _log = Log("kvtier.supervisor")
 
 _DRAIN_SHARE = 0.7
-"""Share of the grace for running requests to finish. The rest is for writing blocks to tiers."""
+"""Share of the grace period for running requests. The rest is for writing blocks to tiers."""
 
 _CUT_SHARE = 0.1
-"""Share of the grace for the engine to then tell the remaining clients that it stops."""
+"""Share of the grace period for the engine to then notify the remaining clients."""
 
 _UNWANTED_STOP_S = 20.0
-"""Used instead of the grace if an engine is stopped while the daemon goes on."""
+"""Replaces the grace period if only the engine is stopped."""
 
 _SUDDEN_CUT_MS = 1000
-"""Time for the engine to tell its clients if the daemon ends at once."""
+"""Time for the engine to notify its clients if the daemon ends immediately."""
 
 _KILL_S = 2.0
-"""Time for the kernel to end a killed process; a process that hangs in a disk is left to it."""
+"""Time for a killed process to end; one that is stuck in a disk access is abandoned."""
 
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Between restarts, longer each time, so that a broken engine does not keep the machine busy."""
+"""Pauses between restarts, so that a broken engine does not keep the machine busy."""
 
 _HEALTHY_S = 60.0
-"""An engine that lived this long starts over with the shortest pause."""
+"""After an engine ran for this long, the pauses start over with the shortest."""
 
 _HELD_PAUSE_S = 5.0
-"""Between looks whether a lock is let go of that nobody is known to hold."""
+"""Time between checks of a lock whose holder is unknown."""
 
 _START_ERROR = 2
-"""Exit code of an engine that cannot start until somebody puts something right."""
+"""Exit code of an engine that cannot start until someone fixes its settings."""
 
 
 def engine_lock(socket_path: Path) -> Path:
-    """Return the lock that a daemon's own engine holds for as long as it lives."""
+    """Return the lock file that a supervised engine holds while it runs."""
     return socket_path.with_name(socket_path.name + ".engine")
 
 
 def engine_is_running(socket_path: Path) -> bool:
-    """Tell whether there is an engine that a daemon at ``socket_path`` has started."""
+    """Tell whether the supervised engine of a daemon at ``socket_path`` is running."""
     lock = engine_lock(socket_path)
     if not lock.exists():
         return False
@@ -72,7 +72,7 @@ def engine_is_running(socket_path: Path) -> bool:
 
 
 def _arguments_note(arguments: Sequence[str]) -> str:
-    """Return what the engine's lock says of the options it was started with."""
+    """Return the note in the engine's lock file that identifies its options."""
     digest = hashlib.sha256("\0".join(arguments).encode()).hexdigest()
     return f"with options {digest[:16]}"
 
@@ -84,7 +84,7 @@ class Supervisor:
         self._socket_path = socket_path
         self._stop = stop
         self._descriptor = -1
-        """The pidfd of the engine that is watched, for a sudden end."""
+        """pidfd of the running engine, for ``kill``."""
         self._note = _arguments_note(arguments)
         self._command = [
             *(sys.executable, "-m", "kvtier", "engine"),
@@ -92,8 +92,8 @@ class Supervisor:
         ]
 
     def kill(self) -> None:
-        """End the engine within a second, in which it tells its clients; from any thread."""
-        with contextlib.suppress(OSError):  # there is no engine, or it has ended
+        """End the engine within a second, in which it notifies its clients; from any thread."""
+        with contextlib.suppress(OSError):  # no engine is running
             signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)  # in case it still loads
             signal.pidfd_send_signal(self._descriptor, signal.SIGQUIT)
             ending = select.poll()  # select() does not support descriptors beyond 1023
@@ -108,11 +108,11 @@ class Supervisor:
             pid, is_same = self._running()
             if pid:
                 if not await self._take_over(pid, stopping, is_same=is_same):
-                    remedy = "end what an engine has left behind, which holds it still"
+                    remedy = "end the process that an engine has left behind"
                     _log.error(
-                        "another holds the engine's lock than it says", pid=pid, remedy=remedy
+                        "the engine's lock is held by an unknown process", pid=pid, remedy=remedy
                     )
-                    await _passed(stopping, _HELD_PAUSE_S)
+                    await _wait_for(stopping, _HELD_PAUSE_S)
                 continue
             loop = asyncio.get_running_loop()
             started_s = loop.time()
@@ -120,21 +120,24 @@ class Supervisor:
             if stopping.is_set():
                 return 0
             if code == _START_ERROR:
-                return _START_ERROR  # it has said why on standard error
+                return _START_ERROR  # it has printed the reason to standard error
             num_failures = 0 if loop.time() - started_s > _HEALTHY_S else num_failures + 1
             pause_s = _PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)]
             _log.error("engine ended", code=code, restart_in_s=pause_s)
-            await _passed(stopping, pause_s)
+            await _wait_for(stopping, pause_s)
         return 0
 
     async def _run_child(self, stopping: asyncio.Event) -> int | None:
-        """Start an engine and wait for its end; returns its exit code if there is one."""
+        """Run an engine until it ends; returns its exit code, or None."""
         # SIGHUP stays blocked in the engine: one sent to the process group is for the daemon.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             child = await asyncio.create_subprocess_exec(*self._command)
-        except (OSError, RuntimeError) as error:  # no memory, descriptor or thread left, for now
-            _log.error("the engine cannot be started", error=error)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # out of memory, descriptors or threads
+            _log.error("cannot start the engine", error=error)
             return None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
@@ -143,9 +146,9 @@ class Supervisor:
             return await self._attend(child, stopping)
 
     async def _take_over(self, pid: int, stopping: asyncio.Event, *, is_same: bool) -> bool:
-        """Watch an engine of an earlier daemon, or stop it where it is not the one wanted.
+        """Adopt an engine of an earlier daemon, or stop it if its options differ.
 
-        False where that process is none: it is gone, or the number is another one's by now.
+        False if the process has ended, or its number belongs to another process.
         """
         with self._watched(pid) as descriptor:
             if descriptor is None or not _has_open(pid, engine_lock(self._socket_path)):
@@ -166,13 +169,13 @@ class Supervisor:
     ) -> int | None:
         """Wait for the child's end, or stop it."""
         ended = asyncio.create_task(child.wait())
-        told = asyncio.create_task(stopping.wait())
-        await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         if not ended.done():
             self._stop.stage = "waiting for the engine to end"
             for number, timeout_s in _stop_signals(child.pid, self._stop.left_s):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(ProcessLookupError):  # it has ended
                     child.send_signal(number)
                 await asyncio.wait({ended}, timeout=timeout_s)
                 if ended.done():
@@ -196,9 +199,9 @@ class Supervisor:
             if ended.is_set():
                 return
             for number, timeout_s in _stop_signals(pid, grace_s()):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(ProcessLookupError):  # it has ended
                     signal.pidfd_send_signal(descriptor, number)
-                await _passed(ended, timeout_s)
+                await _wait_for(ended, timeout_s)
                 if ended.is_set():
                     return
         finally:
@@ -206,9 +209,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _watched(self, pid: int) -> Iterator[int | None]:
-        """Hold the process's pidfd, which names it even if its number is given to another.
+        """Yield a pidfd, which refers to the process even if its number is reused.
 
-        None where there is no such process, or no descriptor left.
+        None if there is no such process, or no free descriptor.
         """
         try:
             descriptor = os.pidfd_open(pid)
@@ -223,7 +226,7 @@ class Supervisor:
             os.close(descriptor)
 
     def _running(self) -> tuple[int, bool]:
-        """Return the process that holds the engine's lock, or 0, and whether it is as ours."""
+        """Return the holder of the engine's lock, or 0, and whether its options are ours."""
         try:
             release_lock(
                 acquire_lock(engine_lock(self._socket_path), "daemon.socket", "the engine")
@@ -246,7 +249,7 @@ def _stop_signals(pid: int, grace_s: float) -> Iterator[tuple[signal.Signals, fl
     yield signal.SIGKILL, _KILL_S
 
 
-async def _passed(event: asyncio.Event, most_s: float) -> None:
+async def _wait_for(event: asyncio.Event, most_s: float) -> None:
     """Wait for an event, at most ``most_s`` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(most_s):
@@ -254,9 +257,9 @@ async def _passed(event: asyncio.Event, most_s: float) -> None:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Tell whether a process has a file open, as an engine has its lock."""
+    """Tell whether a process has a file open."""
     for link in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not ours to look at
+        with contextlib.suppress(OSError):  # closed meanwhile, or not accessible
             if link.samefile(path):
                 return True
     return False

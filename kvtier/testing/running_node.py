@@ -121,7 +121,7 @@ class RunningNode:
         with contextlib.ExitStack() as stack:  # stop it unless it becomes ready
             child = stack.enter_context(self.start("serve", **changes))
             child.await_log("event=ready")
-            child.await_log('event="(arena reserved|the arena stays smaller)')
+            child.await_log('event="(arena reserved|arena smaller than configured)')
             stack.pop_all()
         return child
 

@@ -26,7 +26,7 @@ DECISION: dict[str, Any] = {
     "engine": "kvtier tiny\x1b[31m",
     "age_s": 3.25,
     "reason": "split",
-    "sentence": "the back is restored while the front is computed, until they meet",
+    "sentence": "the end is restored while the beginning is computed, until they meet",
     "inputs": {
         "prompt_tokens": 6000,
         "first_token": 640,
@@ -135,7 +135,7 @@ def test_the_whole_story_in_eighty_columns() -> None:
         "load 44 blocks, last block first, wait at most 5 s",
         "loading takes 120 ms (P95 unknown)",
         "first token after 400 ms, by computing after 1.6 s",
-        "3 blocks: it was here, and made room for others (evicted)",
+        "3 blocks: evicted to make room for others (evicted)",
         "loaded cpu 8, ssd 30 in 200 ms",
         "cpu saved 800 ms; ssd cost 100 ms; computing would have saved 50 ms",
         "measured: computing this prompt took 1.99 s",
@@ -229,12 +229,12 @@ def test_a_probe_is_a_table() -> None:
     for place, each in enumerate(rounds):
         each["model_s"] = 0.00012 if place in {1, 4} else None
     tier = {"device": "/dev/nvme0n1 ext4 1", "measured_s": 1_700_000_000, "rounds": rounds}
-    none = {"device": "", "measured_s": 0, "rounds": [], "reason": "there is no such tier here"}
+    none = {"device": "", "measured_s": 0, "rounds": [], "reason": "it is not configured"}
     text = probe_text({"tiers": {"ssd": tier | {"reason": ""}, "remote": none}})
     print(text)
     check_shape(text)
     assert "0.12 ms" in text
-    assert "not measured: there is no such tier here" in text
+    assert "not measured: it is not configured" in text
     kept = tier | {"reason": "it is full", "is_kept": True}
     assert "not measured again: it is full" in probe_text({"tiers": {"ssd": kept}})
     assert probe_text({"tiers": {}}) == "no tier below the CPU"
@@ -423,7 +423,7 @@ def test_a_probe_of_a_running_daemon(served: tuple[RunningNode, str]) -> None:
 def test_tiers_are_measured_at_the_first_start_and_not_at_the_next(tmp_path: Path) -> None:
     node = RunningNode(tmp_path, {"cost.probe": "start", "ssd.scrub_rate": "0B"})
     with node.daemon() as daemon:
-        daemon.await_log('event="a tier was measured" tier=ssd')
+        daemon.await_log('event="tier measured" tier=ssd')
         assert node.stat()["tiers"]["ssd"]["blocks"] == 0
         assert node.stat()["background_faults"].get("probe", 0) == 0
         assert daemon.stop() == 0
@@ -431,6 +431,6 @@ def test_tiers_are_measured_at_the_first_start_and_not_at_the_next(tmp_path: Pat
     assert kept["learned"]["probe"]["tiers"]["ssd"]["rounds"]
     with node.daemon() as daemon:
         told = json.loads(run(node, "probe", "--tier", "remote", "--json").stdout)
-        assert told["tiers"]["remote"]["reason"] == "there is no such tier here"
+        assert told["tiers"]["remote"]["reason"] == "it is not configured"
         assert daemon.stop() == 0
-        assert "a tier was measured" not in daemon.log
+        assert "tier measured" not in daemon.log

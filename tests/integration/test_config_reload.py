@@ -141,7 +141,7 @@ def test_one_bad_key_and_nothing_changes(
         for reason, begin in zip(told["reasons"], reasons, strict=True):
             assert reason.startswith(begin)
         assert told["changed"] == []
-        refusal = 'event="configuration refused'
+        refusal = 'event="configuration rejected'
         await_true(lambda: daemon.log.count(refusal) == len(reasons), "each reason has a line")
         assert node.in_force() == before
         node.write(START | {"daemon.log_level": "debug", "cpu.capacity": "16MiB"})

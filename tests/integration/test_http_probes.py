@@ -165,7 +165,7 @@ def test_the_daemon_has_probes_and_nothing_else():
         told = client.get("/readyz")
         assert told.status_code == 200, "a tier that is out makes no daemon unready"
         assert told.json() == {"ready": True, "tiers": tiers}
-        state["complaint"] = "the loop has not moved for 11 s"
+        state["complaint"] = "the event loop has been stuck for 11 s"
         told = client.get("/healthz")
         assert (told.status_code, told.text) == (503, state["complaint"])
         assert "kvtier_things_total 0.0" in client.get("/metrics").text

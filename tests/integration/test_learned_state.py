@@ -169,7 +169,8 @@ def test_a_disk_that_is_attached_brings_what_was_learned_where_nothing_is_known(
             own = learned()
             assert main(["tier", "attach", *to]) == 0
             assert learned()["samples"] >= own["samples"], "what is newer stays"
-        first, second = re.findall(r"on this disk before.* of=(.*) not_of=(.*)", daemon.log)
+        said = r'from the attached directory" of=(.*) not_of=(.*)'
+        first, second = re.findall(said, daemon.log)
         assert "cost" in first[0]
         assert "cost" in second[1]
         assert daemon.stop() == 0
@@ -216,7 +217,7 @@ def test_what_cannot_be_saved_is_said_and_hurts_nobody(
             harm(path, shim)
             engine.client.close()
             assert daemon.stop() == 0
-            assert "what was learned cannot be kept" in daemon.log
+            assert "learned state cannot be saved" in daemon.log
             assert "Traceback" not in daemon.log
         shim.clear()
         if path.parent.exists():

@@ -266,7 +266,7 @@ def test_earlier_figures_are_kept_until_there_is_room_again() -> None:
         assert (again["is_kept"], again["measured_s"]) == (True, first["measured_s"])
         assert again["rounds"] == first["rounds"]
         assert list(runner.unmeasured()) == ["ssd"]
-        assert "not free" in again["reason"]
+        assert "are free" in again["reason"]
         restarted = bench.runner()
         restarted.recall(runner.document())
         assert ssd_of(restarted.document())["rounds"] == first["rounds"]
@@ -282,7 +282,7 @@ def test_a_tier_that_was_never_measured_says_why() -> None:
     async def scenario(bench: Bench) -> None:
         told = ssd_of(await bench.runner().probe())
         assert (told["rounds"], told["measured_s"], told["is_kept"]) == ([], 0, False)
-        assert "not free" in told["reason"]
+        assert "are free" in told["reason"]
 
     run(tier, scenario)
 
@@ -312,7 +312,7 @@ def test_a_block_that_does_not_fit_ends_it(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from kvtier.daemon.tiers.benchmark import measure
+from kvtier.daemon.tiers.benchmark import run_benchmark
 from kvtier.tiers.ssd.options import SsdOptions
 from kvtier.tiers.ssd.store import SsdTier
 
@@ -321,7 +321,7 @@ def hook(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 tier = SsdTier(Path(sys.argv[1]), 64 << 20, 16 << 20, SsdOptions(hook=hook))
-measure(1 << 20, tier, time.monotonic_ns() + 30_000_000_000)
+run_benchmark(1 << 20, tier, time.monotonic_ns() + 30_000_000_000)
 """
 
 
@@ -431,7 +431,7 @@ def test_reads_that_requests_wait_for_come_first(monkeypatch: pytest.MonkeyPatch
     async def scenario(bench: Bench) -> None:
         monkeypatch.setattr(bench.driver, "is_reading", lambda _name: True)
         told = ssd_of(await bench.runner().probe())
-        assert told["reason"] == "requests kept it busy"
+        assert told["reason"] == "it was busy with requests"
         assert not any(operation is Operation.WRITE for operation, _ in tier.log)
 
     run(tier, scenario)
@@ -448,10 +448,10 @@ def test_a_tier_is_not_measured_while_it_is_emptied() -> None:
         async with runner.hold():
             assert tier.usage().num_blocks == 0, "its own blocks would be counted"
             await measuring
-            assert ssd_of(runner.document())["reason"] == "it was being emptied"
+            assert ssd_of(runner.document())["reason"] == "it was being dropped"
             num_calls = len(tier.log)
             await runner.step()
-            assert "emptied" in ssd_of(await runner.probe())["reason"]
+            assert "dropped" in ssd_of(await runner.probe())["reason"]
             assert len(tier.log) == num_calls, "nor does another one begin"
         await runner.step()
         told = ssd_of(runner.document())
@@ -491,7 +491,7 @@ def test_a_tier_that_hangs_costs_its_threads_and_no_more() -> None:
 def test_tiers_that_are_not_below_the_cpu_are_said_to_be() -> None:
     async def scenario(bench: Bench) -> None:
         told = (await bench.runner().probe([TierName.CPU, TierName.REMOTE]))["tiers"]
-        assert "learned from their loads" in told["cpu"]["reason"]
-        assert told["remote"]["reason"] == "there is no such tier here"
+        assert "measured by the engines' own loads" in told["cpu"]["reason"]
+        assert told["remote"]["reason"] == "it is not configured"
 
     run(MemoryTier(64 * MIB), scenario)

@@ -13,7 +13,7 @@ import redis
 from redis.crc import key_slot
 
 from kvtier.core.identity import EVERYTHING, HEADER_BYTES, Selection, tenant_digest
-from kvtier.daemon.tiers.benchmark import measure
+from kvtier.daemon.tiers.benchmark import run_benchmark
 from kvtier.errors import StartError, TierError, TierFull
 from kvtier.testing.block import make_block, make_chain
 from kvtier.testing.child import free_port
@@ -158,8 +158,8 @@ def test_measuring_a_full_server_evicts_no_key(
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (2 << 20))
     try:
         with pytest.raises(TierFull, match="less than 16384 KiB of memory free"):
-            measure(1 << 20, tier, soon())
-        measure(64 << 10, tier, soon())
+            run_benchmark(1 << 20, tier, soon())
+        run_benchmark(64 << 10, tier, soon())
         assert tier.health().state is HealthState.UP
         assert client.dbsize() == num_keys
     finally:
@@ -183,7 +183,7 @@ def test_a_server_that_does_not_tell_its_memory_is_not_measured(
     tier = RedisTier(f"redis://mute:secret@{redis_server.rpartition('@')[2]}", OPTIONS)
     try:
         with pytest.raises(TierFull, match="does not report how much memory is free"):
-            measure(64 << 10, tier, soon())
+            run_benchmark(64 << 10, tier, soon())
         assert tier.health().state is HealthState.UP
     finally:
         tier.close()

@@ -56,7 +56,7 @@ def stop(daemon: Child) -> float:
 def test_an_idle_daemon_ends_at_once(directory: Path) -> None:
     with served(directory, daemon__stop_grace="60s").daemon() as daemon:
         stop(daemon)
-        assert "ended before the stop was complete" not in daemon.log
+        assert "exited before the shutdown was complete" not in daemon.log
 
 
 def test_under_load_calls_are_refused_and_what_was_written_is_there(directory: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_second_signal_ends_it_at_once_also_while_it_closes(
                 daemon.send(signal.SIGTERM)
                 assert daemon.wait() == 0
                 assert time.monotonic() - start_s < LATE_S
-                assert "told to stop at once" in daemon.log
+                assert "immediate stop" in daemon.log
                 assert "hanging=" in daemon.log
 
 

@@ -277,7 +277,7 @@ def test_a_disk_that_hangs_holds_up_nobody(
             assert code == 1
             assert "not closed yet: no answer to a" in told, told
             held = node.refused("attach", "ssd")
-            assert "ssd.directory: the tier that was detached has it still" in held
+            assert "ssd.directory: is still in use by the detached tier" in held
             assert engine.load(50, FULL) == (["cpu"] * FULL, "complete")
             assert engine.lookup(0, FULL) == ([], "absent")
         await_true(lambda: node.state("ssd")[1] == "by an operator", "it closes", 20)
@@ -324,8 +324,8 @@ def test_an_attachment_that_cannot_be_says_why(node: Node) -> None:
         directory.unlink()
         aside.rename(directory)
         for tier in ("cpu", "gpu"):
-            assert f"kvtier: {tier}: is " in node.refused("detach", tier)
-        assert "remote.url: says that there is no such tier" in node.refused("attach", "remote")
+            assert f"kvtier: {tier}: " in node.refused("detach", tier)
+        assert "remote.url: disables the tier" in node.refused("attach", "remote")
         assert "is off" in node.refused("detach", "remote")
         assert node.state("ssd") == ("detached", "by an operator")
         node.done("attach", "ssd")

@@ -103,7 +103,7 @@ def test_a_tier_that_is_off_may_change_but_not_what_is_learned_by() -> None:
 def test_before_the_daemon_serves_nothing_is_applied() -> None:
     async def step() -> None:
         told = await Reload(OLD, lambda: NEW).ask()
-        assert told["reasons"] == ["the daemon does not serve yet, or no more"]
+        assert told["reasons"] == ["the daemon is starting or stopping"]
 
     run(step)
 
@@ -119,7 +119,7 @@ def test_a_file_that_hangs_has_one_thread_however_often_it_is_asked_for(
         reload.begin(lambda _config: None)
         told = [(await reload.ask())["reasons"] for _ in range(3)]
         assert "could not be read" in told[0][0]
-        assert all("still being read" in reasons[0] for reasons in told[1:])
+        assert all("is still reading" in reasons[0] for reasons in told[1:])
         assert len(_threads()) == 1
         answers.set()
         monkeypatch.setattr(reloads, "_READ_LIMIT_S", 10.0)
@@ -168,7 +168,7 @@ def test_who_asks_meanwhile_gets_one_more_that_reads_later() -> None:
         wanted[0] = NEW
         others = [asyncio.create_task(reload.ask()) for _ in range(50)]
         for _ in range(50):
-            reload.told()
+            reload.request()
         gate.set()
         assert (await first)["outcome"] == "unchanged"
         assert [each["outcome"] for each in await asyncio.gather(*others)] == ["applied"] * 50
@@ -181,11 +181,11 @@ def test_told_before_it_begins_it_is_done_then() -> None:
     async def step() -> None:
         held = asyncio.Queue[Config]()
         reload = Reload(OLD, lambda: NEW)
-        reload.told()
+        reload.request()
         reload.begin(held.put_nowait)
         assert await held.get() is NEW
         await reload.end()
-        reload.told()
+        reload.request()
         await asyncio.sleep(0)
         assert reload.document()["reloads"] == 1
 
@@ -215,7 +215,7 @@ def test_a_signal_after_the_loop_harms_nobody() -> None:
         reload.begin(lambda _config: None)
 
     run(step)
-    reload.told()
+    reload.request()
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_file_that_is_written_for_ever_is_refused(
         reload.begin(lambda _config: None)
         told = await reload.ask()
         assert told["outcome"] == "refused"
-        assert "without a pause" in told["reasons"][0]
+        assert "all the time" in told["reasons"][0]
 
     thread = threading.Thread(target=scribble)
     thread.start()
@@ -279,7 +279,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     async def step() -> None:
         reload = Reload(OLD, lambda: read_config(path, {}, {}), path=path)
         reload.begin(lambda _config: None)
-        assert "is no file" in (await reload.ask())["reasons"][0]
+        assert "is not a regular file" in (await reload.ask())["reasons"][0]
 
     run(step)
     assert await_true(lambda: not _threads(), "no thread waits for it") is True

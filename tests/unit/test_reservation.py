@@ -94,7 +94,7 @@ def test_where_memory_runs_short_the_tier_stays_smaller_until_there_is_some(
     assert reserved == [1, 2]
     health = reservation.health()
     assert health.state is HealthState.DEGRADED
-    assert health.reason == "2 of 4 MiB in use: 10MiB of memory are left, too few for another slab"
+    assert health.reason == "2 of 4 MiB in use: 10 MiB of memory left, not enough for another slab"
     asyncio.run(reservation.step())
     assert reserved == [1, 2]
     machine(tmp_path, 1 << 30)
@@ -153,7 +153,7 @@ def test_a_kernel_that_hangs_costs_one_thread(
     async def scenario(arena: Slow, gate: threading.Event) -> None:
         reservation = Reservation(arena, reserved.append, machine(tmp_path, 1 << 30))
         for _ in range(3):
-            with pytest.raises(TimeoutError, match="has not given a slab"):
+            with pytest.raises(TimeoutError, match="no memory for a slab"):
                 await reservation.step()
         assert arena.num_asked == 1
         assert reservation.health().state is HealthState.DEGRADED

@@ -46,7 +46,7 @@ def in_loop(scenario: Callable[[Driver], Any]) -> None:
 
 
 def kept(driver: Driver, directory: Path, version: int = 1) -> SavedDocument:
-    return SavedDocument(driver, directory, name=NAME, version=version, what="what was learned")
+    return SavedDocument(driver, directory, name=NAME, version=version, what="learned state")
 
 
 def found(driver: Driver, directory: Path, version: int) -> Any:
@@ -175,4 +175,4 @@ def test_a_disk_that_is_read_only_for_days_is_said_once_in_a_while(
     with caplog.at_level(logging.WARNING, "kvtier.daemon"):
         in_loop(scenario)
     said = [r.getMessage() for r in caplog.records if r.name == "kvtier.daemon"]
-    assert said == ["what was learned cannot be kept"]
+    assert said == ["learned state cannot be saved"]

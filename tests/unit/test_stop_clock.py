@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvtier.daemon.closing import ClosingStack
-from kvtier.daemon.stop import Stop, signals_heard
+from kvtier.daemon.stop import Stop, handle_signals
 from kvtier.errors import TierError
 from kvtier.testing.child import await_true
 
@@ -33,7 +33,7 @@ def test_told_once_it_wakes_the_loop_and_told_twice_it_ends() -> None:
 
     async def scenario() -> None:
         stopping = stop.attach()
-        asking = threading.Thread(target=stop.told, args=(signal.SIGTERM,))
+        asking = threading.Thread(target=stop.request, args=(signal.SIGTERM,))
         asking.start()
         await asyncio.wait_for(stopping.wait(), 30)
         asking.join(30)
@@ -41,7 +41,7 @@ def test_told_once_it_wakes_the_loop_and_told_twice_it_ends() -> None:
         assert 50 < stop.left_s < 60, "some of the grace is kept for the end"
 
     asyncio.run(scenario())
-    stop.told(signal.SIGINT)
+    stop.request(signal.SIGINT)
     assert ended.code == 0
     assert killed.is_set(), "a child is not left behind"
 
@@ -49,8 +49,8 @@ def test_told_once_it_wakes_the_loop_and_told_twice_it_ends() -> None:
 def test_a_repeated_hangup_does_not_end_it_but_another_signal_does() -> None:
     ended = Ended()
     stop = Stop(60, ended)
-    stop.told_once(signal.SIGHUP)
-    stop.told_once(signal.SIGHUP)
+    stop.request_once(signal.SIGHUP)
+    stop.request_once(signal.SIGHUP)
     assert stop.begun.is_set()
     assert not ended.happened.is_set()
     stop.cut(signal.SIGQUIT)
@@ -59,7 +59,7 @@ def test_a_repeated_hangup_does_not_end_it_but_another_signal_does() -> None:
 
 def test_told_before_there_is_a_loop() -> None:
     stop = Stop(60, Ended())
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
 
     async def scenario() -> None:
         assert stop.attach().is_set()
@@ -78,11 +78,11 @@ def test_nothing_outlives_the_grace(caplog: pytest.LogCaptureFixture) -> None:
     assert ended.happened.wait(30)
     assert ended.code == 0
     assert time.monotonic() - start_s >= 0.05
-    # Other tests' stops, of which none ends this process, may still have their last words.
+    # Other tests' stops, of which none ends this process, may still log their last line.
     hanging = [
         record.kvtier_fields["hanging"]  # type: ignore[attr-defined]  # how the log passes them on
         for record in caplog.records
-        if "ended before" in record.getMessage()
+        if "exited before" in record.getMessage()
     ]
     assert hanging.count("closing the ssd tier; ssd: write for 12 s") == 1
 
@@ -92,9 +92,9 @@ def test_last_words_that_nobody_reads_hold_nothing_up() -> None:
     stop = Stop(60, ended)
     never = threading.Event()
     stop.hanging = lambda: str(never.wait(30))
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     start_s = time.monotonic()
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     assert ended.happened.is_set()
     assert time.monotonic() - start_s < 10
     never.set()
@@ -154,13 +154,13 @@ def test_a_signal_whose_reaction_breaks_is_not_the_last_one(
 
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        with signals_heard({signal.SIGUSR1: react}):
+        with handle_signals({signal.SIGUSR1: react}):
             for count in (1, 2):
                 os.kill(os.getpid(), signal.SIGUSR1)
                 await_true(lambda count=count: len(heard) == count, "it was heard")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [r.getMessage() for r in caplog.records].count("a signal could not be handled") == 1
+    assert [r.getMessage() for r in caplog.records].count("signal handler failed") == 1
 
 
 def test_the_process_ends_though_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,8 @@ def test_the_process_ends_though_no_thread_is_to_be_had(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", start)
     ended = Ended()
     stop = Stop(60, ended)
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     assert stop.has_begun
     assert not ended.happened.is_set()
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     assert ended.code == 0

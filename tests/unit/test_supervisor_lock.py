@@ -66,7 +66,7 @@ def test_a_daemon_neither_spins_nor_ends_who_has_the_engines_number_now(
         stop = Stop(60, end=lambda _code: None)
         running = asyncio.create_task(Supervisor(socket_path, (), stop).run(stopping))
         async with asyncio.timeout(30):
-            while "another holds the engine's lock" not in caplog.text:
+            while "the engine's lock is held" not in caplog.text:
                 await asyncio.sleep(0)
             stopping.set()
             assert await running == 0

@@ -125,7 +125,7 @@ def test_the_watchdog_is_fed_while_the_daemon_is_well(
         assert systemd.next()["READY"] == "1"
         assert await told() == {"STATUS": "serving: cpu up", "WATCHDOG": "1"}
         now_s[0] += 60
-        assert await told() == {"STATUS": "the loop has not moved for 60 s"}
+        assert await told() == {"STATUS": "the event loop has been stuck for 60 s"}
         health.refresh()
         assert "WATCHDOG" in await told()
         monkeypatch.setattr("kvtier.daemon.status.health._STALL_MAX_S", 0.0)
@@ -145,7 +145,7 @@ def test_the_watchdog_is_fed_while_the_daemon_is_well(
 def test_a_stop_is_told_when_it_begins(systemd: Listener) -> None:
     stop = Stop(10, end=lambda _code: None)
     Daemon(load_config(None, {}, {}), stop=stop, systemd=Systemd(systemd.address))
-    stop.told(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     told = systemd.next()
     assert told["STOPPING"] == "1"
     assert 13e6 < int(told["EXTEND_TIMEOUT_USEC"]) <= 15e6

@@ -1,8 +1,7 @@
-"""Which engines' blocks a key space holds: names for what is otherwise sixteen bytes of a digest.
+"""Records the names of the engines that use each key space.
 
-Blocks carry no name, and outlive the engines that stored them. So the daemon notes, beside them in
-the SSD's directory, what each key space's engines called themselves. Without that file operators
-have to name a key space by its digest.
+Blocks have no names, and outlive the engines that stored them. So the daemon saves the names of a
+key space's engines beside the blocks. Without that file, operators must use its digest.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ __all__ = ["FILE_NAME", "KeySpaces", "NamedSpace", "SavedKeySpaces"]
 FILE_NAME = "key_spaces.json"
 
 _SPACES_MAX = 100
-"""Models of a node, in every form they were served in; the ones registered last are kept."""
+"""Most key spaces; the most recently registered ones are kept."""
 
 _NAMES_MAX = 4
 _NAME_CHARS_MAX = 100
@@ -33,14 +32,14 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class NamedSpace:
-    """What is known of a key space besides its blocks; the newest name comes first."""
+    """Names of a key space's engines, newest first, and the tokens per block."""
 
     names: tuple[str, ...]
     block_tokens: int
 
 
 class KeySpaces:
-    """Key spaces by digest, the ones registered last at the end; on one thread."""
+    """Key spaces by digest, most recently registered last; for one thread."""
 
     def __init__(self, known: Mapping[bytes, NamedSpace] | None = None) -> None:
         self._known = dict(known or {})
@@ -49,11 +48,11 @@ class KeySpaces:
         return iter(self._known.items())
 
     def get(self, key_space: bytes) -> NamedSpace | None:
-        """Return what is known of a key space."""
+        """Return a key space, or None if it is unknown."""
         return self._known.get(key_space)
 
     def note(self, key_space: bytes, name: str, block_tokens: int) -> bool:
-        """Learn of an engine; True where that was new."""
+        """Record an engine; True if that changed anything."""
         name = " ".join(name.split())[:_NAME_CHARS_MAX]
         before = self._known.pop(key_space, NamedSpace((), block_tokens))
         names = (name, *(other for other in before.names if other != name))[:_NAMES_MAX]
@@ -64,20 +63,20 @@ class KeySpaces:
         return after != before
 
     def add(self, known: Mapping[bytes, NamedSpace]) -> None:
-        """Learn of others; what is known already stays as it is."""
+        """Add key spaces; known ones stay unchanged."""
         self._known = {**known, **self._known}
         while len(self._known) > _SPACES_MAX:
             del self._known[next(iter(self._known))]
 
     def keep_only(self, key_spaces: Iterable[bytes]) -> None:
-        """Forget all the others."""
+        """Forget all other key spaces."""
         kept = set(key_spaces)
         self._known = {each: named for each, named in self._known.items() if each in kept}
 
     def document(self) -> bytes:
-        """Return the content of the file, without the oldest where all are too long for it.
+        """Return the content of the file, without the oldest key spaces if it would be too long.
 
-        Empty where nothing is known.
+        Empty if no key space is known.
         """
         known = list(self._known.items())
         while len(content := _written(known)) > FILE_BYTES_MAX:
@@ -86,7 +85,7 @@ class KeySpaces:
 
 
 class SavedKeySpaces(KeySpaces):
-    """Key spaces that ``driver`` meets, kept in the SSD's ``directory`` where there is one."""
+    """Key spaces of the engines of ``driver``, saved in ``directory`` if there is one."""
 
     def __init__(self, driver: Driver, directory: Path | None) -> None:
         self._driver = driver
@@ -98,19 +97,19 @@ class SavedKeySpaces(KeySpaces):
         super().__init__(self._file.read(_parse))
 
     def registered(self, event: ev.Register) -> None:
-        """Note an engine that was let in."""
+        """Record a registered engine."""
         if self.note(event.key_space, event.engine, event.layout.block_tokens):
             self._begin_save()
 
     async def move_to(self, directory: Path) -> None:
-        """Keep them there from now on, and know those too that are there."""
+        """Save to another directory, and add the key spaces saved there."""
         self._file.move_to(directory)
         known = await run_in_thread(partial(self._file.read, _parse), "kvtier-load")
         self.add(known or {})
         self._begin_save()
 
     def forget_unused(self) -> None:
-        """Forget those without an engine and without a block in any tier."""
+        """Forget key spaces with neither an engine nor a block in any tier."""
         node = self._driver.node
         index = node.cache.index
         in_use = set(index.scope[index.rows()].tolist())
@@ -119,14 +118,14 @@ class SavedKeySpaces(KeySpaces):
         self._begin_save()
 
     async def save(self) -> None:
-        """Keep what is known now, where that has changed."""
+        """Save the key spaces if they have changed."""
         self._is_stale = True
-        while self._is_stale:  # more may come meanwhile
+        while self._is_stale:  # may change meanwhile
             self._is_stale = False
             await self._file.save(self.document())
 
     def _begin_save(self) -> None:
-        """Have it kept, one write at a time, the last one with all there is to say."""
+        """Save in the background, one write at a time; the last one has all changes."""
         self._is_stale = True
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self.save())
@@ -154,5 +153,5 @@ def _space_of(each: Any) -> tuple[bytes, NamedSpace]:
     names = tuple(str(name)[:_NAME_CHARS_MAX] for name in each["names"][:_NAMES_MAX])
     block_tokens = int(each["block_tokens"])
     if len(key_space) != HASH_BYTES or block_tokens < 1:
-        raise ValueError(f"no key space: {each['key_space']}")
+        raise ValueError(f"not a key space: {each['key_space']}")
     return key_space, NamedSpace(names, block_tokens)

@@ -1,7 +1,7 @@
-"""What was learned of tiers, engines and traffic, kept beside the SSD's blocks across restarts.
+"""Saves what was learned about tiers, engines and traffic across restarts.
 
-It holds speeds, counts and the words that clients have for kinds of requests, but no hashes,
-tenants or text.
+It contains speeds, counts and the clients' names for kinds of requests, but no hashes, tenants or
+text.
 """
 
 import json
@@ -25,20 +25,20 @@ _VERSION = 1
 
 
 class Learner(Protocol):
-    """A model that learns while it runs."""
+    """A component with state that is learned while it runs."""
 
     def document(self) -> Mapping[str, Any]:
-        """Return what was learned; all of it can be written as JSON."""
+        """Return the learned state as JSON values."""
 
     def recall(self, document: Mapping[str, Any]) -> str | None:
-        """Take what an earlier run learned, or say why it makes no sense; it is ignored then."""
+        """Restore the state of an earlier run; returns why it is invalid and was ignored."""
 
 
 class LearnedState:
-    """Keeps what ``learners`` know in ``directory``, where there is one; ``recall`` first.
+    """Saves the state of ``learners`` in ``directory``, if there is one; call ``recall`` first.
 
-    Those that matter most come first: where there is no room for all, the last are left out. On the
-    loop's thread.
+    The most important ones come first: if the file would be too long, the last ones are left out.
+    For the loop's thread.
     """
 
     def __init__(
@@ -47,47 +47,47 @@ class LearnedState:
         self._learners = learners
         self._blank = {name: learner.document() for name, learner in learners.items()}
         self._file = SavedDocument(
-            driver, directory, name=FILE_NAME, version=_VERSION, what="what was learned"
+            driver, directory, name=FILE_NAME, version=_VERSION, what="learned state"
         )
 
     async def move_to(self, directory: Path) -> None:
-        """Keep it there from now on, and tell those what is there who have learned nothing yet.
+        """Save to another directory, and restore the state there for learners that have none.
 
-        What others have learned while they ran is newer, and goes in its place.
+        The others have learned newer state in this run, which replaces the saved one.
         """
         read = partial(self._file.read_in, directory, _parse)
-        known = await run_in_thread(read, "kvtier-load") or {}  # before a save writes over it
+        known = await run_in_thread(read, "kvtier-load") or {}  # before a save overwrites it
         self._file.move_to(directory)
         names = sorted(known.keys() & self._learners.keys())
         taken = [name for name in names if self._learners[name].document() == self._blank[name]]
-        self._tell({name: known[name] for name in taken})
+        self._restore({name: known[name] for name in taken})
         if names:
             _log.info(
-                "what was learned on this disk before is taken up where this run knows nothing",
+                "restored learned state from the attached directory",
                 of=" ".join(taken),
                 not_of=" ".join(name for name in names if name not in taken),
             )
 
     def recall(self) -> None:
-        """Tell the learners what the last run has kept."""
-        self._tell(self._file.read(_parse) or {})
+        """Restore the state of the last run."""
+        self._restore(self._file.read(_parse) or {})
 
-    def _tell(self, known: Mapping[str, Any]) -> None:
+    def _restore(self, known: Mapping[str, Any]) -> None:
         for name, document in known.items():
             if name not in self._learners or not isinstance(document, dict):
                 continue
             if fault := self._learners[name].recall(document):
-                _log.warning("what was learned before makes no sense", of=name, error=fault)
+                _log.warning("invalid learned state ignored", of=name, error=fault)
 
     async def save(self) -> None:
-        """Keep what is known now, where that has changed."""
+        """Save the state if it has changed."""
         await self._file.save(self._content())
 
     def _content(self) -> bytes:
         learned = {name: each.document() for name, each in self._learners.items()}
         while len(content := _written(learned)) > FILE_BYTES_MAX:
             name, _ = learned.popitem()
-            _log.warning("what was learned is too long to be kept", of=name, bytes=len(content))
+            _log.warning("learned state too long, not saved", of=name, bytes=len(content))
         return content
 
 

@@ -1,17 +1,17 @@
-"""Documents kept beside the SSD's blocks: what was learned, and what key spaces are called.
+"""Saves documents beside the blocks of the SSD tier: the learned state and names of key spaces.
 
 Theory
 ------
-Nothing depends on them: without its file, or with one that makes no sense, a part begins as on the
-first day. But what another version of kvtier wrote is of use to that version, after the next
-upgrade or rollback. So it is *set aside*, as segments are: whoever writes in its place gives it
-another name, and otherwise leaves it alone. Who finds one of their own set aside goes on from that.
+Nothing depends on these documents: without a valid file, a component starts with no state. But a
+file of another kvtier version is useful to that version after the next upgrade or rollback. So it
+is *set aside* like segments are: it gets another name when a new file replaces it. A version that
+finds its own file set aside continues from it.
 
 Rules
 -----
-* A file begins with its version, in every version: that much each can read of the others'.
-* Of a document there are two files at most, neither longer than ``FILE_BYTES_MAX``: the SSD tier
-  keeps room for that. So of other versions the last one's is set aside, and a longer one is not.
+* In all versions, a file begins with its version number, so that every version can read it.
+* A document has at most two files of at most ``FILE_BYTES_MAX``: the SSD tier reserves that space.
+  So only the latest file of another version is set aside, and a longer one is not.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ __all__ = ["ASIDE", "FILE_BYTES_MAX", "SavedDocument", "replace_saved"]
 _log = Log("kvtier.daemon")
 
 FILE_BYTES_MAX = 64 << 10
-"""What the SSD tier keeps of its capacity for one file."""
+"""Space that the SSD tier reserves for one file."""
 
 ASIDE = ".aside"
-"""Ends the name of a file that was set aside; no segment, so the tier leaves it alone."""
+"""Suffix of files that are set aside; the tier ignores them because they are not segments."""
 
 _BEGINNING = re.compile(rb'\s*\{\s*"version"\s*:\s*(\d{1,9})\b')
-_NO_SENSE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading a file raises that is none of ours, or not whole."""
+_INVALID = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Exceptions from reading a file that is foreign or incomplete."""
 
 _SAVE_LIMIT_NS = 2_000_000_000
 _WARNINGS_NS = 5 * 60 * 10**9
-"""Between lines about one that cannot be kept: a disk may be read-only for days."""
+"""Time between warnings about a document: a disk may be read-only for days."""
 
 T = TypeVar("T")
 
 
 class SavedDocument:
-    """``name`` in the SSD's ``directory``, where there is one, in the form of ``version``.
+    """The file ``name`` in ``directory``, if there is one, in the format ``version``.
 
-    ``what`` is in it, for the log. On the loop's thread.
+    ``what`` describes its content in the log. For the loop's thread.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class SavedDocument:
         self._name = name
         self._version = version
         self._what = what
-        self._kept: tuple[Path, bytes] | None = None
+        self._saved: tuple[Path, bytes] | None = None
         self._warnings = RateLimitedLog(_log, _WARNINGS_NS)
 
     def move_to(self, directory: Path) -> None:
-        """Keep it there from now on, whatever is there."""
-        self._directory, self._kept = directory, None
+        """Save to another directory from now on, whatever it contains."""
+        self._directory, self._saved = directory, None
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
-        """Return what ``parse`` makes of it; None where there is none of this version, or no sense.
+        """Return the parsed content; None if there is no valid file of this version.
 
-        ``parse`` may raise to say so. May block as long as the disk does.
+        ``parse`` may raise if the content is invalid. May block as long as the disk does.
         """
         return self.read_in(self._directory, parse)
 
     def read_in(self, directory: Path | None, parse: Callable[[Any], T]) -> T | None:
-        """Return the same of another directory; from any thread."""
+        """Read the file in another directory; from any thread."""
         if directory is None:
             return None
         path = directory / self._name
@@ -87,20 +87,20 @@ class SavedDocument:
                 content = read_file(each, FILE_BYTES_MAX + 1)
                 if (version := _version(content)) in {None, self._version}:
                     return parse(_document(content, self._version))
-                _log.info("a file of another version is left for it", path=each, version=version)
+                _log.info("file of another version left alone", path=each, version=version)
             except FileNotFoundError:
                 continue
-            except _NO_SENSE as error:
+            except _INVALID as error:
                 _log.warning(f"{self._what} cannot be read", path=each, error=error)
         return None
 
     async def save(self, content: bytes) -> None:
-        """Have the file say this, if it does not; where there is nothing to say there is none.
+        """Write the content if it has changed; empty content removes the file.
 
-        Where there is no tier just now, or it fails, the next one says it.
+        Does nothing while the tier is detached; after an error, the next call tries again.
         """
         executor, directory = self._driver.executors.get(STORE_TIER), self._directory
-        if executor is None or directory is None or self._kept == (directory, content):
+        if executor is None or directory is None or self._saved == (directory, content):
             return
         write = partial(replace_saved, directory / self._name, self._version, content)
         try:
@@ -108,21 +108,21 @@ class SavedDocument:
                 "save", lambda _tier, _deadline_ns: write(), _SAVE_LIMIT_NS
             )
         except (OSError, TierError) as error:
-            self._warnings.warning(f"{self._what} cannot be kept", error=error)
+            self._warnings.warning(f"{self._what} cannot be saved", error=error)
         else:
-            self._kept = directory, content
+            self._saved = directory, content
 
 
 def replace_saved(path: Path, version: int, content: bytes) -> None:
-    """Replace a document, all or nothing, or remove it; another version's is set aside.
+    """Replace a document atomically, or remove it; one of another version is set aside.
 
-    May block as long as the disk does. Raises OSError, and then it is as it was.
+    May block as long as the disk does. Raises OSError, and then nothing has changed.
     """
-    is_others = _version_at(path) not in {None, version}
+    is_foreign = _version_at(path) not in {None, version}
     if content:
-        replace_file(path, content, keep=_aside(path) if is_others else None)
+        replace_file(path, content, keep=_aside(path) if is_foreign else None)
         return
-    if not is_others:
+    if not is_foreign:
         path.unlink(missing_ok=True)
     if _version_at(_aside(path)) == version:
         _aside(path).unlink()
@@ -140,7 +140,7 @@ def _document(content: bytes, version: int) -> Any:
 
 
 def _version_at(path: Path) -> int | None:
-    """Return the version of a file; None of what is none, or is too long to be kept."""
+    """Return the version of a file; None if it is missing, invalid or too long."""
     with contextlib.suppress(OSError):
         content = read_file(path, FILE_BYTES_MAX + 1)
         return _version(content) if len(content) <= FILE_BYTES_MAX else None

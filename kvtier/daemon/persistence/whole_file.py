@@ -1,4 +1,4 @@
-"""Small files, written as a whole and read with care: whoever else writes there does no harm."""
+"""Replaces small files atomically, and reads them safely from directories that others can write."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from kvtier.permissions import is_foreign
 __all__ = ["read_file", "replace_file"]
 
 _NAME_CHARACTERS_MAX = 64
-"""Of a file's name in that of its successor: a name may have 255 bytes, and this one has more."""
+"""Characters of a file's name used in that of its successor: a name has at most 255 bytes."""
 
 
 def replace_file(
@@ -22,11 +22,11 @@ def replace_file(
     successor: str = ".new",
     keep: Path | None = None,
 ) -> None:
-    """Replace a file, all or nothing; raises OSError, and then it is as it was.
+    """Replace a file atomically. Raises OSError, and then the file is unchanged.
 
-    ``successor`` ends the name of the file that takes its place. What has that name is removed, be
-    it what a crash left, a link or a pipe: so no two may write with the same one at once.
-    What is replaced has the name ``keep`` from then on, if there is one.
+    ``successor`` is the suffix of the temporary file. A file with that name is removed first, even
+    a link or a pipe, so concurrent writers need different suffixes. With ``keep``, the replaced
+    file is renamed to it.
     """
     fresh = path.with_name(path.name[:_NAME_CHARACTERS_MAX] + successor)
     fresh.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ def replace_file(
         if keep is not None:
             path.replace(keep)
         fresh.replace(path)
-    except BaseException:  # also where somebody has had enough
+    except BaseException:  # also when interrupted
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
@@ -46,8 +46,8 @@ def replace_file(
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the beginning of a regular file; raises OSError.
 
-    Refuses links, anything that is not a regular file, and files of another user. Opening a pipe
-    would block until somebody writes to it.
+    Refuses links, files that are not regular, and files of another user. Opening a pipe does not
+    block.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:

@@ -1,9 +1,9 @@
-"""Secrets: what their files say is taken as they change, and what is wrong with them said once.
+"""Reloads secrets when their files change, and reports invalid ones once.
 
 Rules
 -----
-* Files are looked at on a thread, every second: a mount that hangs keeps nobody waiting.
-* What is no good leaves in force what was before, and is looked at again until it is good.
+* Files are checked every second on a thread: a mount that does not answer blocks nobody.
+* After an invalid file the previous secret stays in use, and the file is read again until valid.
 * A tier's secret is a setting as well: ``Reload`` adopts it if the tier can take it while open.
 """
 
@@ -101,10 +101,10 @@ class DaemonSecrets:
         for each in self._tiers:
             if each.secret in secrets and self._reload.is_open:
                 each.take()
-        self._tell(self._driver.node.metrics)
+        self._set_metrics(self._driver.node.metrics)
 
     def document(self) -> dict[str, Any]:
-        """Return their part of the status."""
+        """Return the secrets' part of the status document."""
         now_s = time.time()
         told = {}
         for secret in self._all():
@@ -128,7 +128,7 @@ class DaemonSecrets:
         own = next((each for each in self._tiers if each.secret is secret), None)
         return own.fault if own else secret.fault
 
-    def _tell(self, metrics: Metrics) -> None:
+    def _set_metrics(self, metrics: Metrics) -> None:
         secrets = {secret.name: secret for secret in self._all()}
         for name in dict(SECRET_REFUSED.labels)["secret"]:
             is_refused = name in secrets and bool(self._fault_of(secrets[name]))

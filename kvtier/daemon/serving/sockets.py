@@ -37,10 +37,10 @@ __all__ = ["Sockets"]
 _log = Log("kvtier.daemon")
 
 _CALLS_GRACE_S = 1.0
-"""Time for running calls; new ones are refused at once, so that engines compute for themselves."""
+"""Time for running calls; new ones are refused at once, so that engines compute on their own."""
 
 _CALLS_END_S = 3.0
-"""For a server to end, its calls cancelled."""
+"""Time limit for a server to stop after its calls were cancelled."""
 
 _HTTP_GRACE_S = 1.0
 
@@ -50,14 +50,14 @@ class _Listener(Protocol):
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the socket file is still this server's."""
+        """Whether the socket file still belongs to this server."""
 
     async def reopen(self) -> None:
         """Listen at the same path with a new file. Raises StartError or OSError."""
 
 
 class Sockets:
-    """Opens the sockets of ``config`` one after another, and registers each with ``closing``.
+    """Opens the sockets of ``config``, and registers each with ``closing``.
 
     ``lock`` is the lock for the path of ``daemon.socket``.
     """
@@ -127,7 +127,7 @@ class Sockets:
         on_emptied: Callable[[], None],
         tier_admin: TierAdmin,
     ) -> Sequence[Secret[Any]]:
-        """Serve engines and operators; ``open_arena`` comes before. Returns what that goes by."""
+        """Serve engines and operators, after ``open_arena``. Returns the secrets that this uses."""
         assert self._passing is not None
         daemon, listen = self._config.daemon, self._config.rpc.listen
         operator = OperatorServicer(self._driver, reports, scrubber, on_emptied, tier_admin)
@@ -154,9 +154,9 @@ class Sockets:
         return secrets
 
     async def check(self) -> None:
-        """Create removed socket files again, and record why clients cannot connect, if so.
+        """Recreate removed socket files, and record why clients cannot connect, if they cannot.
 
-        A file that another process has put in the place of one is left alone.
+        A file that another process has put in its place is left alone.
         """
         try:
             await self._mend()
@@ -182,7 +182,7 @@ class Sockets:
             await run_in_thread(self._lock.renew, "kvtier-lock")
         for path, listener in lost.items():
             await listener.reopen()
-            _log.warning("a socket file was removed and has been created again", path=path)
+            _log.warning("socket file was removed, created it again", path=path)
 
     def _close_calls(self, stop: Callable[[float], Any]) -> None:
         self._closing.add("ending calls", partial(stop, _CALLS_GRACE_S), most_s=_CALLS_END_S)

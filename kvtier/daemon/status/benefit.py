@@ -1,11 +1,11 @@
-"""What kvtier keeps, what it expects, and what that was worth: three sections of the status."""
+"""The policy, cost and worth sections of the status document."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.daemon.policies import Policies
-from kvtier.daemon.status.samples import Samples
+from kvtier.daemon.status.counter_history import Samples
 from kvtier.node.node import Node
 from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
@@ -31,18 +31,18 @@ ROUTES: Mapping[str, str] = {
 """Routes by their names in the cost model: engines read the CPU tier, the node reads the others."""
 
 _Document = dict[str, Any]
-"""A section: everything in it can be written as JSON."""
+"""A section, of JSON values."""
 
 
 class BenefitAccount:
-    """Reads them from ``node`` and what decides for it, on the loop's thread."""
+    """Creates these sections for ``node`` and its policies; for the loop's thread."""
 
     def __init__(self, node: Node, policies: Policies) -> None:
         self._node = node
         self._policies = policies
 
     def policy(self) -> _Document:
-        """Return what is kept, and how deep into prompts."""
+        """Return the eviction policy, the gates, and the offload depth per class."""
         return {
             "eviction": self._policies.rule,
             "remembered_blocks": self._policies.history.num_remembered,
@@ -60,7 +60,7 @@ class BenefitAccount:
         }
 
     def cost(self, now_ns: int) -> _Document:
-        """Return what the model expects of each route and engine, as far as it was measured."""
+        """Return the cost model's predictions for each measured route and engine."""
         planner = self._policies.planner
         learned = planner.document()
         routes = {ROUTES[name]: _route(route) for name, route in learned["restore"].items()}
@@ -71,7 +71,7 @@ class BenefitAccount:
         }
 
     def worth(self, samples: Samples) -> _Document:
-        """Return what decisions came to: predicted, actual, saved, lost, and missed."""
+        """Return the results of decisions: predicted, actual, saved and lost time, and misses."""
         saved = {tier: samples.sum(SAVED_SECONDS, tier=tier) for tier in LOWER_TIERS}
         lost = {tier: samples.sum(LOST_SECONDS, tier=tier) for tier in LOWER_TIERS}
         return {

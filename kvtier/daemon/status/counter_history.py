@@ -1,16 +1,17 @@
-"""What counters were in the last five minutes: how fast they grow, for whoever watches.
+"""Keeps snapshots of the counters of the last five minutes, for rates and curves.
 
-They are noted whether anybody watches or not, so that the first look has rates and a curve.
+Snapshots are taken whether anyone is watching or not, so that the first view has rates.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from kvtier.core.residency import LOWER_TIERS
-from kvtier.daemon.status.samples import Samples
 from kvtier.node.state.session import Session
 from kvtier.observe.daemon_metrics import (
     ACTUAL_SECONDS,
@@ -25,30 +26,56 @@ from kvtier.observe.daemon_metrics import (
     TRANSFER_ROUTES,
     TransferRoute,
 )
+from kvtier.observe.metrics import Metric
 
-__all__ = ["NOTED_EVERY_S", "CounterHistory", "CounterSnapshot", "grown"]
+__all__ = ["SNAPSHOT_PERIOD_S", "CounterHistory", "CounterSnapshot", "Samples", "grown"]
 
-NOTED_EVERY_S = 5.0
+SNAPSHOT_PERIOD_S = 5.0
 _NUM_STEPS_MAX = 60
-"""Five minutes: what somebody who has just been paged wants to see at once."""
+"""Five minutes: what an operator who was just paged wants to see."""
 
 _Counters = Mapping[str, Any]
-"""Numbers that only grow, and groups of them."""
+"""Numbers that only grow, and groups of such numbers."""
+
+
+class Samples:
+    """All series of a registry at one time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._series: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
+        for family in registry.collect():
+            for sample in family.samples:
+                self._series[sample.name].append((sample.labels, sample.value))
+
+    def sum(self, metric: Metric, suffix: str = "", **labels: str) -> float:
+        """Return the sum of a metric's series with these labels."""
+        series = self._series.get(metric.name + suffix, ())
+        return sum(value for given, value in series if labels.items() <= given.items())
+
+    def count(self, metric: Metric, suffix: str = "", **labels: str) -> int:
+        """Return the sum as an integer."""
+        return int(self.sum(metric, suffix, **labels))
+
+    def counts(self, metric: Metric, **fixed: str) -> dict[str, int]:
+        """Return the nonzero counts of a metric by its last label."""
+        label, values = metric.labels[-1]
+        counts = {value: self.count(metric, **fixed, **{label: value}) for value in values}
+        return {value: count for value, count in counts.items() if count}
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSnapshot:
-    """The counters at one moment; the time is one of them."""
+    """All counters at one time; ``seconds``, the uptime, is one of them."""
 
     counters: _Counters
     engines: Mapping[str, _Counters]
-    """By session: who knows its token may speak for it, so it is told nobody."""
+    """Counters by session token. Tokens are credentials, and are not reported."""
 
     @classmethod
     def of(
         cls, uptime_s: float, samples: Samples, sessions: Collection[Session]
     ) -> "CounterSnapshot":
-        """Read them, on the loop's thread."""
+        """Read all counters, on the loop's thread."""
         engines = {session.token: asdict(session.counters) for session in sessions}
         all_counters = [session.counters for session in sessions if session.is_of_first_rank]
         loaded = {tier.value: samples.count(LOADED_TOKENS, tier=tier) for tier in LOWER_TIERS}
@@ -75,32 +102,33 @@ class CounterSnapshot:
 
 
 class CounterHistory:
-    """What was noted, oldest first."""
+    """Snapshots of the last five minutes, oldest first."""
 
     def __init__(self) -> None:
-        self._noted: deque[CounterSnapshot] = deque(maxlen=_NUM_STEPS_MAX + 1)
+        self._snapshots: deque[CounterSnapshot] = deque(maxlen=_NUM_STEPS_MAX + 1)
 
     def note(self, now: CounterSnapshot) -> None:
-        """Keep it; the oldest goes."""
-        self._noted.append(now)
+        """Add a snapshot; the oldest is removed."""
+        self._snapshots.append(now)
 
     def before(self, now: CounterSnapshot, seconds: float) -> CounterSnapshot:
-        """Return what was noted so long ago, or a step before; at the start, what was first."""
+        """Return the latest snapshot that is at least ``seconds`` old, or the oldest one."""
         since_s = now.counters["seconds"] - seconds
-        older = [each for each in self._noted if each.counters["seconds"] <= since_s]
-        return older[-1] if older else next(iter(self._noted), now)
+        older = [each for each in self._snapshots if each.counters["seconds"] <= since_s]
+        return older[-1] if older else next(iter(self._snapshots), now)
 
     def steps(self) -> list[_Counters]:
-        """Return by how much counters grew from each note to the next, without the groups."""
+        """Return the growth from each snapshot to the next, without groups."""
         return [
-            grown(before.counters, _numbers(now.counters)) for before, now in pairwise(self._noted)
+            grown(before.counters, _numbers(now.counters))
+            for before, now in pairwise(self._snapshots)
         ]
 
 
 def grown(before: _Counters, now: _Counters) -> dict[str, Any]:
-    """Return by how much counters grew; one that was not there before was 0.
+    """Return the growth of counters; missing ones were 0.
 
-    A sum over engines falls when one of them leaves: then it did not grow.
+    A sum over engines falls when an engine detaches; that counts as no growth.
     """
     return {
         name: grown(before.get(name, {}), each)

@@ -1,4 +1,4 @@
-"""The status document of ``kvtier stat``: what the daemon would say of itself, in plain numbers."""
+"""Creates the status document, which ``kvtier stat`` and the status page show."""
 
 import os
 import time
@@ -11,10 +11,9 @@ from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import BenefitAccount
-from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot, grown
-from kvtier.daemon.status.health import NodeHealth, told
+from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot, Samples, grown
+from kvtier.daemon.status.health import NodeHealth, describe_health
 from kvtier.daemon.status.recent_requests import recent_requests
-from kvtier.daemon.status.samples import Samples
 from kvtier.node.state.session import Session
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
@@ -39,17 +38,17 @@ from kvtier.tiers.base import Health
 __all__ = ["Status"]
 
 _KEY_SPACES_SHOWN_MAX = 256
-"""As many as are known by name."""
+"""As many as have known names."""
 
 _LATELY_S = 10.0
-"""What rates are taken over, so that they can be read before they jump."""
+"""Time over which rates are computed: long enough that they can be read."""
 
 _MINUTE_S = 60.0
-"""Long enough to say what restoring is worth, and short enough to be now."""
+"""Time over which the benefit is computed: long enough to be meaningful, and still current."""
 
 
 class Status:
-    """Makes the document."""
+    """Creates the document."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Status:
         config: Callable[[], dict[str, Any]] = dict,
         unmeasured: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """``config`` describes the configuration, ``unmeasured`` why tiers were not measured."""
+        """``config`` returns that section, ``unmeasured`` why tiers were not measured."""
         self._config = config
         self._unmeasured = unmeasured
         self._driver = driver
@@ -74,18 +73,18 @@ class Status:
         self._counter_history = CounterHistory()
 
     async def note(self) -> None:
-        """Note counters, to tell later how they grew; to be called every ``NOTED_EVERY_S``."""
-        self._counter_history.note(self._noted(Samples(self._driver.node.metrics.registry)))
+        """Take a snapshot of the counters; call it every ``SNAPSHOT_PERIOD_S``."""
+        self._counter_history.note(self._snapshot(Samples(self._driver.node.metrics.registry)))
 
     def page(self) -> dict[str, Any]:
-        """Return the document with what the status page draws curves of."""
+        """Return the document with the counter history for the status page."""
         return self.document() | {"history": self._counter_history.steps()}
 
     def document(self) -> dict[str, Any]:
-        """Return the document; everything in it can be written as JSON."""
+        """Return the document, of JSON values."""
         node = self._driver.node
         samples = Samples(node.metrics.registry)
-        now = self._noted(samples)
+        now = self._snapshot(samples)
         lately, minute = (
             self._counter_history.before(now, seconds) for seconds in (_LATELY_S, _MINUTE_S)
         )
@@ -119,7 +118,7 @@ class Status:
             "pins": node.num_pins,
         }
 
-    def _noted(self, samples: Samples) -> CounterSnapshot:
+    def _snapshot(self, samples: Samples) -> CounterSnapshot:
         uptime_s = time.monotonic() - self._start_s
         return CounterSnapshot.of(uptime_s, samples, self._driver.node.sessions.values())
 
@@ -139,7 +138,7 @@ class Status:
     def _key_spaces(
         self, held: Mapping[TierName, Mapping[bytes, BlockTotals]]
     ) -> list[dict[str, Any]]:
-        """Return the key spaces that have a block or an engine here, those with most first."""
+        """Return the key spaces with a block or an engine on this node, largest first."""
         attached = {session.key_space for session in self._driver.node.sessions.values()}
 
         def num_bytes(key_space: bytes) -> int:
@@ -163,13 +162,13 @@ class Status:
         ]
 
     def _tokens_of(self, key_space: bytes) -> int:
-        """Return the tokens of a block, as engines declared it."""
+        """Return the tokens per block that the engines declared."""
         named = self._spaces.get(key_space)
         return named.block_tokens if named else self._block_tokens
 
     def _cpu(self) -> dict[str, Any]:
         slots = self._driver.node.cache.slots
-        return _told(self._health.of(TierName.CPU)) | {
+        return _state_of(self._health.of(TierName.CPU)) | {
             "capacity_bytes": slots.capacity_bytes,
             "used_bytes": slots.used_bytes(),
             "reserved_bytes": slots.reserved_bytes,
@@ -178,10 +177,10 @@ class Status:
     def _slow(self, name: TierName) -> dict[str, Any]:
         tier = self._driver.tiers.get(name)
         if tier is None:
-            return _told(self._health.of(name)) | {"capacity_bytes": 0, "used_bytes": 0}
+            return _state_of(self._health.of(name)) | {"capacity_bytes": 0, "used_bytes": 0}
         lane = self._driver.node.transfers.lanes[name]
         usage = tier.usage()
-        return _told(self._health.of(name)) | {
+        return _state_of(self._health.of(name)) | {
             "capacity_bytes": usage.capacity_bytes,
             "used_bytes": usage.used_bytes,
             "queued_reads": len(lane.reads),
@@ -194,8 +193,8 @@ class Status:
         }
 
 
-def _told(health: Health | None) -> dict[str, Any]:
-    return told(health) if health else {"state": "off", "reason": ""}
+def _state_of(health: Health | None) -> dict[str, Any]:
+    return describe_health(health) if health else {"state": "off", "reason": ""}
 
 
 def _gpu(sessions: list[Session]) -> dict[str, Any]:
@@ -204,7 +203,7 @@ def _gpu(sessions: list[Session]) -> dict[str, Any]:
     state = "up" if capacity_bytes else "untold" if sessions else "off"
     return {
         "state": state,
-        "reason": "no engine tells what its GPU has" if state == "untold" else "",
+        "reason": "no engine reports its GPU memory" if state == "untold" else "",
         "capacity_bytes": capacity_bytes,
         "used_bytes": sum(report.used_bytes for report in reports),
         "blocks": sum(s.report.used_tokens // s.layout.block_tokens for s in sessions),
@@ -246,7 +245,7 @@ def _lookup_blocks(samples: Samples) -> dict[str, Any]:
 
 
 def _tokens(samples: Samples) -> dict[str, Any]:
-    """Return what became of the tokens asked for; the sums are those of docs/operations."""
+    """Return the token counts by outcome; docs/operations explains their sums."""
     return {
         "asked": samples.count(ASKED_TOKENS),
         "found": _by_tier(samples, FOUND_TOKENS),
@@ -263,12 +262,12 @@ def _by_tier(samples: Samples, metric: Metric) -> dict[str, int]:
 
 
 def _miss_reasons(samples: Samples) -> dict[str, dict[str, int]]:
-    """Return, by tier, why it did not serve blocks that it should have, where that happened."""
+    """Return by tier why it did not serve blocks that it should have."""
     return {tier.value: samples.counts(MISS_BLOCKS, tier=tier) for tier in LOWER_TIERS}
 
 
 def _transfers(samples: Samples) -> dict[str, dict[str, float | None]]:
-    """Return what went over each route; how long engines copy they alone know."""
+    """Return the transfers of each route; the times of engines' copies are in their own metrics."""
     return {route: _transfer(samples, route) for route in TRANSFER_ROUTES}
 
 

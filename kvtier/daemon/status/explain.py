@@ -1,8 +1,8 @@
-"""The document of ``kvtier explain``: what is cached of a chain, what was decided, and why.
+"""Creates the document of ``kvtier explain``: which blocks are cached, what was decided, and why.
 
-It answers "why did this request not hit?" from three sources: the index says what is there now, the
-history remembers what became of what is not, and the ledger has what was decided and what came of
-it. Nothing in it holds text or tokens; positions in a prompt are offsets.
+It answers "why did this request not hit?" from the index (what is cached now), the history (what
+happened to missing blocks) and the decision log (decisions and their results). It contains neither
+text nor tokens.
 """
 
 import math
@@ -30,46 +30,46 @@ from kvtier.node.state.decision_log import LoggedDecision
 __all__ = ["FATE_SENTENCES", "PLAN_SENTENCES", "Explainer"]
 
 FATE_SENTENCES: Mapping[Fate, str] = {
-    Fate.NEVER_STORED: "it was not seen before, or too long ago to be remembered",
-    Fate.NOT_OFFERED: "it was asked for before, and no engine offered it since",
-    Fate.REFUSED_WORTH: "it was offered, and was worth less than what it would have pushed out",
-    Fate.REFUSED_DEPTH: "it lies beyond max_offload_tokens",
-    Fate.REFUSED_BUDGET: "it left the CPU tier, and was not in the share that is written below",
-    Fate.REFUSED_FULL: "it was offered, and there was no room, or the way there was full",
-    Fate.EVICTED: "it was here, and made room for others",
-    Fate.DROPPED: "it was here, and an operator dropped it",
-    Fate.EXPIRED: "it was here, and its time was over",
-    Fate.FAILED_CHECK: "it was here, and its bytes were not those that were stored",
-    Fate.IDENTITY: "something else goes by its name: another length, parent or position",
-    Fate.SALT: "another tenant, or another model, has these tokens, and they are not shared",
-    Fate.TOO_SHORT: "the prompt fills no block, and only full blocks are kept",
-    Fate.COST: "it is there, and computing it was decided to be faster",
-    Fate.DEADLINE: "it did not come in time",
-    Fate.TIER_DOWN: "the tier that has it does not answer",
-    Fate.DETACHED: "it was in a tier that an operator detached",
+    Fate.NEVER_STORED: "not seen before, or too long ago to be remembered",
+    Fate.NOT_OFFERED: "requested before, but no engine has stored it since",
+    Fate.REFUSED_WORTH: "offered, but worth less than the blocks it would have evicted",
+    Fate.REFUSED_DEPTH: "beyond max_offload_tokens",
+    Fate.REFUSED_BUDGET: "evicted from the CPU tier, and not in the share written to slower tiers",
+    Fate.REFUSED_FULL: "offered, but the tier or its write queue was full",
+    Fate.EVICTED: "evicted to make room for others",
+    Fate.DROPPED: "dropped by an operator",
+    Fate.EXPIRED: "expired",
+    Fate.FAILED_CHECK: "damaged: its bytes were not those that were stored",
+    Fate.IDENTITY: "another block has its hash: the length, parent or position differs",
+    Fate.SALT: "cached for another tenant or model only, which is not shared",
+    Fate.TOO_SHORT: "the prompt does not fill a block, and only full blocks are cached",
+    Fate.COST: "cached, but computing it was predicted to be faster",
+    Fate.DEADLINE: "the tier did not answer in time",
+    Fate.TIER_DOWN: "the tier that has it is out",
+    Fate.DETACHED: "in a tier that an operator has detached",
 }
-"""What became of a block that is not served, for people; docs/operations/explain.md has them."""
+"""Why a block is not served; docs/operations/explain.md lists the same sentences."""
 
 PLAN_SENTENCES: Mapping[PlanReason, str] = {
-    PlanReason.ALL: "restoring whatever is there ends first",
-    PlanReason.PART: "restoring so much ends first; the rest is computed sooner than it comes",
-    PlanReason.SPLIT: "the back is restored while the front is computed, until they meet",
-    PlanReason.COST: "computing it ends first",
-    PlanReason.RISK: "computing ends later on average, but restoring might take far longer",
-    PlanReason.GUARD: "the tier is left alone for a while, because it did not pay lately",
-    PlanReason.LIMIT: "the request wants no more",
-    PlanReason.NOTHING: "no block that it lacks is there",
+    PlanReason.ALL: "restoring all cached blocks is fastest",
+    PlanReason.PART: "restoring this part is fastest; the rest is computed sooner",
+    PlanReason.SPLIT: "the end is restored while the beginning is computed, until they meet",
+    PlanReason.COST: "computing is faster",
+    PlanReason.RISK: "computing is slower on average, but restoring might take far longer",
+    PlanReason.GUARD: "the tier is skipped for now, because its recent restores did not pay off",
+    PlanReason.LIMIT: "limited by the request",
+    PlanReason.NOTHING: "none of the missing blocks is cached",
     PlanReason.ALWAYS: "cost.restore is always",
     PlanReason.NEVER: "cost.restore is never",
 }
-"""Why so much was restored and no more, for people."""
+"""Why this number of blocks was restored."""
 
 _Document = dict[str, Any]
-"""Part of the document: everything in it can be written as JSON."""
+"""Part of the document, of JSON values."""
 
 
 class Explainer:
-    """Makes the document from a node, on the loop's thread. Changes nothing."""
+    """Creates the document from a node, on the loop's thread. Changes nothing."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Explainer:
         block_tokens: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``block_tokens`` is taken where no engine of a key space said what its blocks are."""
+        """``block_tokens`` is used for key spaces whose engines are unknown."""
         self._node = node
         self._spaces = spaces
         self._block_tokens = block_tokens
         self._clock_ns = clock_ns
 
     def document(self, question: ExplainQuestion) -> _Document | None:
-        """Return the document, or None where only a request is named and it is not known."""
+        """Return the document, or None if only an unknown request is named."""
         now_ns = self._clock_ns()
         decision = None
         if question.request_id:
@@ -101,7 +101,7 @@ class Explainer:
         }
 
     def _chain(self, question: ExplainQuestion, now_ns: int) -> _Document:
-        """Tell what of a chain is where, and what became of the first block that is nowhere."""
+        """Return where the blocks of a chain are, and why the first missing one is missing."""
         scope = Scope(question.key_space, question.tenant)
         chain = PromptChain.of(scope, question.hashes, self._payload_bytes(question))
         rows, own_end = find_own(self._node.cache.index, chain)
@@ -128,7 +128,7 @@ class Explainer:
     def _missing(
         self, question: ExplainQuestion, chain: PromptChain, run: BlockRun, now_ns: int
     ) -> _Document:
-        """Tell of the first block that is not served what became of it."""
+        """Return why the first block that is not served is missing."""
         gap = len(run)
         upto = PromptChain.of(
             chain.scope, question.hashes[: (gap + 1) * HASH_BYTES], chain.payload_bytes
@@ -149,13 +149,13 @@ class Explainer:
         }
 
     def _was_seen(self, hashes: bytes, place: int) -> bool:
-        """Tell whether a block was asked for, or offered, before."""
+        """Tell whether a block was requested or offered before."""
         key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
         history = self._node.history
         return history is not None and history.times_seen(key) > 0
 
     def _is_somewhere(self, hashes: bytes, place: int) -> bool:
-        """Tell whether some tier has a block of a chain, whoever it belongs to."""
+        """Tell whether any tier has a block, in any key space."""
         key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
         if not key:
             return False
@@ -166,7 +166,7 @@ class Explainer:
         )
 
     def _held(self, rows: npt.NDArray[np.int64], tier: TierName) -> _Document:
-        """Tell which blocks a tier has, as (first, how many)."""
+        """Return which blocks a tier has, as runs (first, count)."""
         state = self._node.cache.index.residency(rows, tier)
         is_there = (rows >= 0) & (state == Residency.READY)
         edges = np.flatnonzero(np.diff(is_there, prepend=False, append=False))
@@ -178,7 +178,7 @@ class Explainer:
         }
 
     def _payload_bytes(self, question: ExplainQuestion) -> int:
-        """Return the size of a chain's blocks: as an engine says, else as the first one has it."""
+        """Return the size of a chain's blocks: from an engine, else from its first known block."""
         for session in self._node.sessions.values():
             if session.key_space == question.key_space:
                 return session.layout.block_bytes
@@ -231,7 +231,7 @@ class Explainer:
 
 
 def _about(decision: LoggedDecision) -> ExplainQuestion:
-    """Return the question about the chain of a request."""
+    """Return a question about the chain of a request."""
     return ExplainQuestion(
         decision.request_id,
         decision.ask.key_space,
@@ -242,7 +242,7 @@ def _about(decision: LoggedDecision) -> ExplainQuestion:
 
 
 def _plan(plan: RestorePlan) -> _Document:
-    """Tell a plan; where nothing was found, nothing was predicted either."""
+    """Return a plan; without cached blocks there is no prediction."""
 
     def predicted(seconds: float) -> float | None:
         return None if plan.reason is PlanReason.NOTHING else _number(seconds)
@@ -290,5 +290,5 @@ def _runs(runs: Iterable[Sequence[Any]]) -> list[_Document]:
 
 
 def _number(seconds: float) -> float | None:
-    """Return seconds to the microsecond; None where they are no number, which JSON has none of."""
+    """Return seconds to the microsecond; None if not finite, because JSON has no such numbers."""
     return round(seconds, 6) if math.isfinite(seconds) else None

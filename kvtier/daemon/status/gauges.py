@@ -1,6 +1,6 @@
-"""The gauges of the daemon: how things are now, brought up to date by the loop once a second.
+"""Sets the daemon's gauges once a second.
 
-A scrape reads what was set last and asks nobody, so that it answers when the loop does not.
+A scrape returns the last values without the loop, so that it works even if the loop is stuck.
 """
 
 import time
@@ -37,13 +37,13 @@ from kvtier.tiers.base import TierUsage
 __all__ = ["Gauges"]
 
 _PROMPT_TOKENS = 4096
-"""The prompt whose speed stands for a model's: of the metric's row."""
+"""Prompt length for the reported prefill speed, as in the metric's description."""
 
 _NOTHING = TierUsage(num_blocks=0, used_bytes=0, capacity_bytes=0)
 
 
 class Gauges:
-    """Those of ``driver``'s node and tiers; to be made and refreshed on the loop's thread."""
+    """Gauges of the node and tiers of ``driver``; for the loop's thread."""
 
     def __init__(self, driver: Driver, health: NodeHealth, policies: Policies) -> None:
         self._driver = driver
@@ -52,10 +52,10 @@ class Gauges:
         self._gates = policies.admission.gates
         self._metrics = driver.node.metrics
         self._written_bytes = dict.fromkeys(dict(SSD_WRITTEN_BYTES.labels)["kind"], 0)
-        """What the counters have taken over from the SSD tier."""
+        """Bytes already added to the counters, by kind."""
 
     async def refresh(self) -> None:
-        """Set every gauge, from counts that are kept anyway; no block of the index is looked at."""
+        """Set all gauges from existing counts, without a scan of the index."""
         self._health.refresh()
         self._refresh_node()
         self._refresh_tiers()
@@ -107,7 +107,7 @@ class Gauges:
         metrics.set_one(SSD_WRITE_BUDGET_STATE, "state", state)
         for kind, before in self._written_bytes.items():
             now = int(detail.get(f"written_{kind}_bytes", 0))
-            # Less than before: the tier has begun anew.
+            # A smaller value means that the tier was reopened.
             metrics.add(SSD_WRITTEN_BYTES, now - before if now >= before else now, kind=kind)
             self._written_bytes[kind] = now
 

@@ -1,7 +1,7 @@
-"""How the node does, in a form that any thread may read at any time.
+"""Health of the node, readable from any thread.
 
-The HTTP server has a thread of its own, so that it answers when the loop does not; what it tells
-was noted by the loop a moment ago, and how long ago is part of the answer.
+The HTTP server runs on a thread of its own, so that it answers even if the loop is stuck. It
+reports what the loop recorded last, and how long ago that was.
 """
 
 import time
@@ -13,20 +13,20 @@ from kvtier.observe.daemon_metrics import BREAKER_STATE, LOOP_SILENT_SECONDS, TI
 from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Health, HealthState
 
-__all__ = ["NodeHealth", "told"]
+__all__ = ["NodeHealth", "describe_health"]
 
 _BEAT_MAX_S = 10.0
-"""A loop that has not moved for this long is stuck: its longest step takes a tenth of a second."""
+"""Without progress for this time, the loop is stuck: its longest step takes a tenth of a second."""
 
 _STALL_MAX_S = 30.0
-"""Nor does it do its work where a tier is up, has work queued, and ended nothing for this long:
-longer than any transfer may take before its tier counts as out."""
+"""The node is also stuck if a tier is up and has work queued, but has finished nothing for this
+time: longer than any transfer may take before its tier is out."""
 
 _NOT_ANSWERING = frozenset({HealthState.OUT, HealthState.DETACHED, "off"})
 
 
 class NodeHealth:
-    """Asks ``cpu`` for the CPU tier, and ``slow`` for the others; None: there is no such tier."""
+    """Collects the health of the CPU tier from ``cpu``, and of slow tiers from ``slow``."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class NodeHealth:
         self._stalled: tuple[TierName, ...] = ()
         self._tiers: Mapping[TierName, Health] = {}
         self.unreachable = ""
-        """Why no client can connect; empty if they can. Set on the loop, read from any thread."""
+        """Why clients cannot connect; empty if they can. Set on the loop, read from any thread."""
         driver.node.metrics.follow(LOOP_SILENT_SECONDS, self._silent_s)
 
     def of(self, name: TierName) -> Health | None:
-        """Return how a tier does, as the node was told; None where there is no such tier.
+        """Return the health of a tier; None if it is off.
 
         On the loop's thread.
         """
@@ -56,9 +56,9 @@ class NodeHealth:
         return self._slow(name)
 
     def refresh(self) -> None:
-        """Note how everything does, and set the gauges. On the loop's thread, as often as may be.
+        """Record the health of all tiers, and set the gauges. On the loop's thread.
 
-        That this is called at all shows that the loop moves.
+        Each call also shows that the loop is alive.
         """
         self._beat_s = self._clock_s()
         self._stalled = tuple(self._driver.stalled(_STALL_MAX_S))
@@ -74,17 +74,17 @@ class NodeHealth:
             metrics.set_one(BREAKER_STATE, "state", tier.state if tier else None, tier=name)
 
     def complaint(self) -> str:
-        """Return why the process is not alive, or nothing where it is. From any thread."""
+        """Return why the process counts as stuck, or an empty text. From any thread."""
         if (silent_s := self._silent_s()) > _BEAT_MAX_S:
-            return f"the loop has not moved for {silent_s:.0f} s"
+            return f"the event loop has been stuck for {silent_s:.0f} s"
         if self._stalled:
             names = ", ".join(self._stalled)
-            return f"{names}: work is queued, and none of it has ended for {_STALL_MAX_S:.0f} s"
+            return f"{names}: no queued work has finished for {_STALL_MAX_S:.0f} s"
         return ""
 
     def document(self) -> dict[str, Any]:
-        """Return state and reason of each tier there is, as noted last. From any thread."""
-        return {name: told(health) for name, health in self._tiers.items()}
+        """Return the last recorded state and reason of each tier. From any thread."""
+        return {name: describe_health(health) for name, health in self._tiers.items()}
 
     def report(self) -> dict[str, Any]:
         """Return the fields of ``/readyz`` besides ``ready``. From any thread."""
@@ -95,6 +95,6 @@ class NodeHealth:
         return self._clock_s() - self._beat_s
 
 
-def told(health: Health) -> dict[str, str]:
-    """Return a tier's health as part of a document."""
+def describe_health(health: Health) -> dict[str, str]:
+    """Return a tier's health as JSON values."""
     return {"state": health.state.value, "reason": health.reason}

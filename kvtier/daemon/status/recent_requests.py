@@ -1,6 +1,6 @@
-"""The last requests that were decided about, with what each was worth, for whoever watches.
+"""The most recent requests with the result of each decision.
 
-A request goes by the id that its client gave it; nothing here says what was asked.
+Requests appear by the id of their client; their content is not reported.
 """
 
 from collections import Counter
@@ -14,19 +14,19 @@ from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
 __all__ = ["recent_requests"]
 
 _SHOWN_MAX = 32
-"""More than a terminal shows; each costs ten microseconds, at each look."""
+"""More than a terminal shows; each one costs ten microseconds per document."""
 
 _Document = dict[str, Any]
-"""Everything in it can be written as JSON."""
+"""JSON values."""
 
 
 def recent_requests(decision_log: DecisionLog, now_ns: int) -> list[_Document]:
-    """Return them, the last one first."""
+    """Return the most recent requests, newest first."""
     return [_request(each, now_ns) for each in decision_log.latest(_SHOWN_MAX)]
 
 
 def _request(decision: LoggedDecision, now_ns: int) -> _Document:
-    """Tell of one; what is not known, or not known yet, is None."""
+    """Return one request; unknown values are None."""
     ask, plan, outcome, evaluation = (
         decision.ask,
         decision.plan,

@@ -1,22 +1,22 @@
-"""Tier administration: which slow tiers serve, and how an operator changes that while requests run.
+"""Drains, detaches and attaches slow tiers for operators, while requests are served.
 
 Theory
 ------
-A tier is removed in steps. It is *drained* when nothing new is written to it, and *detached* when
-it is not used at all: calls in flight have ended or were abandoned, the store is closed, and its
-disk is free for others. A disk that hangs delays neither the daemon nor its operator: the tier is
-off at once, and the status names what hangs until the store can be closed.
+A tier is *drained* when nothing new is written to it, and *detached* when it is not used at all:
+calls in flight have ended or were abandoned, the store is closed, and its device is free.
+A device that does not answer delays neither the daemon nor the operator: the tier is off at once,
+and the status names the stuck call until the store can be closed.
 
-A tier is added as a whole or not at all, and is not used before (``attach``).
+A tier is used only once it is attached completely: it is open, and the node knows its blocks.
 
 Rules
 -----
-* One change of a tier at a time. A new change ends the wait of whoever waits for an earlier one.
-* Every wait has a deadline. After it the change goes on in the background, except a detachment
-  that waits for calls to end: then the tier stays drained.
+* Changes of a tier run one at a time. A new change ends the wait for an earlier one.
+* Every wait has a deadline. After it the change continues in the background, except a detach that
+  waits for calls to end: then the tier stays drained.
 * Changes are not saved: the next start follows the configuration.
-* A tier that could not be opened at the start is out until it can be opened; then it is attached as
-  if by an operator. If an operator detaches it meanwhile, the attempts end.
+* A tier that could not be opened at the start is out, and is attached once it can be opened. If an
+  operator detaches it meanwhile, the attempts end.
 """
 
 import asyncio
@@ -52,23 +52,23 @@ __all__ = ["TierAdmin"]
 
 _log = Log("kvtier.daemon")
 
-_LOOK_S = 0.02
-"""Time between two checks whether a tier is at rest."""
+_POLL_S = 0.02
+"""Time between checks whether a tier is idle."""
 
 _NOT_YET = Health(HealthState.OUT, "still being opened")
 
 _FIXED: Mapping[TierName, tuple[str, str]] = {
-    TierName.GPU: ("is an engine's own", "stop the engine, or `kvtier drop --tier gpu`"),
+    TierName.GPU: ("belongs to the engines", "stop the engine, or run `kvtier drop --tier gpu`"),
     TierName.CPU: (
-        "is the way to all others, and engines have mapped it",
-        "`kvtier drop --tier cpu` empties it; cpu.capacity is its size from the next start on",
+        "cannot be drained or detached: all other tiers go through it",
+        "`kvtier drop --tier cpu` empties it; a new cpu.capacity needs a restart",
     ),
 }
-"""Why a tier stays, and what may have been meant."""
+"""Why a tier cannot be drained or detached, and what to do instead."""
 
 
 class TierAdmin:
-    """Takes tiers of ``driver`` off and puts them on, as ``config`` says by then."""
+    """Changes the tiers of ``driver``; attached tiers follow the current ``config``."""
 
     def __init__(self, driver: Driver, config: Callable[[], Config], open_tier: OpenTier) -> None:
         self._driver = driver
@@ -77,31 +77,31 @@ class TierAdmin:
         self._places = {name: config().tiers[name].place for name in driver.tiers}
         self._openings: dict[TierName, Opening] = {}
         self._unopened: dict[TierName, Health] = {}
-        """Tiers that were not open when the start was complete, and why."""
+        """Tiers that were not open at the end of the start, and why."""
         self._attaching: dict[TierName, asyncio.Task[None]] = {}
         self._num_told: dict[TierName, int] = {}
-        """How many blocks of a tier that is being attached the node knows so far."""
+        """Number of blocks that the node knows so far, for each tier that is being attached."""
         self._detaches: list[TierDetach] = []
-        """Tiers that were detached and are perhaps not closed yet."""
+        """Detached tiers that may not be closed yet."""
         self._warnings = RateLimitedLog(_log)
         self.on_attach: Callable[[TierName, Config], Awaitable[None]] | None = None
         """Called before a tier is attached."""
 
     def expect(self, late: Mapping[TierName, Opening]) -> None:
-        """Attach these tiers, which are not open yet or could not be opened, once they are."""
+        """Attach tiers that are still being opened, or could not be opened, once they are open."""
         self._openings = dict(late)
         self._unopened = dict.fromkeys(late, _NOT_YET)
 
     # What there is
 
     def is_free(self, key: str) -> bool:
-        """Tell whether a key is one of a tier that is not in use, nor about to be."""
+        """Tell whether a key belongs to a tier that is neither in use nor being attached."""
         name = next((each for each in SLOW_TIERS if key.startswith(f"{each}.")), None)
         is_off = name is not None and self._admin_state(name) is AdminState.DETACHED
         return is_off and name not in self._attaching
 
     def health(self, name: TierName) -> Health | None:
-        """Return how a slow tier does, or what its operator made of it; None: it is off.
+        """Return the health of a slow tier, or what an operator did to it; None if it is off.
 
         On the loop's thread.
         """
@@ -116,10 +116,10 @@ class TierAdmin:
             return executor.last_health
         if (
             executor.last_health.state is HealthState.OUT
-        ):  # also of a drained tier: it is still read from
+        ):  # matters for a drained tier, too: it is still read from
             return Health(HealthState.OUT, f"{executor.last_health.reason}; drained by an operator")
         num_left = self._driver.node.cache.index.num_in(name, Residency.WRITING)
-        queued = f"; {num_left} blocks are yet to be written" if num_left else ""
+        queued = f"; {num_left} blocks still to be written" if num_left else ""
         trouble = f"; {executor.last_health.reason}" if executor.last_health.reason else ""
         return Health(HealthState.DRAINED, f"by an operator{queued}{trouble}")
 
@@ -130,10 +130,10 @@ class TierAdmin:
         hangs = "".join(f": {each.hangs}" for each in leaving if each.hangs)
         return f"; not closed yet{hangs}" if leaving else ""
 
-    # Verbs
+    # Operations
 
     async def drain(self, name: TierName, wait_s: float) -> bool:
-        """Write nothing new to a tier; True once nothing is on its way to it. Raises StartError."""
+        """Stop writing to a tier; True once no write is queued or in flight. Raises StartError."""
         lane = self._in_use(name)
         self._set(lane, AdminState.READ_ONLY)
 
@@ -143,14 +143,14 @@ class TierAdmin:
         return await self._until(lane, is_drained, wait_s)
 
     async def resume(self, name: TierName) -> bool:
-        """Use a drained tier as before. Raises StartError."""
+        """Write to a drained tier again. Raises StartError."""
         self._set(self._in_use(name), AdminState.ACTIVE)
         return True
 
     async def detach(self, name: TierName, wait_s: float, *, is_now: bool = False) -> bool:
-        """Take a tier off; True once it is closed. Raises StartError where it is not at rest.
+        """Detach a tier; True once it is closed. Raises StartError if transfers do not end in time.
 
-        ``is_now``: what is under way is given up, and computed.
+        ``is_now`` aborts transfers in flight; affected blocks are recomputed.
         """
         until_s = time.monotonic() + wait_s
         if self._admin_state(name) is not AdminState.DETACHED:
@@ -158,13 +158,13 @@ class TierAdmin:
                 await self._rest(self._in_use(name), wait_s)
             if (
                 self._admin_state(name) is not AdminState.DETACHED
-            ):  # else another operator was faster
+            ):  # unless another operator was faster
                 self._take_off(name)
         elif name in self._attaching:
             self._attaching[name].cancel()
             await asyncio.wait({self._attaching[name]}, timeout=wait_s)
         elif self._lane(name) is None and name not in self._unopened:
-            self._in_use(name)  # says why not
+            self._in_use(name)  # raises the reason
         if name in self._unopened:
             self._unopened[name] = Health(HealthState.DETACHED, "by an operator")
         for detach in self._leaving(name):
@@ -172,31 +172,31 @@ class TierAdmin:
         return not self._leaving(name)
 
     async def attach(self, name: TierName, wait_s: float) -> bool:
-        """Use a tier as it is configured now; True once it is in use. Raises StartError."""
+        """Attach a tier with its current settings; True once it is in use. Raises StartError."""
         admin_state = self._admin_state(name)
         if admin_state in {AdminState.READ_ONLY, AdminState.DETACHING}:
-            raise StartError(name, "is not detached", f"`kvtier tier resume {name}` has it written")
+            raise StartError(name, "is not detached", f"use `kvtier tier resume {name}`")
         if admin_state is AdminState.ACTIVE:
             return True
         attaching = self._attaching.get(name) or self._begin_attach(name)
         await asyncio.wait({attaching}, timeout=wait_s)
         if attaching.cancelled():
-            raise StartError(name, "was detached while it was being attached", "attach it again")
+            raise StartError(name, "was detached meanwhile", "attach it again")
         if attaching.done():
             attaching.result()
         return attaching.done()
 
     async def retry(self) -> None:
-        """Try again to open the tiers that could not be opened at the start."""
+        """Retry opening the tiers that could not be opened at the start."""
         for name, health in list(self._unopened.items()):
             if name not in configured(self._config()):  # a reload has removed it
                 del self._unopened[name]
             elif health.state is HealthState.OUT and name not in self._attaching:
-                with contextlib.suppress(StartError):  # an earlier attempt is not closed yet
+                with contextlib.suppress(StartError):  # an earlier one is not closed yet
                     self._begin_attach(name)
 
     async def stop(self) -> None:
-        """Stop changes in progress: the process is about to end, and its locks with it."""
+        """Cancel changes in progress: the process is about to end, which releases its locks."""
         attaching_now = list(self._attaching.values())
         for attaching in attaching_now:
             attaching.cancel()
@@ -205,7 +205,7 @@ class TierAdmin:
         for detach in self._detaches:
             await detach.stop()
 
-    # Off
+    # Detach
 
     def _lane(self, name: TierName) -> TransferLane | None:
         return self._driver.node.transfers.lanes.get(name)
@@ -220,8 +220,8 @@ class TierAdmin:
             raise StartError(name, *_FIXED[name])
         lane = self._lane(name)
         if lane is None or lane.admin_state is AdminState.DETACHED:
-            state = "detached" if lane else "off: there is no such tier here"
-            raise StartError(name, f"is {state}", f"`kvtier tier attach {name}` puts it on")
+            state = "detached" if lane else "off: it is not configured"
+            raise StartError(name, f"is {state}", f"use `kvtier tier attach {name}`")
         return lane
 
     def _set(self, lane: TransferLane, admin_state: AdminState) -> None:
@@ -230,7 +230,7 @@ class TierAdmin:
             _log.info("tier state changed", tier=lane.tier.name, admin_state=admin_state)
 
     async def _rest(self, lane: TransferLane, wait_s: float) -> None:
-        """Let a tier come to rest; where that takes too long, or nobody waits, it is drained."""
+        """Wait until a tier is idle; if that takes too long, leave it drained."""
         executor = self._driver.executors[lane.tier.name]
         self._set(lane, AdminState.DETACHING)
         try:
@@ -243,8 +243,8 @@ class TierAdmin:
             self._set(lane, AdminState.READ_ONLY)
             raise StartError(
                 lane.tier.name,
-                f"is not at rest, and stays drained: {_open_work(lane, executor)}",
-                "wait longer, or have that computed instead with --now",
+                f"is still busy, and stays drained: {_open_work(lane, executor)}",
+                "wait longer, or abort the transfers with --now",
             )
 
     async def _until(self, lane: TransferLane, is_done: Callable[[], bool], wait_s: float) -> bool:
@@ -253,7 +253,7 @@ class TierAdmin:
         while not is_done():
             if time.monotonic() >= until_s:
                 return False
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if lane.admin_state is AdminState.DETACHED:
                 return True  # another operator took it off
             if lane.admin_state is not admin_state:
@@ -264,7 +264,7 @@ class TierAdmin:
 
     def _take_off(self, name: TierName) -> None:
         executor = self._driver.detach(name)
-        _log.info("a tier was detached", tier=name)
+        _log.info("tier detached", tier=name)
         self._begin_detach(
             TierDetach(self._driver, executor.tier, executor, self._places.pop(name))
         )
@@ -274,10 +274,10 @@ class TierAdmin:
         self._detaches.append(detach)
 
     def _leaving(self, name: TierName) -> list[TierDetach]:
-        """Return the tiers of that name that are not closed yet."""
+        """Return the detached tiers of that name that are not closed yet."""
         return [each for each in self._detaches if each.name is name and not each.is_closed]
 
-    # On
+    # Attach
 
     def _check_wanted(self, name: TierName) -> None:
         if name not in SLOW_TIERS:
@@ -286,15 +286,15 @@ class TierAdmin:
         if name not in configured(config):
             raise StartError(
                 f"{name}.{config.tiers[name].switch_key}",
-                "says that there is no such tier",
-                "set it, and have the configuration read again",
+                "disables the tier",
+                "set it, and reload the configuration",
             )
         place = config.tiers[name].place
         if any(detach.place == place for detach in self._leaving(name)):
             raise StartError(
                 place_key(config, name),
-                f"the tier that was detached has it still{self._absence(name)}",
-                "mend what hangs, or name another one",
+                f"is still in use by the detached tier{self._absence(name)}",
+                "fix the device that hangs, or set another one",
             )
 
     def _begin_attach(self, name: TierName) -> asyncio.Task[None]:
@@ -320,16 +320,16 @@ class TierAdmin:
             self._begin_detach(TierDetach(self._driver, tier, None, config.tiers[name].place))
             if isinstance(error, TierError):
                 raise StartError(
-                    place_key(config, name), str(error), "repair it or set another"
+                    place_key(config, name), str(error), "repair it, or set another one"
                 ) from error
             raise
         self._places[name] = config.tiers[name].place
-        now = self._config()  # a reload may have changed what it may
+        now = self._config()  # it may have been reloaded meanwhile
         tune_tier(now, tier)
         self._driver.post(ev.ConfigureTier(placement(now, tier)))
         self._driver.attach(tier)
         self._unopened.pop(name, None)
-        _log.info("a tier was attached", tier=name, blocks=self._num_told[name])
+        _log.info("tier attached", tier=name, blocks=self._num_told[name])
 
     def _count_told(self, name: TierName, num_blocks: int) -> None:
         self._num_told[name] += num_blocks
@@ -340,13 +340,13 @@ class TierAdmin:
             return
         if name in self._unopened and self._unopened[name].state is HealthState.OUT:
             self._unopened[name] = Health(HealthState.OUT, str(error))
-            self._warnings.warning("a tier cannot be opened", tier=name, error=error)
+            self._warnings.warning("cannot open tier", tier=name, error=error)
         else:
-            _log.error("a tier could not be attached", tier=name, error=error)
+            _log.error("cannot attach tier", tier=name, error=error)
 
 
 def _open_work(lane: TransferLane, executor: TierExecutor) -> str:
-    """Say what is still to be done by a tier, and what of it hangs; nothing where it is at rest."""
+    """Return the pending and stuck work of a tier; empty if it is idle."""
     num_read = sum(len(each.rows) for each in lane.in_flight.values() if each.is_read)
     num_written = sum(len(each.rows) for each in lane.in_flight.values() if not each.is_read)
     late = executor.late_calls()
@@ -354,7 +354,7 @@ def _open_work(lane: TransferLane, executor: TierExecutor) -> str:
         f"{len(lane.reads) + num_read} blocks to read": lane.reads or num_read,
         f"{len(lane.writes) + num_written} blocks to write": lane.writes or num_written,
         "blocks to drop": lane.purging is not None,
-        "a call in the background": lane.is_idle and not executor.is_at_rest,
+        "a background call": lane.is_idle and not executor.is_at_rest,
         f"no answer to a {late[0].name} for {late[0].seconds:.0f} s" if late else "": late,
     }
     return ", ".join(what for what, is_so in found.items() if is_so)

@@ -1,6 +1,6 @@
-"""One measurement of a tier: a few blocks of one size are written and read back.
+"""Benchmarks a tier: writes a few blocks of one size and reads them back.
 
-It blocks, and runs on a thread of the tier. It uses a scratch tier on the same medium, so that no
+It blocks, and runs on a thread of the tier. It uses a scratch tier on the same device, so that no
 block is evicted, and a key space that no engine has, so that its blocks are never served.
 """
 
@@ -26,27 +26,27 @@ from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.base import BlockRead, BlockWrite, MissReason, Tier, WriteOutcome
 from kvtier.tiers.check import seconds_left
 
-__all__ = ["BLOCK_SIZES", "PROBE_SPACE", "TierBenchmark", "depth_of", "measure"]
+__all__ = ["BLOCK_SIZES", "SCRATCH_SPACE", "TierBenchmark", "depth_of", "run_benchmark"]
 
-PROBE_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
-"""The key space of blocks that are written to measure a tier."""
+SCRATCH_SPACE = hashlib.sha256(b"kvtier.probe").digest()[:HASH_BYTES]
+"""Key space of the blocks that a benchmark writes."""
 
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)
-"""From the block of a tiny model to that of one with eight billion parameters."""
+"""From blocks of a tiny model to those of one with eight billion parameters."""
 
 _SIZE_BYTES_MAX = 8 << 20
-"""Written of each size at most: 20 MiB or so in all."""
+"""Most bytes written per size: about 20 MiB in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierBenchmark:
-    """How long transfers of one size took."""
+    """Times of transfers of one size."""
 
     written: TransferSample
     read: tuple[TransferSample, ...]
 
 
-def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> TierBenchmark:
+def run_benchmark(block_bytes: int, tier: Tier, deadline_ns: int) -> TierBenchmark:
     """Write some blocks, and read them one at a time and then all at once.
 
     Raises TierFull if the tier has no free room for them, and TierError if it fails.
@@ -58,24 +58,26 @@ def measure(block_bytes: int, tier: Tier, deadline_ns: int) -> TierBenchmark:
         try:
             written = _written(scratch, blocks, deadline_ns)
             reads = [
-                BlockRead(each.header.block_hash, PROBE_SPACE, NO_TENANT, block_bytes, each.payload)
+                BlockRead(
+                    each.header.block_hash, SCRATCH_SPACE, NO_TENANT, block_bytes, each.payload
+                )
                 for each in blocks
             ]
             return TierBenchmark(written, _read(scratch, reads, deadline_ns))
         finally:
-            with contextlib.suppress(TierError):  # blocks that stay are removed or expire soon
+            with contextlib.suppress(TierError):  # blocks that remain are removed later, or expire
                 scratch.remove([each.header.block_hash for each in blocks], deadline_ns)
 
 
 def depth_of(block_bytes: int, depth_max: int) -> int:
-    """Return how many blocks of a size are written and read at once."""
+    """Return the number of blocks of a size that are written and read at once."""
     return max(1, min(depth_max, _SIZE_BYTES_MAX // block_bytes))
 
 
 def _block(slot: memoryview) -> BlockWrite:
     slot[:] = os.urandom(len(slot))  # so that a drive or a server cannot compress it
-    root, name = chain_root(PROBE_SPACE, NO_TENANT), BlockHash(os.urandom(HASH_BYTES))
-    header = BlockHeader(PROBE_SPACE, NO_TENANT, name, root, 0, len(slot))
+    root, name = chain_root(SCRATCH_SPACE, NO_TENANT), BlockHash(os.urandom(HASH_BYTES))
+    header = BlockHeader(SCRATCH_SPACE, NO_TENANT, name, root, 0, len(slot))
     return BlockWrite(replace(header, checksum=payload_checksum(header, slot)), slot)
 
 
@@ -101,19 +103,19 @@ def _read(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> tuple[Tra
 
 
 def _timed(tier: Tier, read: BlockRead, deadline_ns: int) -> float:
-    """Read a block back, and return the time it took; raises TierError if it differs."""
+    """Read a block and return the time it took; raises TierError if it is not intact."""
     began_s = time.perf_counter()
     (result,) = tier.read([read], deadline_ns)
     took_s = time.perf_counter() - began_s
     if isinstance(result, MissReason):
-        raise TierError(f"{tier.properties.name}: what was just written is {result}")
+        raise TierError(f"{tier.properties.name}: a block that was just written is {result}")
     return took_s
 
 
 def _at_once(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> list[float]:
-    """Read blocks on as many threads, all at once.
+    """Read all blocks at once, each on its own thread.
 
-    Threads that do not come back by the deadline are left to themselves, with their memory.
+    Threads that do not end by the deadline are abandoned with their memory.
     """
     took_s: list[float] = []
     faults: list[BaseException] = []
@@ -132,11 +134,11 @@ def _at_once(tier: Tier, reads: Sequence[BlockRead], deadline_ns: int) -> list[f
     if any(thread.is_alive() for thread in threads):
         raise TierTimeout(f"{tier.properties.name}: {len(reads)} reads did not end in time")
     if faults or len(took_s) < len(reads):
-        raise TierError(f"{tier.properties.name}: {faults[0] if faults else 'a read broke'}")
+        raise TierError(f"{tier.properties.name}: {faults[0] if faults else 'a read failed'}")
     return took_s
 
 
 def _started(work: Callable[[BlockRead], None], read: BlockRead) -> threading.Thread:
-    thread = threading.Thread(target=work, args=(read,), name="kvtier-probe", daemon=True)
+    thread = threading.Thread(target=work, args=(read,), name="kvtier-benchmark", daemon=True)
     thread.start()
     return thread

@@ -1,13 +1,13 @@
-"""Measures tiers, so that the first decisions are sane: at the start, or when an operator asks.
+"""Runs tier benchmarks at the start and for operators, so that the first decisions are sound.
 
 Rules
 -----
-* Measuring never delays requests: it runs on the tier's spare thread, one size at a time, and only
-  while no reads wait. A tier that is always busy is not measured; its own transfers tell as much.
-* Measuring uses free room only, so it evicts no block. Nothing is written to a tier that is full,
-  out or degraded, or beyond the SSD's write budget.
-* A tier is not measured while it is emptied: the blocks of the measurement would be counted.
-* Results are valid for a week and for the medium they were measured on. They stay in use until the
+* A benchmark never delays requests: it runs on the tier's spare thread, one size at a time, and
+  only while no reads wait. A tier that is always busy is not measured; its transfers say as much.
+* A benchmark uses free space only, so it evicts no block. Nothing is written to a full tier, or one
+  that is out or degraded, or beyond its write budget.
+* A tier is not measured while it is being dropped: the benchmark's blocks would be counted.
+* Results are valid for a week, and for the device they were measured on. They stay in use until the
   tier can be measured again.
 """
 
@@ -24,7 +24,7 @@ from kvtier.core.plan import TransferSample
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
 from kvtier.core.slow_tier import AdminState
-from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, measure
+from kvtier.daemon.tiers.benchmark import BLOCK_SIZES, TierBenchmark, depth_of, run_benchmark
 from kvtier.errors import TierError, TierFull
 from kvtier.observe.log import Log
 from kvtier.runtime.driver import Driver
@@ -35,63 +35,64 @@ __all__ = ["BenchmarkRunner"]
 _log = Log("kvtier.daemon")
 
 _WEEK_S = 7 * 86_400
-"""A drive wears, a network is rebuilt; and a probe of 20 MiB a week wears nothing."""
+"""Drives wear and networks change; 20 MiB a week cause no wear."""
 
-_HELD = "it was being emptied"
+_HELD = "it was being dropped"
 
 _RETRY_S = 3600.0
-"""Between two attempts at a tier that could not be measured."""
+"""Time between attempts to measure a tier."""
 
 _STEP_LIMIT_NS = 4_000_000_000
-"""Time for one size: health probes wait for the same thread, and must see trouble in seconds."""
+"""Time limit for one size: health checks wait for the same thread, and must notice trouble within
+seconds."""
 
 _SLOW_S = 0.4
-"""A size that takes as long is the last one: the next is four times as large."""
+"""After a size that takes longer no larger one is tried: the next is four times as large."""
 
 _BUSY_LIMIT_S = 20.0
-"""How long reads are given way to before a size is left out, and the larger ones with it."""
+"""How long to wait for reads to end before this size and all larger ones are skipped."""
 
 _YIELD_S = 0.01
-"""Between two looks whether reads are over."""
+"""Time between checks whether reads have ended."""
 
 _HOLD_S = 3.0
-"""How long a drop waits for a measurement to end; it has a deadline of its own."""
+"""How long a drop waits for a benchmark to end; it has a deadline of its own."""
 
 _ROUNDS_MAX = 64
-"""Of a kept document; more are no probe's."""
+"""Most rounds in a saved document; more would not be from a benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What transfers of one size, direction and depth took: the mean of each."""
+    """Mean time of transfers of one size, direction and depth."""
 
     is_read: bool
     block_bytes: int
     num_blocks: int
-    """In one transfer."""
+    """Blocks in one transfer."""
     depth: int
-    """Transfers at once."""
+    """Concurrent transfers."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The measurement of a tier, or why there is none."""
+    """Result of a benchmark, or why there is none."""
 
     device: str
     measured_s: int
-    """The time of day; 0: it was not measured."""
+    """Time of day in seconds; 0 if it was not measured."""
     rounds: tuple[_Round, ...]
     reason: str = ""
-    """Why there are no rounds, or no more rounds."""
+    """Why there are no rounds, or no more of them."""
     is_kept: bool = False
-    """Whether the rounds are those of an earlier measurement, because of ``reason``."""
+    """Whether the rounds are from an earlier benchmark, because of ``reason``."""
 
 
 class BenchmarkRunner:
-    """Measures the tiers of ``driver`` for ``planner``; one at a time, whoever asks.
+    """Measures the tiers of ``driver`` for ``planner``, one at a time.
 
-    ``devices`` tells what each tier's medium is, so that another one is measured anew.
+    ``devices`` identifies the device of each tier, so that a new one is measured again.
     """
 
     def __init__(
@@ -112,19 +113,19 @@ class BenchmarkRunner:
         self._num_holds = 0
 
     async def step(self) -> None:
-        """Measure the tiers that have no recent measurement."""
+        """Measure the tiers without a recent result."""
         for name in list(self._driver.tiers):
             if self._is_due(name) and self._takes_writes(name):
                 async with self._lock:
                     self._results[name] = await self._measured(name)
 
     def renew(self, name: TierName, device: str) -> None:
-        """Note that a tier is about to be attached, and which medium it has."""
+        """Set the device of a tier that is about to be attached."""
         self._devices[name] = device
         self._tried_s.pop(name, None)
 
     async def probe(self, tiers: Sequence[TierName] = ()) -> dict[str, Any]:
-        """Measure tiers now, all below the CPU where none is named; returns the document."""
+        """Measure the named tiers now, or all slow ones; returns the results as JSON values."""
         names = tiers or tuple(self._driver.tiers)
         skipped = {}
         async with self._lock:
@@ -137,22 +138,22 @@ class BenchmarkRunner:
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Measure nothing meanwhile; a measurement under way ends before, with the present size."""
+        """Run no benchmark within the context; one in progress ends after the current size."""
         self._num_holds += 1
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_HOLD_S), self._lock:
-                    pass  # nobody measures now, and nobody begins to
+                    pass  # no benchmark is running, and none will start
             yield
         finally:
             self._num_holds -= 1
 
     def document(self) -> dict[str, Any]:
-        """Return the measurements of every tier, with what the cost model predicts now."""
+        """Return all results, with the predictions of the cost model."""
         return self._document(self._results)
 
     def unmeasured(self) -> dict[str, str]:
-        """Return, by tier, why the last attempt to measure it failed."""
+        """Return by tier why the last benchmark failed."""
         return {
             name.value: result.reason
             for name, result in self._results.items()
@@ -160,9 +161,9 @@ class BenchmarkRunner:
         }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Take over what an earlier run measured; anything malformed is ignored.
+        """Restore the results of an earlier run; malformed ones are ignored.
 
-        The planner keeps what it learned by itself.
+        The planner restores its own state.
         """
         tiers = document.get("tiers")
         for name in self._driver.tiers:
@@ -181,7 +182,7 @@ class BenchmarkRunner:
         return not 0 <= now_s - result.measured_s < _WEEK_S
 
     async def _measured(self, name: TierName) -> _Result:
-        """Measure one tier as far as possible; leaves nothing behind in the tier."""
+        """Measure as many sizes as possible; leaves no blocks in the tier."""
         earlier = self._results.get(name)
         if self._num_holds:
             return earlier or _Result("", 0, (), _HELD)
@@ -192,8 +193,8 @@ class BenchmarkRunner:
             reason = reason or await self._round(name, block_bytes, rounds)
         is_cut = reason == _HELD
         if is_cut:
-            del self._tried_s[name]  # it is due again
-        said = "a tier was measured" if rounds else "a tier was not measured"
+            del self._tried_s[name]  # retry soon
+        said = "tier measured" if rounds else "tier not measured"
         _log.info(
             said,
             tier=name,
@@ -207,15 +208,15 @@ class BenchmarkRunner:
         return _Result(device, measured_s, tuple(rounds), reason)
 
     async def _round(self, name: TierName, block_bytes: int, rounds: list[_Round]) -> str:
-        """Measure one size; returns why no larger size should be tried, or an empty text."""
+        """Measure one size; returns why no larger size is tried, or an empty text."""
         if not await self._is_quiet(name):
-            return _HELD if self._num_holds else "requests kept it busy"
+            return _HELD if self._num_holds else "it was busy with requests"
         executor = self._driver.executors.get(name)
         if executor is None or not self._takes_writes(name):
             return "an operator has stopped writes to it"
         try:
             measured = await executor.run_in_background(
-                "measurement", partial(measure, block_bytes), _STEP_LIMIT_NS
+                "benchmark", partial(run_benchmark, block_bytes), _STEP_LIMIT_NS
             )
         except TierFull as error:
             return str(error)
@@ -233,7 +234,7 @@ class BenchmarkRunner:
         return "larger blocks would take too long" if is_slow else ""
 
     async def _is_quiet(self, name: TierName) -> bool:
-        """Wait until no reads of a tier are under way; False where that takes too long."""
+        """Wait until a tier has no reads in flight; False if that takes too long."""
         until_s = time.monotonic() + _BUSY_LIMIT_S
         while self._driver.is_reading(name) and not self._num_holds:
             if time.monotonic() >= until_s:
@@ -246,7 +247,7 @@ class BenchmarkRunner:
         return lane is not None and lane.admin_state is AdminState.ACTIVE
 
     def _obstacle(self, name: TierName) -> str:
-        """Return why a tier must not be written to, or nothing."""
+        """Return why a tier must not be written to, or an empty text."""
         if not self._takes_writes(name):
             return "an operator has stopped writes to it"
         health = self._driver.executors[name].health()
@@ -259,7 +260,7 @@ class BenchmarkRunner:
         depth_max = tier.properties.num_workers
         needed_bytes = sum(size * depth_of(size, depth_max) for size in BLOCK_SIZES)
         if float(left_bytes) < needed_bytes:
-            return f"its write budget has {left_bytes} bytes left, and it takes {needed_bytes}"
+            return f"its write budget has {left_bytes} bytes left, {needed_bytes} are needed"
         return ""
 
     def _document(self, results: Mapping[TierName, _Result]) -> dict[str, Any]:
@@ -272,14 +273,14 @@ class BenchmarkRunner:
         return {"tiers": tiers}
 
     def _model_s(self, name: TierName, each: _Round) -> float | None:
-        """Return what the model says of reads, one at a time; it says nothing of the others."""
+        """Return the predicted time of single reads; there is no prediction for other rounds."""
         if not each.is_read or each.depth > 1:
             return None
         return self._planner.restore_s(name, each.block_bytes)
 
 
 def _means(samples: Sequence[TransferSample], *, is_read: bool) -> list[_Round]:
-    """Return the mean of the transfers of each depth, one at a time first."""
+    """Return the mean of the transfers of each depth, lowest first."""
     rounds = []
     for depth in sorted({sample.depth for sample in samples}):
         alike = [sample for sample in samples if sample.depth == depth]
@@ -292,12 +293,12 @@ def _means(samples: Sequence[TransferSample], *, is_read: bool) -> list[_Round]:
 
 def _why_none(name: TierName) -> str:
     if name in (TierName.GPU, TierName.CPU):
-        return "its way is the engines' own: it is learned from their loads"
-    return "there is no such tier here"
+        return "it is measured by the engines' own loads"
+    return "it is not configured"
 
 
 def _recalled(kept: object) -> _Result | None:
-    """Return a result as it was kept; None of what is no result."""
+    """Return a saved result; None if it is malformed."""
     if not isinstance(kept, Mapping):
         return None
     try:

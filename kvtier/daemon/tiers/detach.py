@@ -1,7 +1,7 @@
-"""A tier that leaves: the node forgets what it held, and it is closed as soon as that can be.
+"""Detaches a tier: the node forgets its blocks, and the tier is closed as soon as possible.
 
-A disk that hangs holds up nobody: until it answers, its tier is closed no further, and this says
-what hangs.
+A device that does not answer blocks nobody: its tier stays open until it answers, and ``hangs``
+names the stuck call.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ __all__ = ["TierDetach", "close"]
 _log = Log("kvtier.daemon")
 
 _PAUSE_S = 0.5
-"""Between two looks at a store in which something hangs."""
+"""Time between attempts to close a tier with a stuck call."""
 
 _HELD = (Residency.READY, Residency.UNVERIFIED)
 
 _STOP_S = 1.0
-"""For a store to be closed in order when the daemon stops just then."""
+"""Time limit for closing the tier when the daemon stops meanwhile."""
 
 
 class TierDetach:
-    """Of ``tier``, which the node uses no more; ``executor`` may still be at it.
+    """Closes ``tier``, which the node no longer uses; calls of ``executor`` may still be in flight.
 
-    ``place`` is where its medium is, which is not ours to use again before ``is_closed``.
+    Its ``place`` must not be used again before ``is_closed``.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class TierDetach:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether somebody else may have the medium."""
+        """Tell whether the device is free."""
         return self._closing.done()
 
     @property
     def hangs(self) -> str:
-        """Return which call it is that does not end, if one does not."""
+        """Return the stuck call, if there is one."""
         late = self._executor.late_calls() if self._executor else []
         return f"no answer to a {late[0].name} for {late[0].seconds:.0f} s" if late else ""
 
     async def forgotten(self) -> None:
-        """Wait until the node knows of no block that it held: a moment."""
+        """Wait until the node has forgotten all blocks of the tier."""
         await asyncio.wait({self._forgetting})
 
     async def closed(self, wait_s: float) -> bool:
-        """Wait at most so long until it is closed, and forgotten."""
+        """Wait until the tier is closed and forgotten; False after ``wait_s``."""
         await asyncio.wait({self._forgetting, self._closing}, timeout=wait_s)
         return self.is_closed
 
     async def stop(self) -> None:
-        """Give it a moment, and leave it as it is: every lock ends with the process."""
+        """Wait a moment, then abandon it: its locks end with the process."""
         await self.closed(_STOP_S)
         tasks = {self._forgetting, self._closing}
         for task in tasks:
@@ -75,7 +75,7 @@ class TierDetach:
         await asyncio.wait(tasks)
 
     async def _forget(self) -> None:
-        """Have the node forget its blocks, a little at a time."""
+        """Make the node forget the blocks, in small batches."""
         index, first = self._driver.node.cache.index, 0
         while any(index.num_in(self.name, state) for state in _HELD):
             self._driver.post(ev.ForgetRows(self.name, first, first + ROWS_TOLD_AT_ONCE))
@@ -85,16 +85,16 @@ class TierDetach:
     async def _close(self) -> None:
         while not await close(self._tier):
             await asyncio.sleep(_PAUSE_S)
-        # What still reads from it holds its files open.
+        # Reads in flight still have its files open.
         while self._executor is not None and not self._executor.is_at_rest:
             await asyncio.sleep(_PAUSE_S)
-        _log.info("a detached tier was closed", tier=self.name)
+        _log.info("detached tier closed", tier=self.name)
 
 
 async def close(tier: Tier) -> bool:
-    """Close a tier, however long it takes; False where it has to be tried again.
+    """Close a tier, however long it takes.
 
-    Something hangs in it that has to end, or there is no thread to be had.
+    False if it must be retried: a call is stuck in it, or no thread can be started.
     """
     name = tier.properties.name
     try:
@@ -106,5 +106,5 @@ async def close(tier: Tier) -> bool:
     except TierTimeout:
         return False
     except (KvtierError, OSError) as error:
-        _log.error("a tier was not closed in order", tier=name, error=error)
+        _log.error("error while closing tier", tier=name, error=error)
     return True

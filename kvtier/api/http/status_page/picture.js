@@ -10,14 +10,14 @@ const KINDS = ["gpu", "cpu", "ssd", "remote"];
 
 // The sentences of `kvtier explain`.
 const REASONS = {
-  all: "restoring whatever is there ends first",
-  part: "restoring so much ends first; the rest is computed sooner than it comes",
-  split: "the back is restored while the front is computed, until they meet",
-  cost: "computing it ends first",
-  risk: "computing ends later on average, but restoring might take far longer",
-  guard: "the tier is left alone for a while, because it did not pay lately",
-  limit: "the request wants no more",
-  nothing: "no block that it lacks is there",
+  all: "restoring all cached blocks is fastest",
+  part: "restoring this part is fastest; the rest is computed sooner",
+  split: "the end is restored while the beginning is computed, until they meet",
+  cost: "computing is faster",
+  risk: "computing is slower on average, but restoring might take far longer",
+  guard: "the tier is skipped for now, because its recent restores did not pay off",
+  limit: "limited by the request",
+  nothing: "none of the missing blocks is cached",
   always: "cost.restore is always",
   never: "cost.restore is never",
 };
