@@ -1,1 +1,1 @@
-"""What attaches engines: thin layers over the client."""
+"""Connectors: attach engines to the client. ``kit`` has what they share."""

@@ -1,12 +1,12 @@
 """The integrated engine's port to the daemon.
 
 Calls only queue work; a few threads talk to the daemon and copy between the engine's pool and the
-arena, so a slow daemon never holds up a step. Queues are bounded by what the engine keeps open
+arena, so a slow daemon never delays a step. The queues are bounded by what the engine keeps open
 (see ``engine.offload`` and ``engine.loader``), and each piece of work ends by the client's
-deadlines, so every lookup, load and store gets its ending event.
+deadlines, so every lookup, load and store gets its final event.
 
-A load from the back and the engine's claims meet under one lock: before it copies a block the port
-says so, and what the engine has claimed by then it leaves alone.
+A load from the back and the engine's claims are synchronized by one lock: the port registers a
+block before it copies it, and does not touch blocks that the engine has claimed by then.
 """
 
 import threading
@@ -20,6 +20,7 @@ from itertools import count
 from typing import Protocol
 
 from kvtier.client import Announcement, Client, LoadedBlock
+from kvtier.client.types import plan_timeout_s
 from kvtier.connectors.kit.guard import note_fault
 from kvtier.core.plan import EngineLoad, PlanOutcome, StepSample
 from kvtier.core.request import RequestTraits
@@ -44,19 +45,17 @@ __all__ = ["DaemonPort", "PoolBytes"]
 _log = Log("kvtier.engine")
 
 _NUM_ASKERS = 2
-"""Lookups have threads of their own: they take a millisecond, and loads may take seconds."""
+"""Lookups have their own threads: they take a millisecond, and loads may take seconds."""
 
 _NUM_READERS = 16
-"""Loads mostly wait for a slow tier, and those from a fast one must not stand behind them."""
+"""Most loads wait for a slow tier, and those from a fast one must not queue behind them."""
 
-_WAIT_SHARE = 1.2
-_WAIT_MARGIN_S = 0.05
-"""The daemon knows how long a plan waits, and ends the load by itself; we do so a fifth and this
-much later, where it does not answer. With less, a busy machine would pass for a slow daemon."""
+_LEFT_MIN_S = 0.025
+"""With less time left a load is not started."""
 
 
 class PoolBytes(Protocol):
-    """The engine's blocks as bytes; both copies release the GIL."""
+    """The engine's blocks as bytes; both methods release the GIL."""
 
     def read_block(self, block: int, into: memoryview) -> None:
         """Copy a block out."""
@@ -66,21 +65,21 @@ class PoolBytes(Protocol):
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A load on its way; its numbers change under the port's lock."""
+class _RunningLoad:
+    """A running load; its numbers change under the port's lock."""
 
     order: LoadOrder
     into: Sequence[Sequence[int]]
     deadline_s: float
     num_begun: int = 0
-    """Of its blocks, in its order: written to, or about to be."""
+    """Blocks written to, or about to be, in the load's order."""
     num_claimed: int = 0
     is_cancelled: bool = False
     tiers: list[TierName] = field(default_factory=list)
-    """Of the blocks in place."""
+    """The tiers of the blocks in place."""
 
     def begin(self, index: int) -> str:
-        """Begin to copy block ``index`` of the chain, or return why the load ends here."""
+        """Register the copy of block ``index``; returns why the load ends here, or ""."""
         place, num_blocks = index - self.order.first, len(self.into)
         if self.is_cancelled:
             return "cancelled"
@@ -93,7 +92,7 @@ class _Flight:
 
 
 class DaemonPort:
-    """A ``KVPort`` over a ``Client``, which it closes with itself."""
+    """A ``KVPort`` on a ``Client``, which it closes with itself."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class DaemonPort:
         engine_block_bytes: int,
         on_copied: Callable[[TransferRoute, float], object] = lambda _route, _seconds: None,
     ) -> None:
-        """``on_copied`` is told what each block's copy took, on threads of the port."""
+        """``on_copied`` gets the duration of each block's copy, on threads of the port."""
         self.block_tokens = block_tokens
         self._on_copied = on_copied
         self._client = client
@@ -113,7 +112,7 @@ class DaemonPort:
         self._events: deque[PortEvent] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._announced: set[str] = set()
-        self._flights: dict[str, _Flight] = {}
+        self._loads: dict[str, _RunningLoad] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._faults = RateLimitedLog(_log)
@@ -122,16 +121,16 @@ class DaemonPort:
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
     def bind(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever there is an event."""
+        """Set ``wake``, which is called whenever there is an event."""
         self._wake = wake
 
     def announce(self, chain: PortChain, first: int, traits: RequestTraits) -> None:
-        """Have it sent with others."""
+        """Queue it to be sent with others."""
         self._announced.add(traits.request_id)
         self._client.announce([Announcement(traits, chain.tenant, chain.hashes, first)])
 
     def finish(self, request_id: str, outcome: PlanOutcome | None) -> None:
-        """Have it sent with others."""
+        """Queue it to be sent with others."""
         if outcome is not None:
             self._client.note_outcome(outcome)
         if request_id in self._announced:
@@ -139,7 +138,7 @@ class DaemonPort:
             self._client.announce((), [request_id])
 
     def note_steps(self, steps: Sequence[StepSample], load: EngineLoad) -> None:
-        """Have them sent with the next report."""
+        """Queue them for the next report."""
         self._client.note_steps(steps, load)
 
     def lookup(self, chain: PortChain, first: int, traits: RequestTraits, load: EngineLoad) -> None:
@@ -150,24 +149,22 @@ class DaemonPort:
         self._begin(self._askers, self._lookup, chain, first, traits, load)
 
     def load(self, order: LoadOrder, into: Sequence[Sequence[int]]) -> None:
-        """Queue a load; the time it may take begins now."""
-        most_s = self._client.deadlines.load_s
-        if order.wait_ns:
-            most_s = min(most_s, _WAIT_SHARE * order.wait_ns / 1e9 + _WAIT_MARGIN_S)
-        flight = _Flight(order, into, time.monotonic() + most_s)
+        """Queue a load; its timeout starts now."""
+        most_s = plan_timeout_s(order.wait_ns, self._client.deadlines.load_s)
+        load = _RunningLoad(order, into, time.monotonic() + most_s)
         with self._lock:
-            self._flights[order.request_id] = flight
-        self._begin(self._readers, self._load, flight)
+            self._loads[order.request_id] = load
+        self._begin(self._readers, self._load, load)
 
     def claim(self, request_id: str, num_computed: int) -> int:
-        """Leave to the engine what is not being copied yet."""
+        """Grant the engine the blocks whose copy has not started."""
         with self._lock:
-            flight = self._flights.get(request_id)
-            if flight is None:
-                return 0  # it has ended, and its last event says how far it got
-            most = len(flight.into) - flight.num_begun
-            flight.num_claimed = max(flight.num_claimed, min(num_computed, most))
-            return flight.num_claimed
+            load = self._loads.get(request_id)
+            if load is None:
+                return 0  # it has ended; its last event says how far it got
+            most = len(load.into) - load.num_begun
+            load.num_claimed = max(load.num_claimed, min(num_computed, most))
+            return load.num_claimed
 
     def store(
         self, chain: PortChain, first: int, blocks: Sequence[Sequence[int]], offer: StoreOffer
@@ -183,9 +180,9 @@ class DaemonPort:
     def cancel(self, request_id: str) -> None:
         """Stop a load at the next block."""
         with self._lock:
-            flight = self._flights.get(request_id)
-            if flight is not None:
-                flight.is_cancelled = True
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.is_cancelled = True
 
     def poll(self) -> list[PortEvent]:
         """Take the events so far."""
@@ -195,14 +192,14 @@ class DaemonPort:
         return events
 
     def close(self) -> None:
-        """Finish what is under way and end the session."""
+        """Finish running work and end the session."""
         self._askers.shutdown(cancel_futures=True)
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._client.close()
 
     def _begin(self, threads: ThreadPoolExecutor, work: Callable[..., None], *of: object) -> None:
-        """Have a thread do something; what it raises, nobody else would hear of."""
+        """Run ``work`` on a thread; its exceptions are logged."""
         threads.submit(work, *of).add_done_callback(partial(note_fault, self._faults))
 
     def _emit(self, event: PortEvent) -> None:
@@ -220,34 +217,32 @@ class DaemonPort:
                 traits.request_id, found.tiers, found.reason, found.plan, found.max_offload_tokens
             )
         except DaemonUnavailable:
-            pass  # the client has said so, and the engine computes
+            pass  # already logged; the engine computes
         finally:
             self._emit(answer)
 
-    def _load(self, flight: _Flight) -> None:
+    def _load(self, load: _RunningLoad) -> None:
         end = "failed"
         try:
-            with TRACES.step(
-                "load", flight.order.request_id, decision=flight.order.decision
-            ) as mark:
-                end = self._follow(flight)
-                mark.set(loaded_blocks=len(flight.tiers), end=end)
+            with TRACES.step("load", load.order.request_id, decision=load.order.decision) as mark:
+                end = self._follow(load)
+                mark.set(loaded_blocks=len(load.tiers), end=end)
         except DaemonUnavailable:
             end = "daemon_away"
         finally:
             with self._lock:
-                del self._flights[flight.order.request_id]
-            self._emit(LoadEnded(flight.order.request_id, tuple(flight.tiers), end))
+                del self._loads[load.order.request_id]
+            self._emit(LoadEnded(load.order.request_id, tuple(load.tiers), end))
 
-    def _follow(self, flight: _Flight) -> str:
-        """Copy blocks as they come, and return why there are no more."""
-        order = flight.order
-        left_s = flight.deadline_s - time.monotonic()
-        if left_s < _WAIT_MARGIN_S / 2:
+    def _follow(self, load: _RunningLoad) -> str:
+        """Copy blocks as they arrive; returns why there are no more."""
+        order = load.order
+        left_s = load.deadline_s - time.monotonic()
+        if left_s < _LEFT_MIN_S:
             return "late"
         items = self._client.load(
             order.chain.tenant,
-            order.chain.hashes[: order.first + len(flight.into)],
+            order.chain.hashes[: order.first + len(load.into)],
             order.first,
             decision=order.decision,
             from_back=order.from_back,
@@ -257,14 +252,14 @@ class DaemonPort:
             if not isinstance(item, LoadedBlock):
                 return _REASONS.get(item, "failed")
             with self._lock:
-                end = flight.begin(item.index)
+                end = load.begin(item.index)
             if end:
                 return end
-            self._scatter(item.payload, flight.into[item.index - order.first])
+            self._scatter(item.payload, load.into[item.index - order.first])
             if time.monotonic() > item.good_until_s:
                 raise DaemonSlow("the lease ran out while copying")
-            flight.tiers.append(item.tier)
-            self._emit(LoadProgress(order.request_id, tuple(flight.tiers)))
+            load.tiers.append(item.tier)
+            self._emit(LoadProgress(order.request_id, tuple(load.tiers)))
         return "failed"
 
     def _store(
@@ -316,4 +311,4 @@ _REASONS: Mapping[str, str] = {
     "late": "late",
     "daemon_away": "daemon_away",
 }
-"""How a load's end is said to the engine; what is not here is a failure."""
+"""Maps the daemon's end of a load to the engine's reason; all others are ``failed``."""

@@ -72,8 +72,8 @@ def request(name: str, first_token: int, **more: Any) -> Request:
 def followed(events: KvEvents, asked: Request) -> Any:
     chains = RankChains([SPACE], NO_TENANT, BLOCK_TOKENS)
     chains.extend(asked.all_token_ids)
-    tracked = SimpleNamespace(request=asked, chains=chains, num_learned=0)
-    events.news.follow(tracked)
+    tracked = SimpleNamespace(request=asked, chains=chains, num_followed=0)
+    events.router_feed.follow(tracked)
     return chains.first(3)[0]
 
 
@@ -114,7 +114,7 @@ def check_same_words() -> None:
         events, vllms = KvEvents(SPEC, BLOCK_TOKENS, RATIO), manager()
         asked = request(kind, 1000 * number, **more)
         hashes = followed(events, asked)
-        events.news.hear()([RESYNC, change(TierName.CPU, hashes)])
+        events.router_feed.listener()([RESYNC, change(TierName.CPU, hashes)])
         vllms.allocate_slots(asked, NUM_TOKENS)
         theirs, ours = of_blocks(vllms.take_events()), events.take(vllms.block_pool)
         assert len(ours) == 1, kind
@@ -128,7 +128,7 @@ def check_reset() -> None:
     events, vllms = KvEvents(SPEC, BLOCK_TOKENS, RATIO), manager()
     asked = request("reset", 0)
     hashes = followed(events, asked)
-    events.news.hear()([change(TierName.SSD, hashes)])
+    events.router_feed.listener()([change(TierName.SSD, hashes)])
     first = events.take(vllms.block_pool)
     assert first[0].medium == "STORAGE"
     assert not events.take(vllms.block_pool)
@@ -144,10 +144,10 @@ def check_published() -> None:
     """Everything goes over vLLM's publisher as a router reads it."""
     events = KvEvents(SPEC, BLOCK_TOKENS, RATIO)
     hashes = followed(events, request("published", 0, **KINDS["salted"]))
-    hear = events.news.hear()
-    hear([change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
+    listener = events.router_feed.listener()
+    listener([change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
     told = [*events.take(None)]
-    hear([change(TierName.CPU, hashes, is_there=False)])
+    listener([change(TierName.CPU, hashes, is_there=False)])
     told += events.take(None)
     config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://kvtier-events"

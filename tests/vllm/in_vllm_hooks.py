@@ -37,9 +37,14 @@ from vllm.v1.request import Request
 
 from kvtier.client import OwnTier
 from kvtier.connectors.vllm import KvtierConnector, setup
-from kvtier.connectors.vllm.block_identity import BlockFacts, can_be_named, extra_keys
+from kvtier.connectors.vllm.block_identity import (
+    BlockFacts,
+    RankReport,
+    adapter_of,
+    can_be_named,
+    extra_keys,
+)
 from kvtier.connectors.vllm.engine_state import own_tier
-from kvtier.connectors.vllm.jobs import RankReport
 from kvtier.connectors.vllm_common import release as release_module
 from kvtier.connectors.vllm_common.refusal import refusal
 from kvtier.core.identity import chain_root, hash_blocks, tenant_digest
@@ -255,7 +260,7 @@ def check_start() -> None:
         (directory / "model.safetensors").write_bytes(b"weights")
         # Files last changed in the far past as this process sees it.
         late = time.time_ns() + 3600 * 10**9
-        with patch("kvtier.connectors.vllm.key_spaces.began_ns", lambda: late):
+        with patch("kvtier.connectors.vllm.block_identity.began_ns", lambda: late):
             for groups, load_format in (((window,), "auto"), ((served,), "dummy")):
                 connector = connector_of(directory, *groups, load_format=load_format)
                 connector.set_xfer_handshake_metadata_pp_aware(
@@ -268,8 +273,10 @@ def check_start() -> None:
             assert hooks_of_a_step(connector, request).weights == b"", "no worker has told yet"
             request.lora_request = LoRARequest("sql", 1, "/a")
             hooks_of_a_step(connector, request)
-            adapters = connector._start.adapters
-            assert adapters.note(LoRARequest("sql", 2, "/b")), "names are noted from the first on"
+            adapters = connector._resolver.adapters
+            assert adapters.note(adapter_of(LoRARequest("sql", 2, "/b"))), (
+                "names are noted from the first on"
+            )
             request.lora_request = None
             assert connector.reset_cache()
             connector.set_xfer_handshake_metadata_pp_aware(
@@ -277,7 +284,7 @@ def check_start() -> None:
             )
             assert connector.has_pending_push_work(), "a step, so that the workers hear of it"
             assert len(hooks_of_a_step(connector, request).weights) == 32
-            assert connector._scheduler._clearing.is_due, "what was asked before it began"
+            assert connector._scheduler._cache_reset.is_due, "what was asked before it began"
             await_true(lambda: not connector.has_pending_push_work(), "it waits for no daemon")
             connector.shutdown()
 

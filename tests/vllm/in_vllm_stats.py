@@ -26,13 +26,13 @@ NAME = "KvtierConnector"
 
 
 def stats() -> Any:
-    tally = StatCounters()
-    tally.add(HIT_TOKENS, 512, "cpu")
-    tally.add(LOOKUPS, label="hit")
-    tally.add(LOAD_SECONDS, 0.013)
-    of_worker = pickle.loads(pickle.dumps(KvtierStats.of(tally.take())))
-    tally.add(LOOKUPS, label="miss")
-    assert KvtierStats.of(tally.take()).aggregate(of_worker) is not of_worker
+    counters = StatCounters()
+    counters.add(HIT_TOKENS, 512, "cpu")
+    counters.add(LOOKUPS, label="hit")
+    counters.add(LOAD_SECONDS, 0.013)
+    of_worker = pickle.loads(pickle.dumps(KvtierStats.of(counters.take())))
+    counters.add(LOOKUPS, label="miss")
+    assert KvtierStats.of(counters.take()).aggregate(of_worker) is not of_worker
     assert not of_worker.is_empty()
     return of_worker
 

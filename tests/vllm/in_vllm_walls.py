@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 
 from kvtier.client import Client
-from kvtier.connectors.vllm.block_identity import BlockFacts
-from kvtier.connectors.vllm.jobs import LoadJob, RankReport, StepJobs, StepResults
+from kvtier.connectors.vllm.block_identity import BlockFacts, RankReport
+from kvtier.connectors.vllm.jobs import LoadJob, StepJobs, StepResults
 from kvtier.connectors.vllm.kv_events import KvEvents
 from kvtier.connectors.vllm.messages import KvtierMetrics, KvtierStats, StepMetadata, WorkerMetadata
 from kvtier.connectors.vllm_tier import KvtierOffloadingConnector, KvtierTier
@@ -38,7 +38,7 @@ class Broken:
 
 
 PARTS = (
-    "_site",
+    "_setup",
     "_facts",
     "_scheduler",
     "_worker",
@@ -46,7 +46,7 @@ PARTS = (
     "_events",
     "_reports",
     "_copies",
-    "_start",
+    "_resolver",
     "_connector_metadata",
 )
 """Of a connector."""
@@ -140,8 +140,8 @@ def check_start() -> None:
     parts = (
         "connector.join_log",
         "connector.read_settings",
-        "site.refusal",
-        "site.KeySpaceResolver",
+        "setup.refusal",
+        "setup.KeySpaceResolver",
     )
     with connectors() as make:
         for part in parts:
@@ -188,14 +188,14 @@ def check_events() -> None:
     with connectors() as make:
         connector = make()
         events = connector._events = KvEvents(group_of(FullAttentionSpec).kv_cache_spec, 64, 4)
-        news: Any = events.news
+        router_feed: Any = events.router_feed
         connector._scheduler = SimpleNamespace(
             is_joining=False, has_pending_stores=False, close=lambda: None
         )
         connector._are_workers_told = True
-        news._stale.add(SimpleNamespace(position=0, keys=(bytes(16),)))
+        router_feed._stale.add(SimpleNamespace(position=0, keys=(bytes(16),)))
         assert connector.has_pending_push_work()
-        with patch.object(news, "take", Broken()):
+        with patch.object(router_feed, "take", Broken()):
             for _ in range(20):
                 assert connector.take_events() == ()
         assert not connector.has_pending_push_work()

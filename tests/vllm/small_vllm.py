@@ -76,7 +76,7 @@ class SmallVllm:
         copies: Callable[[Pages], BlockCopier] = HostCopier,
         num_ranks: int = 1,
         role: Role = Role.BOTH,
-        news: RouterFeed | None = None,
+        router_feed: RouterFeed | None = None,
     ) -> None:
         shape = (NUM_BLOCKS, 2, BLOCK_TOKENS, PAGE_FLOATS)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -103,9 +103,9 @@ class SmallVllm:
                 parallel_rank=rank,
             )
             deadlines = deadlines or ClientDeadlines(5, 10, 10, 0.1)
-            hear = news.hear(rank) if news else None
+            listener = router_feed.listener(rank) if router_feed else None
             asker = Client(
-                socket, space, "small scheduler", deadlines=deadlines, rank=rank, watch=hear
+                socket, space, "small scheduler", deadlines=deadlines, rank=rank, watch=listener
             )
             ranks.append(Rank(asker, space.digest))
             copier = Client(
@@ -121,8 +121,7 @@ class SmallVllm:
         for client in self.clients:
             client.start()
         self.pool = Pool()
-        self.scheduler = SchedulerHalf(ranks, block_tokens, RATIO, role)
-        self.scheduler.news = news
+        self.scheduler = SchedulerHalf(ranks, block_tokens, RATIO, role, router_feed)
         self.scheduler.bind(self.pool)
         self.worker = self.workers[0]
         self._names = count()
@@ -158,7 +157,7 @@ class SmallVllm:
             found.extend([] if answer is None else [answer])
             return bool(found)
 
-        await_true(is_answered, "the search is over")
+        await_true(is_answered, "the lookup has ended")
         before_copy()
         scheduler.allocated(asked, blocks, found[0])
         missing = self._step({}, asked) if found[0] else set()
@@ -199,12 +198,12 @@ class SmallVllm:
                 },
             )
         )
-        orders = self.scheduler.take_orders()
-        self._last_step = orders.step
+        jobs = self.scheduler.take_jobs()
+        self._last_step = jobs.step
         for worker in self.workers:
-            worker.load(orders)
-            worker.store(orders)
-        if not orders.loads:
+            worker.load(jobs)
+            worker.store(jobs)
+        if not jobs.loads:
             return set()
         missing: set[int] = set()
         for worker in self.workers:
@@ -223,4 +222,4 @@ class SmallVllm:
             self._last_step = 0
             if results is not None:
                 self.scheduler.take(results)
-        return self.scheduler.num_open_stores
+        return len(self.scheduler._stores)

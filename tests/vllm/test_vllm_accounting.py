@@ -110,9 +110,9 @@ class Accounting(RuleBasedStateMachine):
         clients = [RecordingClient(self.daemon) for _ in KEY_SPACES]
         ranks = [Rank(each, space) for each, space in zip(clients, KEY_SPACES, strict=True)]
         self.half = SchedulerHalf(ranks, BLOCK_TOKENS, RATIO)
-        self.half._searches._askers.shutdown()
+        self.half._lookups._askers.shutdown()
         self.queue = Queue()
-        self.half._searches._askers = self.queue
+        self.half._lookups._askers = self.queue
         self.pool = Pool()
         self.half.bind(self.pool)
         self.runs: dict[str, Run] = {}
@@ -326,7 +326,7 @@ class Accounting(RuleBasedStateMachine):
                 for block in blocks:
                     wanted[block] += 1
         assert [block.ref_cnt for block in self.pool.blocks] == wanted
-        assert self.half.num_open_stores == len(self.stores)
+        assert len(self.half._stores) == len(self.stores)
 
     @invariant()
     def what_is_promised_is_held(self) -> None:
@@ -345,7 +345,7 @@ class Accounting(RuleBasedStateMachine):
         self.references_add_up()
         assert not self.daemon.open_leases
         assert not self.half._tracked
-        assert not self.half._searches
+        assert not self.half._lookups
         assert not len(self.half._loads)
         assert not any(block.ref_cnt for block in self.pool.blocks)
         decisions = [outcome.decision for outcome in self.daemon.outcomes]
@@ -403,14 +403,14 @@ class Accounting(RuleBasedStateMachine):
                 num_scheduled_tokens={run.request.request_id: num for run, num, _ in chunks},
             )
         )
-        orders = self.half.take_orders()
-        assert {order.request_id for order in orders.loads} == loading, "one order for each promise"
-        for load in orders.loads:
+        jobs = self.half.take_jobs()
+        assert {order.request_id for order in jobs.loads} == loading, "one order for each promise"
+        for load in jobs.loads:
             self._check_load(load)
             self.loads[load.request_id] = Copy(load, list(range(NUM_RANKS)), len(load.into))
-        self.stores += [Copy(store, list(range(NUM_RANKS))) for store in orders.stores]
-        if orders.step:
-            self.steps.append(orders.step)
+        self.stores += [Copy(store, list(range(NUM_RANKS))) for store in jobs.stores]
+        if jobs.step:
+            self.steps.append(jobs.step)
 
     def _check_load(self, order: LoadJob) -> None:
         """Fail where not exactly what was promised is ordered."""

@@ -21,7 +21,7 @@ from kvtier.connectors.kit.weights import (
     hub_snapshot,
     model_files,
 )
-from kvtier.connectors.vllm.block_identity import can_be_named, extra_keys
+from kvtier.connectors.vllm.block_identity import adapter_of, can_be_named, extra_keys
 from kvtier.core.identity import chain_root, hash_blocks
 from kvtier.testing.child import await_true, work_directory
 from kvtier.testing.running_node import RunningNode
@@ -134,7 +134,7 @@ def test_a_folder_that_is_no_models_is_not_searched_for_long(
         (folder / str(number)).mkdir()
     for number in range(num_files):
         (folder / f"{number}.json").touch()
-    with pytest.raises(ValueError, match="has more than 256 folders or 4096 files"):
+    with pytest.raises(ValueError, match="has more than 256 directories or 4096 files"):
         model_files(folder)
 
 
@@ -143,13 +143,13 @@ def test_a_model_that_is_one_file(tmp_path: Path) -> None:
 
 
 def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no weights to know it by"):
+    with pytest.raises(ValueError, match="has no weight files"):
         model_files(tmp_path)
 
 
 def test_files_that_changed_after_vllm_began_are_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    with pytest.raises(ValueError, match="safetensors has changed since vLLM began"):
+    with pytest.raises(ValueError, match="safetensors has changed since the engine started"):
         known_as(folder, since_ns=time.time_ns() - 3600 * 10**9)
     assert known_as(folder)
     # Whoever puts the old time back does not hide the change.
@@ -158,7 +158,7 @@ def test_files_that_changed_after_vllm_began_are_refused(tmp_path: Path) -> None
     told = (folder / "model.safetensors").stat()
     (folder / "model.safetensors").write_bytes(b"weightz")
     os.utime(folder / "model.safetensors", ns=(told.st_atime_ns, told.st_mtime_ns))
-    with pytest.raises(ValueError, match="has changed since vLLM began"):
+    with pytest.raises(ValueError, match="has changed since the engine started"):
         known_as(folder, since_ns=now_ns)
 
 
@@ -169,7 +169,7 @@ def test_a_link_that_was_set_anew_is_refused(tmp_path: Path) -> None:
     await_true(lambda: _touched_ns(tmp_path / "probe") > now_ns, "the file system's clock goes on")
     (tmp_path / "current").symlink_to("v2")
     assert known_as(tmp_path / "v2", since_ns=now_ns)
-    with pytest.raises(ValueError, match="has changed since vLLM began"):
+    with pytest.raises(ValueError, match="has changed since the engine started"):
         known_as(tmp_path / "current", since_ns=now_ns)
 
 
@@ -191,14 +191,14 @@ def test_what_the_hub_has_just_brought_counts_by_its_content(tmp_path: Path, is_
     (snapshot / "model.safetensors").symlink_to(blob)
     assert known_as(snapshot, since_ns=1)
     blob.write_bytes(b"trained")  # through the link, as a program saves its work
-    with pytest.raises(ValueError, match="has changed since vLLM began"):
+    with pytest.raises(ValueError, match="has changed since the engine started"):
         known_as(snapshot, since_ns=1)
     assert known_as(snapshot)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         known_as(tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_a_name_of_the_hub_leads_to_its_cache(
 
 def test_a_name_that_means_another_commit_by_now_is_refused(tmp_path: Path) -> None:
     save_hub(tmp_path, COMMITS)
-    with pytest.raises(ValueError, match="refs/main has changed since vLLM began"):
+    with pytest.raises(ValueError, match="refs/main has changed since the engine started"):
         hub_snapshot("org/m", None, str(tmp_path), since_ns=1)
 
 
@@ -320,7 +320,7 @@ def test_several_at_a_time_keep_one_whole_record(tmp_path: Path) -> None:
 def test_reading_ends_when_vllm_does(large: Path) -> None:
     digests = FileDigests()
     digests.end()
-    with pytest.raises(OSError, match="vLLM ends"):
+    with pytest.raises(OSError, match="the engine is shutting down"):
         digests.digest(large)
 
 
@@ -387,8 +387,8 @@ def adapters() -> Iterator[AdapterFingerprints]:
 
 
 def answer(adapters: AdapterFingerprints, adapter: Any, name: str = "r") -> bytes | None:
-    adapters.ask(request(name, [1], lora_request=adapter))
-    await_true(lambda: not adapters.is_open(name), "the answer is there, or too late")
+    adapters.ask(name, adapter_of(adapter))
+    await_true(lambda: not adapters.is_pending(name), "the answer is there, or too late")
     return adapters.take(name)
 
 
@@ -438,7 +438,7 @@ def test_a_name_that_names_two_adapters_is_not_believed(
     if is_asked:
         assert answer(adapters, LoRARequest(first, "sql", 1))
     else:  # as before the weights of the model are known
-        assert adapters.note(LoRARequest(first, "sql", 1)) == ""
+        assert adapters.note(adapter_of(LoRARequest(first, "sql", 1))) == ""
     assert answer(adapters, LoRARequest(second, "sql", 2)) is None
     assert answer(adapters, LoRARequest(first, "sql", 3)) is None
     assert answer(adapters, LoRARequest(second, "sql2", 4))
@@ -454,11 +454,13 @@ def test_an_adapter_after_one_that_could_not_be_told_is_not_believed(
 
 def test_names_that_are_remembered_are_bounded(adapters: AdapterFingerprints) -> None:
     for number in range(1, 5000):
-        told = adapters.note(LoRARequest("/a", f"n{number}", number))
+        told = adapters.note(adapter_of(LoRARequest("/a", f"n{number}", number)))
         assert bool(told) == (number > 1024)
-    assert adapters.note(LoRARequest("/a", "n7", 7)) == ""
-    assert adapters.note(LoRARequest("/b", "n7", 5000))
-    assert adapters.note(LoRARequest("/a", "n7", 7)), "it is noted of those that are known"
+    assert adapters.note(adapter_of(LoRARequest("/a", "n7", 7))) == ""
+    assert adapters.note(adapter_of(LoRARequest("/b", "n7", 5000)))
+    assert adapters.note(adapter_of(LoRARequest("/a", "n7", 7))), (
+        "it is noted of those that are known"
+    )
 
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty", "only weights", "too many", "own"])
@@ -489,10 +491,10 @@ def test_a_request_is_not_waited_for_long(tmp_path: Path) -> None:
     adapters = AdapterFingerprints(FileDigests(), LATER_NS, lambda: now_s)
     gate = threading.Event()
     assert adapters._reader.submit(gate.wait, 10)  # a file system that hangs
-    adapters.ask(request("r", [1], lora_request=LoRARequest(save_adapter(tmp_path / "one"))))
-    assert adapters.is_open("r")
+    adapters.ask("r", adapter_of(LoRARequest(save_adapter(tmp_path / "one"))))
+    assert adapters.is_pending("r")
     now_s += 0.3
-    assert not adapters.is_open("r")
+    assert not adapters.is_pending("r")
     assert adapters.take("r") is None
     gate.set()
     adapters.close()
@@ -503,17 +505,17 @@ def test_a_file_system_that_hangs_is_asked_a_bounded_number_of_times(tmp_path: P
     adapter = LoRARequest(save_adapter(tmp_path / "one"))
     assert adapters._reader.submit(gate.wait, 30)
     for number in range(300):
-        adapters.ask(request(f"r{number}", [1], lora_request=adapter))
+        adapters.ask(f"r{number}", adapter_of(adapter))
         if number < 290:
             adapters.forget(f"r{number}")
-    assert not adapters.is_open("r299"), "it is not asked about, and not waited for"
+    assert not adapters.is_pending("r299"), "it is not asked about, and not waited for"
     gate.set()
     await_true(lambda: answer(adapters, adapter), "it is asked again")
     adapters.close()
 
 
 def test_what_is_not_asked_about_is_not_waited_for(adapters: AdapterFingerprints) -> None:
-    assert not adapters.is_open("r")
+    assert not adapters.is_pending("r")
     assert adapters.take("r") is None
     adapters.forget("r")
 

@@ -131,7 +131,7 @@ def test_what_is_no_cache_of_blocks_is_refused_by_name(message):
 
 def test_a_device_of_another_kind_is_refused():
     pages = Pages({"a": torch.zeros(6, 8, device="meta")}, NUM_BLOCKS)
-    with pytest.raises(ValueError, match="blocks are on meta; CPUs and CUDA devices are served"):
+    with pytest.raises(ValueError, match="blocks are on meta; supported are CPUs and CUDA"):
         open_copies(pages)
 
 

@@ -20,8 +20,7 @@ from kvtier.connectors.vllm.jobs import (
     StoreJob,
     WorkerReports,
 )
-from kvtier.connectors.vllm.prefix_lookup import PrefixLookup
-from kvtier.connectors.vllm.request import RequestTimes
+from kvtier.connectors.vllm.request import PrefixLookup, RequestTimes
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
 from kvtier.connectors.vllm.stats import LOOKUPS
 from kvtier.connectors.vllm.worker import WorkerHalf
@@ -85,11 +84,11 @@ def test_steps_that_nobody_ends_are_forgotten() -> None:
 
 
 def test_an_account_of_a_restored_request() -> None:
-    account = RequestTimes(10.0, num_restored=3, restore_s=0.5)
-    account.note_chunk(80, 12.0)
-    account.note_chunk(20, 12.3)
-    account.compute_s = 0.4
-    outcome = account.outcome(7, [TierName.SSD, TierName.SSD, TierName.CPU, TierName.CPU], 13.0)
+    times = RequestTimes(10.0, num_restored=3, restore_s=0.5)
+    times.note_chunk(80, 12.0)
+    times.note_chunk(20, 12.3)
+    times.compute_s = 0.4
+    outcome = times.outcome(7, [TierName.SSD, TierName.SSD, TierName.CPU, TierName.CPU], 13.0)
     assert outcome is not None
     assert outcome.tiers == ((TierName.SSD, 2), (TierName.CPU, 1))
     assert (outcome.decision, outcome.computed_tokens) == (7, 100)
@@ -98,10 +97,10 @@ def test_an_account_of_a_restored_request() -> None:
 
 
 def test_there_is_no_outcome_without_a_plan_or_a_chunk() -> None:
-    account = RequestTimes(10.0)
-    assert account.outcome(7, (), 11.0) is None
-    account.note_chunk(1, 10.5)
-    assert account.outcome(0, (), 11.0) is None
+    times = RequestTimes(10.0)
+    assert times.outcome(7, (), 11.0) is None
+    times.note_chunk(1, 10.5)
+    assert times.outcome(0, (), 11.0) is None
 
 
 # Searches
@@ -233,13 +232,13 @@ def test_whatever_fails_in_a_worker_each_order_is_reported_once(has_fence: bool)
     copies: Any = BrokenCopies(has_fence=has_fence)
     client: Any = BrokenClient(RecordedDaemon())
     worker = WorkerHalf(client, copies)
-    orders = StepJobs(loads=[LOAD], stores=[STORE])
+    jobs = StepJobs(loads=[LOAD], stores=[STORE])
     for begin in (worker.load, worker.store):
         if has_fence:
-            begin(orders)
+            begin(jobs)
         else:
             with pytest.raises(RuntimeError, match="the device is gone"):
-                begin(orders)
+                begin(jobs)
     reports = worker.reports
     await_true(lambda: reports._received and reports._results.stored, "both are reported")
     worker.close()
@@ -310,7 +309,7 @@ def test_a_load_that_was_not_named_is_ordered_all_the_same_and_brings_nothing() 
     made.add(asked("a"))
     with pytest.raises(AssertionError):
         made.allocated(asked("a"), [3, 4, 5], 8)
-    (order,) = made.take_orders().loads
+    (order,) = made.take_jobs().loads
     assert (order.request_id, order.into, order.good_until_s) == ("a", ((3, 4, 5),), 0.0)
     made.close()
 
@@ -318,14 +317,14 @@ def test_a_load_that_was_not_named_is_ordered_all_the_same_and_brings_nothing() 
 def test_no_more_searches_are_open_than_may_be_and_all_have_their_turn() -> None:
     daemon = RecordedDaemon()
     made = half(daemon)
-    made._searches._askers.shutdown()
+    made._lookups._askers.shutdown()
     waiting: list[Any] = []
 
     def submit(work: Any, *rest: Any) -> Future[None]:
         waiting.append((work, rest))
         return Future()
 
-    made._searches._askers = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
+    made._lookups._askers = SimpleNamespace(submit=submit, shutdown=lambda **_: None)
     requests = [asked(f"request-{number}") for number in range(100)]
     for request in requests:
         made.add(request)
@@ -363,14 +362,14 @@ def test_an_idle_engine_goes_on_until_stores_are_over_and_no_longer_than_that(
         num_scheduled_tokens={"a": 40},
     )
     made.offer(output)
-    orders = made.take_orders()
-    (order,) = orders.stores
+    jobs = made.take_jobs()
+    (order,) = jobs.stores
     assert made.has_pending_stores
     assert made.frees_blocks_soon, "the store has the last reference"
     made._stores._pool.touch(made._stores._pool.blocks[:10])
     assert not made.frees_blocks_soon, "the request has its blocks still"
     now_s[0] += 2 * longest_s  # a long prompt on a slow machine
-    made.take(StepResults(step=orders.step))
+    made.take(StepResults(step=jobs.step))
     made.finish(request)
     assert made.has_pending_stores, "it began when its step had ended"
     now_s[0] += 1.01 * longest_s
@@ -396,7 +395,7 @@ def test_a_daemon_that_has_nothing_is_not_asked_until_something_is_stored() -> N
     assert match("b") == 0
     assert made.match(asked("b"), 0) == 0, "it waits for room, and is asked about again"
     assert daemon.num_decisions == 1
-    assert made.tally.take()[LOOKUPS.name]["empty"] == [1]
+    assert made.counters.take()[LOOKUPS.name]["empty"] == [1]
     number = made._stores.open([1, 2], 0.0)
     assert match("c") is None, "its own store may be done by now"
     await_true(lambda: made.match(asked("c"), 0) == 0, "there is nothing yet")
@@ -426,7 +425,7 @@ def test_what_vllm_has_lost_since_the_search_is_not_skipped(is_stored: bool) -> 
     assert answer(20) == (12 if is_stored else 0), "from the third block on"
     assert answer(4) == (28 if is_stored else 0), "from the first block on"
     made.allocated(request, list(range(10, 20)), 28 if is_stored else 0)
-    loads = made.take_orders().loads
+    loads = made.take_jobs().loads
     if is_stored:
         (order,) = loads
         assert (order.first, order.into[0], order.into[3]) == (0, (-1, 11), (16, 17))
@@ -442,7 +441,7 @@ def test_blocks_that_are_lost_again_and_again_are_computed() -> None:
     (chain,) = made._tracked["a"].chains.first(5)
     daemon.stored = {(NO_TENANT, block_hash): None for block_hash in chain}
     await_true(lambda: made.match(request, 0) == 0, "vLLM is told that there is nothing")
-    assert not made._searches
+    assert not made._lookups
     assert not daemon.open_leases
     made.close()
 
@@ -470,7 +469,7 @@ def test_a_chunk_beyond_the_share_of_the_pool_is_offered_in_parts() -> None:
                 num_scheduled_tokens={"a": num_new},
             )
         )
-        return list(made.take_orders().stores)
+        return list(made.take_jobs().stores)
 
     (first,) = step(0, 4 * num_blocks)
     assert 0 < 2 * len(first.blocks) <= share
@@ -488,6 +487,6 @@ def test_what_reached_no_worker_is_said_of_fresh_blocks_alone() -> None:
     made._tracked["a"].num_local = 8
     with pytest.raises(AssertionError):
         made.allocated(asked("a"), [3, 4, 5], 4)
-    (order,) = made.take_orders().loads
+    (order,) = made.take_jobs().loads
     assert order.into == ((5,),), "those before it vLLM has, and others too"
     made.close()

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from kvtier.client import Client, ClientDeadlines
-from kvtier.connectors.vllm.block_identity import BlockFacts, block_ratio
-from kvtier.connectors.vllm.jobs import RankReport
-from kvtier.connectors.vllm.key_spaces import KeySpaceResolver
+from kvtier.connectors.vllm.block_identity import (
+    BlockFacts,
+    KeySpaceResolver,
+    RankReport,
+    block_ratio,
+)
 from kvtier.connectors.vllm_common.model_config import model_config
 from kvtier.connectors.vllm_common.refusal import layer_specs, refusal
 from kvtier.core.layout import KVLayout
@@ -104,7 +107,7 @@ def test_a_plain_model_is_served() -> None:
         ({"load__load_format": "dummy"}, "weights of load format dummy"),
         ({"load__load_format": "tensorizer"}, "weights of load format tensorizer"),
         ({"load__load_format": "npcache"}, "weights of load format npcache"),
-        ({"load__model_loader_extra_config": {"pattern": "/b"}}, "a pattern of its own"),
+        ({"load__model_loader_extra_config": {"pattern": "/b"}}, "a custom pattern"),
         (
             {"model__hf_config": Written(text_model_id="org/t")},
             "weights come from org/t as well (text_model_id)",
@@ -112,14 +115,14 @@ def test_a_plain_model_is_served() -> None:
         ({"model__hf_config": Written(audio_model_id="org/a")}, "org/a as well (audio_model_id)"),
         ({"model__model_weights": "s3://b/m"}, "weights come from s3://b/m"),
         ({"weight_transfer_config": object()}, "weight_transfer_config"),
-        ({"parallel__worker_extension_cls": "a.B"}, "a.B may exchange weights"),
+        ({"parallel__worker_extension_cls": "a.B"}, "a.B may replace weights"),
         ({"model__enable_sleep_mode": True}, "enable_sleep_mode"),
-        ({"cache__cache_dtype": "int8_per_token_head"}, "KV of dtype int8_per_token_head"),
+        ({"cache__cache_dtype": "int8_per_token_head"}, "KV dtype int8_per_token_head"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"speculative_config": SimpleNamespace(method="mtp")}, "speculative decoding by mtp"),
         ({"diffusion_config": object()}, "diffusion_config"),
         ({"engram_config": object()}, "engram_config"),
-        ({"model__is_encoder_decoder": True}, "an encoder's output"),
+        ({"model__is_encoder_decoder": True}, "depends on an encoder's output"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size"),
         ({"parallel__nnodes": 2}, "workers may be on other machines"),
@@ -155,10 +158,10 @@ def test_settings_that_the_identity_has_are_served(changed: dict[str, Any]) -> N
         ([SlidingWindowSpec()], "layers with SlidingWindowSpec"),
         (
             [FullAttentionSpec(), SlidingWindowSpec()],
-            "2 groups of KV (FullAttentionSpec, SlidingWindowSpec), and one is served",
+            "2 groups of KV (FullAttentionSpec, SlidingWindowSpec), only one is supported",
         ),
         ([], "0 groups of KV"),
-        ([FullAttentionSpec(non_causal=True)], "look at later tokens"),
+        ([FullAttentionSpec(non_causal=True)], "attend to later tokens"),
         ([FullAttentionSpec(compress_ratio=4)], "one state for several tokens"),
         ([FullAttentionSpec(tokens_per_state=4)], "one state for several tokens"),
         (
@@ -259,7 +262,7 @@ def test_the_greatest_length_counts_where_positions_depend_on_it() -> None:
 
 
 def test_a_setting_without_a_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="a setting cannot be told"):
+    with pytest.raises(ValueError, match="a setting has no stable text"):
         model_config(config(additional_config={"x": object()}))
 
 
@@ -299,7 +302,7 @@ def begun(start: KeySpaceResolver, *ranks: RankReport) -> list[Any]:
 def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have files be older than this process, which made them."""
     later_ns = time.time_ns() + 3600 * 10**9
-    monkeypatch.setattr("kvtier.connectors.vllm.key_spaces.began_ns", lambda: later_ns)
+    monkeypatch.setattr("kvtier.connectors.vllm.block_identity.began_ns", lambda: later_ns)
 
 
 @pytest.mark.usefixtures("long_ago")
@@ -320,7 +323,7 @@ def test_a_start_gives_a_space_for_each_rank(model: Path) -> None:
             [RankReport(None, "layer a is odd"), RankReport(None, "layer a is odd")],
             "layer a is odd",
         ),
-        ([facts(0, 2), facts(1, 2, block_tokens=128)], "tokens 64 in 4 and 128 in 8 of vLLM's"),
+        ([facts(0, 2), facts(1, 2, block_tokens=128)], "tokens 64 in 4 and 128 in 8 vLLM blocks"),
     ],
 )
 def test_ranks_that_cannot_be_served_are_told_once(
@@ -336,7 +339,7 @@ def test_ranks_that_cannot_be_served_are_told_once(
 def test_a_model_that_is_read_for_long_holds_nobody_up(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.key_spaces._WAIT_S", 0.0)
+    monkeypatch.setattr("kvtier.connectors.vllm.block_identity._WAIT_S", 0.0)
     gate = threading.Event()
 
     def find() -> Path:
@@ -354,7 +357,7 @@ def test_a_model_that_is_read_for_long_holds_nobody_up(
 
 def test_weights_that_just_changed_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert begun(KeySpaceResolver(lambda: model, ""), facts()) == []
-    assert "model.safetensors has changed since vLLM began" in reasons(caplog)[0]
+    assert "model.safetensors has changed since the engine started" in reasons(caplog)[0]
 
 
 def test_what_is_refused_is_not_read(caplog: pytest.LogCaptureFixture) -> None:

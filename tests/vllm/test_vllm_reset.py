@@ -57,9 +57,9 @@ def ordered_stores(small: SmallVllm) -> StepJobs:
             num_scheduled_tokens=scheduled,
         )
     )
-    orders = scheduler.take_orders()
-    assert len(orders.stores) == 1
-    return orders
+    jobs = scheduler.take_jobs()
+    assert len(jobs.stores) == 1
+    return jobs
 
 
 def test_a_reset_empties_every_tier_at_once(node: RunningNode) -> None:
@@ -115,9 +115,9 @@ def test_a_disk_that_comes_back_is_emptied_before_anything_is_found(node: Runnin
 
 def test_a_store_that_was_ordered_before_does_not_stay(node: RunningNode) -> None:
     with node.daemon(), SmallVllm(node.socket, deadlines=DEADLINES) as small:
-        orders = ordered_stores(small)
+        jobs = ordered_stores(small)
         small.scheduler.reset()
-        small.worker.store(orders)
+        small.worker.store(jobs)
         await_served_again(small, OTHERS)
         node.await_idle()
         assert blocks_of(node) == [4, 4]

@@ -48,7 +48,7 @@ def asked(*tokens: int, spaces: list[bytes] = SPACES[:1], num_named: int = 1000)
     chains = RankChains(spaces, NO_TENANT, RATIO)
     chains.extend(tokens)
     request = SimpleNamespace(tokens=tokens, num_named=num_named)
-    return SimpleNamespace(request=request, chains=chains, num_learned=0)
+    return SimpleNamespace(request=request, chains=chains, num_followed=0)
 
 
 def change(tier: TierName, keys: Any, *, is_there: bool = True) -> ResidencyChange:
@@ -61,7 +61,7 @@ class Router:
     def __init__(self) -> None:
         self.has: Counter[tuple[int, Any]] = Counter()
 
-    def hear(self, told: RouterUpdate) -> None:
+    def listener(self, told: RouterUpdate) -> None:
         for medium, names in told.withdrawn.items():
             for name in names:
                 self.has[medium, name] -= 1
@@ -86,10 +86,10 @@ def names_of(tracked: Any, num_blocks: int | None = None) -> set[Any]:
     return {tuple(tokens[:place]) for place in range(1, end + 1)}
 
 
-def published(news: RouterFeed) -> Router:
+def published(router_feed: RouterFeed) -> Router:
     router = Router()
-    router.hear(news.take(1000))
-    assert not news.is_waiting
+    router.listener(router_feed.take(1000))
+    assert not router_feed.is_waiting
     return router
 
 
@@ -98,39 +98,39 @@ def open_news(num_ranks: int = 1, blocks_max: int = 1000) -> RouterFeed:
 
 
 def test_what_waits_can_be_given_up_and_comes_again_with_the_next_request():
-    news, tracked = open_news(2), asked(1, 2, 3, 4, spaces=SPACES)
+    router_feed, tracked = open_news(2), asked(1, 2, 3, 4, spaces=SPACES)
     for rank, hashes in enumerate(tracked.chains.first(2)):
-        news.hear(rank)([RESYNC, change(TierName.CPU, hashes)])
-    news.follow(tracked)
-    assert news.is_waiting
-    news.begin_again()
-    assert not news.is_waiting
-    news.follow(asked(1, 2, 3, 4, spaces=SPACES))
-    assert published(news).names(CPU) == names_of(tracked)
+        router_feed.listener(rank)([RESYNC, change(TierName.CPU, hashes)])
+    router_feed.follow(tracked)
+    assert router_feed.is_waiting
+    router_feed.restart()
+    assert not router_feed.is_waiting
+    router_feed.follow(asked(1, 2, 3, 4, spaces=SPACES))
+    assert published(router_feed).names(CPU) == names_of(tracked)
 
 
 def test_a_chain_is_one_run_in_each_medium():
-    news, tracked = open_news(), asked(1, 2, 3, 4, 5, 6)
-    news.follow(tracked)
+    router_feed, tracked = open_news(), asked(1, 2, 3, 4, 5, 6)
+    router_feed.follow(tracked)
     (hashes,) = tracked.chains.first(3)
-    news.hear()([RESYNC, change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
-    told = news.take(1000)
+    router_feed.listener()([RESYNC, change(TierName.CPU, hashes), change(TierName.SSD, hashes)])
+    told = router_feed.take(1000)
     assert [(medium, len(run)) for medium, run in told.announced] == [(CPU, 3), (STORAGE, 3)]
     assert not told.withdrawn
 
 
 def test_what_others_stored_is_told_once_a_request_has_met_it():
-    news, tracked = open_news(), asked(1, 2, 3, 4)
+    router_feed, tracked = open_news(), asked(1, 2, 3, 4)
     (hashes,) = tracked.chains.first(2)
-    news.hear()([RESYNC, change(TierName.SSD, hashes)])
-    assert not news.take(1000).announced
-    news.follow(tracked)
-    assert published(news).names(STORAGE) == names_of(tracked)
+    router_feed.listener()([RESYNC, change(TierName.SSD, hashes)])
+    assert not router_feed.take(1000).announced
+    router_feed.follow(tracked)
+    assert published(router_feed).names(STORAGE) == names_of(tracked)
 
 
 def test_storage_has_a_block_until_the_last_tier_of_it_has_it_no_more():
-    news, tracked, router = open_news(), asked(1, 2), Router()
-    news.follow(tracked)
+    router_feed, tracked, router = open_news(), asked(1, 2), Router()
+    router_feed.follow(tracked)
     (hashes,) = tracked.chains.first(1)
     steps = [
         (TierName.CPU, True, {CPU}),
@@ -141,14 +141,14 @@ def test_storage_has_a_block_until_the_last_tier_of_it_has_it_no_more():
         (TierName.REMOTE, False, set()),
     ]
     for tier, is_there, media in steps:
-        news.hear()([change(tier, hashes, is_there=is_there)])
-        router.hear(news.take(1000))
+        router_feed.listener()([change(tier, hashes, is_there=is_there)])
+        router.listener(router_feed.take(1000))
         assert {each for each in MEDIA if router.names(each)} == media
 
 
 def test_a_block_is_told_while_every_rank_has_it():
-    news, tracked, router = open_news(2), asked(1, 2, spaces=SPACES), Router()
-    news.follow(tracked)
+    router_feed, tracked, router = open_news(2), asked(1, 2, spaces=SPACES), Router()
+    router_feed.follow(tracked)
     first, second = tracked.chains.first(1)
     for rank, keys, is_there, names in (
         (0, first, True, set()),
@@ -157,175 +157,175 @@ def test_a_block_is_told_while_every_rank_has_it():
         (1, second, True, names_of(tracked)),
         (0, first, False, set()),
     ):
-        news.hear(rank)([change(TierName.CPU, keys, is_there=is_there)])
-        router.hear(news.take(1000))
+        router_feed.listener(rank)([change(TierName.CPU, keys, is_there=is_there)])
+        router.listener(router_feed.take(1000))
         assert router.names(CPU) == names
 
 
 def test_several_changes_between_two_steps_are_one_or_none():
-    news, tracked = open_news(), asked(1, 2, 3, 4)
-    news.follow(tracked)
+    router_feed, tracked = open_news(), asked(1, 2, 3, 4)
+    router_feed.follow(tracked)
     (hashes,) = tracked.chains.first(2)
     come, go = (change(TierName.CPU, hashes, is_there=there) for there in (True, False))
-    news.hear()([come, go])
-    assert news.take(1000) == RouterUpdate()
-    news.hear()([come, go, come])
-    assert len(news.take(1000).announced) == 1
+    router_feed.listener()([come, go])
+    assert router_feed.take(1000) == RouterUpdate()
+    router_feed.listener()([come, go, come])
+    assert len(router_feed.take(1000).announced) == 1
 
 
 def test_a_daemon_that_is_gone_has_nothing():
-    news, tracked, router = open_news(), asked(1, 2, 3, 4), Router()
-    news.follow(tracked)
+    router_feed, tracked, router = open_news(), asked(1, 2, 3, 4), Router()
+    router_feed.follow(tracked)
     (hashes,) = tracked.chains.first(2)
     for _ in range(2):
-        news.hear()([RESYNC, change(TierName.SSD, hashes)])
-        router.hear(news.take(1000))
+        router_feed.listener()([RESYNC, change(TierName.SSD, hashes)])
+        router.listener(router_feed.take(1000))
         assert router.names(STORAGE) == names_of(tracked)
-        news.hear()([RESYNC])
-        router.hear(news.take(1000))
+        router_feed.listener()([RESYNC])
+        router.listener(router_feed.take(1000))
         assert not router.names(STORAGE)
 
 
 def test_after_vllm_has_said_that_all_is_gone_it_is_told_again():
-    news, tracked, router = open_news(), asked(1, 2, 3, 4), Router()
-    news.follow(tracked)
+    router_feed, tracked, router = open_news(), asked(1, 2, 3, 4), Router()
+    router_feed.follow(tracked)
     (hashes,) = tracked.chains.first(2)
-    news.hear()([change(TierName.CPU, hashes)])
-    router.hear(news.take(1000))
-    news.announce_again()
-    told = news.take(1000)
+    router_feed.listener()([change(TierName.CPU, hashes)])
+    router.listener(router_feed.take(1000))
+    router_feed.reannounce()
+    told = router_feed.take(1000)
     assert set(told.withdrawn[CPU]) == names_of(tracked)
-    router.hear(told)
+    router.listener(told)
     assert router.names(CPU) == names_of(tracked)
 
 
 def test_what_is_forgotten_is_withdrawn():
-    news, router = open_news(blocks_max=3), Router()
+    router_feed, router = open_news(blocks_max=3), Router()
     old, new = asked(1, 2, 3, 4), asked(5, 6, 7, 8)
     for tracked in (old, new):
-        news.follow(tracked)
-        news.hear()([change(TierName.CPU, tracked.chains.first(2)[0])])
-        router.hear(news.take(1000))
+        router_feed.follow(tracked)
+        router_feed.listener()([change(TierName.CPU, tracked.chains.first(2)[0])])
+        router.listener(router_feed.take(1000))
     # What remains of the old chain is its beginning.
     assert router.names(CPU) == names_of(new) | names_of(old, 1)
 
 
 def test_a_running_request_is_not_forgotten_from_its_root():
-    news, router = open_news(blocks_max=8), Router()
+    router_feed, router = open_news(blocks_max=8), Router()
     running = asked(*range(8))
     for num_named in range(1, 5):
         running.request.num_named = num_named
-        news.follow(running)
+        router_feed.follow(running)
         passing = asked(*range(100 * num_named, 100 * num_named + 8))
         for tracked in (running, passing):
-            news.follow(tracked)
-            news.hear()([change(TierName.CPU, tracked.chains.first(4)[0])])
-        router.hear(news.take(1000))
+            router_feed.follow(tracked)
+            router_feed.listener()([change(TierName.CPU, tracked.chains.first(4)[0])])
+        router.listener(router_feed.take(1000))
         assert names_of(running, num_named) <= router.names(CPU)
     assert len(router.names(CPU)) == 8 * RATIO
 
 
 def test_a_chain_longer_than_what_is_remembered_is_told_as_far_as_it_goes():
-    news, tracked, router = open_news(blocks_max=3), asked(*range(12)), Router()
-    news.hear()([change(TierName.CPU, tracked.chains.first(6)[0])])
+    router_feed, tracked, router = open_news(blocks_max=3), asked(*range(12)), Router()
+    router_feed.listener()([change(TierName.CPU, tracked.chains.first(6)[0])])
     for num_named in range(1, 7):
         tracked.request.num_named = num_named
-        news.follow(tracked)
-        router.hear(news.take(1000))
+        router_feed.follow(tracked)
+        router.listener(router_feed.take(1000))
         assert router.names(CPU) == names_of(tracked, min(num_named, 3))
 
 
 def test_what_is_met_again_before_it_was_withdrawn_stays():
-    news, router = open_news(blocks_max=2), Router()
+    router_feed, router = open_news(blocks_max=2), Router()
     old, new = asked(1, 2, 3, 4), asked(5, 6, 7, 8)
     for tracked in (old, new):
-        news.hear()([change(TierName.CPU, tracked.chains.first(2)[0])])
-    news.follow(old)
-    router.hear(news.take(1000))
-    news.follow(new)
-    old.num_learned = 0
-    news.follow(old)
-    assert news.take(1000) == RouterUpdate()
+        router_feed.listener()([change(TierName.CPU, tracked.chains.first(2)[0])])
+    router_feed.follow(old)
+    router.listener(router_feed.take(1000))
+    router_feed.follow(new)
+    old.num_followed = 0
+    router_feed.follow(old)
+    assert router_feed.take(1000) == RouterUpdate()
     assert router.names(CPU) == names_of(old)
 
 
 def test_blocks_that_vllm_has_no_name_for_are_told_once_it_has():
-    news, tracked, router = open_news(), asked(1, 2, 3, 4, num_named=1), Router()
-    news.follow(tracked)
-    news.hear()([change(TierName.CPU, tracked.chains.first(2)[0])])
-    router.hear(news.take(1000))
+    router_feed, tracked, router = open_news(), asked(1, 2, 3, 4, num_named=1), Router()
+    router_feed.follow(tracked)
+    router_feed.listener()([change(TierName.CPU, tracked.chains.first(2)[0])])
+    router.listener(router_feed.take(1000))
     assert router.names(CPU) == names_of(tracked, 1)
     tracked.request.num_named = 2
-    news.follow(tracked)
-    router.hear(news.take(1000))
+    router_feed.follow(tracked)
+    router.listener(router_feed.take(1000))
     assert router.names(CPU) == names_of(tracked)
 
 
 def test_a_step_publishes_no_more_than_it_is_to():
-    news, tracked, router = open_news(), asked(*range(200)), Router()
-    news.follow(tracked)
-    news.hear()([change(TierName.CPU, tracked.chains.first(100)[0])])
+    router_feed, tracked, router = open_news(), asked(*range(200)), Router()
+    router_feed.follow(tracked)
+    router_feed.listener()([change(TierName.CPU, tracked.chains.first(100)[0])])
     num_takes = 0
-    while news.is_waiting:
-        told = news.take(16)
+    while router_feed.is_waiting:
+        told = router_feed.take(16)
         assert sum(len(run) for _, run in told.announced) <= 16
-        router.hear(told)
+        router.listener(told)
         num_takes += 1
     assert num_takes == 7
     assert router.names(CPU) == names_of(tracked)
 
 
 def test_parents_are_told_first_whatever_came_first():
-    news, router, rng = open_news(), Router(), random.Random(1)
+    router_feed, router, rng = open_news(), Router(), random.Random(1)
     requests = [asked(number, *range(1, 60)) for number in range(10)]
     for tracked in requests:
-        news.follow(tracked)
+        router_feed.follow(tracked)
     keys = [key for tracked in requests for key in tracked.chains.first(30)[0]]
     rng.shuffle(keys)
     for key in keys:
-        news.hear()([change(TierName.SSD, [key])])
-    while news.is_waiting:
-        told = news.take(7)
+        router_feed.listener()([change(TierName.SSD, [key])])
+    while router_feed.is_waiting:
+        told = router_feed.take(7)
         for medium, run in told.announced:
             parent = run[0].facts.parent_name
             assert parent is None or router.has[medium, parent], "its parent is known"
-            router.hear(RouterUpdate(announced=[(medium, run)]))
+            router.listener(RouterUpdate(announced=[(medium, run)]))
     assert router.names(STORAGE) == set().union(*map(names_of, requests))
 
 
 def test_a_step_withdraws_no_more_than_it_is_to():
-    news, router = open_news(blocks_max=100), Router()
+    router_feed, router = open_news(blocks_max=100), Router()
     old, new = asked(*range(200)), asked(*range(300, 500))
     for tracked in (old, new):
-        news.hear()([change(TierName.CPU, tracked.chains.first(100)[0])])
+        router_feed.listener()([change(TierName.CPU, tracked.chains.first(100)[0])])
 
     def drain() -> None:
-        while news.is_waiting:
-            told = news.take(16)
+        while router_feed.is_waiting:
+            told = router_feed.take(16)
             assert len(told.withdrawn.get(CPU, ())) <= 2 * 16 * RATIO
-            router.hear(told)
+            router.listener(told)
 
-    news.follow(old)
+    router_feed.follow(old)
     drain()
-    news.announce_again()
+    router_feed.reannounce()
     drain()
     assert router.names(CPU) == names_of(old)
-    news.follow(new)
+    router_feed.follow(new)
     drain()
     assert router.names(CPU) == names_of(new)
-    news.hear()([RESYNC])
+    router_feed.listener()([RESYNC])
     drain()
     assert not router.names(CPU)
 
 
 def test_what_is_to_be_withdrawn_does_not_pile_up():
-    news, router = open_news(blocks_max=4), Router()
+    router_feed, router = open_news(blocks_max=4), Router()
     for number in range(50):
         tracked = asked(*range(100 * number, 100 * number + 8))
-        news.hear()([change(TierName.CPU, tracked.chains.first(4)[0])])
-        news.follow(tracked)
+        router_feed.listener()([change(TierName.CPU, tracked.chains.first(4)[0])])
+        router_feed.follow(tracked)
         for _ in range(number % 3):
-            router.hear(news.take(3))
+            router.listener(router_feed.take(3))
         assert len(router.names(CPU)) <= (4 + 3) * RATIO
 
 
@@ -333,7 +333,7 @@ def test_what_is_to_be_withdrawn_does_not_pile_up():
 def test_whatever_happens_a_router_ends_with_what_can_be_loaded(seed: int) -> None:
     rng = random.Random(seed)
     num_ranks, blocks_max = rng.choice([1, 2]), rng.choice([6, 100])
-    news, router = open_news(num_ranks, blocks_max), Router()
+    router_feed, router = open_news(num_ranks, blocks_max), Router()
     spaces = SPACES[:num_ranks]
     requests = [
         asked(*(rng.randint(0, 1) for _ in range(rng.randint(2, 12))), spaces=spaces)
@@ -346,25 +346,25 @@ def test_whatever_happens_a_router_ends_with_what_can_be_loaded(seed: int) -> No
         chain = tracked.chains.first(100)[rank]
         match rng.randrange(8):
             case 0:
-                tracked.num_learned = 0
-                news.follow(tracked)
+                tracked.num_followed = 0
+                router_feed.follow(tracked)
                 met.append(tracked)
             case 1:
-                router.hear(news.take(rng.choice([1, 5, 1000])))
+                router.listener(router_feed.take(rng.choice([1, 5, 1000])))
             case 2 if rng.random() < 0.1:
-                news.hear(rank)([RESYNC])
+                router_feed.listener(rank)([RESYNC])
                 truth[rank].clear()
             case 3 if rng.random() < 0.2:
-                news.announce_again()
+                router_feed.reannounce()
             case _:
                 keys = rng.sample(chain, rng.randint(1, len(chain)))
                 tier, is_there = rng.choice(LOWER_TIERS), rng.random() < 0.6
-                news.hear(rank)([change(tier, keys, is_there=is_there)])
+                router_feed.listener(rank)([change(tier, keys, is_there=is_there)])
                 for key in keys:
                     tiers = truth[rank].setdefault(key, set())
                     tiers.add(tier) if is_there else tiers.discard(tier)
-    while news.is_waiting:
-        router.hear(news.take(5))
+    while router_feed.is_waiting:
+        router.listener(router_feed.take(5))
     wanted: Counter[tuple[int, Any]] = Counter()
     seen: set[bytes] = set()
     for tracked in met:
@@ -385,16 +385,16 @@ def test_whatever_happens_a_router_ends_with_what_can_be_loaded(seed: int) -> No
 
 
 def test_residence_forgets_what_no_tier_has():
-    residence = BlockResidency()
+    residency = BlockResidency()
     keys = np.random.default_rng(1).integers(0, 2**63, (5000, 2), dtype=np.uint64)
     for tier in LOWER_TIERS:
-        residence.note(keys, tier, is_there=True)
-    assert set(residence.bits(keys).tolist()) == {sum(TIER_BIT.values())}
+        residency.note(keys, tier, is_there=True)
+    assert set(residency.bits(keys).tolist()) == {sum(TIER_BIT.values())}
     for tier in LOWER_TIERS:
-        residence.note(keys[::-1], tier, is_there=False)
-    assert len(residence) == 0
-    residence.note(keys[:7], TierName.SSD, is_there=True)
-    assert residence.bits(keys).tolist() == [TIER_BIT[TierName.SSD]] * 7 + [0] * 4993
+        residency.note(keys[::-1], tier, is_there=False)
+    assert len(residency) == 0
+    residency.note(keys[:7], TierName.SSD, is_there=True)
+    assert residency.bits(keys).tolist() == [TIER_BIT[TierName.SSD]] * 7 + [0] * 4993
 
 
 # With a daemon
@@ -418,11 +418,11 @@ def name_blocks(request: Any, first: int, end: int) -> list[BlockNames]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_router_follows_what_a_daemon_stores_demotes_and_loses(num_ranks: int) -> None:
-    news, router = RouterFeed(name_blocks, num_ranks, blocks_max=1000), Router()
+    router_feed, router = RouterFeed(name_blocks, num_ranks, blocks_max=1000), Router()
 
     def await_media(*media: int) -> None:
         def look() -> bool:
-            router.hear(news.take(1000))
+            router.listener(router_feed.take(1000))
             has = {medium for medium in MEDIA if len(router.names(medium)) == NUM_FULL}
             return has == set(media) and len(router.names(CPU) | router.names(STORAGE)) in {
                 0,
@@ -434,7 +434,7 @@ def test_a_router_follows_what_a_daemon_stores_demotes_and_loses(num_ranks: int)
     with work_directory() as directory:
         node = RunningNode(directory)
         daemon = node.daemon()
-        with SmallVllm(node.socket, num_ranks=num_ranks, news=news) as small:
+        with SmallVllm(node.socket, num_ranks=num_ranks, router_feed=router_feed) as small:
             small.prefill(TOKENS, list(range(1, 20)))
             await_media(CPU, STORAGE)
             node.await_idle()

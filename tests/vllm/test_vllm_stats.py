@@ -36,20 +36,20 @@ CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 
 
 def test_a_tally_is_taken_once() -> None:
-    tally = StatCounters()
-    tally.add(HIT_TOKENS, 64, "cpu")
-    tally.add(HIT_TOKENS, 64, "cpu")
-    tally.add(STORE_BLOCKS, 0, "kept")
-    assert tally.take() == {HIT_TOKENS.name: {"cpu": [128]}}
-    assert tally.take() == {}
+    counters = StatCounters()
+    counters.add(HIT_TOKENS, 64, "cpu")
+    counters.add(HIT_TOKENS, 64, "cpu")
+    counters.add(STORE_BLOCKS, 0, "kept")
+    assert counters.take() == {HIT_TOKENS.name: {"cpu": [128]}}
+    assert counters.take() == {}
 
 
 def test_counts_are_added_up_by_their_kind() -> None:
     one, other = StatCounters(), StatCounters()
-    for tally, is_attached in ((one, 1), (other, 0)):
-        tally.add(ATTACHED, is_attached)
-        tally.add(LOOKUPS, label="hit")
-        tally.add(LOAD_SECONDS, 0.002 + is_attached)
+    for counters, is_attached in ((one, 1), (other, 0)):
+        counters.add(ATTACHED, is_attached)
+        counters.add(LOOKUPS, label="hit")
+        counters.add(LOAD_SECONDS, 0.002 + is_attached)
     counts, later = one.take(), other.take()
     add_up(counts, later)
     assert counts == {
@@ -67,22 +67,22 @@ def test_what_another_release_of_ours_counts_is_left_out() -> None:
 
 
 def test_samples_that_nobody_takes_are_bounded() -> None:
-    tally = StatCounters()
+    counters = StatCounters()
     for _ in range(3000):
-        tally.add(LOAD_SECONDS, 0.001)
-    counts = tally.take()
+        counters.add(LOAD_SECONDS, 0.001)
+    counts = counters.take()
     add_up(counts, counts)
     assert len(counts[LOAD_SECONDS.name][""]) == 1000
 
 
 def test_an_interval_reads_well() -> None:
-    tally = StatCounters()
-    tally.add(HIT_TOKENS, 2944, "ssd")
-    tally.add(LOOKUPS, 2, "hit")
+    counters = StatCounters()
+    counters.add(HIT_TOKENS, 2944, "ssd")
+    counters.add(LOOKUPS, 2, "hit")
     for seconds in (0.010, 0.0203):
-        tally.add(LOAD_SECONDS, seconds)
-    tally.add(STORE_BLOCKS, 3, "kept")
-    assert summary(tally.take()) == {
+        counters.add(LOAD_SECONDS, seconds)
+    counters.add(STORE_BLOCKS, 3, "kept")
+    assert summary(counters.take()) == {
         "Tokens from ssd": 2944,
         "Lookups hit": 2,
         "Avg load (ms)": 15.2,
@@ -123,7 +123,7 @@ def test_the_guide_names_every_key() -> None:
     guide = (ROOT / "docs" / "vllm.md").read_text()
     with pytest.raises(ConfigError) as refused:
         read_settings({"zzz": 1}, {})
-    keys = refused.value.remedy.removeprefix("there are ").split(", ")
+    keys = refused.value.remedy.removeprefix("valid keys are ").split(", ")
     assert len(keys) >= 4
     assert not [key for key in keys if f"| `{key}` |" not in guide]
 

@@ -119,32 +119,32 @@ class SmallTier:
 
 def test_a_hash_says_where_its_chunk_is() -> None:
     chain, later = ChunkChain(BlockHash(bytes(16))), ChunkChain(BlockHash(bytes(16)))
-    chain.hear(names(3))
-    later.hear(names(3)[1:])
+    chain.learn(names(3))
+    later.learn(names(3)[1:])
     assert chain.hashes[0].hex() == "6899380c5085d6c80b611f2ed0f2daf9"
     assert not set(chain.hashes) & set(later.hashes)
     other = ChunkChain(BlockHash(b"\x01" * 16))
-    other.hear(names(3))
+    other.learn(names(3))
     assert not set(chain.hashes) & set(other.hashes), "the root is the key space's"
 
 
 def test_a_chain_takes_names_in_their_order_only() -> None:
     chain = ChunkChain(BlockHash(bytes(16)))
-    chain.hear(names(4))
+    chain.learn(names(4))
     known = list(chain.hashes)
     for heard in ([], names(4), names(4)[1:], names(6)[2:], names(5, prompt=1)):
-        chain.hear(heard)
+        chain.learn(heard)
         assert chain.hashes == known
     chain.extend(names(1))
     assert chain.hashes == known, "no name comes twice"
-    chain.hear(names(6))
+    chain.learn(names(6))
     assert chain.hashes[:4] == known
     assert [chain.place(name) for name in names(7)] == [0, 1, 2, 3, 4, 5, None]
 
 
 def test_chunks_are_put_in_order_and_cut_at_gaps() -> None:
     chain = ChunkChain(BlockHash(bytes(16)))
-    chain.hear(all_names := names(6))
+    chain.learn(all_names := names(6))
     chunks = dict(zip(all_names, range(10, 16), strict=True))
     asked = [*reversed(all_names[3:5]), all_names[0], *names(1, prompt=1)]
     assert chain.runs([(name, chunks.get(name, 99)) for name in asked]) == [

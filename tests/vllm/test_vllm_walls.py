@@ -31,19 +31,15 @@ SPACE = bytes(16)
 
 ADAPTER = """
 import json, sys
-from types import SimpleNamespace
-from kvtier.connectors.kit.adapters import AdapterFingerprints
+from kvtier.connectors.kit.adapters import Adapter, AdapterFingerprints
 from kvtier.connectors.kit.weights import FileDigests
 
-class LoRARequest(SimpleNamespace):
-    pass
-
 adapters = AdapterFingerprints(FileDigests(), 1 << 62)
-adapter = LoRARequest(lora_name="a", lora_int_id=1, lora_path=sys.argv[1])
+adapter = Adapter(1, "a", sys.argv[1], {})
 for number in range(300):
-    adapters.ask(SimpleNamespace(request_id=str(number), lora_request=adapter))
+    adapters.ask(str(number), adapter)
 adapters.close()
-print(json.dumps([adapters.is_open("0"), adapters.is_open("299")]))
+print(json.dumps([adapters.is_pending("0"), adapters.is_pending("299")]))
 """
 
 
@@ -112,16 +108,16 @@ def test_a_reset_that_breaks_is_promised_all_the_same() -> None:
     def release() -> None:
         raise RuntimeError("a bug")
 
-    made._tracked["a"] = tracked = SimpleNamespace(is_old=False)
-    made._searches._open["a"] = SimpleNamespace(release=release)
+    made._tracked["a"] = tracked = SimpleNamespace(is_stale=False)
+    made._lookups._open["a"] = SimpleNamespace(release=release)
     with pytest.raises(RuntimeError, match="a bug"):
         made.reset()
-    assert made._clearing.is_due, "nothing is found or offered"
-    assert tracked.is_old
+    assert made._cache_reset.is_due, "nothing is found or offered"
+    assert tracked.is_stale
     assert not client.num_cleared
-    made._clearing.step(at_once, is_quiet=True)
+    made._cache_reset.step(at_once, is_quiet=True)
     assert client.num_cleared == 1
-    assert not made._clearing.is_due
+    assert not made._cache_reset.is_due
     made._tracked.clear()
     made.close()
 
@@ -129,19 +125,19 @@ def test_a_reset_that_breaks_is_promised_all_the_same() -> None:
 def test_a_promise_that_is_long_due_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     daemon = RecordedDaemon(is_away=True)
     client: Any = ClearingClient(daemon)
-    clearing = CacheReset([client])
+    cache_reset = CacheReset([client])
     with caplog.at_level(logging.INFO, "kvtier.vllm"):
         for _ in range(2):
             daemon.is_away = True
-            clearing.promise()
-            clearing.begin(is_quiet=True)
+            cache_reset.schedule()
+            cache_reset.begin(is_quiet=True)
             for _ in range(50):
-                clearing._next_s = 0.0
-                clearing.step(at_once, is_quiet=True)
+                cache_reset._next_s = 0.0
+                cache_reset.step(at_once, is_quiet=True)
             daemon.is_away = False
-            clearing._next_s = 0.0
-            clearing.step(at_once, is_quiet=True)
-            assert not clearing.is_due
+            cache_reset._next_s = 0.0
+            cache_reset.step(at_once, is_quiet=True)
+            assert not cache_reset.is_due
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
 
 
@@ -204,7 +200,7 @@ def test_no_end_of_vllm_waits_for_a_device_that_hangs(
         worker.close()
     assert client.is_closed
     assert not copies.is_closed, "its buffers are in use"
-    assert "a copy does not end, and is left to itself" in caplog.text
+    assert "a copy does not end; its buffers are not freed" in caplog.text
     copies.gate.set()
     assert worker._readers.close(10)
 

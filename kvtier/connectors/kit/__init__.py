@@ -4,8 +4,8 @@ Nothing in this package imports an engine. A connector passes in plain values: p
 callbacks.
 
 =================  =============================================================================
-``guard``          Hooks that never raise into the engine; faults of threads, logged.
-``threads``        Threads for calls that may never end, which do not delay the engine's exit.
+``guard``          Hooks that never raise into the engine, and threads for calls that may never
+                   return, which do not delay the engine's exit.
 ``weights``        A fingerprint of a model's weights, from the content of its files.
 ``adapters``       The same for LoRA adapters, asked for once per request.
 ``chains``         The block hashes of a request, one chain for each rank.

@@ -1,4 +1,4 @@
-"""The names of a request's blocks: one chain of hashes for each rank, as long as its tokens go."""
+"""The block hashes of a request: one chain for each rank, over all tokens known so far."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ __all__ = ["RankChains"]
 
 
 class RankChains:
-    """The key spaces differ by rank, and so do the hashes; all chains are equally long."""
+    """The key spaces differ by rank, and so do the hashes; all chains have the same length."""
 
     def __init__(
         self,
@@ -17,7 +17,7 @@ class RankChains:
         block_tokens: int,
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> None:
-        """``extra_keys`` maps a block's index to what decides its content besides tokens."""
+        """``extra_keys`` maps a block's index to what determines its content besides tokens."""
         self._roots = [chain_root(key_space, tenant) for key_space in key_spaces]
         self._chains: list[list[BlockHash]] = [[] for _ in key_spaces]
         self._block_tokens = block_tokens
@@ -27,7 +27,7 @@ class RankChains:
         return len(self._chains[0])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the blocks that are full with these tokens, of which the first are known."""
+        """Hash the blocks that ``tokens`` completes; it begins with the tokens hashed before."""
         first = len(self)
         start = first * self._block_tokens
         if len(tokens) - start < self._block_tokens:
@@ -39,5 +39,5 @@ class RankChains:
             chain.extend(hash_blocks(parent, fresh, self._block_tokens, extra))
 
     def first(self, num_blocks: int) -> tuple[tuple[BlockHash, ...], ...]:
-        """Return the leading blocks' hashes, by rank."""
+        """Return the hashes of the leading blocks, by rank."""
         return tuple(tuple(chain[:num_blocks]) for chain in self._chains)

@@ -1,7 +1,7 @@
-"""Copies between vLLM's blocks and slots of the arena.
+"""Copies between an engine's blocks and arena slots; in host memory with NumPy.
 
-When a call ends, well or badly, nothing it began is under way any more: its slots and blocks are
-others' from then on.
+When a call ends, successfully or not, no copy that it started is running: its slots and blocks may
+be reused at once.
 """
 
 from collections.abc import Generator, Sequence
@@ -16,46 +16,46 @@ __all__ = ["BlockCopier", "HostCopier", "open_copies"]
 
 
 class BlockCopier(Protocol):
-    """Moves blocks; several threads may call ``gather`` and ``scatter`` at a time."""
+    """Copies blocks; several threads may call ``gather`` and ``scatter`` at the same time."""
 
     num_readers: int
-    """How many threads may call ``scatter`` at a time; one may call ``gather`` beside them."""
+    """How many threads may call ``scatter`` at a time; one more may call ``gather``."""
     block_bytes: int
-    """Of one of vLLM's blocks."""
+    """Bytes of one engine block."""
 
     @property
     def arena(self) -> ArenaPin | None:
-        """Return who the daemon's arena must be shown to, if anybody."""
+        """Return what has to pin the daemon's arena, or None."""
 
     def fence(self) -> Fence:
-        """Return the point that vLLM has come to; called in a thread of vLLM's own."""
+        """Return the current point in the engine's work; call it on an engine thread."""
 
     def gather(
         self, blocks: Sequence[Sequence[int]], slots: Sequence[memoryview]
     ) -> Generator[None]:
-        """Fill each slot with blocks of vLLM, and yield when it is filled, one after the other."""
+        """Fill each slot with engine blocks; yields once per filled slot, in order."""
 
     def scatter(self, slots: Sequence[memoryview], blocks: Sequence[Sequence[int]]) -> None:
-        """Fill blocks of vLLM from each slot; what is meant for a negative one is left out."""
+        """Fill engine blocks from each slot; parts for a negative block are skipped."""
 
     def is_staged(self, slot: memoryview) -> bool:
-        """Tell whether a slot's bytes are copied once more on their way to or from the device."""
+        """Return whether a slot's bytes are copied an extra time on their way."""
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Free the device's memory."""
 
 
 def open_copies(pages: Pages) -> BlockCopier:
-    """Return copies for the device of the pages. Raises ValueError where there are none."""
+    """Return copies for the device of the pages. Raises ValueError for an unsupported one."""
     if pages.device.type == "cpu":
         return HostCopier(pages)
     if pages.device.type == "cuda":
         return DeviceCopier(pages, CudaDevice(pages.device))
-    raise ValueError(f"vLLM's blocks are on {pages.device}; CPUs and CUDA devices are served")
+    raise ValueError(f"the engine's blocks are on {pages.device}; supported are CPUs and CUDA")
 
 
-class _Over:
-    """Where nothing is done later than it is begun."""
+class _CompletedFence:
+    """The fence of work that is complete when it is started."""
 
     def is_over(self) -> bool:
         return True
@@ -65,10 +65,10 @@ class _Over:
 
 
 class HostCopier:
-    """See the module."""
+    """One copy for each block, with NumPy, which releases the GIL meanwhile."""
 
     num_readers = 4
-    """They share the memory's bandwidth, and wait for the daemon beside that."""
+    """They share the memory bandwidth, and also wait for the daemon."""
     arena = None
 
     def __init__(self, pages: Pages) -> None:
@@ -78,7 +78,7 @@ class HostCopier:
 
     def fence(self) -> Fence:
         """See ``BlockCopier``."""
-        return _Over()
+        return _CompletedFence()
 
     def gather(
         self, blocks: Sequence[Sequence[int]], slots: Sequence[memoryview]

@@ -1,18 +1,20 @@
-"""Where vLLM's tensors are when they are not in host memory: streams of work, and their ends.
+"""Devices other than host memory: streams of work, fences, and pinned host memory.
 
 Theory
 ------
-What is begun on a device is done later, in the order of its stream, and beside what other streams
-do. So three things are told apart here: vLLM's own stream, of which a *fence* remembers how far it
-was when an order came; a *lane*, a stream of ours that one thread at a time begins work on; and a
-*mark* in a lane, after which host memory may be read, or a block be called filled.
+Work that is queued on a device runs later, in the order of its stream, concurrently with other
+streams. There are three concepts: a *fence* is a point in the engine's own stream, taken when a job
+arrives; a *lane* is a stream of the connector that one thread at a time queues work on; a *mark* is
+a point in a lane, after which host memory may be read, or a block counts as filled.
 
 Rules
 -----
-* All work of ours is begun on a lane, never on vLLM's stream and never on the default one, which
-  would hold up vLLM's.
-* Memory of a lane is made with it: what vLLM's own stream has freed may still be in use there.
-* Nothing here allocates once vLLM computes: it may be recording its graphs, or out of memory.
+* The connector queues work only on lanes: never on the engine's stream, and never on the default
+  stream, which would block the engine's.
+* A lane's memory is allocated on the lane: what the engine's stream has freed may still be in use
+  there.
+* Nothing is allocated once the engine computes: it may be recording its graphs, or be out of
+  memory.
 """
 
 import ctypes
@@ -27,63 +29,63 @@ from kvtier.observe.log import Log
 __all__ = ["CudaDevice", "Device", "DeviceLane", "Fence", "PinnedArena", "is_reached"]
 
 _PAUSES_S = (0.0002, 0.002)
-"""The first and the longest between two looks at a fence: a step takes milliseconds."""
+"""First and longest pause between two polls of a fence: a step takes milliseconds."""
 
 
 class Fence(Protocol):
-    """A point in a stream: what was begun before it is over, or not yet."""
+    """A point in a stream: the work queued before it is complete, or not yet."""
 
     def is_over(self) -> bool:
-        """Tell whether all of it is done."""
+        """Return whether that work is complete."""
 
     def wait(self) -> None:
-        """Wait until all of it is done. What is under way on a device cannot be called back."""
+        """Wait until that work is complete. Work on a device cannot be cancelled."""
 
 
 class DeviceLane(Protocol):
-    """A stream of its own. Work is begun within ``with lane``, and done when a mark is over."""
+    """A stream of its own. Queue work within ``with lane``; it is complete once a mark is over."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *fault: Any) -> None: ...
 
     def empty(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:
-        """Make memory on the device. Raises MemoryError."""
+        """Allocate memory on the device. Raises MemoryError."""
 
     def empty_host(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:
-        """Make host memory that the device copies from and to by itself. Raises MemoryError."""
+        """Allocate pinned host memory. Raises MemoryError."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy between host and device."""
+        """Queue a copy between host and device."""
 
     def gather(self, source: torch.Tensor, index: torch.Tensor, target: torch.Tensor) -> None:
-        """Begin to copy rows ``source[index]``, all on the device, into ``target``."""
+        """Queue a copy of rows ``source[index]`` into ``target``, all on the device."""
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy ``source`` into rows ``target[index]``, all on the device."""
+        """Queue a copy of ``source`` into rows ``target[index]``, all on the device."""
 
     def mark(self) -> Fence:
-        """Return the point that the lane is at."""
+        """Return the lane's current point."""
 
 
 class Device(Protocol):
     """One device."""
 
     def fence(self) -> Fence:
-        """Return the point that vLLM's stream is at; called in a thread of vLLM's own."""
+        """Return the current point of the engine's stream; call it on an engine thread."""
 
     def lane(self) -> DeviceLane:
-        """Make a lane."""
+        """Create a lane."""
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """Lock host memory in place and make it known to the device; False where that fails."""
+        """Pin host memory and register it with the device; returns False if that fails."""
 
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
 
 def is_reached(fence: Fence, timeout_s: float) -> bool:
-    """Wait until vLLM's work before a fence is done; False if that takes too long."""
+    """Wait until the work before a fence is complete; False if that takes too long."""
     deadline_s = time.monotonic() + timeout_s
     pause_s, longest_s = _PAUSES_S
     while not fence.is_over():
@@ -95,7 +97,7 @@ def is_reached(fence: Fence, timeout_s: float) -> bool:
 
 
 class CudaDevice:
-    """A GPU of CUDA's, or of ROCm's, which torch calls the same. Thin: no CPU can run it."""
+    """A CUDA GPU, or a ROCm GPU, which torch also calls cuda. Thin: it cannot run on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,7 +111,7 @@ class CudaDevice:
         return _CudaLane(self._device)
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """See ``Device``. A refusal stays with the thread, whose last error CUDA remembers."""
+        """See ``Device``. CUDA remembers a failure as the thread's last error."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it out
         return bool(runtime.cudaHostRegister(address, num_bytes, 0) == runtime.cudaError.success)
@@ -133,7 +135,7 @@ class _CudaFence:
 
 
 def _record(stream: torch.cuda.Stream) -> Fence:
-    # A thread that waits sleeps: vLLM needs the core.
+    # Waiting threads sleep: the engine needs the core.
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it out
     event.record(stream)
     return _CudaFence(event)
@@ -145,7 +147,7 @@ class _CudaLane:
         self._current = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> Self:
-        # A thread begins on the first GPU of the machine, whichever vLLM's is.
+        # A thread starts on the machine's first GPU, whichever the engine uses.
         torch.cuda.set_device(self._stream.device)
         self._current.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it out
         return self
@@ -162,7 +164,7 @@ class _CudaLane:
     def empty_host(self, size: Sequence[int], word: torch.dtype) -> torch.Tensor:
         try:
             return torch.empty(size, dtype=word, pin_memory=True)
-        except RuntimeError as error:  # what CUDA says where no more may be locked
+        except RuntimeError as error:  # CUDA's error when no more memory can be locked
             raise MemoryError(str(error)) from error
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -178,29 +180,34 @@ class _CudaLane:
         return _record(self._stream)
 
 
-_log = Log("kvtier.vllm")
+_log = Log("kvtier.connector")
 
 _PIECE_BYTES = 256 << 20
-"""Takes 25 ms or so, in which other calls to the device's driver wait: vLLM's as well."""
+"""Takes about 25 ms, during which other calls to the driver wait, also the engine's."""
 
 
 class PinnedArena:
-    """See ``kvtier.transfer.shm.Pin``. Arenas come and go with their daemons."""
+    """An ``ArenaPin`` for one device. Arenas come and go with their daemons.
+
+    A device copies fast only to and from memory that is pinned and registered with it. The arena is
+    registered in pieces, on a thread of the client, while blocks are served already; where it is
+    not registered yet, copies go through a pinned buffer. A failure is final, and logged.
+    """
 
     def __init__(self, device: Device, piece_bytes: int = _PIECE_BYTES) -> None:
         self._device = device
         self._piece_bytes = piece_bytes
         self._pieces: tuple[range, ...] = ()
-        """Of addresses. Replaced as a whole: copies look into it meanwhile."""
+        """Registered address ranges. Replaced as a whole, since copies read it concurrently."""
 
     def covers(self, slot: memoryview) -> bool:
-        """Tell whether a slot lies within one piece: a copy must not cross into another."""
+        """Return whether a slot lies within one piece: a copy must not cross into another."""
         first = _address(slot)
         last = first + len(slot) - 1
         return any(first in piece and last in piece for piece in self._pieces)
 
     def pin(self, arena: memoryview, is_over: Callable[[], bool]) -> None:
-        """Make an arena known, with a pause after each piece as long as it took."""
+        """Register an arena, with a pause after each piece as long as the piece took."""
         start, end = _address(arena), _address(arena) + len(arena)
         began_s = time.monotonic()
         for first in range(start, end, self._piece_bytes):
@@ -218,7 +225,7 @@ class PinnedArena:
         _log.info("the device knows the arena", arena_bytes=len(arena), seconds=took_s)
 
     def unpin(self, arena: memoryview) -> None:
-        """Have an arena forgotten, before it is unmapped. No copy may be under way."""
+        """Unregister an arena before it is unmapped. No copy may be running."""
         whole = range(_address(arena), _address(arena) + len(arena))
         gone = [piece for piece in self._pieces if piece.start in whole]
         self._pieces = tuple(piece for piece in self._pieces if piece not in gone)

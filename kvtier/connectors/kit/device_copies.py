@@ -1,15 +1,15 @@
-"""Copies to and from a device, by way of stages.
+"""Copies between GPU memory and arena slots, through staging buffers.
 
 Theory
 ------
-On a device, blocks are gathered into a staging buffer by one kernel or a few, and brought to the
-host by one copy; the way back is the same in reverse. There are two stages a thread, so that one is
-copied while the other's bytes are taken out. The unit is one of vLLM's blocks, so that a stage is
-small however large one of ours is.
+One or a few kernels gather blocks into a staging buffer on the device, and one copy brings them to
+the host; the way back is the reverse. Each thread has two stages, so that one is transferred while
+the other is emptied. The unit is one engine block, so that a stage stays small however large a
+kvtier block is.
 
 Rules
 -----
-* Memory is made at the start, and none later. Where there is little, stages are smaller.
+* All memory is allocated at the start. If there is little, stages are smaller.
 """
 
 import queue
@@ -27,22 +27,22 @@ from kvtier.observe.log import Log
 
 __all__ = ["DeviceCopier"]
 
-_log = Log("kvtier.vllm")
+_log = Log("kvtier.connector")
 
 _STAGE_BYTES = 16 << 20
-"""A copy of it takes 0.3 ms to 1 ms on the buses of today, which hides what beginning it takes."""
+"""A copy takes 0.3 ms to 1 ms on current buses, which hides the cost of starting it."""
 
 _NUM_STAGES = 2
 
 _NUM_READERS = 2
-"""On a device: one of them fills the bus while the other's block is being looked up."""
+"""One of them saturates the bus while the other waits for the daemon."""
 
 _NUM_WRITERS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One of vLLM's blocks, and where in which slot it belongs."""
+    """One engine block, and its place in a slot."""
 
     block: int
     slot: int
@@ -51,26 +51,26 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours in a batch that are neighbours in a slot as well."""
+    """Consecutive rows of a batch that are consecutive in a slot as well."""
 
     first: int
-    """In the batch."""
+    """Index of the first row in the batch."""
     num_rows: int
     slot: int
     place: int
 
     def of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a batch's."""
+        """Return the rows of this run in a batch."""
         return batch[self.first : self.first + self.num_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A slot as rows of words, one for each of vLLM's blocks."""
+    """A slot as rows of words, one for each engine block."""
 
     rows: torch.Tensor
     is_pinned: bool
-    """Whether the device copies from and to it by itself."""
+    """Whether the device can copy to and from it directly."""
 
     def of(self, run: _Run) -> torch.Tensor:
         """Return the rows of a run."""
@@ -79,7 +79,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Room for some of vLLM's blocks, on the device and on the host."""
+    """Buffers for some engine blocks, on the device and on the host."""
 
     device: torch.Tensor
     host: torch.Tensor
@@ -88,8 +88,8 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
-    """A batch under way."""
+class _Transfer:
+    """A batch whose copy is queued."""
 
     mark: Fence
     stage: _Stage
@@ -97,28 +97,28 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
-    """What one thread works with."""
+class _Staging:
+    """The lane and stages of one thread."""
 
     lane: DeviceLane
     stages: tuple[_Stage, ...]
 
 
 class DeviceCopier:
-    """See the module."""
+    """Implements ``BlockCopier`` for a ``Device``."""
 
     num_readers = _NUM_READERS
 
     def __init__(self, pages: Pages, device: Device, stage_bytes: int = _STAGE_BYTES) -> None:
-        """Make all memory; raises ValueError where the device has none."""
+        """Allocate all memory; raises ValueError if the device has none left."""
         self.block_bytes = pages.block_bytes
         self._pages = pages
         self.arena: PinnedArena = PinnedArena(device)
         self._device = device
         self._num_rows = max(1, stage_bytes // pages.block_bytes)
-        self._desks: queue.SimpleQueue[_Desk] = queue.SimpleQueue()
-        for desk in self._furnish():
-            self._desks.put(desk)
+        self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
+        for staging in self._make_stagings():
+            self._stagings.put(staging)
         num_stages = (_NUM_READERS + _NUM_WRITERS) * _NUM_STAGES
         num_bytes = num_stages * self._num_rows * pages.block_bytes
         _log.info("blocks are staged", device=pages.device, device_bytes=num_bytes)
@@ -134,24 +134,24 @@ class DeviceCopier:
         for each in blocks:
             self._pages.check(each)
         targets = self._slots(slots, blocks)
-        flights: deque[_Flight] = deque()
-        with self._desk() as desk:
-            for batch, stage in self._batches(blocks, desk):
-                if len(flights) == _NUM_STAGES:
-                    yield from _take_out(flights.popleft(), targets)
-                flights.append(self._begin_gather(desk.lane, stage, batch, targets))
-            while flights:
-                yield from _take_out(flights.popleft(), targets)
+        transfers: deque[_Transfer] = deque()
+        with self._staging() as staging:
+            for batch, stage in self._batches(blocks, staging):
+                if len(transfers) == _NUM_STAGES:
+                    yield from _take_out(transfers.popleft(), targets)
+                transfers.append(self._begin_gather(staging.lane, stage, batch, targets))
+            while transfers:
+                yield from _take_out(transfers.popleft(), targets)
 
     def scatter(self, slots: Sequence[memoryview], blocks: Sequence[Sequence[int]]) -> None:
         """See ``BlockCopier``."""
         sources = self._slots(slots, blocks)
-        flights: deque[_Flight] = deque()
-        with self._desk() as desk:
-            for batch, stage in self._batches(blocks, desk):
-                if len(flights) == _NUM_STAGES:
-                    flights.popleft().mark.wait()
-                flights.append(self._begin_scatter(desk.lane, stage, batch, sources))
+        transfers: deque[_Transfer] = deque()
+        with self._staging() as staging:
+            for batch, stage in self._batches(blocks, staging):
+                if len(transfers) == _NUM_STAGES:
+                    transfers.popleft().mark.wait()
+                transfers.append(self._begin_scatter(staging.lane, stage, batch, sources))
 
     def is_staged(self, slot: memoryview) -> bool:
         """See ``BlockCopier``."""
@@ -159,8 +159,8 @@ class DeviceCopier:
 
     def close(self) -> None:
         """See ``BlockCopier``."""
-        while not self._desks.empty():
-            self._desks.get_nowait()
+        while not self._stagings.empty():
+            self._stagings.get_nowait()
 
     def _slots(self, slots: Sequence[memoryview], blocks: Sequence[Sequence[int]]) -> list[_Slot]:
         return [
@@ -169,9 +169,9 @@ class DeviceCopier:
         ]
 
     def _batches(
-        self, blocks: Sequence[Sequence[int]], desk: _Desk
+        self, blocks: Sequence[Sequence[int]], staging: _Staging
     ) -> Iterator[tuple[list[_Row], _Stage]]:
-        """Yield as many of vLLM's blocks at a time as a stage holds, and a stage for them."""
+        """Yield as many engine blocks at a time as a stage holds, and the stage for them."""
         rows = [
             _Row(block, slot, place)
             for slot, each in enumerate(blocks)
@@ -180,12 +180,12 @@ class DeviceCopier:
         ]
         self._pages.check([row.block for row in rows])
         for number, start in enumerate(range(0, len(rows), self._num_rows)):
-            stage = desk.stages[number % _NUM_STAGES]
+            stage = staging.stages[number % _NUM_STAGES]
             yield rows[start : start + self._num_rows], stage
 
     def _begin_gather(
         self, lane: DeviceLane, stage: _Stage, batch: Sequence[_Row], targets: Sequence[_Slot]
-    ) -> _Flight:
+    ) -> _Transfer:
         size = len(batch)
         with torch.inference_mode(), lane:
             index = _put_index(lane, stage, batch)
@@ -195,11 +195,11 @@ class DeviceCopier:
                 target = targets[run.slot]
                 host = target.of(run) if target.is_pinned else run.of(stage.host)
                 lane.copy(host, run.of(stage.device))
-            return _Flight(lane.mark(), stage, batch)
+            return _Transfer(lane.mark(), stage, batch)
 
     def _begin_scatter(
         self, lane: DeviceLane, stage: _Stage, batch: Sequence[_Row], sources: Sequence[_Slot]
-    ) -> _Flight:
+    ) -> _Transfer:
         size = len(batch)
         with torch.inference_mode(), lane:
             index = _put_index(lane, stage, batch)
@@ -212,25 +212,25 @@ class DeviceCopier:
                 lane.copy(run.of(stage.device), host)
             for plane in self._pages.planes:
                 lane.scatter(plane.words, index, plane.of(stage.device[:size]))
-            return _Flight(lane.mark(), stage, batch)
+            return _Transfer(lane.mark(), stage, batch)
 
     @contextmanager
-    def _desk(self) -> Iterator[_Desk]:
-        """Lend a desk, of which each thread has one. Nothing is under way on it afterwards."""
-        desk = self._desks.get_nowait()
+    def _staging(self) -> Iterator[_Staging]:
+        """Lend one thread's staging; nothing is running on it afterwards."""
+        staging = self._stagings.get_nowait()
         try:
-            yield desk
+            yield staging
         finally:
-            with desk.lane:
-                mark = desk.lane.mark()
+            with staging.lane:
+                mark = staging.lane.mark()
             mark.wait()
-            self._desks.put(desk)
+            self._stagings.put(staging)
 
-    def _furnish(self) -> list[_Desk]:
-        """Make all desks, with smaller stages where memory is short."""
+    def _make_stagings(self) -> list[_Staging]:
+        """Allocate all stagings, with smaller stages if memory is short."""
         while True:
             try:
-                return [self._make_desk() for _ in range(_NUM_READERS + _NUM_WRITERS)]
+                return [self._make_staging() for _ in range(_NUM_READERS + _NUM_WRITERS)]
             except MemoryError as error:
                 if self._num_rows == 1:
                     raise ValueError(
@@ -239,7 +239,7 @@ class DeviceCopier:
                     ) from error
                 self._num_rows //= 2
 
-    def _make_desk(self) -> _Desk:
+    def _make_staging(self) -> _Staging:
         lane = self._device.lane()
         size = (self._num_rows, self._pages.block_words)
         with lane:
@@ -252,22 +252,22 @@ class DeviceCopier:
                 )
                 for _ in range(_NUM_STAGES)
             )
-        return _Desk(lane, stages)
+        return _Staging(lane, stages)
 
 
-def _take_out(flight: _Flight, targets: Sequence[_Slot]) -> Generator[None]:
-    """Wait for a batch, copy it from its stage into slots, and yield where a slot is filled."""
-    flight.mark.wait()
-    for run in _runs(flight.batch):
+def _take_out(transfer: _Transfer, targets: Sequence[_Slot]) -> Generator[None]:
+    """Wait for a batch, copy it from its stage into slots, and yield once per filled slot."""
+    transfer.mark.wait()
+    for run in _runs(transfer.batch):
         target = targets[run.slot]
         if not target.is_pinned:
-            _copy(target.of(run), run.of(flight.stage.host))
+            _copy(target.of(run), run.of(transfer.stage.host))
         if run.place + run.num_rows == len(target.rows):
             yield
 
 
 def _runs(batch: Sequence[_Row]) -> Iterator[_Run]:
-    """Yield a batch in as few runs as it has."""
+    """Split a batch into as few runs as possible."""
     for (slot, _), group in groupby(
         enumerate(batch), key=lambda each: (each[1].slot, each[1].place - each[0])
     ):
@@ -276,12 +276,12 @@ def _runs(batch: Sequence[_Row]) -> Iterator[_Run]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy within host memory, by NumPy: torch would share that among threads that vLLM needs."""
+    """Copy within host memory with NumPy: torch would use threads that the engine needs."""
     target.numpy()[...] = source.numpy()
 
 
 def _put_index(lane: DeviceLane, stage: _Stage, batch: Sequence[_Row]) -> torch.Tensor:
-    """Begin to bring the numbers of a batch's blocks to the device, and return them there."""
+    """Queue the copy of a batch's block numbers to the device; returns them there."""
     host_index = stage.host_index[: len(batch)]
     host_index.numpy()[...] = [row.block for row in batch]
     index = stage.index[: len(batch)]

@@ -1,10 +1,10 @@
-"""vLLM's KV tensors as bytes: which of them are a block's, found by stride, and in which order.
+"""An engine's KV tensors as bytes: which bytes belong to a block, by stride, and in which order.
 
-A page is what one layer keeps of one of vLLM's blocks. One of our blocks is a whole number of
-vLLM's, in token order, and each of these is its layers' pages, in the order in which vLLM names the
-layers. A page is its dimensions in the order in which they lie in memory, the widest stride first:
-one run of bytes in most layouts, several where heads or layers lie around the blocks. What is
-inside of a page is vLLM's business; its name for that is part of the identity.
+A page is what one layer stores for one engine block. A kvtier block is a whole number of engine
+blocks, in token order. Each of these consists of its layers' pages, in the order in which the
+engine names the layers. Within a page, dimensions come in memory order, widest stride first: one
+run of bytes in most layouts, several if heads or layers lie outside the blocks. The format inside a
+page is the engine's; its name is part of the block's identity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _WORDS: Mapping[int, torch.dtype] = {
     2: torch.int16,
     1: torch.uint8,
 }
-"""A device moves words faster than bytes, and no copy asks what they mean."""
+"""A device moves words faster than bytes, and a copy does not interpret them."""
 
 _HOST_WORDS: Mapping[torch.dtype, type[np.generic]] = {
     torch.int64: np.int64,
@@ -36,28 +36,28 @@ _HOST_WORDS: Mapping[torch.dtype, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Layers that lie evenly in one allocation, often all of them."""
+    """Layers at even distances in one allocation; often all layers."""
 
     words: torch.Tensor
-    """(block, layer, piece of a page ..., word), a view of vLLM's own memory."""
+    """A view of the engine's memory; shape (block, layer, piece of a page ..., word)."""
     start: int
-    """Where its words begin in those of a block."""
+    """The plane's words are ``[start:end]`` of the words of a block."""
     end: int
 
     def of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return its part of blocks that are rows of words, in the shape of its own."""
+        """Return this plane's part of ``blocks``, which are rows of words, in the plane's shape."""
         return blocks[:, self.start : self.end].view(len(blocks), *self.words.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A tensor with the block first and then the page's dimensions as they lie in memory."""
+    """A tensor with the block dimension first, then the page's dimensions in memory order."""
 
     name: str
     tensor: torch.Tensor
 
     def is_like(self, other: "_Layer") -> bool:
-        """Tell whether two are views of one allocation that differ by their place alone."""
+        """Return whether two are views of one allocation that differ only in their offset."""
         mine, others = self.tensor, other.tensor
         return (
             mine.shape == others.shape
@@ -68,16 +68,18 @@ class _Layer:
 
 
 class Pages:
-    """The pages of all layers, on the device that they are on."""
+    """The pages of all layers, which are on one device."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Take the tensors of vLLM's ``num_blocks``; raises ValueError, which names the layer."""
+        """``tensors`` have ``num_blocks`` engine blocks; raises ValueError, naming the layer."""
         layers = [_layer(name, tensor, num_blocks) for name, tensor in _distinct(tensors)]
         if not layers:
-            raise ValueError("vLLM has registered no KV cache")
+            raise ValueError("the engine has registered no KV cache")
         devices = {layer.tensor.device for layer in layers}
         if len(devices) > 1:
-            raise ValueError(f"vLLM's layers are on several devices: {sorted(map(str, devices))}")
+            raise ValueError(
+                f"the engine's layers are on several devices: {sorted(map(str, devices))}"
+            )
         self.device = devices.pop()
         self.num_layers = len(layers)
         self.num_blocks = num_blocks
@@ -86,22 +88,22 @@ class Pages:
         self.host_word = _HOST_WORDS[self.word]
         self.block_words = self.planes[-1].end
         self.block_bytes = self.block_words * self.word.itemsize
-        """Of one of vLLM's blocks, all layers."""
+        """Bytes of one engine block, all layers."""
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Raise IndexError for a block that vLLM does not have: on a device it would be fatal."""
+        """Raise IndexError for a block out of range: on a device it would be fatal."""
         for block in blocks:
             if not 0 <= block < self.num_blocks:
-                raise IndexError(f"vLLM has {self.num_blocks} blocks, and no block {block}")
+                raise IndexError(f"the engine has {self.num_blocks} blocks, and no block {block}")
 
     def rows(self, slot: memoryview, num_blocks: int) -> npt.NDArray[np.generic]:
-        """Return a slot as rows of words, one for each of vLLM's blocks."""
+        """Return a slot as rows of words, one for each engine block."""
         assert len(slot) == num_blocks * self.block_bytes, "a slot is as long as its blocks"
         return np.frombuffer(slot, self.host_word).reshape(num_blocks, self.block_words)
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Leave out layers that share another one's KV."""
+    """Leave out layers that share the KV of another one."""
     seen: set[int] = set()
     distinct: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors.items():
@@ -112,10 +114,10 @@ def _distinct(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tens
 
 
 def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> _Layer:
-    """Return a layer's tensor, merged as far as it lies in one run, dimensions of one left out."""
+    """Return a layer with contiguous dimensions merged and dimensions of length 1 removed."""
     if tensor.dim() < 2 or not len(tensor) or len(tensor) % num_blocks:
         raise ValueError(f"layer {name} has no {num_blocks} blocks: its shape is {_shape(tensor)}")
-    # Attention may work on smaller blocks than the scheduler: some of them are one of its.
+    # Attention may use smaller blocks than the scheduler: several of them make one of its.
     ratio = len(tensor) // num_blocks
     block_stride = ratio * tensor.stride(0)
     page = [(tensor.stride(0), ratio), *zip(tensor.stride()[1:], tensor.shape[1:], strict=True)]
@@ -135,7 +137,7 @@ def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> _Layer:
 
 
 def _check_apart(name: str, dimensions: list[tuple[int, int]]) -> None:
-    """Raise ValueError for a tensor in which two elements are one."""
+    """Raise ValueError for a tensor in which two elements share memory."""
     extent = 1
     for stride, length in sorted(dimensions):
         if length > 1 and stride < extent:
@@ -144,7 +146,7 @@ def _check_apart(name: str, dimensions: list[tuple[int, int]]) -> None:
 
 
 def _planes(layers: list[_Layer]) -> tuple[Plane, ...]:
-    """Return the layers in their order, as one plane where they lie evenly."""
+    """Return the layers in their order; one plane if they lie at even distances."""
     step = _step(layers)
     views: list[torch.Tensor] = []
     for group in [layers] if step else [[layer] for layer in layers]:
@@ -163,7 +165,7 @@ def _planes(layers: list[_Layer]) -> tuple[Plane, ...]:
 
 
 def _step(layers: list[_Layer]) -> int:
-    """Return how many elements each layer lies behind the one before; 0 if that differs."""
+    """Return the distance between consecutive layers, in elements; 0 if it varies."""
     first = layers[0]
     places = [layer.tensor.storage_offset() for layer in layers]
     steps = {int(after - before) for before, after in pairwise(places)}
@@ -172,7 +174,7 @@ def _step(layers: list[_Layer]) -> int:
 
 
 def _word(views: list[torch.Tensor]) -> torch.dtype:
-    """Return the widest word that all runs of bytes are made of, and lie on multiples of."""
+    """Return the widest word that divides all lengths and alignments of the runs of bytes."""
     lengths = [
         each
         for view in views

@@ -1,4 +1,4 @@
-"""Which tiers have which blocks, as far as one client was told: 33 bytes a block."""
+"""Tracks which tiers hold which blocks, from the changes that one client receives."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ from kvtier.core.table import HashTable, Keys
 __all__ = ["TIER_BIT", "BlockResidency"]
 
 TIER_BIT: Mapping[TierName, int] = {tier: 1 << n for n, tier in enumerate(LOWER_TIERS)}
-"""Which tiers have a block is one number."""
+"""The tiers that hold a block, as bits of one number."""
 
 
 class BlockResidency:
-    """Takes changes in and answers for many blocks at once. There is nothing it must be told."""
+    """Answers for many blocks at once; takes 33 bytes a block."""
 
     def __init__(self) -> None:
         self._table = HashTable()
@@ -25,7 +25,7 @@ class BlockResidency:
         return len(self._table)
 
     def note(self, keys: Keys, tier: TierName, *, is_there: bool) -> None:
-        """Note that a tier has blocks, each given once, from now on, or has them no more."""
+        """Record that a tier holds blocks from now on, or no longer; each key is given once."""
         bit = np.uint8(TIER_BIT[tier])
         rows = self._table.find(keys)
         if is_there:
@@ -41,12 +41,12 @@ class BlockResidency:
         self._table.remove(self._table.keys[rows[self._bits[rows] == 0]])
 
     def bits(self, keys: Keys) -> npt.NDArray[np.uint8]:
-        """Return which tiers have each block."""
+        """Return the tiers that hold each block, as bits."""
         rows = self._table.find(keys)
         bits: npt.NDArray[np.uint8] = np.where(rows >= 0, self._bits[rows], np.uint8(0))
         return bits
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Drop all blocks."""
         self._table = HashTable()
         self._bits = np.zeros(self._table.capacity, np.uint8)

@@ -1,16 +1,16 @@
-"""Weights by what is in their files, whatever these are called: a model's, and an adapter's.
+"""Fingerprints weights by the content of their files, for a model or an adapter.
 
 Theory
 ------
-vLLM has read the files some time after it began, and does not say what it read. So a file stands
-for what vLLM has only if it has not changed since before that: its inode says so, by the time of
-its last change, which no program can set. A file that the hub's cache keeps under the digest of its
-content may be newer, since it was fetched by this very start; it counts as long as its content
-still has that digest. The name alone is not believed: programs write through the links of a
-snapshot, and nothing checks what was downloaded.
+An engine reads the files some time after it started and does not report what it read. So a file
+identifies what the engine has only if it has not changed since before that. The inode's change time
+tells, since no program can set it. A file that the hub's cache stores under the digest of its
+content may be newer, because this very start may have fetched it; it counts as long as its content
+still has that digest. The name alone is not trusted: programs write through the links of a
+snapshot, and nothing verifies a download.
 
-Reading a hundred gigabytes takes minutes, so digests of large files are kept in a record, by what
-tells one state of a file from another: inode, size, times and both ends of the content.
+Reading a hundred gigabytes takes minutes, so digests of large files are saved in a record. Its key
+is what identifies one state of a file: inode, size, times and both ends of the content.
 """
 
 import hashlib
@@ -43,35 +43,35 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 20
 _EDGE_BYTES = 64 << 10
-"""A safetensors file opens with its table of contents, and another training ends otherwise."""
+"""A safetensors file begins with its table of contents; its end differs after more training."""
 
 _RECORDED_BYTES_MIN = 16 << 20
-"""Smaller files are read again by each process: it takes some hundredths of a second."""
+"""Smaller files are read again by each process, which takes some hundredths of a second."""
 
 _RECORD_ENTRIES_MAX = 4096
 _RECORD_BYTES_MAX = 4 << 20
 _MEMORY_ENTRIES_MAX = 4096
 
 _NUM_READERS = 4
-"""One reads and hashes about a gigabyte a second; disks give what some of them take."""
+"""One thread reads and hashes about 1 GB/s; disks can serve several."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 _BESIDE = (".json", ".py")
-"""Tables of contents, quantisation, image preparation, and code that came with the model."""
+"""Tables of contents, quantization, image preprocessing, and code shipped with the model."""
 
 _NO_PART = re.compile(r"\..*|original|checkpoint-[0-9]+")
-"""Folders in that of a model which no model reads: those of git and of the hub, the same weights in
-another form (which vLLM does not download either), and what a training has left."""
+"""Directories within a model's that no engine reads: those of git and of the hub, the same weights
+in another format (which vLLM does not download either), and training checkpoints."""
 
 _FOLDERS_MAX = 256
 _FILES_MAX = 4096
-"""The largest models have some hundreds of files, and few folders."""
+"""The largest models have some hundreds of files, and few directories."""
 
 _IRRELEVANT = frozenset(
     {
         "added_tokens.json",
         "chat_template.json",
-        "config.json",  # counts as vLLM has it, with what was overridden
+        "config.json",  # the engine's own configuration counts, with overrides
         "generation_config.json",
         "special_tokens_map.json",
         "tokenizer.json",
@@ -79,30 +79,30 @@ _IRRELEVANT = frozenset(
         "vocab.json",
     }
 )
-"""What makes tokens of text and text of tokens: blocks are known by their tokens."""
+"""Tokenization and generation settings: blocks are identified by their tokens."""
 
 
 class FileDigests:
-    """SHA-256 of files, each state of a file read once. Calls come from any thread."""
+    """SHA-256 of files; each state of a file is read once. May be used from any thread."""
 
     def __init__(self, record: Path | None = None) -> None:
-        """Digests of large files are kept in ``record``; one that cannot be used is ignored."""
+        """Digests of large files are saved in ``record``; an unusable record is ignored."""
         self._record = record
         self._known: dict[str, str] | None = None
         self._lock = threading.Lock()
         self._is_ending = threading.Event()
 
     def end(self) -> None:
-        """Have all reading end with an OSError soon."""
+        """Make all reading end with an OSError soon."""
         self._is_ending.set()
 
     def digest(self, path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
-        """Return the digest of a regular file, and tell ``on_read`` of the bytes as they are read.
+        """Return the digest of a regular file; ``on_read`` gets the number of bytes of each read.
 
-        Raises OSError where it cannot be read, ValueError where it changes meanwhile or is no file.
+        Raises OSError if it cannot be read, ValueError if it changes meanwhile or is not regular.
         """
         if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for its writer
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
         with path.open("rb", buffering=0) as content:
             state = _state(content)
             known = self._recorded().get(state)
@@ -112,7 +112,7 @@ class FileDigests:
                 return known
             digest = self._read(content, on_read)
             if _state(content) != state:
-                raise ValueError(f"{path} changes while it is read")
+                raise ValueError(f"{path} changed while it was read")
         self._keep(state, digest, size_bytes >= _RECORDED_BYTES_MIN)
         return digest
 
@@ -121,13 +121,13 @@ class FileDigests:
         sha256, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
         while length := content.readinto(buffer):  # type: ignore[attr-defined]  # BinaryIO lacks it
             if self._is_ending.is_set():
-                raise OSError("vLLM ends")
+                raise OSError("the engine is shutting down")
             sha256.update(buffer[:length])
             on_read(length)
         return sha256.hexdigest()
 
     def _recorded(self) -> dict[str, str]:
-        """Return what is known by now; the record is read by the first who asks, on its thread."""
+        """Return the known digests; the first caller reads the record, on its own thread."""
         with self._lock:
             if self._known is None:
                 self._known = _read_record(self._record) if self._record else {}
@@ -150,27 +150,28 @@ def fingerprint(
     digests: FileDigests,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> bytes:
-    """Return 32 bytes for what is in files, the same wherever they lie.
+    """Return 32 bytes that identify the content of files, wherever they are stored.
 
-    Raises ValueError, naming a file, where vLLM, which began at ``since_ns``, may have read another
-    content of it, and OSError where one cannot be read.
+    Raises ValueError, naming the file, if the engine, which started at ``since_ns``, may have read
+    other content, and OSError if a file cannot be read.
     """
     found = _in_parallel(files, lambda path: digests.digest(path, on_read))
     for path, digest in zip(files, found, strict=True):
         moved_ns = max(_link_changed_ns(path.parent), _changed_ns(path, digest))
         if moved_ns >= since_ns:
-            raise ValueError(f"{path} has changed since vLLM began")
+            raise ValueError(f"{path} has changed since the engine started")
     folder = os.path.commonpath([path.parent for path in files])
     names = [path.relative_to(folder).as_posix() for path in files]
     named = sorted(zip(names, found, strict=True))
+    # The prefix is part of stored identities: do not change it.
     return hashlib.sha256(f"kvtier.vllm.{kind}\0{json.dumps(named)}".encode()).digest()
 
 
 def model_files(model: Path) -> list[Path]:
-    """Return the files that decide what a model computes. Raises ValueError without weights.
+    """Return the files that determine what a model computes. Raises ValueError without weights.
 
-    Weights of every kind count, since an option of vLLM decides which are read, and so do the
-    folders within, where some models have the weights of a part.
+    Weights in every format count, since an option of the engine decides which are read, and so do
+    subdirectories, where some models store the weights of a part.
     """
     if model.is_file():
         return [model]
@@ -178,31 +179,33 @@ def model_files(model: Path) -> list[Path]:
     for count, folder in enumerate(_folders(model), 1):
         files += [path for path in sorted(folder.iterdir()) if _counts(path, folder == model)]
         if count > _FOLDERS_MAX or len(files) > _FILES_MAX:
-            raise ValueError(f"{model} has more than {_FOLDERS_MAX} folders or {_FILES_MAX} files")
+            raise ValueError(
+                f"{model} has more than {_FOLDERS_MAX} directories or {_FILES_MAX} files"
+            )
     if not any(path.suffix in _WEIGHTS and path.parent == model for path in files):
-        raise ValueError(f"{model} has no weights to know it by (*{', *'.join(_WEIGHTS)})")
+        raise ValueError(f"{model} has no weight files (*{', *'.join(_WEIGHTS)})")
     return files
 
 
 def hub_snapshot(name: str, revision: str | None, cache: str | None, since_ns: int) -> Path:
-    """Return the folder in the hub's cache that vLLM has read a model from.
+    """Return the directory in the hub's cache that the engine has read a model from.
 
-    Raises OSError where there is none, and ValueError where the cache has several and the name has
-    come to mean another one since vLLM began.
+    Raises OSError if there is none, and ValueError if the cache has several and the name has
+    referred to another one since the engine started.
     """
-    from huggingface_hub import snapshot_download  # it comes with vLLM, and not with kvtier
+    from huggingface_hub import snapshot_download  # it comes with the engine, not with kvtier
 
     found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
     folder = Path(found)
     reference = folder.parents[1] / "refs" / (revision or "main")
     is_one_of_many = len(list(folder.parent.iterdir())) > 1
     if is_one_of_many and reference.exists() and reference.stat().st_ctime_ns >= since_ns:
-        raise ValueError(f"{reference} has changed since vLLM began")
+        raise ValueError(f"{reference} has changed since the engine started")
     return folder
 
 
 def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Go through a folder and those in it, along links as vLLM does, but not round in a circle."""
+    """Yield a directory and all below it, following links as engines do, but not in a circle."""
     place = folder.resolve()
     if place in above:
         return
@@ -219,14 +222,14 @@ def _counts(path: Path, is_on_top: bool) -> bool:
 
 
 def _link_changed_ns(folder: Path) -> int:
-    """Return when the last of the links on the way to a folder was set."""
-    absolute = Path(os.path.abspath(folder))  # with its links, which resolve() would follow
+    """Return when the newest symbolic link on the path to a directory was created."""
+    absolute = Path(os.path.abspath(folder))  # keeps the links, which resolve() would follow
     links = [path for path in (absolute, *absolute.parents) if path.is_symlink()]
     return max((path.lstat().st_ctime_ns for path in links), default=0)
 
 
 def _changed_ns(path: Path, digest: str) -> int:
-    """Return when a file or its folder came to be as it is; 0 where its name tells its content."""
+    """Return when a file or its directory last changed; 0 if its name is its content's digest."""
     if _is_named_by_content(path, digest):
         return 0
     states = (path.stat(), path.lstat(), path.parent.stat())
@@ -234,19 +237,19 @@ def _changed_ns(path: Path, digest: str) -> int:
 
 
 def _is_named_by_content(path: Path, digest: str) -> bool:
-    """Tell whether the hub's cache holds a file under the digest of what is in it."""
+    """Return whether the hub's cache stores a file under the digest of its content."""
     target = path.resolve()
     if target.parent.name != "blobs":
         return False
     if len(target.name) == len(digest):
         return target.name == digest
-    content = target.read_bytes()  # small files have the digest that git gives them
+    content = target.read_bytes()  # small files are named by git's digest
     git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     return target.name == git.hexdigest()
 
 
 def _state(content: BinaryIO) -> str:
-    """Return what tells this state of an open file from any other."""
+    """Return what identifies this state of an open file."""
     told = os.fstat(content.fileno())
     content.seek(0)
     edges = content.read(_EDGE_BYTES)
@@ -257,7 +260,7 @@ def _state(content: BinaryIO) -> str:
 
 
 def _in_parallel(paths: Sequence[Path], work: Callable[[Path], str]) -> list[str]:
-    """Return what ``work`` makes of each path, by threads that no exit of vLLM waits for."""
+    """Return ``work(path)`` for each path, on threads that the engine's exit does not wait for."""
     futures: list[Future[str]] = [Future() for _ in paths]
     left = iter(zip(paths, futures, strict=True))
     lock = threading.Lock()
@@ -279,7 +282,7 @@ def _in_parallel(paths: Sequence[Path], work: Callable[[Path], str]) -> list[str
 
 
 def _read_record(path: Path) -> dict[str, str]:
-    """Return what a record holds, if it is ours alone to write, and whole; else nothing."""
+    """Return a record's content if only this user can write it and it is valid; else nothing."""
     try:
         told = path.stat()
         if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o022:
@@ -296,7 +299,7 @@ def _read_record(path: Path) -> dict[str, str]:
 
 
 def _add_to_record(path: Path, state: str, digest: str) -> None:
-    """Put a digest into a record, whole or not at all; without room it is read again next time."""
+    """Add a digest to a record atomically. If that fails, the file is read again next time."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -313,35 +316,38 @@ def _last(items: Iterable[tuple[str, str]], count: int) -> list[tuple[str, str]]
     return list(items)[-count:]
 
 
-_log = Log("kvtier.vllm")
+_log = Log("kvtier.connector")
 
-_NEWS_S = 10.0
-"""A model that is read for longer is said to be read, and how far."""
+_PROGRESS_S = 10.0
+"""Reading a model for longer is logged with its progress."""
 
 
 class WeightsFingerprint:
-    """Begins with ``start``. ``since_ns`` is when vLLM began, which reads the files after that."""
+    """Fingerprints a model's weights on a thread; until it has ended nothing can be cached.
+
+    ``since_ns`` is when the engine, which reads the files after that, started.
+    """
 
     def __init__(self, find_model: Callable[[], Path], since_ns: int, digests: FileDigests) -> None:
-        """``find_model`` is called on the thread; it may raise OSError or ValueError."""
+        """``find_model`` runs on the thread; it may raise OSError or ValueError."""
         self._find_model = find_model
         self._since_ns = since_ns
         self._digests = digests
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._read_bytes = 0
-        self._told_s = self._began_s = time.monotonic()
+        self._logged_s = self._began_s = time.monotonic()
         self.weights = b""
-        """What stands for the weights, once it is known."""
+        """The fingerprint, 32 bytes, once it is known."""
         self.refusal = ""
-        """Why it will not be known."""
+        """Why there will be no fingerprint."""
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         threading.Thread(target=self._run, name="kvtier-weights", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is known, or known that it will not be; False if that is not in time."""
+        """Wait until there is a fingerprint or a refusal; False if there is neither in time."""
         return self._is_over.wait(timeout_s)
 
     def _run(self) -> None:
@@ -350,8 +356,8 @@ class WeightsFingerprint:
         except (OSError, ValueError) as error:
             self.refusal = str(error)
         except Exception as error:
-            _log.exception("the weights cannot be told")
-            self.refusal = f"the weights cannot be told: {error}"
+            _log.exception("cannot fingerprint the weights")
+            self.refusal = f"cannot fingerprint the weights: {error}"
         finally:
             self._is_over.set()
 
@@ -362,28 +368,28 @@ class WeightsFingerprint:
             "weights", files, self._since_ns, self._digests, lambda n: self._note(n, total_bytes)
         )
         seconds = time.monotonic() - self._began_s
-        if seconds > _NEWS_S:
+        if seconds > _PROGRESS_S:
             _log.info("the weights are known", bytes=total_bytes, seconds=round(seconds, 1))
         return taken
 
     def _note(self, num_bytes: int, total_bytes: int) -> None:
-        """Count what was read, and say from time to time how far that is."""
+        """Count bytes read, and log the progress from time to time."""
         with self._lock:
             self._read_bytes += num_bytes
             now_s = time.monotonic()
-            if now_s < self._told_s + _NEWS_S:
+            if now_s < self._logged_s + _PROGRESS_S:
                 return
-            self._told_s, read_bytes = now_s, self._read_bytes
+            self._logged_s, read_bytes = now_s, self._read_bytes
         _log.info("reading the weights", read_bytes=read_bytes, total_bytes=total_bytes)
 
 
 def began_ns() -> int:
-    """Return when this process began, which is before it, or a child of it, read any weights."""
+    """Return when this process started, which is before it or a child of it read any weights."""
     return int(psutil.Process().create_time() * 1e9)
 
 
 def record_path() -> Path | None:
-    """Return where digests of large files are kept; None for a user without a home."""
+    """Return where digests of large files are saved; None for a user without a home directory."""
     try:
         return default_cache_directory().parent / "kvtier-vllm" / "weights.json"
     except RuntimeError:

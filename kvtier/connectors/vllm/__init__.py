@@ -5,24 +5,23 @@
 
 Theory
 ------
-vLLM makes one connector in the process that schedules and one in each that computes. The scheduler
-half hashes prompts, asks the daemon, holds what it found in the arena under a lease, and only then
-names it a hit; the worker halves copy between vLLM's tensors and the arena, on threads of their
-own. What a worker knows of the bytes, it tells the scheduler half once, in vLLM's own handshake.
-Which weights they come from, the scheduler half reads from their files on a thread, and tells the
-workers with its first orders: a hundred gigabytes take minutes, and vLLM serves meanwhile.
+vLLM creates one connector in its scheduler process and one in each worker process. The scheduler
+half hashes prompts, asks the daemon, leases what it found in the arena, and only then reports a
+hit. The worker halves copy between vLLM's tensors and the arena, on threads of their own. A worker
+describes its blocks to the scheduler half once, in vLLM's handshake. The scheduler half
+fingerprints the weights from their files on a thread and sends the result to the workers with its
+first jobs: reading a hundred gigabytes takes minutes, and vLLM serves meanwhile.
 
 Rules
 -----
 * Nothing here raises into vLLM, and no call from its step waits for the daemon.
-* Blocks are bytes. How they are arranged is declared, and part of their identity.
-* Only ``connector``, ``idle``, ``messages``, ``metrics``, ``plugin``, ``release``,
-  ``identity.description`` and ``routers.events`` import vLLM.
+* Blocks are bytes. Their layout is declared, and part of their identity.
+* Only ``connector``, ``kv_events``, ``messages``, ``plugin``, ``setup`` and ``vllm_common.release``
+  import vLLM.
 
-Where to begin: ``connector`` has the hooks, ``scheduler`` and ``worker`` the halves, ``order`` what
-they say to each other; ``start``, ``refusal`` and ``site`` what comes before. A request is
-``tracked``; ``searches``, ``loads`` and ``stores`` are what is under way for it, in this order.
-Packages: ``identity``, ``transfer``, ``routers``.
+Start reading in ``connector``, which has the hooks. ``scheduler`` and ``worker`` are the halves and
+``jobs`` is what they exchange; ``setup`` and ``block_identity`` come before. A request is a
+``TrackedRequest``; ``open_lookups`` and ``open_transfers`` track what is running for it.
 """
 
 from typing import TYPE_CHECKING
@@ -34,9 +33,9 @@ __all__ = ["KvtierConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the connector on first use: it needs vLLM, and the modules beside it do not.
+    """Import the connector on first use: it needs vLLM, other modules of this package do not.
 
-    If it cannot be imported for any reason, vLLM gets a connector that serves nothing.
+    If the import fails for any reason, vLLM gets a connector that serves nothing.
     """
     if name != "KvtierConnector":
         raise AttributeError(name)
@@ -46,8 +45,7 @@ def __getattr__(name: str) -> object:
         check_release()
         from kvtier.connectors.vllm.connector import KvtierConnector
     except Exception as error:
-        from kvtier.connectors.vllm.idle import idle_connector
-        from kvtier.connectors.vllm_common.unserved import reason_of
+        from kvtier.connectors.vllm_common.idle import idle_connector, reason_of
 
         return idle_connector(reason_of(error))
     return KvtierConnector

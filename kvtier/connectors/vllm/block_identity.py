@@ -1,36 +1,52 @@
-"""What decides a block besides its tokens: an adapter, and the media between them.
+"""What identifies vLLM's blocks: their key space, and for each block adapter and media.
 
-A picture's tokens are placeholders, the same for all pictures. What makes the difference is an
-identifier, which vLLM draws from the picture's content and from how it is prepared.
+A worker knows all of a key space but the weights. The scheduler half fingerprints these, so that a
+machine reads them once and vLLM does not wait. Until the key spaces are known, vLLM serves without
+kvtier; if they cannot be determined, the reason is logged once.
+
+An image's tokens are placeholders, the same for all images. What distinguishes them is an
+identifier, which vLLM derives from the image's content and its preprocessing.
 """
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvtier.connectors.kit.adapters import Adapter, AdapterFingerprints
+from kvtier.connectors.kit.weights import FileDigests, WeightsFingerprint, began_ns, record_path
 from kvtier.core.identity import KeySpace
 from kvtier.core.layout import KVLayout
+from kvtier.observe.log import Log
 
-__all__ = ["BlockFacts", "block_ratio", "can_be_named", "extra_keys"]
+__all__ = [
+    "BlockFacts",
+    "KeySpaceResolver",
+    "RankReport",
+    "adapter_of",
+    "block_ratio",
+    "can_be_named",
+    "extra_keys",
+]
 
 _BLOCK_TOKENS = 64
-"""At least so many tokens make a block of ours; vLLM's own are 16 on most devices, 128 on CPUs."""
+"""Minimum tokens of a kvtier block; vLLM's own have 16 on most devices, 128 on CPUs."""
 
 _DIGEST = re.compile(r"(.*:)?[0-9a-f]{64}([0-9a-f]{64})?", re.DOTALL)
-"""What vLLM draws from content; before it stands an adapter's name, where that sees the picture.
+"""An identifier that vLLM derives from content, after an adapter's name if that sees the image.
 
-A client may give an identifier of its own instead. Within one run of vLLM it answers for that;
-blocks that outlive it cannot rest on a name such as ``image-1``. Where preparation has options,
-vLLM hides a client's identifier in a digest, and its word is all there is.
+A client may give an identifier of its own instead. It is responsible for it during one run of vLLM,
+but blocks that outlive the run cannot rely on a name such as ``image-1``. If preprocessing has
+options, vLLM hashes the client's identifier, and it has to be trusted.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """A key space but for the weights. ``num_engine_blocks`` of vLLM's make one block of ours."""
+    """A key space without its weights; ``num_engine_blocks`` vLLM blocks make one kvtier block."""
 
     model_config: str
     layout: KVLayout
@@ -56,15 +72,38 @@ class BlockFacts:
 
 
 def block_ratio(engine_block_tokens: int) -> int:
-    """Return how many of vLLM's blocks make one of ours."""
+    """Return how many vLLM blocks make one kvtier block."""
     return max(1, -(-_BLOCK_TOKENS // engine_block_tokens))
 
 
-def can_be_named(request: Any) -> bool:
-    """Tell whether all that decides the blocks of a request can be told, its adapter left aside.
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A worker's description of its blocks; None if it refuses to serve them."""
 
-    Embeddings in the place of tokens cannot; nor can a session that takes more input, for which
-    vLLM exchanges tokens that were known before.
+    blocks: BlockFacts | None
+    refusal: str = ""
+    """Why the blocks are not served."""
+
+
+def adapter_of(lora: Any) -> Adapter:
+    """Return the adapter that a ``LoRARequest`` names."""
+    doubt = ""
+    if type(lora).__name__ != "LoRARequest":
+        doubt = f"{type(lora).__name__} may carry weights of its own"
+    elif getattr(lora, "tensorizer_config_dict", None):
+        doubt = "its weights are loaded by tensorizer"
+    # vLLM reads the weights of experts in one of two ways, as the request says.
+    settings = {"is_fused": bool(getattr(lora, "is_3d_lora_weight", False))}
+    return Adapter(
+        lora.lora_int_id, lora.lora_name, "" if doubt else lora.lora_path, settings, doubt
+    )
+
+
+def can_be_named(request: Any) -> bool:
+    """Return whether everything but the adapter that determines a request's blocks is known.
+
+    It is not for embeddings in place of tokens, nor for a session that takes more input, for which
+    vLLM replaces earlier tokens.
     """
     if request.prompt_embeds is not None or getattr(request, "resumable", False):
         return False
@@ -72,10 +111,10 @@ def can_be_named(request: Any) -> bool:
 
 
 def extra_keys(request: Any, adapter: bytes, block_tokens: int) -> Mapping[int, bytes]:
-    """Return by the block's index what decides it besides tokens and the blocks before it.
+    """Return, by block index, what determines a block besides its tokens and the blocks before it.
 
-    An adapter is named in the first block only: all others are chained to that. A medium is named
-    in each block it reaches into, with its place relative to that block's begin.
+    An adapter is part of the first block only, since all others are chained to it. A medium is part
+    of each block that it overlaps, with its offset relative to the block's start.
     """
     parts: dict[int, list[object]] = defaultdict(list)
     if adapter:
@@ -88,3 +127,77 @@ def extra_keys(request: Any, adapter: bytes, block_tokens: int) -> Mapping[int, 
             place = start - index * block_tokens
             parts[index].append(["medium", feature.modality, medium, place, length])
     return {index: json.dumps(part).encode() for index, part in parts.items()}
+
+
+_log = Log("kvtier.vllm")
+
+_WAIT_S = 5.0
+"""vLLM's start takes longer; weights whose digests are recorded are known at once."""
+
+
+class KeySpaceResolver:
+    """Runs in the process of the scheduler half; ``close`` stops its threads."""
+
+    def __init__(self, find_model: Callable[[], Path], refusal: str) -> None:
+        """Start to fingerprint the weights that ``find_model`` returns, unless refused."""
+        since_ns = began_ns()
+        self._digests = FileDigests(record_path())
+        self._fingerprint = WeightsFingerprint(find_model, since_ns, self._digests)
+        self._ranks: Sequence[RankReport] = ()
+        self._is_over = False
+        self.adapters = AdapterFingerprints(self._digests, since_ns)
+        if refusal:
+            self._refuse(refusal)
+        else:
+            self._fingerprint.start()
+
+    @property
+    def weights(self) -> bytes:
+        """Return the fingerprint of the weights; empty while it is not known."""
+        return self._fingerprint.weights
+
+    def tell(self, ranks: Sequence[RankReport]) -> None:
+        """Take the report of each rank, in rank order."""
+        self._ranks = ranks
+        if not self._is_over:
+            self._fingerprint.wait(_WAIT_S)
+
+    def take_spaces(self) -> list[KeySpace]:
+        """Take the key space of each rank, once; empty while they are not known."""
+        if self._is_over or not self._ranks or not self._fingerprint.wait(0):
+            return []
+        self._is_over = True
+        if reason := _refusal(self._ranks) or self._fingerprint.refusal:
+            self._refuse(reason)
+            return []
+        return [rank.blocks.space(self.weights) for rank in self._ranks if rank.blocks]
+
+    @property
+    def num_engine_blocks(self) -> int:
+        """Return how many vLLM blocks make one kvtier block, once there are key spaces."""
+        return next(rank.blocks.num_engine_blocks for rank in self._ranks if rank.blocks)
+
+    def close(self) -> None:
+        """Stop reading files."""
+        self._digests.end()
+        self.adapters.close()
+
+    def _refuse(self, reason: str) -> None:
+        self._is_over = True
+        _log.error("vLLM's blocks are not cached", reason=reason)
+
+
+def _refusal(ranks: Sequence[RankReport]) -> str:
+    """Return why the ranks' blocks cannot be cached together; empty if they can."""
+    if reasons := {rank.refusal for rank in ranks if rank.blocks is None}:
+        return "; ".join(sorted(reasons))
+    blocks = [rank.blocks for rank in ranks if rank.blocks]
+    places = [(each.parallel_rank, each.parallel_size) for each in blocks]
+    if places != [(rank, places[0][1]) for rank in range(places[0][1])]:
+        told = ", ".join(f"{rank} of {size}" for rank, size in places)
+        return f"expected a report from every rank, in order, but got {told}"
+    sizes = {(each.layout.block_tokens, each.num_engine_blocks) for each in blocks}
+    if len(sizes) > 1:
+        told = " and ".join(f"{tokens} in {ratio}" for tokens, ratio in sorted(sizes))
+        return f"ranks have blocks of different size: tokens {told} vLLM blocks"
+    return ""

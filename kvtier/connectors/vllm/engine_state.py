@@ -1,7 +1,7 @@
-"""What vLLM's steps took, which the daemon's idea of the cost of computing is made of.
+"""What the daemon learns about vLLM: step durations, the backlog, and the usage of its own cache.
 
-A step begins when it is scheduled and ends when its output is there. With several under way, as
-vLLM has it on GPUs, one takes from the end of the one before.
+A step starts when it is scheduled and ends when its output is there. If several are running, as in
+vLLM on GPUs, a step counts from the end of the one before.
 """
 
 import math
@@ -17,12 +17,12 @@ from kvtier.core.plan import EngineLoad, StepSample
 __all__ = ["Backlog", "StepChunk", "StepClock", "VllmStep", "own_tier"]
 
 _STEPS_MAX = 64
-"""Under way: vLLM has two, or one for each stage of a pipeline."""
+"""Open steps: vLLM has two, or one for each pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepChunk:
-    """What a step computes of one request."""
+    """The tokens of one request that a step computes."""
 
     request_id: str
     num_new: int
@@ -31,24 +31,24 @@ class StepChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether the prompt was computed before."""
+        """Return whether the whole prompt was computed before."""
         return self.num_past >= self.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class VllmStep:
-    """One step; with ``seconds`` once it has ended."""
+    """One step; ``seconds`` is set once it has ended."""
 
     chunks: Sequence[StepChunk]
     began_s: float
     seconds: float = 0.0
 
     def share_s(self, chunk: StepChunk) -> float:
-        """Return how much of it one chunk took."""
+        """Return the chunk's share of the step's duration, in seconds."""
         return self.seconds * chunk.num_new / sum(each.num_new for each in self.chunks)
 
     def sample(self) -> StepSample:
-        """Return it as the daemon wants to know it."""
+        """Return the step as a sample for the daemon."""
         prefill = [chunk for chunk in self.chunks if not chunk.is_decode]
         decode = [chunk for chunk in self.chunks if chunk.is_decode]
         return StepSample(
@@ -61,19 +61,19 @@ class VllmStep:
 
 
 class StepClock:
-    """Told of each step twice; by its number, since vLLM does not tell of the end of empty ones."""
+    """Measures steps by number, since vLLM does not report the end of empty steps."""
 
     def __init__(self) -> None:
         self._open: dict[int, VllmStep] = {}
         self._num_begun = 0
         self._ended_s = 0.0
         self.computing_s = -math.inf
-        """When a step that computes last began, or ended."""
+        """When a computing step last started or ended, on the monotonic clock."""
 
     def begin(self, chunks: Sequence[StepChunk], now_s: float) -> int:
-        """Note that a step was scheduled, and return its number.
+        """Record that a step was scheduled; returns its number.
 
-        One without chunks computes something that is not known.
+        A step without chunks computes something unknown.
         """
         self.computing_s = now_s
         self._num_begun += 1
@@ -83,7 +83,7 @@ class StepClock:
         return self._num_begun
 
     def end(self, number: int, now_s: float) -> VllmStep | None:
-        """Return what a step took, if it is one and what it computed is known."""
+        """Return an ended step with its duration; None if it is unknown or its content is."""
         if number:
             self.computing_s = now_s
         step = self._open.pop(number, None)
@@ -94,14 +94,14 @@ class StepClock:
 
 
 class Backlog:
-    """Of the requests that are ``tracked``, by name; counted once for a step."""
+    """The load of all ``tracked`` requests, counted once per step."""
 
     def __init__(self, tracked: Mapping[str, TrackedRequest]) -> None:
         self._tracked = tracked
         self._total: EngineLoad | None = None
 
     def load(self, but: TrackedRequest | None = None) -> EngineLoad:
-        """Return what vLLM has to do, besides one request; what it had when the step began."""
+        """Return vLLM's load at the start of the step, without the request ``but``."""
         if self._total is None:
             lefts = [tracked.num_left for tracked in self._tracked.values()]
             self._total = EngineLoad(sum(lefts), lefts.count(0))
@@ -112,18 +112,19 @@ class Backlog:
         )
 
     def end_step(self) -> None:
-        """Have it counted anew."""
+        """Count again in the next step."""
         self._total = None
 
 
 def own_tier(pool: Any, layout: KVLayout, ratio: int, hit_tokens: int | None) -> OwnTier:
-    """Tell of vLLM's block pool, of whose blocks ``ratio`` make one of ours. From any thread.
+    """Return the usage of vLLM's block pool; ``ratio`` of its blocks make one kvtier block.
 
-    Each rank has its share of the bytes; tokens are told once, without ``hit_tokens`` not at all.
-    A block is used where a request has it, and where it can be found again. Which are both, nobody
-    counts, so the larger number is told: short by the few that requests are still filling.
+    May be called from any thread. Each rank has its share of the bytes; tokens are reported for one
+    rank only, the one with ``hit_tokens``. A block is used if a request has it, or if it is cached.
+    vLLM does not count blocks that are both, so the larger of the two numbers is returned; it lacks
+    the few blocks that requests are still filling.
     """
-    num_blocks = len(pool.blocks) - 1  # the first one stands for none, and holds nothing
+    num_blocks = len(pool.blocks) - 1  # the first one is a placeholder
     num_taken = num_blocks - pool.get_num_free_blocks()
     num_used = min(num_blocks, max(num_taken, len(pool.cached_block_hash_to_block)))
     is_first = hit_tokens is not None

@@ -1,8 +1,9 @@
-"""News in vLLM's words: its KV events, which its own publisher sends to routers.
+"""vLLM's KV events for blocks in the daemon's tiers; vLLM's publisher sends them to routers.
 
-An event tells all of a block: its hash and its parent's as vLLM has them, tokens, block size. A
-router can so learn of a block that it never heard was computed. ``AllBlocksCleared`` is vLLM's own
-to say: routers take it for every medium. After it ours are told again.
+An event describes a block completely: its hash and its parent's in vLLM's form, tokens, block size.
+So a router can learn about a block that it never saw computed. Only vLLM sends
+``AllBlocksCleared``, which routers apply to every medium; kvtier's blocks are announced again after
+it. Imports vLLM.
 """
 
 from collections.abc import Iterator
@@ -28,53 +29,53 @@ from kvtier.connectors.vllm.router_feed import CPU, BlockNames, RoutedBlock, Rou
 __all__ = ["KvEvents", "open_events"]
 
 _BLOCKS_MAX = 65_536
-"""Of ours that are remembered: four million tokens where a block has 64, and 60 MB."""
+"""Blocks that are remembered: four million tokens with 64-token blocks, and 60 MB."""
 
 _BLOCKS_A_STEP = 512
-"""Of which a step publishes: two milliseconds. The rest waits for the next one."""
+"""Blocks published per step, which takes two milliseconds; the rest waits."""
 
 _FAULTS_MAX = 8
-"""In a row; what waits is given up then, since vLLM goes on with steps for as long as it waits."""
+"""Consecutive faults after which waiting events are dropped: vLLM runs steps while any wait."""
 
 _GROUP = 0
-"""Of KV: models with several are not served."""
+"""Index of the KV group; models with several are not supported."""
 
 
 class KvEvents:
-    """Turns the news of one engine into events; all of it is for the scheduler's thread."""
+    """Turns the router feed of one engine into events. Use it on the scheduler's thread only."""
 
     def __init__(self, spec: Any, block_tokens: int, ratio: int, num_ranks: int = 1) -> None:
-        """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
+        """``ratio`` vLLM blocks make one kvtier block of ``block_tokens``."""
         self._kind = get_kv_cache_spec_kind(spec).value
         self._window = get_kv_cache_spec_sliding_window(spec)
         self._block_tokens = block_tokens
         self._ratio = ratio
         self._pool_map: Any = None
         self._num_faults = 0
-        self.news = RouterFeed(self._describe, num_ranks, blocks_max=_BLOCKS_MAX)
+        self.router_feed = RouterFeed(self._describe, num_ranks, blocks_max=_BLOCKS_MAX)
 
     def take(self, pool: Any) -> list[KVCacheEvent]:
-        """Take what is to be published now; ``pool`` is vLLM's, whose blocks are told by itself."""
+        """Take the events to publish now; ``pool`` is vLLM's block pool."""
         self._num_faults += 1
         if self._num_faults > _FAULTS_MAX:
-            self.news.begin_again()
+            self.router_feed.restart()
         events = self._take(pool)
         self._num_faults = 0
         return events
 
     def _take(self, pool: Any) -> list[KVCacheEvent]:
-        # vLLM tells nobody that it has emptied its pool, but the map of it is then another one.
+        # vLLM does not report that it has emptied its pool, but it then replaces the pool's map.
         pool_map = getattr(pool, "cached_block_hash_to_block", None)
         if pool_map is not self._pool_map:
             if self._pool_map is not None:
-                self.news.announce_again()
+                self.router_feed.reannounce()
             self._pool_map = pool_map
-        told = self.news.take(_BLOCKS_A_STEP)
+        update = self.router_feed.take(_BLOCKS_A_STEP)
         events: list[KVCacheEvent] = [
             BlockRemoved(block_hashes=names, medium=_medium(medium), group_idx=_GROUP)
-            for medium, names in told.withdrawn.items()
+            for medium, names in update.withdrawn.items()
         ]
-        for medium, run in told.announced:
+        for medium, run in update.announced:
             events += [self._stored(medium, part) for part in _of_one_kind(run)]
         return events
 
@@ -98,7 +99,7 @@ class KvEvents:
     def _describe(self, request: Any, first: int, end: int) -> list[BlockNames]:
         ratio, size = self._ratio, self._block_tokens
         end = min(end, len(request.block_hashes) // ratio)
-        # With the one before them, which is the first one's parent.
+        # Includes the block before them, which is the first one's parent.
         hashes = request.block_hashes[max(0, first * ratio - 1) : end * ratio]
         names = [maybe_convert_block_hash(each) for each in hashes]
         names = names if first else [None, *names]
@@ -116,13 +117,13 @@ class KvEvents:
         ]
 
     def _extra_keys(self, request: Any, first_token: int) -> tuple[Any, ...] | None:
-        """Return what is in vLLM's hashes besides tokens, an entry for each block of its own."""
+        """Return what vLLM's hashes contain besides tokens, one entry for each vLLM block."""
         if not (request.lora_request or request.mm_features or request.cache_salt):
             return None
         size = self._block_tokens // self._ratio
         starts = range(first_token, first_token + self._block_tokens, size)
         keys = [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in starts]
-        # Since 0.32 keys have tags in the hash, and none in events.
+        # Since 0.32 keys are tagged in hashes, but not in events.
         untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
         return tuple((untag(keys) if untag else keys) or ())
 
@@ -130,7 +131,7 @@ class KvEvents:
 def open_events(
     vllm_config: Any, kv_cache_config: Any, block_tokens: int, ratio: int, num_ranks: int
 ) -> KvEvents | None:
-    """Return what makes vLLM's KV events, if they were asked for."""
+    """Return the source of KV events, if they are enabled."""
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
@@ -143,7 +144,7 @@ def _medium(medium: int) -> str:
 
 
 def _of_one_kind(run: list[RoutedBlock]) -> Iterator[list[RoutedBlock]]:
-    """Yield parts of a run that one event can tell: of one adapter, all with extra keys or none."""
+    """Split a run by event: each part has one adapter, and extra keys for all blocks or none."""
     part: list[RoutedBlock] = []
     for block in run:
         facts, last = block.facts, part[-1].facts if part else block.facts

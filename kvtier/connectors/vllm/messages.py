@@ -1,4 +1,4 @@
-"""What the two halves say to each other, in classes that vLLM passes on. Imports vLLM."""
+"""Messages between the halves, and stats, in the classes that vLLM passes on. Imports vLLM."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvtier.connectors.kit.guard import guarded
-from kvtier.connectors.vllm.jobs import RankReport, StepJobs, StepResults
+from kvtier.connectors.vllm.block_identity import RankReport
+from kvtier.connectors.vllm.jobs import StepJobs, StepResults
 from kvtier.connectors.vllm.stats import ROWS, Counts, Row, StatKind, add_up, summary
 from kvtier.core.residency import TierName
 from kvtier.observe.log import Log
@@ -34,27 +35,27 @@ __all__ = [
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    """What a worker's blocks are."""
+    """A worker's description of its blocks."""
 
     facts: RankReport
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    """What the workers are to do in a step; with ``weights`` they may begin."""
+    """The workers' jobs of a step; they start once ``weights`` is not empty."""
 
-    orders: StepJobs
+    jobs: StepJobs
     weights: bytes
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there to be checked
-    """What workers are done with."""
+    """Results of workers."""
 
     results: StepResults
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add up what two workers are done with."""
+        """Add the results of another worker."""
         self._add(other)
         return self
 
@@ -68,19 +69,19 @@ _log = Log("kvtier.vllm")
 
 @dataclass
 class KvtierStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there to be checked
-    """What was counted in a step, or in the interval between two lines of vLLM's log."""
+    """Counts of a step, or of the interval between two lines of vLLM's log."""
 
     @classmethod
     def of(cls, counts: Mapping[str, Any] | None) -> "KvtierStats":
-        """Return stats of their own: vLLM adds to them, and shows the same counts elsewhere."""
+        """Return stats with a copy of ``counts``: vLLM adds to stats and also reuses the counts."""
         return cls(data=deepcopy(dict(counts or {})))
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Drop all counts."""
         self.data: Counts = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what was counted later, or by another worker."""
+        """Add later counts, or those of another worker."""
         self._add(other)
         return self
 
@@ -90,12 +91,12 @@ class KvtierStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there 
 
     @guarded(_log, dict)
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log says of an interval."""
+        """Return the figures for vLLM's log."""
         return summary(self.data)
 
     @guarded(_log, lambda: True)
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
@@ -120,7 +121,7 @@ class KvtierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is no
 
     @guarded(_log, lambda: None)
     def observe(self, counts: Counts, engine: int = 0) -> None:
-        """Record what one engine counted; what has no series is left out."""
+        """Record the counts of one engine; those without a series are ignored."""
         for name, by_label in counts.items():
             for label, values in by_label.items():
                 series = self._series.get((name, engine, label))
@@ -141,7 +142,7 @@ class KvtierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is no
 
 
 def hit_sources(split: Mapping[TierName, int]) -> dict[Any, int]:
-    """Return tokens by tier under vLLM's words for where hits come from; 0.32 has them."""
+    """Return tokens by vLLM's hit source, which exists since 0.32."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     sources: Counter[Any] = Counter()

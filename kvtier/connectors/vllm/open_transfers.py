@@ -1,4 +1,8 @@
-"""The loads that workers have been ordered to make, until all of them are done."""
+"""Loads and stores that workers are carrying out, until all workers have ended them.
+
+vLLM blocks that are being stored have an additional reference, so that they are not reused during
+the copy, whatever happens to their request.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,8 +11,7 @@ from itertools import count
 from typing import Any
 
 from kvtier.connectors.vllm.jobs import LoadJob, LoadResult, StoreJob
-from kvtier.connectors.vllm.prefix_lookup import PrefixLookup
-from kvtier.connectors.vllm.request import TrackedRequest
+from kvtier.connectors.vllm.request import PrefixLookup, TrackedRequest
 from kvtier.core.residency import TierName
 
 __all__ = ["OpenLoads", "OpenStores"]
@@ -17,17 +20,17 @@ __all__ = ["OpenLoads", "OpenStores"]
 @dataclass(slots=True)
 class _Load:
     tracked: TrackedRequest
-    search: PrefixLookup
+    lookup: PrefixLookup
     num_blocks: int
     ordered_s: float
     loaded: LoadResult | None = None
 
 
 class OpenLoads:
-    """Each keeps what its search holds, so that the workers find it where it was."""
+    """The running loads; each holds the blocks of its lookup, so that the workers find them."""
 
     def __init__(self, num_workers: int, block_tokens: int, ratio: int) -> None:
-        """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
+        """``ratio`` vLLM blocks make one kvtier block of ``block_tokens``."""
         self._num_workers = num_workers
         self._engine_tokens = block_tokens // ratio
         self._ratio = ratio
@@ -39,42 +42,42 @@ class OpenLoads:
     def order(
         self,
         tracked: TrackedRequest,
-        search: PrefixLookup,
+        lookup: PrefixLookup,
         blocks: Sequence[int],
         num_external: int,
         now_s: float,
     ) -> LoadJob:
-        """Open a load of the first tokens that a search holds, into the blocks that vLLM gave."""
+        """Open a load of the leading tokens that a lookup holds, into vLLM's ``blocks``."""
         end = tracked.num_local + num_external
         wanted = range(tracked.num_local // self._engine_tokens, end // self._engine_tokens)
-        into = _engine_blocks(blocks, wanted, search.first, self._ratio)
+        into = _engine_blocks(blocks, wanted, lookup.first, self._ratio)
         order = LoadJob(
             tracked.request_id,
             tracked.tenant,
-            tracked.chains.first(search.first + len(into)),
-            search.first,
+            tracked.chains.first(lookup.first + len(into)),
+            lookup.first,
             into,
-            tuple(search.decisions),
-            search.good_until_s,
+            tuple(lookup.decisions),
+            lookup.good_until_s,
             tracked.traceparent,
         )
         self.forget(tracked.request_id)
-        self._open[tracked.request_id] = _Load(tracked, search, len(into), now_s)
-        tracked.num_offered = max(tracked.num_offered, search.first + len(into))
+        self._open[tracked.request_id] = _Load(tracked, lookup, len(into), now_s)
+        tracked.num_offered = max(tracked.num_offered, lookup.first + len(into))
         return order
 
     def order_nothing(self, request_id: str, blocks: Sequence[int], num_local: int) -> LoadJob:
-        """Return an order of which nothing comes, but into what vLLM had not filled itself."""
-        fresh = blocks[num_local // self._engine_tokens :]  # those before are shared, and good
+        """Return a job that loads nothing, for the blocks that vLLM had not filled itself."""
+        fresh = blocks[num_local // self._engine_tokens :]  # those before are shared and valid
         return LoadJob(request_id, b"", (), 0, (tuple(fresh),))
 
     def tiers(self, request_id: str) -> Sequence[TierName]:
-        """Return where the blocks of a load come from."""
+        """Return the tier of each block of a load."""
         load = self._open.get(request_id)
-        return () if load is None else load.search.tiers[: load.num_blocks]
+        return () if load is None else load.lookup.tiers[: load.num_blocks]
 
     def note_loaded(self, request_id: str, loaded: LoadResult, now_s: float) -> None:
-        """Hear how a load went for some workers; its request is told once it is over for all."""
+        """Add the result of some workers; applied to the request once all have ended."""
         load = self._open.get(request_id)
         if load is None:
             return  # its request was aborted
@@ -82,27 +85,27 @@ class OpenLoads:
         if load.loaded.num_workers < self._num_workers:
             return
         self.forget(request_id)
-        tracked, search = load.tracked, load.search
+        tracked, lookup = load.tracked, load.lookup
         num_filled = min(load.loaded.num_filled, load.num_blocks)
         copy_s = max(0.0, min(load.loaded.ended_s, now_s) - load.ordered_s)
-        tracked.account.num_restored = num_filled
-        tracked.account.restore_s = search.took_s + copy_s
-        if num_filled < load.num_blocks:  # these it computes, and may offer
-            tracked.num_offered = min(tracked.num_offered, search.first + num_filled)
+        tracked.times.num_restored = num_filled
+        tracked.times.restore_s = lookup.took_s + copy_s
+        if num_filled < load.num_blocks:  # the request computes these, and may store them
+            tracked.num_offered = min(tracked.num_offered, lookup.first + num_filled)
 
     def forget(self, request_id: str) -> None:
-        """Let go of what is held for a load; a copy under way has a lease of its own."""
+        """Release the blocks held for a load; a running copy has a lease of its own."""
         load = self._open.pop(request_id, None)
         if load is not None:
-            load.search.release()
+            load.lookup.release()
 
 
 def _engine_blocks(
     blocks: Sequence[int], wanted: range, first: int, ratio: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return for each of our blocks from ``first`` on the ``ratio`` blocks of vLLM it goes into.
+    """Return, for each kvtier block from ``first`` on, the ``ratio`` vLLM blocks it is loaded into.
 
-    Where a place is not ``wanted``, because vLLM has its tokens or has no room for them, is -1.
+    Places that are not ``wanted``, because vLLM has their tokens or no room for them, are -1.
     """
     end = -(-wanted.stop // ratio)
     return tuple(
@@ -116,10 +119,10 @@ def _engine_blocks(
 
 _STORES_MAX = 64
 _POOL_SHARE_MAX = 0.25
-"""Of vLLM's blocks: the others stay for computing."""
+"""Share of vLLM's blocks that stores may reference; the others stay for computing."""
 
 _SOON_S = 0.25
-"""A store that is older does not end within a step or two, and vLLM is not to wait for it."""
+"""An older store will not end within a step or two, and vLLM should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,10 @@ class _Store:
 
 
 class OpenStores:
-    """Nothing is let go of before its workers say so: they read it until then."""
+    """The running stores; blocks are freed only when all workers have ended their store."""
 
     def __init__(self, num_workers: int, block_tokens: int, ratio: int) -> None:
-        """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
+        """``ratio`` vLLM blocks make one kvtier block of ``block_tokens``."""
         self._num_workers = num_workers
         self._block_tokens = block_tokens
         self._ratio = ratio
@@ -145,20 +148,20 @@ class OpenStores:
         return len(self._open)
 
     def bind(self, pool: Any) -> None:
-        """Take vLLM's block pool."""
+        """Set vLLM's block pool."""
         self._pool = pool
 
     def order(self, tracked: TrackedRequest, num_computed: int, now_s: float) -> StoreJob | None:
-        """Open a store of what a request has computed and not offered, as far as there is room."""
+        """Open a store of a request's computed blocks that were not offered, if there is room."""
         end = min(num_computed // self._block_tokens, len(tracked.chains))
         if tracked.offload_tokens is not None:
             end = min(end, tracked.offload_tokens // self._block_tokens)
         first, ratio = tracked.num_offered, self._ratio
-        if end <= first:  # as in nearly all steps
+        if end <= first:  # in nearly all steps
             return None
-        end = min(end, first + self._room() // ratio)  # the others with a later step
+        end = min(end, first + self._room() // ratio)  # the rest in a later step
         flat = tracked.blocks[first * ratio : end * ratio]
-        if end <= first or tracked.is_old or len(flat) < (end - first) * ratio:
+        if end <= first or tracked.is_stale or len(flat) < (end - first) * ratio:
             return None
         blocks = tuple(tuple(flat[at : at + ratio]) for at in range(0, len(flat), ratio))
         chains = tracked.chains.first(end)
@@ -176,23 +179,23 @@ class OpenStores:
         return order
 
     def open(self, blocks: Sequence[int], now_s: float) -> int:
-        """Keep blocks under a new store, and return its number."""
+        """Open a store that references ``blocks``; returns its number."""
         self._pool.touch(self._of_pool(blocks))
         number = next(self._numbers)
         self._open[number] = _Store(blocks, now_s)
         return number
 
     def note_done(self, stored: Mapping[int, int]) -> None:
-        """Hear by store how many workers more are done; of those that all are, let go."""
+        """Add how many more workers have ended each store; free the blocks of complete ones."""
         self._done.update({number: num for number, num in stored.items() if number in self._open})
         for number in [each for each, num in self._done.items() if num >= self._num_workers]:
             del self._done[number]
             store = self._open.pop(number)
-            # From the back, as vLLM does: it evicts in the order in which blocks become free.
+            # In reverse, as vLLM does: it evicts blocks in the order in which they were freed.
             self._pool.free_blocks(self._of_pool(store.blocks[::-1]))
 
     def frees_soon(self, now_s: float) -> bool:
-        """Tell whether the end of a young store will make a block free."""
+        """Return whether the end of a recent store will free a block."""
         return any(
             self._pool.blocks[block].ref_cnt == 1
             for store in self._open.values()
@@ -201,7 +204,7 @@ class OpenStores:
         )
 
     def _room(self) -> int:
-        """Return how many blocks one store more may keep."""
+        """Return how many blocks another store may reference."""
         if self._pool is None or len(self._open) >= _STORES_MAX:
             return 0
         num_held = sum(len(store.blocks) for store in self._open.values())

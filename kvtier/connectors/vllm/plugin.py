@@ -13,13 +13,13 @@ _MODULE = "kvtier.connectors.vllm"
 
 
 def register() -> None:
-    """Register the connector; once is enough. Never raises: a vLLM without it starts as well."""
+    """Register the connector. Idempotent; never raises, since vLLM must start without it too."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
     except ValueError:
-        return  # it is registered: vLLM may call this more than once
+        return  # already registered: vLLM may call this more than once
     except Exception as error:  # other releases of vLLM may lack anything
         remedy = "set kv_connector_module_path to kvtier.connectors.vllm"
         Log("kvtier.vllm").warning(

@@ -1,9 +1,9 @@
-"""Clearing: what vLLM wants forgotten is gone before anything is found again.
+"""Resets the cache: blocks stored before a reset are dropped before anything is loaded again.
 
-vLLM resets a connector's cache when an operator asks for it, and before it sleeps or takes other
-weights. It has to go on whether the daemon is there or not, so a reset that the daemon cannot do at
-once is promised: until it is done nothing is looked up and nothing offered. The promise is this
-process's; with it ends whoever could be served something old.
+vLLM resets a connector's cache when an operator requests it, and before it sleeps or takes other
+weights. It continues whether or not the daemon is there, so a reset that the daemon cannot complete
+at once stays due. Until it is complete nothing is looked up or stored. A due reset ends with this
+process, as does every request that could be served old blocks.
 """
 
 import time
@@ -18,17 +18,17 @@ __all__ = ["CacheReset"]
 _log = Log("kvtier.vllm")
 
 _WAIT_S = 1.0
-"""In vLLM's scheduler, which does nothing else meanwhile. CPU tier and Redis take milliseconds."""
+"""Timeout in vLLM's scheduler thread, which it blocks. CPU tier and Redis take milliseconds."""
 
 _RETRY_S = 30.0
-"""On a thread: an SSD overwrites what it forgets, a gigabyte or so a second."""
+"""Timeout on a thread: an SSD overwrites dropped blocks at about 1 GB/s."""
 
 _PAUSE_S = 1.0
-"""Between two tries."""
+"""Pause between two attempts."""
 
 
 class CacheReset:
-    """Of the key spaces of some clients. ``is_due`` may be read by any thread."""
+    """Resets the key spaces of ``clients``. ``is_due`` may be read by any thread."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = clients
@@ -36,31 +36,31 @@ class CacheReset:
         self._num_done = 0
         self._is_trying = False
         self._next_s = 0.0
-        self._is_told = False
+        self._is_logged = False
 
     @property
     def is_due(self) -> bool:
-        """Tell whether there may still be something to be forgotten."""
+        """Return whether old blocks may be left."""
         return self._num_done < self._num_asked
 
-    def promise(self) -> None:
-        """Have it that there is something to be forgotten, whatever comes of it now."""
+    def schedule(self) -> None:
+        """Make a reset due."""
         self._num_asked += 1
 
     def begin(self, *, is_quiet: bool) -> None:
-        """Keep the promise now, if that takes no more than a second.
+        """Try to complete the reset within a second.
 
-        ``is_quiet``: no store is under way that began before.
+        ``is_quiet``: no store that started earlier is running.
         """
         self._try(self._num_asked if is_quiet else 0, _WAIT_S)
 
     def step(self, submit: Callable[..., object], *, is_quiet: bool) -> None:
-        """Have the next try made on a thread, if one is due and can end it."""
+        """Start the next attempt on a thread, if it is time and it can complete the reset."""
         if self.is_due and is_quiet and not self._is_trying and time.monotonic() >= self._next_s:
             self._is_trying = True
             try:
                 submit(self._retry, self._num_asked)
-            except BaseException:  # no thread is to be had: the next step tries
+            except BaseException:  # no thread can be started: the next step tries
                 self._is_trying = False
                 raise
 
@@ -72,18 +72,18 @@ class CacheReset:
             self._is_trying = False
 
     def _try(self, number: int, timeout_s: float) -> None:
-        """Clear, and note it as the end of reset ``number`` and all before it; 0: of none."""
+        """Clear; success completes resets up to ``number``, 0: none."""
         ends_s = time.monotonic() + timeout_s
-        left = "" if number else "a store is under way"
+        left = "" if number else "a store is running"
         for client in self._clients:
             try:
                 left = client.clear(max(0.0, ends_s - time.monotonic())) or left
             except DaemonUnavailable as error:
                 left = str(error)
         if not left:
-            self._num_done, self._is_told = max(self._num_done, number), False
-            _log.info("the daemon has forgotten all of vLLM's blocks")
-        elif not self._is_told:  # once: a daemon may be away for days
-            self._is_told = True
-            event = "nothing is loaded from the daemon, or offered, until it has forgotten the rest"
+            self._num_done, self._is_logged = max(self._num_done, number), False
+            _log.info("the daemon has dropped all of vLLM's blocks")
+        elif not self._is_logged:  # log once: a daemon may be away for days
+            self._is_logged = True
+            event = "no blocks are loaded or stored until the daemon has dropped the rest"
             _log.warning(event, left=left)

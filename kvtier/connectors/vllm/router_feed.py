@@ -1,22 +1,22 @@
-"""What a router that listens to vLLM is to hear: which blocks came to a medium, and which left.
+"""Tracks which blocks enter and leave a medium, for routers that listen to vLLM's KV events.
 
 Theory
 ------
-The daemon tells of its blocks by our hashes; a router knows vLLM's. What stands between the two,
-vLLM's names of a block, its tokens and what came before it, is known for as long as this process
-remembers a request that had the block. So a block that others stored, or that an earlier life of
-this engine did, is announced once a request of this engine has met it, and not before.
+The daemon identifies blocks by kvtier's hashes, a router by vLLM's. The mapping (vLLM's hashes of a
+block, its tokens and its parent) is known while this process remembers a request that had the
+block. So a block that another engine stored, or this one before a restart, is announced only once a
+request of this engine has had it.
 
 Rules
 -----
-* A block is announced once for a medium and withdrawn once. Blocks of ours that part inside have
-  some of vLLM's in common, and each tells of them: routers count, as vLLM expects of them.
-* A medium has a block while every rank has it there: what one rank lacks nobody can load.
-* Of what may be told those nearest to a root come first, over several takes as well: some routers
-  drop a block whose parent they do not know, and do not hear of it again.
-* What is remembered is bounded. What was met the longest ago is forgotten, from the end of its
-  chain, and withdrawn.
-* Several changes of a block between two takes are one, or none.
+* A block is announced once per medium and withdrawn once. kvtier blocks that diverge inside share
+  some vLLM blocks, and each announces them: routers count references, as vLLM expects.
+* A medium has a block only while every rank has it there; otherwise nobody can load it.
+* Blocks nearest to a root are announced first, even over several takes: some routers drop a block
+  whose parent they do not know, and would not be told again.
+* The memory is bounded. The blocks that were used the longest ago are forgotten, from the end of
+  their chain, and withdrawn.
+* Several changes of a block between two takes are combined into one, or none.
 """
 
 import threading
@@ -52,12 +52,12 @@ __all__ = [
 
 CPU, STORAGE = 1, 2
 MEDIA = (CPU, STORAGE)
-"""As bits: SSD and Redis are one medium in vLLM's events."""
+"""Bits. SSD and Redis are one medium in vLLM's events."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """What vLLM calls the blocks of its own that make one of ours, and what they are of."""
+    """vLLM's hashes of the blocks that make one kvtier block, and their content."""
 
     names: tuple[Any, ...]
     parent_name: Any
@@ -68,40 +68,40 @@ class BlockNames:
 
 @dataclass(slots=True)
 class RoutedBlock:
-    """One of our blocks that a request of this engine had."""
+    """A kvtier block that a request of this engine had."""
 
     keys: tuple[BlockHash, ...]
-    """One for each rank."""
+    """The block's hash for each rank."""
     parent: BlockHash | None
-    """Of the first rank; None at the root."""
+    """The parent's hash for the first rank; None at the root."""
     position: int
     facts: BlockNames
     media: int = 0
-    """In which it is announced."""
+    """The media in which it is announced, as bits."""
     is_cleared: bool = False
-    """vLLM has said that it is gone."""
+    """Whether vLLM has told routers that it is gone."""
     num_children: int = 0
-    """That are remembered."""
+    """Number of children that are remembered."""
 
 
 @dataclass(slots=True)
 class RouterUpdate:
-    """What is to be published: first what was withdrawn, by medium, then what came."""
+    """What to publish: first withdrawn blocks, then announced ones."""
 
     withdrawn: dict[int, list[Any]] = field(default_factory=dict)
-    """Names of vLLM's."""
+    """vLLM's hashes, by medium."""
     announced: list[tuple[int, list[RoutedBlock]]] = field(default_factory=list)
-    """Runs of one medium, each block the child of the one before it; parents come first."""
+    """Medium and run; each block is the child of the one before it, and parents come first."""
 
     def withdraw(self, block: RoutedBlock, media: int) -> None:
-        """Add a block to what was withdrawn from media."""
+        """Withdraw a block from media."""
         for medium in MEDIA:
             if media & medium:
                 self.withdrawn.setdefault(medium, []).extend(block.facts.names)
 
 
 def runs_of(blocks: Sequence[RoutedBlock]) -> Iterator[list[RoutedBlock]]:
-    """Yield blocks as runs of child after parent; no run comes before that of its parent."""
+    """Group blocks into runs of child after parent; a parent's run comes first."""
     left = {block.keys[0]: block for block in blocks}
     children = {block.parent: block for block in blocks if block.parent}
     for start in sorted(blocks, key=lambda block: block.position):
@@ -118,21 +118,21 @@ def runs_of(blocks: Sequence[RoutedBlock]) -> Iterator[list[RoutedBlock]]:
 _STORAGE_TIERS = sum(TIER_BIT[tier] for tier in SLOW_TIERS)
 
 _AT_ONCE = 4096
-"""Blocks taken in before vLLM's scheduler, which may wait for it, has its turn: some milliseconds.
+"""Blocks processed before the lock is released to vLLM's scheduler: some milliseconds.
 
-Where the table of what the daemon has must double, it is 0.15 us for each block there: a tenth of a
-second at 660,000, and once.
+When the residency table doubles, that takes 0.15 us for each block in it: a tenth of a second at
+660,000 blocks, once.
 """
 
 Describe = Callable[[Any, int, int], Sequence[BlockNames]]
-"""Tells of a request what vLLM calls its blocks from one index to before another.
+"""Returns vLLM's names of a request's blocks, given the first index and the end.
 
-Of fewer, where vLLM has no names for the last of them yet.
+Returns fewer if vLLM has no names for the last ones yet.
 """
 
 
 class _Stale:
-    """Blocks of which something may have changed, by their place in a prompt."""
+    """Blocks whose state may have changed, by their position in a prompt."""
 
     def __init__(self) -> None:
         self._by_position: dict[int, dict[BlockHash, RoutedBlock]] = {}
@@ -150,7 +150,7 @@ class _Stale:
             self._by_position.pop(block.position, None)
 
     def take(self, blocks_max: int) -> list[RoutedBlock]:
-        """Take those that are nearest to a root."""
+        """Take the blocks nearest to a root."""
         in_order = (self._by_position[position].values() for position in sorted(self._by_position))
         taken = list(islice(chain.from_iterable(in_order), blocks_max))
         for block in taken:
@@ -159,89 +159,92 @@ class _Stale:
 
 
 class RouterFeed:
-    """See the module. Changes may come from any thread; all else from the scheduler's."""
+    """Collects updates for routers.
+
+    Changes may come from any thread; use everything else on the scheduler's thread.
+    """
 
     def __init__(self, describe: Describe, num_ranks: int = 1, *, blocks_max: int) -> None:
         self._describe = describe
         self._blocks_max = blocks_max
         self._lock = threading.Lock()
-        self._residences = [BlockResidency() for _ in range(num_ranks)]
+        self._residencies = [BlockResidency() for _ in range(num_ranks)]
         self._blocks: dict[BlockHash, RoutedBlock] = {}
-        """By the first rank's hash; each one's parent is there as well."""
+        """By the first rank's hash; the parent of each is also present."""
         self._leaves: OrderedDict[BlockHash, RoutedBlock] = OrderedDict()
-        """Those without children, the next to be forgotten first."""
+        """Blocks without children, in the order in which they will be forgotten."""
         self._forgotten: dict[BlockHash, RoutedBlock] = {}
-        """Those that are to be withdrawn."""
+        """Blocks to withdraw."""
         self._firsts: dict[bytes, BlockHash] = {}
-        """By the hashes of the other ranks."""
+        """The first rank's hash, by the hashes of the other ranks."""
         self._stale = _Stale()
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether there may be something to take."""
+        """Return whether there may be updates to take."""
         return bool(self._stale or self._forgotten)
 
-    def hear(self, rank: int = 0) -> OnChanges:
-        """Return what takes the changes of a rank's key space in."""
-        return partial(self._hear, rank)
+    def listener(self, rank: int = 0) -> OnChanges:
+        """Return the callback for changes of a rank's key space."""
+        return partial(self._note_changes, rank)
 
     def follow(self, tracked: TrackedRequest) -> None:
-        """Remember the blocks that a request has more than when it was last followed."""
+        """Remember the blocks that a request has gained since the last call."""
         num_blocks = len(tracked.chains)
-        if num_blocks > tracked.num_learned:
+        if num_blocks > tracked.num_followed:
             chains = tracked.chains.first(num_blocks)
             with self._lock:
-                tracked.num_learned = self._learn(tracked.request, chains, tracked.num_learned)
+                tracked.num_followed = self._learn(tracked.request, chains, tracked.num_followed)
 
     def take(self, blocks_max: int) -> RouterUpdate:
-        """Take what is to be published of so many blocks at most, and of as many forgotten ones.
+        """Take the updates of at most ``blocks_max`` blocks, and as many of forgotten ones.
 
-        The latter cannot pile up: each was announced, and that was no faster.
+        The latter cannot pile up, since blocks are not announced any faster.
         """
-        told = RouterUpdate()
+        update = RouterUpdate()
         if not self.is_waiting:
-            return told
+            return update
         with self._lock:
             for key in list(islice(self._forgotten, blocks_max)):
                 block = self._forgotten.pop(key)
-                told.withdraw(block, block.media)
+                update.withdraw(block, block.media)
             stale = self._stale.take(blocks_max)
             came: dict[int, list[RoutedBlock]] = {medium: [] for medium in MEDIA}
             for block, media in zip(stale, self._media(stale), strict=True):
                 stays = 0 if block.is_cleared else block.media & media
-                told.withdraw(block, block.media & ~stays)
+                update.withdraw(block, block.media & ~stays)
                 for medium in MEDIA:
                     if media & ~stays & medium:
                         came[medium].append(block)
                 block.media, block.is_cleared = media, False
         for medium, blocks in came.items():
-            told.announced += [(medium, run) for run in runs_of(blocks)]
-        return told
+            update.announced += [(medium, run) for run in runs_of(blocks)]
+        return update
 
-    def announce_again(self) -> None:
-        """Withdraw and announce all: vLLM has told routers that all of its blocks are gone."""
+    def reannounce(self) -> None:
+        """Withdraw and announce all blocks again: vLLM told routers that all are gone."""
         with self._lock:
             for block in self._blocks.values():
                 if block.media:
                     block.is_cleared = True
                     self._stale.add(block)
 
-    def forget_tiers(self) -> None:
-        """Take it that no tier has anything, until told otherwise."""
-        for rank in range(len(self._residences)):
+    def clear_residency(self) -> None:
+        """Assume that all tiers are empty, until changes say otherwise."""
+        for rank in range(len(self._residencies)):
             self._start_again(rank)
 
-    def begin_again(self) -> None:
-        """Forget every block without a word, so that nothing waits; requests bring them again."""
+    def restart(self) -> None:
+        """Forget every block without withdrawing it; requests will add them again."""
         with self._lock:
             for known in (self._blocks, self._leaves, self._forgotten, self._firsts):
                 known.clear()
             self._stale = _Stale()
 
     def _learn(self, request: Any, chains: Sequence[Sequence[BlockHash]], first: int) -> int:
-        """Remember blocks from ``first`` on as far as vLLM has names for them; return how far."""
+        """Remember blocks from ``first`` on, up to where vLLM has names; returns the end."""
         keys, end = chains[0], len(chains[0])
-        while first and keys[first - 1] not in self._blocks:  # forgotten since
+        while first and keys[first - 1] not in self._blocks:  # forgotten meanwhile
             first -= 1
         while first < end and keys[first] in self._blocks:
             first += 1
@@ -253,11 +256,11 @@ class RouterFeed:
             self._remember(
                 RoutedBlock(tuple(chain[index] for chain in chains), parent, index, facts)
             )
-            if keys[index] not in self._blocks:  # the chain alone is longer than what is remembered
+            if keys[index] not in self._blocks:  # the chain is longer than the memory
                 break
         return first + len(described)
 
-    def _hear(self, rank: int, changes: Sequence[ResidencyChange]) -> None:
+    def _note_changes(self, rank: int, changes: Sequence[ResidencyChange]) -> None:
         for change in changes:
             if change.tier is None:
                 self._start_again(rank)
@@ -268,8 +271,8 @@ class RouterFeed:
                 if len(set(hashes)) < len(keys):
                     keys = np.unique(keys, axis=0)
                 with self._lock:
-                    residence = self._residences[rank]
-                    residence.note(keys, change.tier, is_there=change.is_there)
+                    residency = self._residencies[rank]
+                    residency.note(keys, change.tier, is_there=change.is_there)
                     known = self._firsts if rank else self._blocks
                     for key in (key for key in hashes if key in known):
                         block = self._blocks[self._firsts[key] if rank else BlockHash(key)]
@@ -277,7 +280,7 @@ class RouterFeed:
 
     def _start_again(self, rank: int) -> None:
         with self._lock:
-            self._residences[rank].clear()
+            self._residencies[rank].clear()
             for block in self._blocks.values():
                 if block.media:
                     self._stale.add(block)
@@ -295,7 +298,7 @@ class RouterFeed:
             self._forget(*self._leaves.popitem(last=False))
 
     def _forget(self, key: BlockHash, block: RoutedBlock) -> None:
-        """Forget a leaf; its parent is the next one then, if nothing else hangs on it."""
+        """Forget a leaf; its parent becomes the next leaf if it has no other children."""
         del self._blocks[key]
         self._stale.discard(block)
         for each in block.keys[1:]:
@@ -310,10 +313,10 @@ class RouterFeed:
                 self._leaves.move_to_end(block.parent, last=False)
 
     def _media(self, blocks: Sequence[RoutedBlock]) -> list[int]:
-        """Return the media in which every rank has each block."""
+        """Return, for each block, the media in which every rank has it."""
         media = np.full(len(blocks), CPU | STORAGE, np.uint8)
-        for rank, residence in enumerate(self._residences):
-            bits = residence.bits(as_keys(b"".join(block.keys[rank] for block in blocks)))
+        for rank, residency in enumerate(self._residencies):
+            bits = residency.bits(as_keys(b"".join(block.keys[rank] for block in blocks)))
             in_cpu = np.where(bits & TIER_BIT[TierName.CPU], CPU, 0)
             in_storage = np.where(bits & _STORAGE_TIERS, STORAGE, 0)
             media &= (in_cpu | in_storage).astype(np.uint8)
@@ -322,6 +325,6 @@ class RouterFeed:
 
 
 def _hashes(keys: Keys) -> list[bytes]:
-    """Return keys as block hashes, a million in a tenth of a second."""
+    """Return keys as block hashes; a million take a tenth of a second."""
     hashes: list[bytes] = np.ascontiguousarray(keys).view(f"V{HASH_BYTES}").reshape(-1).tolist()
     return hashes

@@ -1,13 +1,12 @@
-"""The scheduler half: what vLLM's scheduler asks and is told, one call after the other.
+"""The scheduler half: answers vLLM's scheduler, one call after the other.
 
 Rules
 -----
-* No call waits: questions go to threads, and vLLM asks again in its next step.
-* A hit is named only where all ranks hold it, from where vLLM's own tokens end.
-* vLLM waits for each load that it was promised until a worker reports it, so there is an order for
-  each, even if only to report that nothing came.
-* What is not known here about a request, as what an image or an adapter does to its KV, makes it
-  uncached.
+* No call waits: lookups run on threads, and vLLM asks again in its next step.
+* A hit is reported only if all ranks hold it, from where vLLM's own tokens end.
+* vLLM waits for each load that it was promised until a worker reports it. So there is a job for
+  each, even if only to report that nothing was loaded.
+* A request is not cached if something that determines its KV is unknown, such as an adapter.
 """
 
 import time
@@ -23,8 +22,7 @@ from kvtier.connectors.vllm.engine_state import Backlog, StepChunk, StepClock
 from kvtier.connectors.vllm.jobs import StepJobs, StepResults
 from kvtier.connectors.vllm.open_lookups import OpenLookups
 from kvtier.connectors.vllm.open_transfers import OpenLoads, OpenStores
-from kvtier.connectors.vllm.prefix_lookup import PrefixLookup
-from kvtier.connectors.vllm.request import RequestTimes, TrackedRequest, note_blocks
+from kvtier.connectors.vllm.request import PrefixLookup, RequestTimes, TrackedRequest, note_blocks
 from kvtier.connectors.vllm.reset import CacheReset
 from kvtier.connectors.vllm.router_feed import RouterFeed
 from kvtier.connectors.vllm.stats import ATTACHED, HIT_TOKENS, Counts, StatCounters, split_by_tier
@@ -35,7 +33,7 @@ from kvtier.core.residency import TierName
 __all__ = ["Rank", "SchedulerHalf"]
 
 _JOIN_S = 5.0
-"""A daemon that is there is joined in less, and one that is not does not keep an idle vLLM busy."""
+"""Attaching to a running daemon takes less; without a daemon vLLM becomes idle after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,78 +45,77 @@ class Rank:
 
 
 class SchedulerHalf:
-    """Answers for all ranks, whose clients it closes with itself."""
+    """Answers for all ranks; closes their clients with itself."""
 
     def __init__(
-        self, ranks: Sequence[Rank], block_tokens: int, ratio: int, role: Role = Role.BOTH
+        self,
+        ranks: Sequence[Rank],
+        block_tokens: int,
+        ratio: int,
+        role: Role = Role.BOTH,
+        router_feed: RouterFeed | None = None,
     ) -> None:
-        """``ratio`` of vLLM's blocks make one of ours, of ``block_tokens``."""
-        self.tally = StatCounters()
+        """``ratio`` vLLM blocks make one kvtier block of ``block_tokens``."""
+        self.counters = StatCounters()
         self.hit_tokens = 0
-        """Of prompts, that vLLM had itself; of requests that are over."""
-        self.news: RouterFeed | None = None
-        """What routers are told, if any listens to vLLM."""
+        """Prompt tokens that vLLM had itself, over all finished requests."""
+        self._router_feed = router_feed
         self._clients = [rank.client for rank in ranks]
-        self._clearing = CacheReset(self._clients)
+        self._cache_reset = CacheReset(self._clients)
         self._key_spaces = [rank.key_space for rank in ranks]
         self._block_tokens = block_tokens
         self._role = role
         self._deadlines = ranks[0].client.deadlines
         self._tracked: dict[str, TrackedRequest] = {}
         self._backlog = Backlog(self._tracked)
-        self._searches = OpenLookups(self._clients, block_tokens, self._backlog, self.tally)
+        self._lookups = OpenLookups(self._clients, block_tokens, self._backlog, self.counters)
         self._loads = OpenLoads(len(ranks), block_tokens, ratio)
         self._stores = OpenStores(len(ranks), block_tokens, ratio)
-        self._orders = StepJobs()
+        self._jobs = StepJobs()
         self._clock = StepClock()
-        self._told_attached: bool | None = None
-        """What vLLM's metrics say."""
+        self._reported_attached: bool | None = None
+        """The last state that vLLM's metrics were given."""
         self._began_s = time.monotonic()
 
     @property
     def is_attached(self) -> bool:
-        """Tell whether the daemon is there for all ranks."""
+        """Return whether all ranks have a session."""
         return all(client.is_attached for client in self._clients)
 
     @property
     def is_joining(self) -> bool:
-        """Tell whether vLLM should go on with steps until its metrics tell of a first session."""
-        return not self._told_attached and time.monotonic() < self._began_s + _JOIN_S
-
-    @property
-    def num_open_stores(self) -> int:
-        """Return the stores whose blocks are kept for them."""
-        return len(self._stores)
+        """Return whether vLLM should run steps so that its metrics report the first session."""
+        return not self._reported_attached and time.monotonic() < self._began_s + _JOIN_S
 
     @property
     def has_pending_stores(self) -> bool:
-        """Tell whether vLLM should go on with steps until a store is over.
+        """Return whether vLLM should run steps until a store has ended.
 
-        Not for ever: what a worker does not report in several times its time, it never will. That
-        counts from the last step that computed, since a store begins when its step has ended.
+        Not forever: a store that a worker has not reported after several timeouts will never be.
+        The time counts from the last step that computed, since a store starts when its step ends.
         """
         until_s = self._clock.computing_s + 4 * self._deadlines.store_s
         return len(self._stores) > 0 and time.monotonic() < until_s
 
     @property
     def frees_blocks_soon(self) -> bool:
-        """Tell whether vLLM gains blocks by waiting for a step or two."""
+        """Return whether vLLM gains blocks by waiting for a step or two."""
         return self._stores.frees_soon(time.monotonic())
 
     def bind(self, pool: Any) -> None:
-        """Take vLLM's block pool, to keep blocks under a store."""
+        """Set vLLM's block pool, in which stores reference blocks."""
         self._stores.bind(pool)
 
     def start(self) -> None:
-        """Begin the sessions, none of which is waited for."""
+        """Start the clients; does not wait for their sessions."""
         for client in self._clients:
             client.start()
 
-    # A request's way
+    # Per request
 
     def add(self, request: Any, adapter: bytes = b"") -> None:
-        """Hear of a request, with what stands for its adapter, and announce it."""
-        self.finish(request)  # an earlier one of that name, of whose end nobody said
+        """Track a request and announce it; ``adapter`` is the fingerprint of its adapter."""
+        self.finish(request)  # an earlier one with this id, whose end was not reported
         if not can_be_named(request) or (request.lora_request and not adapter):
             return
         tenant = tenant_digest(request.cache_salt)
@@ -140,62 +137,62 @@ class SchedulerHalf:
         if tracked is None or request.skip_reading_prefix_cache or not self._role.loads:
             return 0
         tracked.num_local = num_computed
-        search = self._searches.find(tracked, num_computed)
-        if search is not None:
-            return self._searches.answer(tracked, search, num_computed)
+        lookup = self._lookups.find(tracked, num_computed)
+        if lookup is not None:
+            return self._lookups.answer(tracked, lookup, num_computed)
         self._extend(tracked)
-        if self._clearing.is_due or not self.is_attached:
+        if self._cache_reset.is_due or not self.is_attached:
             return 0
-        return self._searches.begin(tracked, num_computed, is_quiet=not len(self._stores))
+        return self._lookups.begin(tracked, num_computed, is_quiet=not len(self._stores))
 
     def allocated(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
-        """Take the blocks that vLLM gave a request, and order the load into them."""
+        """Start the load into the blocks that vLLM allocated for a request."""
         tracked = self._tracked.get(request.request_id)
-        search = self._searches.take(request.request_id)
+        lookup = self._lookups.take(request.request_id)
         try:
-            self._order_load(tracked, search, blocks, num_external)
+            self._start_load(tracked, lookup, blocks, num_external)
         except Exception:
-            if search is not None:
-                search.release()
+            if lookup is not None:
+                lookup.release()
             if num_external:
                 num_local = tracked.num_local if tracked else 0
                 nothing = self._loads.order_nothing(request.request_id, blocks, num_local)
-                self._orders.loads.append(nothing)
+                self._jobs.loads.append(nothing)
             raise
 
     def sources(self, request_id: str, num_external: int) -> Mapping[TierName, int]:
-        """Return from which tiers the tokens of a request's load come."""
+        """Return the tokens of a request's load by tier."""
         return split_by_tier(self._loads.tiers(request_id), num_external, self._block_tokens)
 
     def finish(self, request: Any) -> None:
-        """Let go of a request."""
+        """Stop tracking a request."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
         self.hit_tokens += min(tracked.num_local, int(tracked.request.num_prompt_tokens))
-        self._searches.drop(request.request_id)
-        self._loads.forget(request.request_id)  # its copy goes on, into blocks that vLLM keeps
-        self._tell_outcomes(tracked, time.monotonic())
+        self._lookups.drop(request.request_id)
+        self._loads.forget(request.request_id)  # its copy continues, into blocks that vLLM keeps
+        self._report_outcomes(tracked, time.monotonic())
         if tracked.traits.request_id:
             for client in self._clients:
                 client.announce((), [tracked.traits.request_id])
 
     def reset(self) -> None:
-        """Have all blocks of before forgotten; until they are, none is found and none offered."""
-        self._clearing.promise()
+        """Drop all earlier blocks; until that is complete, none is found or offered."""
+        self._cache_reset.schedule()
         for tracked in self._tracked.values():
-            tracked.is_old = True
-        self._searches.drop_all()
-        self._clearing.begin(is_quiet=not len(self._stores))
-        if self.news is not None:
-            self.news.forget_tiers()
+            tracked.is_stale = True
+        self._lookups.drop_all()
+        self._cache_reset.begin(is_quiet=not len(self._stores))
+        if self._router_feed is not None:
+            self._router_feed.clear_residency()
 
-    # A step's way
+    # Per step
 
     def offer(self, output: Any) -> None:
-        """Order the stores of a step that vLLM has scheduled."""
+        """Start the stores of a step that vLLM has scheduled."""
         now_s = time.monotonic()
-        self._clearing.step(self._searches.submit, is_quiet=not len(self._stores))
+        self._cache_reset.step(self._lookups.submit, is_quiet=not len(self._stores))
         computed = note_blocks(self._tracked, output)
         chunks: list[StepChunk] = []
         for request_id, num_new in output.num_scheduled_tokens.items():
@@ -204,73 +201,73 @@ class SchedulerHalf:
                 continue
             num_past, num_prompt = computed[request_id], tracked.request.num_prompt_tokens
             chunks.append(StepChunk(request_id, num_new, num_past, num_prompt))
-            tracked.account.note_chunk(max(0, min(num_new, num_prompt - num_past)), now_s)
-            if self._role.stores and self.is_attached and not self._clearing.is_due:
+            tracked.times.note_chunk(max(0, min(num_new, num_prompt - num_past)), now_s)
+            if self._role.stores and self.is_attached and not self._cache_reset.is_due:
                 self._extend(tracked)
                 if order := self._stores.order(tracked, num_past + num_new, now_s):
-                    self._orders.stores.append(order)
+                    self._jobs.stores.append(order)
         if num_scheduled := len(output.num_scheduled_tokens):
             known = chunks if len(chunks) == num_scheduled else ()
-            self._orders.step = self._clock.begin(known, now_s)
+            self._jobs.step = self._clock.begin(known, now_s)
 
-    def take_orders(self) -> StepJobs:
-        """Take what the workers are to do in this step."""
-        orders, self._orders = self._orders, StepJobs()
+    def take_jobs(self) -> StepJobs:
+        """Take the workers' jobs of this step."""
+        jobs, self._jobs = self._jobs, StepJobs()
         self._backlog.end_step()
-        return orders
+        return jobs
 
     def take(self, results: StepResults) -> None:
-        """Take what workers are done with."""
+        """Process the results of the workers."""
         now_s = time.monotonic()
-        with ExitStack() as parts:  # each is done, also where another one fails
+        with ExitStack() as parts:  # each runs even if another one fails
             parts.callback(self._end_step, results.step, now_s)
             for request_id, loaded in results.loaded.items():
                 parts.callback(self._loads.note_loaded, request_id, loaded, now_s)
             parts.callback(self._note_stored, results.stored, now_s)
 
     def take_counts(self) -> Counts:
-        """Take what was counted since the last call, and whether there is a session now."""
-        if self._told_attached is not (is_attached := self.is_attached):
-            self._told_attached = is_attached
-            self.tally.add(ATTACHED, is_attached)
-        return self.tally.take()
+        """Take the counts since the last call, and whether there is a session now."""
+        if self._reported_attached is not (is_attached := self.is_attached):
+            self._reported_attached = is_attached
+            self.counters.add(ATTACHED, is_attached)
+        return self.counters.take()
 
     def close(self) -> None:
-        """End the sessions."""
-        self._searches.close()
+        """Close the clients."""
+        self._lookups.close()
         for client in self._clients:
             client.close()
 
     def _extend(self, tracked: TrackedRequest) -> None:
-        """Hash the blocks of a request that are full by now, and know them for routers."""
+        """Hash a request's full blocks, and pass them to the router feed."""
         tracked.extend()
-        if self.news is not None:
-            self.news.follow(tracked)
+        if self._router_feed is not None:
+            self._router_feed.follow(tracked)
 
-    def _order_load(
+    def _start_load(
         self,
         tracked: TrackedRequest | None,
-        search: PrefixLookup | None,
+        lookup: PrefixLookup | None,
         blocks: Sequence[int],
         num_external: int,
     ) -> None:
-        if search is not None and search.is_over and tracked is not None:
-            tracked.answer = search
+        if lookup is not None and lookup.is_over and tracked is not None:
+            tracked.answer = lookup
         if not num_external:
-            if search is not None:
-                search.release()
+            if lookup is not None:
+                lookup.release()
             return
-        assert search is not None, "vLLM loads what it was told of"
+        assert lookup is not None, "vLLM loads only what was reported to it"
         assert tracked is not None
-        order = self._loads.order(tracked, search, blocks, num_external, time.monotonic())
+        order = self._loads.order(tracked, lookup, blocks, num_external, time.monotonic())
         for tier, num_tokens in self.sources(order.request_id, num_external).items():
-            self.tally.add(HIT_TOKENS, num_tokens, tier.value)
-        self._orders.loads.append(order)
+            self.counters.add(HIT_TOKENS, num_tokens, tier.value)
+        self._jobs.loads.append(order)
 
     def _note_stored(self, stored: Mapping[int, int], now_s: float) -> None:
         self._stores.note_done(stored)
         if stored:
-            self._searches.note_stored(now_s)
+            self._lookups.note_stored(now_s)
 
     def _end_step(self, number: int, now_s: float) -> None:
         step = self._clock.end(number, now_s)
@@ -281,10 +278,10 @@ class SchedulerHalf:
         for chunk in step.chunks:
             if tracked := self._tracked.get(chunk.request_id):
                 if not chunk.is_decode:
-                    tracked.account.compute_s += step.share_s(chunk)
-                self._tell_outcomes(tracked, now_s)
+                    tracked.times.compute_s += step.share_s(chunk)
+                self._report_outcomes(tracked, now_s)
 
-    def _tell_outcomes(self, tracked: TrackedRequest, now_s: float) -> None:
+    def _report_outcomes(self, tracked: TrackedRequest, now_s: float) -> None:
         for client, outcome in zip(self._clients, tracked.take_outcomes(now_s), strict=False):
             if outcome is not None:
                 client.note_outcome(outcome)

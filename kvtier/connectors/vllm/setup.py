@@ -1,6 +1,6 @@
-"""Where a half begins: in a process of vLLM, by its configuration and what its user says of us.
+"""Builds the halves in a process of vLLM from vLLM's configuration and the user's settings.
 
-Needs vLLM.
+Imports vLLM.
 """
 
 import hashlib
@@ -16,9 +16,13 @@ import torch
 from kvtier.client import Client, OwnTier
 from kvtier.connectors.kit.copies import BlockCopier, open_copies
 from kvtier.connectors.kit.pages import Pages
-from kvtier.connectors.vllm.block_identity import BlockFacts, block_ratio
-from kvtier.connectors.vllm.jobs import RankReport, WorkerReports
-from kvtier.connectors.vllm.key_spaces import KeySpaceResolver
+from kvtier.connectors.vllm.block_identity import (
+    BlockFacts,
+    KeySpaceResolver,
+    RankReport,
+    block_ratio,
+)
+from kvtier.connectors.vllm.jobs import WorkerReports
 from kvtier.connectors.vllm.kv_events import KvEvents, open_events
 from kvtier.connectors.vllm.router_feed import RouterFeed
 from kvtier.connectors.vllm.scheduler import Rank, SchedulerHalf
@@ -36,7 +40,7 @@ __all__ = ["ConnectorSetup", "describe"]
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSetup:
-    """What each half is made of; nothing of it changes."""
+    """The configuration from which each half is built."""
 
     vllm_config: Any
     kv_cache_config: Any
@@ -44,18 +48,18 @@ class ConnectorSetup:
 
     @property
     def model_name(self) -> str:
-        """Return the last part of what vLLM calls its model."""
+        """Return the last part of vLLM's model name."""
         return Path(self.vllm_config.model_config.model).name
 
-    def start(self) -> KeySpaceResolver:
-        """Begin to find out what the model is, for the scheduler half."""
+    def resolver(self) -> KeySpaceResolver:
+        """Start to resolve the key spaces, for the scheduler half."""
         config = self.vllm_config
         return KeySpaceResolver(lambda: local_model(config), refusal(config, self.kv_cache_config))
 
     def describe(
         self, kv_caches: Mapping[str, torch.Tensor]
     ) -> tuple[RankReport, BlockCopier | None]:
-        """Return what a worker's blocks are, and what copies them if they are served."""
+        """Return the description of a worker's blocks, and their copier if they are served."""
         config, blocks = self.vllm_config, self.kv_cache_config
         if refused := refusal(config, blocks):
             return RankReport(None, refused), None
@@ -64,10 +68,10 @@ class ConnectorSetup:
             facts = RankReport(describe(config, blocks, kv_caches, pages))
             return facts, open_copies(pages)
         except (ValueError, KeyError, OSError, AttributeError) as error:
-            return RankReport(None, str(error)), None  # the scheduler half says it
+            return RankReport(None, str(error)), None  # the scheduler half logs it
 
     def open_events(self, spaces: Sequence[KeySpace], ratio: int) -> KvEvents | None:
-        """Return what makes vLLM's KV events of these key spaces, if they were asked for."""
+        """Return the source of KV events for these key spaces, if they are enabled."""
         tokens, num_ranks = spaces[0].layout.block_tokens, len(spaces)
         return open_events(self.vllm_config, self.kv_cache_config, tokens, ratio, num_ranks)
 
@@ -75,33 +79,32 @@ class ConnectorSetup:
         self,
         spaces: Sequence[KeySpace],
         ratio: int,
-        news: RouterFeed | None,
+        router_feed: RouterFeed | None,
         own_tier: Callable[[KVLayout, int], OwnTier],
     ) -> SchedulerHalf:
-        """Make it, with a client for each rank's key space, whose own tier is asked for by rank."""
+        """Build it, with a client for each rank; ``own_tier`` is called with layout and rank."""
         ranks = [
             Rank(
                 self._client(
                     space,
                     "scheduler",
                     rank,
-                    watch=news.hear(rank) if news else None,
+                    watch=router_feed.listener(rank) if router_feed else None,
                     own_tier=partial(own_tier, space.layout, rank),
-                    drop=Removed if rank else why_kept,  # an engine says it once
+                    drop=Removed if rank else why_kept,  # reported once per engine
                 ),
                 space.digest,
             )
             for rank, space in enumerate(spaces)
         ]
-        half = SchedulerHalf(ranks, spaces[0].layout.block_tokens, ratio, self.settings.role)
-        half.news = news
-        return half
+        tokens, role = spaces[0].layout.block_tokens, self.settings.role
+        return SchedulerHalf(ranks, tokens, ratio, role, router_feed)
 
     def worker_half(
         self, facts: RankReport, weights: bytes, copies: BlockCopier, reports: WorkerReports
     ) -> WorkerHalf:
-        """Begin it, now that the scheduler half has begun. Raises where no thread is to be had."""
-        assert facts.blocks is not None, "there are copies of blocks that are served"
+        """Start it, once the scheduler half has started. Raises if no thread can be started."""
+        assert facts.blocks is not None, "only served blocks have a copier"
         rank = facts.blocks.parallel_rank
         client = self._client(facts.blocks.space(weights), "worker", rank, pin=copies.arena)
         client.start()
@@ -115,7 +118,7 @@ class ConnectorSetup:
 def describe(
     vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, torch.Tensor], pages: Pages
 ) -> BlockFacts:
-    """Return what the blocks in ``tensors`` are. Raises ValueError where that cannot be told."""
+    """Return the identity of the blocks in ``tensors``. Raises ValueError if it is unknown."""
     whole_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     spec = layer_specs(whole_spec)[0]
     ratio = block_ratio(spec.block_size)
@@ -143,13 +146,13 @@ def describe(
 
 
 def _pages(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the shapes of all layers' pages, equal neighbours together."""
+    """Return the page shapes of all layers, with equal neighbours grouped."""
     each = [f"{_dtype(t.dtype)}[{'x'.join(map(str, t.shape[1:]))}]" for t in tensors.values()]
     return ",".join(f"{len(list(equal))}*{page}" for page, equal in groupby(each))
 
 
 def _names(layers: Iterable[str]) -> str:
-    """Return what stands for the names of layers: a stage of a pipeline may have any of them."""
+    """Return a digest of layer names, which differ between pipeline stages."""
     return hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16]
 
 

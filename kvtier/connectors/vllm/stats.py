@@ -1,13 +1,13 @@
-"""What the connector counts, and how vLLM shows it: in Prometheus, and in a line of its log.
+"""The connector's counters, and how vLLM shows them: in Prometheus and in its log.
 
 Theory
 ------
-Each half has a tally, to which its threads add. vLLM takes what a tally has once a step, adds up
-what the workers and the scheduler half say, and hands it to the process that serves ``/metrics``.
-On its way it is plain: names, labels, numbers.
+The threads of each half add to its counters. vLLM takes them once a step, adds up those of the
+workers and the scheduler half, and passes them to the process that serves ``/metrics``. They travel
+as plain names, labels and numbers.
 
-Blocks are kvtier's, of 64 tokens or more. With several workers each counts its own share, so that a
-block which all of two workers store counts as two.
+Blocks are kvtier's, of 64 tokens or more. Each worker counts its own share, so that a block stored
+by two workers counts as two.
 """
 
 import threading
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 _SAMPLES_MAX = 1000
-"""Of one duration, between two steps or two lines in the log: the later ones are left out."""
+"""Samples of one duration between two steps or two log lines; later ones are dropped."""
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class StatKind(StrEnum):
-    """What becomes of two values of one row."""
+    """How two values of one row are combined."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -55,7 +55,7 @@ class StatKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric. ``title`` is what vLLM's log calls it, with the label in the braces."""
+    """One metric. ``title`` is its name in vLLM's log, with braces for the label."""
 
     name: str
     kind: StatKind
@@ -156,35 +156,35 @@ ROWS: Mapping[str, Row] = {
         STORE_SECONDS,
     )
 }
-"""All of them by name, in the order in which a log tells them."""
+"""All rows by name, in the order of vLLM's log line."""
 
 Counts = dict[str, dict[str, list[float]]]
-"""By name and label: the sum of a counter, the last value of a gauge, a histogram's samples."""
+"""By name and label: a counter's sum, a gauge's last value, a histogram's samples."""
 
 
 class StatCounters:
-    """What was counted since it was last taken. May be used from any thread."""
+    """Counts since they were last taken. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counts = {}
 
     def add(self, row: Row, value: float = 1, label: str = "") -> None:
-        """Add to a counter, set a gauge, or note a duration."""
+        """Add to a counter, set a gauge, or record a duration."""
         if not value and row.kind is StatKind.COUNTER:
             return
         with self._lock:
             add_up(self._counts, {row.name: {label: [value]}})
 
     def take(self) -> Counts:
-        """Return what was counted, and begin anew."""
+        """Return the counts, and start again from zero."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts
 
 
 def add_up(counts: Counts, others: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Add to ``counts`` what others have counted later; what is in no row is left out."""
+    """Add later counts to ``counts``; unknown rows are ignored."""
     for name, by_label in others.items():
         row = ROWS.get(name)
         if row is None:
@@ -201,7 +201,7 @@ def add_up(counts: Counts, others: Mapping[str, Mapping[str, Sequence[float]]]) 
 
 
 def summary(counts: Counts) -> dict[str, int | float]:
-    """Return what a line in a log says of an interval: sums, and means and maxima in ms."""
+    """Return the figures of a log line: sums, and means and maxima in ms."""
     said: dict[str, int | float] = {}
     for row in ROWS.values():
         for label, values in sorted(counts.get(row.name, {}).items()):
@@ -216,9 +216,9 @@ def summary(counts: Counts) -> dict[str, int | float]:
 def split_by_tier(
     tiers: Sequence[TierName], num_tokens: int, block_tokens: int
 ) -> dict[TierName, int]:
-    """Split the tokens of a load by the tier that each block came from.
+    """Split the tokens of a load by the tier of each block.
 
-    The load ends where its last block ends; of the first block vLLM may have some tokens itself.
+    The load ends with its last block; vLLM may have some tokens of the first block itself.
     """
     split: dict[TierName, int] = {}
     left = num_tokens

@@ -1,4 +1,4 @@
-"""What both connectors for vLLM share: supported releases, models and settings, and its log.
+"""Shared by both connectors for vLLM: supported releases, models and settings, and vLLM's log.
 
-Only ``release`` imports vLLM.
+Only ``release`` imports vLLM at import time.
 """

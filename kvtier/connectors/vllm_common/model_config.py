@@ -1,8 +1,4 @@
-"""Everything that makes the bytes of vLLM's blocks comparable, as a key space.
-
-A worker knows all of it but the weights, which the scheduler half finds out by itself: a machine
-reads them once then, and vLLM does not wait for it.
-"""
+"""The part of a block's identity that comes from vLLM's configuration of the model."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +17,7 @@ _IGNORED_CONFIG = frozenset(
         "use_cache",
     }
 )
-"""Names, paths and settings of the loading; everything else of a configuration counts."""
+"""Names, paths and loading settings; everything else in a configuration counts."""
 
 _MODEL_SETTINGS = (
     "quantization",
@@ -51,17 +47,17 @@ _ADAPTER_SETTINGS = (
     "enable_mixed_moe_lora_format",
 )
 _PARALLEL_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size")
-"""By the names of vLLM's; a release that lacks one has it as null."""
+"""vLLM's names of settings that count; in a release that lacks one its value is null."""
 
 _LENGTH_SCALED = "longrope"
-"""The one kind of position that vLLM computes otherwise for another ``max_model_len``."""
+"""The one position encoding that depends on ``max_model_len`` in vLLM."""
 
 _GENERATION_SCALED = '"model_type": "llama4'
-"""Whose attention vLLM scales as the settings of generation say, and by ``max_model_len``."""
+"""vLLM scales its attention by generation settings and ``max_model_len``."""
 
 
 def model_config(vllm_config: Any) -> str:
-    """Return a model's whole configuration in canonical JSON, and what vLLM was told besides."""
+    """Return a model's whole configuration and vLLM's settings for it, as canonical JSON."""
     model = vllm_config.model_config
     fields = _without_names(json.loads(model.hf_config.to_json_string(use_diff=False)))
     settings = {
@@ -69,11 +65,11 @@ def model_config(vllm_config: Any) -> str:
         **_chosen(vllm_config.cache_config, _CACHE_SETTINGS),
         **_chosen(vllm_config.parallel_config, _PARALLEL_SETTINGS),
         "additional_config": _plain(vllm_config.additional_config),
-        "load_format": str(vllm_config.load_config.load_format),  # says which files are read
+        "load_format": str(vllm_config.load_config.load_format),  # determines which files are read
     }
     if (media := getattr(model, "multimodal_config", None)) is not None:
         settings["media"] = _chosen(media, _MEDIA_SETTINGS)
-        settings["transformers"] = version("transformers")  # it prepares pictures
+        settings["transformers"] = version("transformers")  # it preprocesses images
     if (lora := vllm_config.lora_config) is not None:
         settings["lora"] = _chosen(lora, _ADAPTER_SETTINGS)
     text = json.dumps(fields)
@@ -87,7 +83,7 @@ def model_config(vllm_config: Any) -> str:
 
 
 def _without_names(value: Any) -> Any:
-    """Leave out what does not count, of a configuration and of those within it."""
+    """Remove fields that do not count, from a configuration and those nested in it."""
     if isinstance(value, dict):
         return {
             name: _without_names(part)
@@ -102,7 +98,7 @@ def _chosen(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON has it. Raises ValueError for one that has no text of its own."""
+    """Return a setting as a JSON value. Raises ValueError if its text differs in each process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -113,5 +109,5 @@ def _plain(value: Any) -> Any:
         return sorted(map(str, value))
     text = repr(value)
     if " at 0x" in text:
-        raise ValueError(f"a setting cannot be told: {text}")
+        raise ValueError(f"a setting has no stable text: {text}")
     return text

@@ -1,8 +1,8 @@
-"""kvtier's events as lines in vLLM's log.
+"""kvtier's events in vLLM's log, and kvtier's spans in vLLM's traces.
 
-vLLM sets up its own logger and no other: without this our warnings would come as bare sentences
-without their fields, and all else not at all. With it our lines go where vLLM's go, in vLLM's form
-and from vLLM's level on. Whoever has set up the logger ``kvtier`` himself is left alone.
+vLLM configures only its own logger. Without this, kvtier's warnings would appear without their
+fields, and its other events not at all. With it they go where vLLM's lines go, in vLLM's format and
+from vLLM's level on. If a user has configured the logger ``kvtier``, it is left unchanged.
 """
 
 import logging
@@ -16,7 +16,7 @@ __all__ = ["join_log", "join_traces"]
 
 
 class _Passage(logging.Handler):
-    """Hands events on to a logger, which writes them as it writes its own."""
+    """Passes events on to a logger, which writes them like its own."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Passage(logging.Handler):
 
 
 def join_log(name: str = "kvtier", target: str = "vllm") -> None:
-    """Have what is logged under ``name`` written by ``target``. Idempotent."""
+    """Make ``target`` write what is logged under ``name``. Idempotent."""
     ours, theirs = logging.getLogger(name), logging.getLogger(target)
     if ours.handlers:
         return
@@ -40,7 +40,7 @@ def join_log(name: str = "kvtier", target: str = "vllm") -> None:
 
 
 def join_traces(vllm_config: Any) -> None:
-    """Have this process's steps traced by what vLLM has set up in it, if it has. Idempotent."""
+    """Trace this process's steps with vLLM's tracer, if vLLM traces. Idempotent."""
     if vllm_config.observability_config.otlp_traces_endpoint:
         from opentelemetry.trace import get_tracer
 

@@ -1,8 +1,8 @@
-"""Which models and settings of vLLM are not served, each told by name; they stay uncached.
+"""Names the models and settings of vLLM that are not supported; they stay uncached.
 
-A setting is refused where the KV that it makes depends on more than the identity of a block says,
-or where its blocks mean something else than the KV of so many tokens. What was never looked at is
-refused as well: lists here name what is served.
+A setting is refused if its KV depends on more than a block's identity covers, or if its blocks are
+not the KV of a fixed number of tokens. Settings that were never examined are refused as well: the
+lists here name what is supported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,28 +22,28 @@ _LOAD_FORMATS = frozenset(
         "sharded_state",
     }
 )
-"""Those that read the files of the model's folder: ``dummy`` and streams from elsewhere do not, and
-``npcache`` reads copies that it has made of them at some time."""
+"""Formats that read the files of the model's directory. ``dummy`` and remote streams do not, and
+``npcache`` reads copies that it made of them at an unknown time."""
 
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
-"""Where a configuration names the models, of the hub, that parts come from."""
+"""Configuration fields that name hub models from which parts are loaded."""
 
 _SPECULATIVE_METHODS = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
-"""Those without KV of their own: that of others depends on tokens behind a block."""
+"""Methods without KV of their own; the KV of others depends on tokens after a block."""
 
 _CACHE_DTYPES = frozenset(
     {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp8_inc"}
 )
-"""Those whose scales, if any, come with the weights."""
+"""Types whose scales, if any, are stored with the weights."""
 
 _SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-"""Of a group of layers: others keep a window, a state, or the KV of another sequence."""
+"""Supported kinds of layer groups; others keep a window, a state, or another sequence's KV."""
 
 _MULTIPLE_SPEC = "UniformTypeKVCacheSpecs"
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why vLLM's blocks cannot be kept, in one line; empty where they can."""
+    """Return in one line why vLLM's blocks cannot be cached; empty if they can."""
     groups = kv_cache_config.kv_cache_groups
     reasons = [
         *_of_role(vllm_config),
@@ -56,7 +56,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """Return the specs of a group's layers, of which vLLM has one for all or one for each."""
+    """Return the specs of a group's layers: vLLM has one for all, or one for each."""
     if type(spec).__name__ == _MULTIPLE_SPEC:
         return list(spec.kv_cache_specs.values())
     return [spec]
@@ -66,13 +66,13 @@ def _of_role(config: Any) -> Iterator[str]:
     role = config.kv_transfer_config.kv_role
     if role != "kv_both":
         yield (
-            f"kv_role {role} splits prefill from decode, and kvtier does not: use kv_both"
-            " (kv_connector_extra_config.only stores or loads alone)"
+            f"kv_role {role} splits prefill from decode, which kvtier does not support: use kv_both"
+            " (set kv_connector_extra_config.only to only store or only load)"
         )
 
 
 def _of_cached_context(config: Any) -> Iterator[str]:
-    """Yield why vLLM should not compute from cached context, wherever that comes from.
+    """Yield why vLLM must not compute from cached context, whatever its source.
 
     vLLM switches its own prefix caching off if its kernels or the model do not support it. It does
     not record whether it or the user switched it off.
@@ -90,38 +90,38 @@ def _of_weights(config: Any) -> Iterator[str]:
     model = config.model_config
     load_format = str(config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
-        yield f"weights of load format {load_format} are not known by files"
+        yield f"weights of load format {load_format} are not identified by files"
     if "pattern" in (getattr(config.load_config, "model_loader_extra_config", None) or {}):
-        yield "weights are in files of a pattern of its own (model_loader_extra_config)"
+        yield "weight files follow a custom pattern (model_loader_extra_config)"
     for name in _OTHER_MODELS:
         if other := getattr(getattr(model, "hf_config", None), name, None):
             yield f"weights come from {other} as well ({name})"
     if weights := getattr(model, "model_weights", ""):
         yield f"weights come from {weights}"
     if getattr(config, "weight_transfer_config", None) is not None:
-        yield "weights are exchanged while vLLM runs (weight_transfer_config)"
+        yield "weights are replaced while vLLM runs (weight_transfer_config)"
     if extension := getattr(config.parallel_config, "worker_extension_cls", ""):
-        yield f"{extension} may exchange weights (worker_extension_cls)"
+        yield f"{extension} may replace weights (worker_extension_cls)"
     if getattr(model, "enable_sleep_mode", False):
-        yield "weights and KV may be put away (enable_sleep_mode)"
+        yield "sleep mode discards weights and KV (enable_sleep_mode)"
 
 
 def _of_kv(config: Any) -> Iterator[str]:
     model, parallel = config.model_config, config.parallel_config
     cache_dtype = str(config.cache_config.cache_dtype)
     if cache_dtype not in _CACHE_DTYPES:
-        yield f"KV of dtype {cache_dtype}"
+        yield f"KV dtype {cache_dtype} is not supported"
     if getattr(config.cache_config, "calculate_kv_scales", False):
-        yield "scales of KV are drawn from the first request (calculate_kv_scales)"
+        yield "KV scales are computed from the first request (calculate_kv_scales)"
     speculative = config.speculative_config
     if speculative is not None and str(speculative.method) not in _SPECULATIVE_METHODS:
-        yield f"speculative decoding by {speculative.method} has KV of its own"
+        yield f"speculative decoding by {speculative.method} has its own KV"
     if getattr(config, "diffusion_config", None) is not None:
-        yield "diffusion writes KV again (diffusion_config)"
+        yield "diffusion rewrites KV (diffusion_config)"
     if getattr(config, "engram_config", None) is not None:
-        yield "tables that lie elsewhere decide KV as well (engram_config)"
+        yield "KV depends on tables stored elsewhere (engram_config)"
     if getattr(model, "is_encoder_decoder", False):
-        yield "an encoder's output decides the KV of a decoder"
+        yield "the decoder's KV depends on an encoder's output"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             yield f"{size} ranks share the tokens of a block ({name})"
@@ -132,17 +132,18 @@ def _of_kv(config: Any) -> Iterator[str]:
 def _of_groups(groups: Sequence[Any]) -> Iterator[str]:
     names = [_spec_names(group.kv_cache_spec) for group in groups]
     if len(groups) != 1:
-        yield f"{len(groups)} groups of KV ({', '.join(map('+'.join, names))}), and one is served"
+        kinds = ", ".join(map("+".join, names))
+        yield f"{len(groups)} groups of KV ({kinds}), only one is supported"
         return
     if strange := sorted(set(names[0]) - _SPECS):
         yield f"layers with {', '.join(strange)}"
         return
     for spec in layer_specs(groups[0].kv_cache_spec):
         if getattr(spec, "non_causal", False):
-            yield "layers that look at later tokens (non_causal)"
+            yield "layers attend to later tokens (non_causal)"
             return
         if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
-            yield "layers that keep one state for several tokens"
+            yield "layers keep one state for several tokens"
             return
 
 

@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM, and which of them are served."""
+"""Differences between releases of vLLM, and which releases are supported. Imports vLLM."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,20 +10,20 @@ import vllm
 
 from kvtier import __version__
 from kvtier.connectors.kit.weights import began_ns, hub_snapshot
-from kvtier.connectors.vllm_common.unserved import UnservedRelease
+from kvtier.connectors.vllm_common.idle import UnservedRelease
 
 __all__ = ["arrangement", "check_release", "layout_name", "local_model", "release"]
 
 _OLDEST = (0, 28)
 _NEWEST = (0, 32)
-"""Tested with 0.28, 0.30 and 0.32; another one may have other hooks, and is not guessed at."""
+"""Tested with 0.28, 0.30 and 0.32. Other releases may have other hooks, and are refused."""
 
 _OLD_NAMES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
-"""What 0.28 calls the two layouts that it has."""
+"""Names that 0.28 uses for its two layouts."""
 
 
 def release() -> tuple[int, int]:
-    """Return vLLM's release, as far as hooks differ by it."""
+    """Return vLLM's major and minor version."""
     match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -33,15 +33,15 @@ def check_release() -> None:
     if not _OLDEST <= release() <= _NEWEST:
         served = " to ".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
         raise UnservedRelease(
-            f"kvtier {__version__} serves vLLM {served}, and this is {vllm.__version__}: look for a"
-            " newer kvtier (pip install --upgrade kvtier), or use a vLLM that is served"
+            f"kvtier {__version__} serves vLLM {served}, and this is {vllm.__version__}: install a"
+            " newer kvtier (pip install --upgrade kvtier) or a supported vLLM"
         )
 
 
 def local_model(vllm_config: Any) -> Path:
-    """Return where the files of a model lie. Raises OSError or ValueError where that is not known.
+    """Return the directory of a model's files. Raises OSError or ValueError if it is unknown.
 
-    A name of the hub leads to the cache, into which vLLM has brought it before.
+    A hub name leads to the hub's cache, into which vLLM has downloaded it before.
     """
     model = vllm_config.model_config
     path = Path(model.model)
@@ -62,7 +62,7 @@ def layout_name(vllm_config: Any) -> str:
 
 
 def arrangement(vllm_config: Any, spec: Any, layers: Iterable[str], device: torch.device) -> str:
-    """Return by what the pages of layers are arranged otherwise at an equal size.
+    """Return what else, besides the size, determines the format of the layers' pages.
 
     Known in a worker, once its model is loaded.
     """
@@ -73,9 +73,9 @@ def arrangement(vllm_config: Any, spec: Any, layers: Iterable[str], device: torc
 
 
 def _instruction_set(vllm_config: Any, spec: Any) -> str:
-    """Return by which instructions vLLM packs a page on a CPU, and with which it computes.
+    """Return the instruction sets with which vLLM packs pages and computes on a CPU.
 
-    vLLM decides so when it makes its attention, by the same function, and tells nobody.
+    vLLM decides this by the same function when it creates its attention, and does not report it.
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -89,11 +89,11 @@ def _instruction_set(vllm_config: Any, spec: Any) -> str:
 
 
 def _generation(device: torch.device) -> str:
-    """Return what tells a GPU's formats of numbers: eight bits are not the same ones everywhere.
+    """Return what determines a GPU's number formats: 8-bit formats differ between generations.
 
-    On AMD's a variable of vLLM's has the numbers of a page in another order, under the same names.
+    On AMD GPUs a vLLM environment variable changes the order within a page, under the same names.
     """
-    if device.type != "cuda":  # which torch calls AMD's as well
+    if device.type != "cuda":  # torch calls AMD GPUs cuda as well
         return device.type
     version = ".".join(map(str, torch.cuda.get_device_capability(device)))
     if not torch.version.hip:

@@ -1,7 +1,7 @@
-"""What a user says of the connector: vLLM's ``kv_connector_extra_config``.
+"""Settings of the connectors for vLLM, and traits of a request: what users and clients set.
 
-All of it is checked when vLLM starts. What makes no sense is refused with the key's name, and vLLM
-serves without a cache.
+``kv_connector_extra_config`` is validated when vLLM starts. An invalid key is reported by its name,
+and vLLM serves without a cache.
 """
 
 import os
@@ -22,27 +22,27 @@ __all__ = ["Role", "Settings", "read_settings", "traits_of", "why_kept"]
 
 _SECTION = "kv_connector_extra_config"
 _SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_DAEMON_SOCKET")
-"""The second is the daemon's own, for what shares an environment with it."""
+"""The second is the daemon's own, for processes that share its environment."""
 _SOCKET_BYTES_MAX = 101
-"""As the daemon's: Linux takes 107, and the arena's name is longer."""
+"""The daemon's limit: Linux allows 107, and the arena's path is longer."""
 
 _DEADLINES_MS: Mapping[str, tuple[int, int]] = {
     "lookup_timeout_ms": (250, 10_000),
     "load_timeout_ms": (5_000, 60_000),
     "store_timeout_ms": (5_000, 60_000),
 }
-"""The default of each, and the most."""
+"""Default and maximum of each, in milliseconds."""
 
 _KEYS = ("socket", "only", *_DEADLINES_MS)
 
 _RECONNECT_S = 1.0
 
 _TOKENS_MAX = 2**32 - 1
-"""A message carries no more, and no prompt has more."""
+"""The most that a message can carry; no prompt has more."""
 
 
 class Role(StrEnum):
-    """What an engine does with blocks."""
+    """Whether an engine stores blocks, loads them, or both."""
 
     BOTH = "both"
     STORE = "store"
@@ -50,18 +50,18 @@ class Role(StrEnum):
 
     @property
     def loads(self) -> bool:
-        """Tell whether it asks for blocks."""
+        """Return whether it loads blocks."""
         return self is not Role.STORE
 
     @property
     def stores(self) -> bool:
-        """Tell whether it offers blocks."""
+        """Return whether it stores blocks."""
         return self is not Role.LOAD
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of it, checked."""
+    """The validated settings."""
 
     socket: Path
     role: Role
@@ -69,7 +69,7 @@ class Settings:
 
 
 def why_kept() -> str:
-    """Answer an order to empty vLLM's own cache, which a connector cannot."""
+    """Explain why a connector cannot follow an order to empty vLLM's own cache."""
     return (
         "vLLM alone can empty its own cache: POST /reset_prefix_cache to it (there with "
         "VLLM_SERVER_DEV_MODE=1), or start it again"
@@ -79,12 +79,12 @@ def why_kept() -> str:
 def read_settings(
     extra: Mapping[str, object], environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Read what a user says. Raises ConfigError."""
+    """Read and validate ``kv_connector_extra_config``. Raises ConfigError."""
     for key in extra:
         if key not in _KEYS:
             near = get_close_matches(str(key), _KEYS, n=1, cutoff=0.5)
-            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
-            raise ConfigError(f"{_SECTION}.{key}", "there is no such key", remedy)
+            remedy = f"did you mean {near[0]}?" if near else f"valid keys are {', '.join(_KEYS)}"
+            raise ConfigError(f"{_SECTION}.{key}", "no such key", remedy)
     seconds = {key: _milliseconds(key, extra) / 1000 for key in _DEADLINES_MS}
     deadlines = ClientDeadlines(
         lookup_s=seconds["lookup_timeout_ms"],
@@ -96,12 +96,12 @@ def read_settings(
 
 
 def traits_of(request: Any) -> RequestTraits:
-    """Return what a client said of a request, as far as it makes sense."""
+    """Return the traits that a client set for a request; invalid ones are left out."""
     params = request.kv_transfer_params or {}
     named = RequestTraits(request_id=request.request_id)
     return RequestTraits(
-        # It is for explanations only, and clients have a say in it: one that no message can carry
-        # is left out.
+        # Only used in explanations. Clients can choose it, so one that no message can carry is left
+        # out.
         request_id="" if traits_fault(named) else request.request_id,
         num_tokens=request.num_tokens,
         max_offload_tokens=_tokens(params.get("max_offload_tokens")),
@@ -118,18 +118,18 @@ def _role(extra: Mapping[str, object]) -> Role:
 
 
 def _socket(extra: Mapping[str, object], environment: Mapping[str, str]) -> Path:
-    """Return the daemon's socket: as given, or where a daemon of this environment listens."""
+    """Return the daemon's socket: as set, or the default in this environment."""
     named = next(filter(environment.get, _SOCKET_VARIABLES), None)
     key, given = f"{_SECTION}.socket", extra.get("socket")
     if "socket" not in extra:
         key = f"${named}" if named else key
         given = environment[named] if named else str(default_socket(environment))
     if not isinstance(given, str) or not Path(given).name:
-        problem = f"{given!r} is no path of a socket"
-        raise ConfigError(key, problem, "name the daemon's, as daemon.socket does")
+        problem = f"{given!r} is not a socket path"
+        raise ConfigError(key, problem, "use the value of daemon.socket")
     if len(os.fsencode(given)) > _SOCKET_BYTES_MAX:
         problem = f"{given} has {len(os.fsencode(given))} bytes"
-        raise ConfigError(key, problem, f"{_SOCKET_BYTES_MAX} is the most")
+        raise ConfigError(key, problem, f"use at most {_SOCKET_BYTES_MAX}")
     return Path(given)
 
 
@@ -137,11 +137,11 @@ def _milliseconds(key: str, extra: Mapping[str, object]) -> int:
     usual, most = _DEADLINES_MS[key]
     value = extra.get(key, usual)
     if type(value) is not int or not 1 <= value <= most:
-        problem = f"{value!r} is no number of milliseconds"
+        problem = f"{value!r} is not a number of milliseconds"
         raise ConfigError(f"{_SECTION}.{key}", problem, f"give an integer from 1 to {most}")
     return value
 
 
 def _tokens(value: object) -> int | None:
-    """Return a number of tokens that a client gave; what is none counts as not given."""
+    """Return a client's number of tokens; None if it is not a valid number."""
     return min(value, _TOKENS_MAX) if type(value) is int and value >= 0 else None

@@ -9,19 +9,19 @@
 
 Theory
 ------
-vLLM copies between its GPUs and a CPU tier of its own, cut into chunks, and asks a tier behind that
-one for single chunks by name. All of it happens in the process that schedules, so a tier must not
-wait there: names are gathered during a step, asked of the daemon at its end on another thread, and
-answered in a later step. Bytes go between vLLM's memory and the arena, on threads as well.
+vLLM copies between its GPUs and a CPU tier of its own, which is divided into chunks, and asks a
+secondary tier for single chunks by name. This happens in the scheduler process, where a tier must
+not wait: names are collected during a step, looked up at its end on a thread, and answered in a
+later step. Bytes are copied between vLLM's memory and the arena, on threads as well.
 
-vLLM's own connector does not tell a tier which model its chunks are of.
-``KvtierOffloadingConnector`` is that connector, and tells.
+vLLM's own connector does not tell a tier which model its chunks belong to.
+``KvtierOffloadingConnector`` is that connector, and does.
 
 Rules
 -----
-* Nothing here raises into vLLM, and no hook waits for the daemon but a drain, which is bounded.
-* Once a job is reported, nothing touches vLLM's memory for it.
-* Only ``connector``, ``idle``, ``tier`` and ``release`` import vLLM.
+* Nothing here raises into vLLM, and no hook waits for the daemon except a drain, which is bounded.
+* Once a job is reported, nothing accesses vLLM's memory for it.
+* Only ``connector`` and ``tier`` import vLLM.
 """
 
 from typing import TYPE_CHECKING
@@ -34,9 +34,9 @@ __all__ = ["KvtierOffloadingConnector", "KvtierTier"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the class on first use: it needs vLLM, and the modules beside it do not.
+    """Import the class on first use: it needs vLLM, other modules of this package do not.
 
-    If it cannot be imported for any reason, vLLM gets a class that serves nothing.
+    If the import fails for any reason, vLLM gets a class that serves nothing.
     """
     if name not in __all__:
         raise AttributeError(name)
@@ -50,8 +50,11 @@ def __getattr__(name: str) -> object:
             return KvtierTier
         from kvtier.connectors.vllm_tier.connector import KvtierOffloadingConnector
     except Exception as error:
-        from kvtier.connectors.vllm_common.unserved import reason_of
-        from kvtier.connectors.vllm_tier.idle import idle_offloading_connector, idle_tier
+        from kvtier.connectors.vllm_common.idle import (
+            idle_offloading_connector,
+            idle_tier,
+            reason_of,
+        )
 
         reason = reason_of(error)
         return idle_tier(reason) if name == "KvtierTier" else idle_offloading_connector(reason)

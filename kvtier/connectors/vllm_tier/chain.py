@@ -1,8 +1,8 @@
 """A request's chunks, as vLLM names them and as a chain of our blocks.
 
-vLLM's name for a chunk is a hash of all tokens up to its end. Ours is drawn from that and from the
-one before, down to the key space's root: so a hash says where its block is in a prompt, and a name
-that was heard out of place gives another hash, not a block with two places.
+vLLM's name for a chunk is a hash of all tokens up to its end. kvtier's hash is derived from that
+and from the previous hash, down to the key space's root. So a hash determines its block's position
+in a prompt, and a name at a wrong position yields another hash, not a block with two positions.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ __all__ = ["ChunkChain", "ChunkRun"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Consecutive blocks of a chain, and the chunks of vLLM's memory that are theirs."""
+    """Consecutive blocks of a chain, with their chunks of vLLM's memory."""
 
     first: int
     names: Sequence[bytes]
@@ -25,7 +25,7 @@ class ChunkRun:
 
 
 class ChunkChain:
-    """Grows at its end only."""
+    """The chain of a request's chunks; grows at its end only."""
 
     def __init__(self, root: BlockHash) -> None:
         self.hashes: list[BlockHash] = []
@@ -35,14 +35,14 @@ class ChunkChain:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def hear(self, names: Collection[bytes]) -> None:
-        """Take what is new of all names of a request, unless they do not begin as these do."""
+    def learn(self, names: Collection[bytes]) -> None:
+        """Append the new ones of all names of a request, if they begin with the known ones."""
         if self.hashes and (len(names) < len(self) or self.place(next(iter(names))) != 0):
             return
         self.extend(islice(names, len(self), None))
 
     def extend(self, names: Iterable[bytes]) -> None:
-        """Take the names that come next; a name that was there before ends it."""
+        """Append the next names; stops at a name that is known already."""
         parent = self.hashes[-1] if self.hashes else self._root
         for name in names:
             if name in self._places:
@@ -53,11 +53,11 @@ class ChunkChain:
             self.hashes.append(parent)
 
     def place(self, name: bytes) -> int | None:
-        """Return a name's place; None for one that was not heard."""
+        """Return a name's position; None if it is unknown."""
         return self._places.get(name)
 
     def runs(self, chunks: Iterable[tuple[bytes, int]]) -> list[ChunkRun]:
-        """Put named chunks in order, and cut them where a block is left out. Unknown ones go."""
+        """Sort named chunks into runs without gaps; unknown names are left out."""
         placed = sorted(
             (place, name, chunk)
             for name, chunk in chunks

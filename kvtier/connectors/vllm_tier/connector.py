@@ -1,7 +1,7 @@
-"""vLLM's ``OffloadingConnector``, which tells the tier behind its CPU tier what the chunks are.
+"""vLLM's ``OffloadingConnector``, extended to tell kvtier's tier the identity of the chunks.
 
-Its scheduling half knows the model, and its workers how a page of theirs is arranged. They say so
-in vLLM's handshake, which vLLM passes on once it has started both.
+Its scheduler side knows the model, and its workers the format of their pages, which they report in
+vLLM's handshake once vLLM has started both. Imports vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,22 +36,22 @@ class _Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is
 
 
 class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there to be checked
-    """See the module."""
+    """vLLM's connector for offloading; passes the model to tiers of type ``KvtierTier``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._pages: Future[str] = Future()
-        if role != KVConnectorRole.SCHEDULER:  # tiers are made there only
+        if role != KVConnectorRole.SCHEDULER:  # only the scheduler creates tiers
             super().__init__(vllm_config, role, kv_cache_config)
             return
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        with _told(extra, _facts_or_refusal(vllm_config, kv_cache_config, self._pages)):
+        with _model_added(extra, _facts_or_refusal(vllm_config, kv_cache_config, self._pages)):
             super().__init__(vllm_config, role, kv_cache_config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Tell the scheduler side how this worker's pages are laid out."""
+        """Report the format of this worker's pages to the scheduler side."""
         config, blocks = self._vllm_config, self._kv_cache_config
         try:
-            # Checked here as well: a worker's layers may have switched prefix caching off.
+            # Checked here too: a worker's layers may have disabled prefix caching.
             return _Handshake(_arranged(config, blocks), refusal(config, blocks))
         except Exception as error:  # whatever a device or backend raises, vLLM must start
             return _Handshake("", str(error) or type(error).__name__)
@@ -60,7 +60,7 @@ class KvtierOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # v
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Tell the tier how the workers' pages are arranged."""
+        """Pass the format of the workers' pages to the tier."""
         if self._pages.done():
             return
         told = [metadata[rank] for rank in sorted(metadata)]
@@ -84,17 +84,17 @@ def _arranged(vllm_config: Any, kv_cache_config: Any) -> str:
 def _facts_or_refusal(
     vllm_config: Any, kv_cache_config: Any, pages: Future[str]
 ) -> ModelFacts | str:
-    """Return what is to be known of the model, or in a line why its chunks are not cached."""
+    """Return the facts about the model, or why its chunks are not cached."""
     find_files = partial(local_model, vllm_config)
     try:
         return model_facts(vllm_config, kv_cache_config, release(), find_files, pages)
-    except Exception as error:  # of whatever a configuration has: vLLM starts all the same
+    except Exception as error:  # whatever the configuration contains, vLLM must start
         return str(error) or type(error).__name__
 
 
 @contextmanager
-def _told(extra: Mapping[str, Any], model: ModelFacts | str) -> Iterator[None]:
-    """Add the model to the settings of our tiers, while they are being made out of these."""
+def _model_added(extra: Mapping[str, Any], model: ModelFacts | str) -> Iterator[None]:
+    """Add the model to the settings of kvtier's tiers while vLLM creates them."""
     tiers = [
         each
         for each in extra.get("secondary_tiers", ())

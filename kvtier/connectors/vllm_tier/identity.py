@@ -1,9 +1,8 @@
-"""What makes the bytes of vLLM's chunks comparable, as a key space.
+"""The key space of vLLM's chunks.
 
-A chunk is a row of vLLM's CPU tier: the pages of all layers and all workers, side by side. How they
-are put together follows from the configuration that vLLM gives its tiers. Which model they are of
-does not, nor how a page is arranged, which a worker knows: both come from the connector. What
-cannot be told makes chunks uncached.
+A chunk is a row of vLLM's CPU tier: the pages of all layers and all workers, side by side. Their
+order follows from the configuration that vLLM gives its tiers. The model and the format of a page,
+which a worker knows, come from the connector. If anything is unknown, chunks are not cached.
 """
 
 import hashlib
@@ -23,25 +22,25 @@ from kvtier.core.layout import KVLayout
 __all__ = ["ModelFacts", "chunk_layout", "model_facts", "side_by_side"]
 
 _STABLE_HASHES = frozenset({"sha256", "sha256_cbor"})
-"""Those of vLLM's algorithms for naming blocks that nobody finds a collision of."""
+"""vLLM's collision-resistant algorithms for block names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM's connector is told of the model, and its tiers are not."""
+    """What vLLM's connector knows about the model, and its tiers do not."""
 
     name: str
     find_files: Callable[[], Path]
-    """Where its weights lie; may raise OSError or ValueError."""
+    """Returns the directory of the weights; may raise OSError or ValueError."""
     config: str
     compute_dtype: str
     codec: str
     engine: str
     pages: Future[str]
-    """How the workers' pages are arranged, once they have told; or a ValueError with the reason."""
+    """The format of the workers' pages once reported, or a ValueError with the reason."""
 
     def space(self, weights: bytes, layout: KVLayout, pages: str) -> KeySpace:
-        """Return the key space of chunks that were computed with these weights."""
+        """Return the key space of chunks computed with these weights."""
         return KeySpace(
             weights=weights,
             model_config=self.config,
@@ -59,9 +58,9 @@ def model_facts(
     find_files: Callable[[], Path],
     pages: Future[str],
 ) -> ModelFacts:
-    """Return what is to be known of the model that this configuration of vLLM is for.
+    """Return the facts about a configuration's model.
 
-    Raises ValueError with the reasons where its chunks are not cached.
+    Raises ValueError with the reasons if its chunks cannot be cached.
     """
     model = vllm_config.model_config
     reasons = [refusal(vllm_config, kv_cache_config), *_own_refusals(vllm_config, release)]
@@ -79,17 +78,17 @@ def model_facts(
 
 
 def side_by_side(arranged: Sequence[str]) -> str:
-    """Return how the pages of all workers are arranged, given each one's in order."""
+    """Return the page format of all workers, given each one's in order."""
     return " ".join(f"{len(list(equal))}x({each})" for each, equal in groupby(arranged))
 
 
 def chunk_layout(config: Any, chunk_bytes: int) -> KVLayout:
-    """Return how a chunk is arranged, by vLLM's ``OffloadingConfig``.
+    """Return the layout of a chunk, from vLLM's ``OffloadingConfig``.
 
-    Raises ValueError where that cannot be told.
+    Raises ValueError if it is unknown.
     """
     if len(config.groups) != 1:
-        raise ValueError(f"{len(config.groups)} groups of KV, and one is served")
+        raise ValueError(f"{len(config.groups)} groups of KV, only one is supported")
     group, parallel = config.groups[0], config.parallel
     layers = "\n".join(group.layer_names).encode()
     fields = {
@@ -116,14 +115,14 @@ def chunk_layout(config: Any, chunk_bytes: int) -> KVLayout:
 
 
 def _own_refusals(vllm_config: Any, release: tuple[int, int]) -> Iterator[str]:
-    """Yield what a tier cannot serve beyond what no part of kvtier does: it sees names only."""
+    """Yield what a tier, which sees names only, does not support in addition."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm not in _STABLE_HASHES:
         yield f"vLLM names blocks by {algorithm}: use --prefix-caching-hash-algo sha256"
     if release < (0, 30) and not os.environ.get("PYTHONHASHSEED"):
-        yield "this vLLM names blocks anew in each process: set PYTHONHASHSEED=0"
+        yield "this vLLM names blocks differently in each process: set PYTHONHASHSEED=0"
     if vllm_config.lora_config is not None:
-        yield "vLLM names the blocks of a LoRA adapter by its name, not by what it is"
+        yield "vLLM names the blocks of a LoRA adapter by its name, not by its content"
     if vllm_config.model_config.is_multimodal_model:
         yield "vLLM names the blocks of media by names that a client may choose"
 
@@ -131,7 +130,7 @@ def _own_refusals(vllm_config: Any, release: tuple[int, int]) -> Iterator[str]:
 def _order(config: Any) -> str:
     """Return vLLM's name for the order of dimensions in its KV tensors.
 
-    The scheduling process of 0.28 does not know what its workers have chosen, unless it was said.
+    The scheduler process of 0.28 does not know its workers' choice unless it is set.
     """
     name = getattr(config, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if not name:

@@ -1,9 +1,9 @@
-"""What vLLM's requests are made of, and what the daemon has of them.
+"""The chunks of vLLM's requests, and which of them the daemon has.
 
-Belongs to vLLM's scheduling thread. A name that was not asked of the daemon yet is answered
-``LATER``; at the end of the step the daemon is asked, on a thread, about everything from the first
-such block on. Its answer holds for as long as the request does: what is gone by the time it is
-loaded is a load that fails, and is then a miss.
+Used by vLLM's scheduler thread. A name that was not looked up yet is answered ``LATER``; at the end
+of the step everything from the first such block on is looked up, on a thread. The answer is valid
+as long as the request: if a block is gone by the time it is loaded, the load fails, and the block
+is then a miss.
 """
 
 import time
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
-from kvtier.client import Announcement, Client
+from kvtier.client import Announcement, Client, FoundBlocks
 from kvtier.connectors.kit.guard import note_fault
 from kvtier.connectors.vllm_tier.chain import ChunkChain
 from kvtier.connectors.vllm_tier.transfers import ChunkJob
@@ -26,71 +26,55 @@ __all__ = ["ChunkAnswer", "Names", "PendingChunkLookup", "Requests"]
 
 _log = Log("kvtier.vllm")
 
-_WAIT_SHARE = 1.2
-_WAIT_MARGIN_S = 0.05
-"""The daemon ends a load by its plan, and we do so a fifth and this much later."""
+_NOTHING_FOUND = FoundBlocks((), "")
 
 _QUEUE_S = 0.75
-"""A lookup has a deadline of the client's; this much more may pass until its turn has come."""
+"""How long a lookup may wait for a thread, in addition to the client's deadline."""
 
 
 @dataclass(slots=True)
 class PendingChunkLookup:
-    """``ask`` runs on a thread; all else may be read once ``is_over``."""
+    """A lookup of one request; ``ask`` runs on a thread, ``found`` may be read once ``is_over``."""
 
     client: Client
     hashes: Sequence[BlockHash]
     first: int
     traits: RequestTraits
-    num_found: int = 0
-    """Blocks from ``first`` on that the daemon has and advises to load."""
-    decision: int = 0
-    wait_s: float = 0.0
+    found: FoundBlocks = _NOTHING_FOUND
     asked_s: float = field(default_factory=time.monotonic)
     _is_answered: bool = False
 
     def ask(self) -> None:
-        """Ask; ends by the client's deadline, and without an answer nothing is found."""
+        """Look up. Ends by the client's deadline; without an answer nothing is found."""
         try:
             if not self.is_over:
-                self._ask()
+                self.found = self.client.lookup(NO_TENANT, self.hashes, self.first, self.traits)
         except DaemonUnavailable:
-            pass  # the client has said so, and vLLM computes
+            pass  # already logged; vLLM computes
         finally:
             self._is_answered = True
 
     @property
     def is_over(self) -> bool:
-        """Tell whether there is an answer, or its time is up."""
+        """Return whether there is an answer, or its time is over."""
         ends_s = self.asked_s + self.client.deadlines.lookup_s + _QUEUE_S
         return self._is_answered or time.monotonic() > ends_s
-
-    def _ask(self) -> None:
-        found = self.client.lookup(NO_TENANT, self.hashes, self.first, self.traits)
-        num_found, wait_s = len(found.tiers), self.client.deadlines.load_s
-        if found.plan is not None:
-            num_found = min(num_found, found.plan.num_blocks)
-            self.decision = found.plan.decision
-            if found.plan.wait_ns:
-                wait_s = min(wait_s, _WAIT_SHARE * found.plan.wait_ns / 1e9 + _WAIT_MARGIN_S)
-        self.wait_s = wait_s
-        self.num_found = num_found
 
 
 _NUM_ASKERS = 4
 
-_QUESTIONS_MAX = 2
+_LOOKUPS_MAX = 2
 """Of one request: one more for what it lacks after vLLM has preempted it."""
 
-_OPEN_QUESTIONS_MAX = 256
-"""At once; a request that finds so many before it is computed."""
+_OPEN_LOOKUPS_MAX = 256
+"""Lookups running at once; further requests are computed."""
 
 Names = Callable[[int], Sequence[bytes]]
-"""Returns a request's names from a place on, as many as are known, where vLLM has them in order."""
+"""Returns the known names of a request from a position on, if vLLM has them in order."""
 
 
 class ChunkAnswer(Enum):
-    """Whether a chunk should be loaded."""
+    """Whether to load a chunk."""
 
     HIT = auto()
     MISS = auto()
@@ -103,28 +87,27 @@ class _Tracked:
     chain: ChunkChain
     names: Names
     wanted: set[bytes] = field(default_factory=set)
-    question: PendingChunkLookup | None = None
-    num_questions: int = 0
+    lookup: PendingChunkLookup | None = None
+    num_lookups: int = 0
     answered: range = range(0)
-    """The places that an answer was for."""
+    """The positions that the last answer covers."""
     found_end: int = 0
-    """Of these, where what is there ends."""
-    decision: int = 0
-    wait_s: float = 0.0
+    """The end of the found blocks to load; the rest of ``answered`` is a miss."""
+    found: FoundBlocks = _NOTHING_FOUND
     is_known: bool = False
-    """The daemon has heard of the request."""
+    """Whether the daemon knows the request."""
 
-    def hear(self) -> None:
+    def learn(self) -> None:
         self.chain.extend(self.names(len(self.chain)))
 
     def take_answer(self) -> None:
-        question = self.question
-        if question is None or not question.is_over:
+        lookup = self.lookup
+        if lookup is None or not lookup.is_over:
             return
-        self.question = None
-        self.answered = range(question.first, len(question.hashes))
-        self.found_end = question.first + question.num_found
-        self.decision, self.wait_s = question.decision, question.wait_s
+        self.lookup = None
+        self.answered = range(lookup.first, len(lookup.hashes))
+        self.found_end = lookup.first + lookup.found.num_planned
+        self.found = lookup.found
 
     def answer(self, name: bytes) -> ChunkAnswer | None:
         place = self.chain.place(name)
@@ -134,7 +117,7 @@ class _Tracked:
 
 
 class Requests:
-    """Uses a client, which it does not close."""
+    """Tracks all requests; uses a client, which it does not close."""
 
     def __init__(self, client: Client, key_space: bytes) -> None:
         self._client = client
@@ -142,23 +125,23 @@ class Requests:
         self._tracked: dict[str, _Tracked] = {}
         self._asking: set[str] = set()
         self._unknown: set[str] = set()
-        self._questions: list[PendingChunkLookup] = []
+        self._lookups: list[PendingChunkLookup] = []
         self._faults = RateLimitedLog(_log)
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "kvtier-ask")
 
     def add(self, request_id: str, traits: RequestTraits, names: Names) -> None:
-        """Hear of a request. In ``traits`` its id may be missing, where no message can carry it."""
+        """Track a request. ``traits`` lacks its id if no message can carry it."""
         self._tracked[request_id] = _Tracked(traits, ChunkChain(self._root), names)
         self._unknown.add(request_id)
 
-    def hear(self, request_id: str, names: Collection[bytes]) -> None:
-        """Take all names of a request, where vLLM tells them."""
+    def learn(self, request_id: str, names: Collection[bytes]) -> None:
+        """Add all names of a request, for releases of vLLM that report them."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            tracked.chain.hear(names)
+            tracked.chain.learn(names)
 
     def ask(self, request_id: str, name: bytes) -> ChunkAnswer:
-        """Tell what is known of a chunk. Waits for nothing."""
+        """Return whether to load a chunk. Never waits."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not self._client.is_attached:
             return ChunkAnswer.MISS
@@ -166,37 +149,35 @@ class Requests:
         answer = tracked.answer(name)
         if answer is not None:
             return answer
-        if tracked.question is None and tracked.num_questions >= _QUESTIONS_MAX:
+        if tracked.lookup is None and tracked.num_lookups >= _LOOKUPS_MAX:
             return ChunkAnswer.MISS
         tracked.wanted.add(name)
         self._asking.add(request_id)
         return ChunkAnswer.LATER
 
     def end_step(self) -> None:
-        """Ask the daemon what this step wanted to know, and tell it of the other new requests."""
-        self._questions = [each for each in self._questions if not each.is_over]
+        """Start the lookups that this step needs, and announce the other new requests."""
+        self._lookups = [each for each in self._lookups if not each.is_over]
         asking, self._asking = self._asking, set()
         for request_id in asking:
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.question is None:
+            if tracked is not None and tracked.lookup is None:
                 self._begin(tracked)
         self._announce()
 
     def order(self, job: int, request_id: str, chunks: Iterable[tuple[bytes, int]]) -> ChunkJob:
-        """Return what a job of a request is about; it is empty where the names are unknown."""
+        """Return the blocks of a request's job; empty if the names are unknown."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return ChunkJob(job, request_id)
-        tracked.hear()
+        tracked.learn()
         runs = tracked.chain.runs(chunks)
         end = runs[-1].first + len(runs[-1].names) if runs else 0
         hashes = tuple(tracked.chain.hashes[:end])
-        return ChunkJob(
-            job, request_id, tracked.traits, hashes, runs, tracked.decision, tracked.wait_s
-        )
+        return ChunkJob(job, request_id, tracked.traits, hashes, runs, tracked.found)
 
     def forget(self, request_id: str, names: Iterable[bytes]) -> None:
-        """Note that chunks did not come: from the first of them on the request has none."""
+        """Record that chunks were not loaded: from the first of them on all are misses."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             places = [tracked.chain.place(name) for name in names]
@@ -204,7 +185,7 @@ class Requests:
             tracked.found_end = min([*found, tracked.found_end])
 
     def finish(self, request_id: str) -> None:
-        """Let go of a request."""
+        """Stop tracking a request."""
         tracked = self._tracked.pop(request_id, None)
         self._unknown.discard(request_id)
         self._asking.discard(request_id)
@@ -212,34 +193,34 @@ class Requests:
             self._client.announce((), (tracked.traits.request_id,))
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Start no more lookups."""
         self._tracked.clear()
         self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, tracked: _Tracked) -> None:
-        tracked.hear()
+        tracked.learn()
         places = [tracked.chain.place(name) for name in tracked.wanted]
         known = [place for place in places if place is not None]
         tracked.wanted.clear()
-        tracked.num_questions += 1
-        if not known or len(self._questions) >= _OPEN_QUESTIONS_MAX:
-            tracked.num_questions = _QUESTIONS_MAX
+        tracked.num_lookups += 1
+        if not known or len(self._lookups) >= _OPEN_LOOKUPS_MAX:
+            tracked.num_lookups = _LOOKUPS_MAX
             return
-        question = PendingChunkLookup(
+        lookup = PendingChunkLookup(
             self._client, tuple(tracked.chain.hashes), min(known), tracked.traits
         )
-        tracked.question = question
+        tracked.lookup = lookup
         tracked.is_known = True
-        self._questions.append(question)
-        self._askers.submit(question.ask).add_done_callback(partial(note_fault, self._faults))
+        self._lookups.append(lookup)
+        self._askers.submit(lookup.ask).add_done_callback(partial(note_fault, self._faults))
 
     def _announce(self) -> None:
-        """Tell of requests that lack nothing, by which the daemon counts uses as well."""
+        """Announce requests that lack nothing, so that the daemon counts their uses."""
         announced: list[Announcement] = []
         for request_id in list(self._unknown):
             tracked = self._tracked[request_id]
             if not tracked.is_known:
-                tracked.hear()
+                tracked.learn()
                 if not len(tracked.chain):
                     continue
                 hashes = tuple(tracked.chain.hashes)

@@ -1,7 +1,7 @@
-"""The class that vLLM makes for a secondary tier: its hooks, each a line or two to its parts.
+"""The class that vLLM loads as a secondary tier. Imports vLLM.
 
-Until the weights are hashed, which a thread does, and the daemon is there, there is nothing in the
-tier: lookups miss, and jobs fail at once.
+Until the weights are fingerprinted, on a thread, and the daemon is there, the tier is empty:
+lookups miss, and jobs fail at once.
 """
 
 import threading
@@ -39,15 +39,15 @@ __all__ = ["KvtierTier", "chunk_ids", "names_from", "result"]
 _log = Log("kvtier.vllm")
 
 _DRAIN_S = 5.0
-"""vLLM drains before it empties its CPU tier: what is under way gets so long to end well."""
+"""vLLM drains before it empties its CPU tier: running jobs get this long to succeed."""
 
 _CLOSE_S = 1.0
 
-_LOOK_S = 0.5
-"""Between two looks whether the tier was shut down while something is waited for."""
+_POLL_S = 0.5
+"""Interval of checks for a shutdown while waiting."""
 
-_TELL_S = 60.0
-"""In which workers tell of their pages once the weights are read: they do when vLLM has started."""
+_REPORT_S = 60.0
+"""Time for workers to report their pages after the weights are read."""
 
 _RESULTS: Mapping[ChunkAnswer, LookupResult] = {
     ChunkAnswer.HIT: LookupResult.HIT,
@@ -66,7 +66,7 @@ class _Parts:
 
 
 class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there to be checked
-    """See the module."""
+    """kvtier's daemon as a tier behind vLLM's CPU tier."""
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
 
@@ -80,11 +80,10 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         model: ModelFacts | str | None = None,
         **settings: object,
     ) -> None:
-        """Begin to look for the daemon.
+        """Start to look for the daemon.
 
-        ``settings`` are what a user says of the tier: the keys are those of the connector for GPUs
-        and CPUs without vLLM's tiers. ``model`` comes from ``KvtierOffloadingConnector``; in its
-        place may be why it is not served.
+        ``settings`` are the user's, with the same keys as those of ``KvtierConnector``. ``model``
+        comes from ``KvtierOffloadingConnector``; it may be the reason why the model is not served.
         """
         detector = () if backpressure_detector is None else (backpressure_detector,)  # from 0.32 on
         join_log()
@@ -102,46 +101,46 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
             self._block_tokens = layout.block_tokens
             begin = partial(self._begin, said, facts, layout, primary_kv_view)
             threading.Thread(target=begin, name="kvtier-open", daemon=True).start()
-        except Exception as error:  # of whatever a configuration has: vLLM starts all the same
+        except Exception as error:  # whatever the configuration contains, vLLM must start
             self._refuse(str(error) or type(error).__name__)
 
     @_open(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, context: Any) -> LookupResult:
-        """Tell whether a chunk should be loaded, or that it is not known yet."""
+        """Return whether to load a chunk, or that this is not known yet."""
         if self._parts is None:
             return LookupResult.MISS
         return _RESULTS[self._parts.requests.ask(context.req_id, key)]
 
     @_open(lambda: None)
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin a store."""
+        """Start a store."""
         if not self._submit(job_metadata, is_load=False):
             self._failed.append(Ended(job_metadata.job_id, is_load=False))
 
     @_open(lambda: None)
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin a load."""
+        """Start a load."""
         if not self._submit(job_metadata, is_load=True):
             self._failed.append(Ended(job_metadata.job_id, is_load=True))
 
     @_open(tuple)
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Tell which jobs are over, each once."""
+        """Return the jobs that have ended, each once."""
         ended, self._failed = self._failed, []
         return [result(each) for each in (*ended, *self._take_ended())]
 
     @_open(lambda: None)
     def touch(self, keys: Collection[bytes], context: Any) -> None:
-        """Take the names of all chunks of a request, which vLLM touches before 0.32."""
+        """Take the names of all chunks of a request; vLLM touches them before 0.32."""
         if self._parts is not None:
-            self._parts.requests.hear(context.req_id, keys)
+            self._parts.requests.learn(context.req_id, keys)
 
     @_open(RequestOffloadingContext)
     def on_new_request(self, context: Any) -> RequestOffloadingContext:
-        """Hear of a request, and ask for all its chunks: those that vLLM has itself as well.
+        """Track a request, and have all its chunks offered, even those that vLLM has itself.
 
-        They are looked at and mostly left; but without the front of a prompt what is behind it is
-        of no use, and the daemon may have come, or lost it, after vLLM had got it.
+        The daemon mostly has them already. But blocks are useless without the front of their
+        prompt, and the daemon may have started, or lost it, after vLLM stored it.
         """
         parts = self._parts
         if parts is None or not parts.client.is_attached:
@@ -152,25 +151,25 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(lambda: None)
     def on_request_finished(self, context: Any) -> None:
-        """Let go of a request."""
+        """Stop tracking a request."""
         if self._parts is not None:
             self._parts.requests.finish(context.req_id)
 
     @_open(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the daemon what this step wanted to know."""
+        """Start the lookups that this step needs."""
         if self._parts is not None:
             self._parts.requests.end_step()
 
     @_open(lambda: None)
     def drain_jobs(self) -> None:
-        """Wait until every job has ended, well or, after some seconds, badly."""
+        """Wait some seconds for every job to end; the rest fail."""
         if self._parts is not None:
             self._parts.transfers.drain(_DRAIN_S)
 
     @_open(lambda: None)
     def shutdown(self) -> None:
-        """End the session, and let go of vLLM's memory."""
+        """End the session, and release vLLM's memory."""
         with self._opening:
             self._is_closed = True
             self._digests.end()
@@ -201,7 +200,7 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
 
     @_open(lambda: None)
     def _forget(self, ended: Iterable[Ended]) -> None:
-        """Have what did not come answered as missing: else vLLM asks for it again and again."""
+        """Answer chunks that were not loaded as misses: vLLM would ask for them forever."""
         assert self._parts is not None
         for each in ended:
             if each.missing:
@@ -211,10 +210,10 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
     def _begin(
         self, said: Settings, model: ModelFacts, layout: KVLayout, chunks: memoryview
     ) -> None:
-        """Have the weights read, which takes its time, and then look for the daemon."""
+        """Fingerprint the weights, which may take minutes, then look for the daemon."""
         fingerprint = WeightsFingerprint(model.find_files, began_ns(), self._digests)
         fingerprint.start()
-        while not fingerprint.wait(_LOOK_S):
+        while not fingerprint.wait(_POLL_S):
             if self._is_closed:
                 return
         if fingerprint.refusal:
@@ -242,22 +241,22 @@ class KvtierTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not the
         )
 
     def _await_pages(self, model: ModelFacts) -> str:
-        """Wait until the workers have told. Raises ValueError where they cannot, or do not."""
-        ends_s = time.monotonic() + _TELL_S
+        """Wait for the workers' reports. Raises ValueError if they cannot report, or do not."""
+        ends_s = time.monotonic() + _REPORT_S
         while not self._is_closed and time.monotonic() < ends_s:
             with suppress(TimeoutError):
-                return model.pages.result(_LOOK_S)
-        raise ValueError("vLLM's workers did not tell how their pages are arranged")
+                return model.pages.result(_POLL_S)
+        raise ValueError("vLLM's workers did not report the format of their pages")
 
     def _refuse(self, reason: object) -> None:
-        """Say why there is nothing in the tier, unless that is because vLLM has ended."""
+        """Log why the tier is empty, unless vLLM has shut down."""
         if not self._is_closed:
             _log.error("vLLM's chunks are not cached", reason=reason)
 
 
 def _read_settings(said: Mapping[str, object]) -> Settings:
     if "only" in said:
-        raise ConfigError("only", "a tier of vLLM's stores and loads", "leave it out")
+        raise ConfigError("only", "a tier always stores and loads", "leave it out")
     return read_settings(said)
 
 
@@ -281,7 +280,7 @@ def _row_bytes(chunks: memoryview) -> int:
 
 
 def _traits(context: Any) -> RequestTraits:
-    """Return what is said of a request; how long its prompt is, a tier is not told."""
+    """Return a request's traits; a tier does not know the length of its prompt."""
     return traits_of(
         SimpleNamespace(
             request_id=context.req_id,
@@ -292,16 +291,16 @@ def _traits(context: Any) -> RequestTraits:
 
 
 def chunk_ids(job: Any) -> list[int]:
-    """Return which chunks of vLLM's CPU tier a job is about, in the order of its keys."""
+    """Return a job's chunks of vLLM's CPU tier, in the order of its keys."""
     ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # 0.28
     return [int(each) for each in ids]
 
 
 def names_from(context: Any, block_tokens: int, first: int) -> Sequence[bytes]:
-    """Return the names of a request's chunks from place ``first`` on, as many as there are.
+    """Return the known names of a request's chunks from position ``first`` on.
 
-    From 0.32 on a request's context has them, in order, with the place where each one ends. Before
-    that vLLM touches them all each time that it looks for hits, and this returns none.
+    Since 0.32 a request's context has them, in order, with the token where each one ends. Before
+    that vLLM touches all of them whenever it looks for hits, and this returns none.
     """
     positions: dict[bytes, int] = getattr(context, "_offload_key_positions", {})
     names: list[bytes] = []
@@ -314,7 +313,7 @@ def names_from(context: Any, block_tokens: int, first: int) -> Sequence[bytes]:
 
 
 def result(ended: Ended) -> Any:
-    """Return what vLLM is told of a job that is over."""
+    """Return vLLM's result object for an ended job."""
     more: dict[str, Any] = {}
     if "transfer_bytes" in JobResult.__dataclass_fields__:  # from 0.32 on
         more["transfer_bytes"] = ended.num_bytes

@@ -1,10 +1,10 @@
-"""Jobs: chunks copied between vLLM's CPU tier and the arena, on threads.
+"""Jobs that copy chunks between vLLM's CPU tier and the arena, on threads.
 
 Rules
 -----
-* Each job is reported once. From then on nothing touches vLLM's memory for it: a job that is
-  reported before its thread is done is void, and that is looked at, under a lock, before each copy.
-* Blocks are copied whole, and a loaded one counts when its lease still held after the copy.
+* Each job is reported once. From then on nothing accesses vLLM's memory for it: a job reported
+  before its thread has ended is void, which is checked under a lock before each copy.
+* Blocks are copied whole, and a loaded block counts if its lease still held after the copy.
 """
 
 import threading
@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.client import Client, LoadedBlock
+from kvtier.client import Client, FoundBlocks, LoadedBlock
 from kvtier.connectors.vllm_tier.chain import ChunkRun
 from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.request import NO_TRAITS, RequestTraits
@@ -31,44 +31,44 @@ _log = Log("kvtier.vllm")
 
 _NUM_READERS = 4
 _OPEN_LOADS_MAX = 256
-"""vLLM has one for each waiting request that has hits."""
+"""vLLM has one load for each waiting request with hits."""
 
 _OPEN_STORES_MAX = 64
-"""Each holds chunks of vLLM's CPU tier for as long as it waits; more are not stored."""
+"""Each store holds chunks of vLLM's CPU tier while it waits; further chunks are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """What a job is about."""
+    """The blocks of a job."""
 
     job: int
     request_id: str
     traits: RequestTraits = NO_TRAITS
     hashes: Sequence[BlockHash] = ()
     runs: Sequence[ChunkRun] = ()
-    decision: int = 0
-    wait_s: float = 0.0
+    found: FoundBlocks | None = None
+    """The lookup that a load follows, with its plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that is over."""
+    """A job that has ended."""
 
     job: int
     is_load: bool
     request_id: str = ""
     is_whole: bool = False
-    """All of it was done; a store also where the daemon did not want it."""
+    """Whether all of it succeeded; a store also if the daemon did not want the blocks."""
     names: Sequence[bytes] = ()
     """The chunks that were loaded."""
     missing: Sequence[bytes] = ()
-    """Those that were to be loaded and were not."""
+    """The chunks that were not loaded."""
     num_bytes: int = 0
     seconds: float = 0.0
 
 
 class _Void(Exception):
-    """The job was reported meanwhile."""
+    """The job was reported already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Job:
     num_bytes: int = 0
 
     def end(self, *, is_whole: bool) -> Ended | None:
-        """Report the job; None if it was reported before."""
+        """Return the job's report; None if it was reported before."""
         with self.lock:
             if self.is_void:
                 return None
@@ -103,10 +103,10 @@ class _Job:
 
 
 class ChunkTransfers:
-    """Uses a client, which it does not close. Hooks are called by vLLM's scheduling thread."""
+    """Runs jobs with a client, which it does not close. Call it on vLLM's scheduler thread."""
 
     def __init__(self, client: Client, chunks: memoryview) -> None:
-        """``chunks`` is vLLM's CPU tier, one row of bytes a chunk."""
+        """``chunks`` is vLLM's CPU tier, one row of bytes per chunk."""
         self._client = client
         self._rows: npt.NDArray[np.uint8] | None = np.asarray(chunks).view(np.uint8)
         self._open: set[_Job] = set()
@@ -117,33 +117,33 @@ class ChunkTransfers:
         self._writer = ThreadPoolExecutor(1, "kvtier-store")
 
     def load(self, order: ChunkJob, num_chunks: int) -> None:
-        """Begin a load of ``num_chunks``; what of them ``order`` lacks does not come."""
+        """Start a load of ``num_chunks``; those that ``order`` lacks are not loaded."""
         job = _Job(order, True, num_chunks)
         self._begin(job, self._readers, self._load, _OPEN_LOADS_MAX)
 
     def store(self, order: ChunkJob, num_chunks: int) -> None:
-        """Begin a store of ``num_chunks``; what of them ``order`` lacks is not stored."""
+        """Start a store of ``num_chunks``; those that ``order`` lacks are not stored."""
         job = _Job(order, False, num_chunks)
         self._begin(job, self._writer, self._store, _OPEN_STORES_MAX)
 
     def take_ended(self) -> list[Ended]:
-        """Take the jobs that have ended since the last call."""
+        """Take the jobs that ended since the last call."""
         with self._changed:
             ended, self._ended = list(self._ended), deque()
         return ended
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every job has ended; those that have not in time end now, and badly."""
+        """Wait until every job has ended; those that have not in time fail now."""
         with self._changed:
             self._changed.wait_for(lambda: not self._open, timeout_s)
             left = list(self._open)
         for job in left:
-            self._end(job, is_whole=False)  # waits for the copy of one block, if one is under way
-        with self._changed:  # for those that were just ending by themselves
+            self._end(job, is_whole=False)  # waits for the copy of one block at most
+        with self._changed:  # for those that were just ending
             self._changed.wait_for(lambda: not self._open, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End every job, and let go of vLLM's memory."""
+        """End every job, and release vLLM's memory."""
         self.drain(timeout_s)
         self._rows = None
         for threads in (self._readers, self._writer):
@@ -164,8 +164,8 @@ class ChunkTransfers:
             if has_room and job.order.runs and self._client.is_attached:
                 threads.submit(partial(self._run, job, carry_out))
                 is_begun = True
-        except Exception:  # no thread was to be had; the work may be queued all the same
-            self._faults.exception("a job of the tier did not begin", job=job.order.job)
+        except Exception:  # no thread could be started; the work may still be queued
+            self._faults.exception("a job of the tier did not start", job=job.order.job)
         if not is_begun:
             self._end(job, is_whole=False)
 
@@ -174,7 +174,7 @@ class ChunkTransfers:
         try:
             is_whole = not job.is_void and carry_out(job)
         except (DaemonUnavailable, _Void):
-            pass  # the client has said so, or there is nobody to say it to
+            pass  # already logged, or reported already
         except Exception:
             self._faults.exception("a job of the tier failed", job=job.order.job)
         finally:
@@ -191,19 +191,23 @@ class ChunkTransfers:
 
     def _load(self, job: _Job) -> bool:
         order = job.order
-        ends_s = job.began_s + (order.wait_s or self._client.deadlines.load_s)
+        timeout_s = self._client.deadlines.load_s
+        if order.found is not None:
+            timeout_s = order.found.load_timeout_s(timeout_s)
+        ends_s = job.began_s + timeout_s
         for run in order.runs:
             self._load_run(job, run, ends_s - time.monotonic())
         return len(job.names) == job.num_chunks
 
     def _load_run(self, job: _Job, run: ChunkRun, left_s: float) -> None:
-        """Copy blocks as they come, and note which are good."""
+        """Copy blocks as they arrive, and record which are good."""
         if left_s <= 0:
             return
         order = job.order
         hashes = order.hashes[: run.first + len(run.chunks)]
+        decision = order.found.decision if order.found else 0
         for item in self._client.load(
-            NO_TENANT, hashes, run.first, decision=order.decision, timeout_s=left_s
+            NO_TENANT, hashes, run.first, decision=decision, timeout_s=left_s
         ):
             if not isinstance(item, LoadedBlock):
                 break
@@ -217,7 +221,7 @@ class ChunkTransfers:
     def _store(self, job: _Job) -> bool:
         order = job.order
         if time.monotonic() > job.began_s + self._client.deadlines.store_s:
-            return False  # its turn came too late, and others wait behind it
+            return False  # it waited too long for its turn, and others are queued behind it
         for run in order.runs:
             hashes = order.hashes[: run.first + len(run.chunks)]
             fill = partial(self._fill, job, run)
@@ -232,7 +236,7 @@ class ChunkTransfers:
             job.num_bytes += len(slot)
             yield
 
-    # No name is given to vLLM's memory here: whatever has one keeps vLLM from letting go of it.
+    # No local variable refers to vLLM's memory: a reference would keep vLLM from freeing it.
 
     def _copy_in(self, job: _Job, chunk: int, block: memoryview) -> None:
         with job.lock:

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from kvtier.connectors.kit.threads import Threads
+from kvtier.connectors.kit.guard import Threads
 from kvtier.observe.log import Log
 from kvtier.testing.child import await_true
 
 HANGING = """
 import threading
-from kvtier.connectors.kit.threads import Threads
+from kvtier.connectors.kit.guard import Threads
 from kvtier.observe.log import Log
 
 threads, is_hanging = Threads(Log("kvtier.test"), "test", 1, 1), threading.Event()
