@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.cli.call import Target, add_target_options, call_daemon, fetch_status, target_from
 from kvtier.cli.files import read_text
 from kvtier.cli.formatting import count_noun, format_bytes, printable, wrap_lines
-from kvtier.cli.options import parse_wait
+from kvtier.cli.options import add_timeout_option
 from kvtier.core.identity import HASH_BYTES, Selection, tenant_digest
 from kvtier.core.residency import TierName
 from kvtier.errors import StartError
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tier",
         action="append",
         required=True,
-        choices=[*TierName, "all"],
+        choices=[*(tier.value for tier in TierName), "all"],
         help="tier to remove blocks from; may be repeated",
     )
     tenant = parser.add_mutually_exclusive_group()
@@ -100,13 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="HEX",
         help="only blocks of this key space, by the first digits that `kvtier stat` shows",
     )
-    parser.add_argument(
-        "--timeout",
-        type=parse_wait,
-        default=10.0,
-        metavar="TIME",
-        help="how long to wait (default: 10s)",
-    )
+    add_timeout_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -29,6 +29,8 @@ from kvtier.v1 import operator_pb2_grpc
 
 __all__ = ["add_options", "fsck_running", "run"]
 
+_PROGRESS_PERIOD_S = 2.0
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
@@ -171,9 +173,6 @@ def _lines(report: FsckReport, capacity_bytes: int, purpose: FsckPurpose) -> Ite
         yield "clean"
     if report.num_faults and purpose is FsckPurpose.CHECK:
         yield "nothing was changed; --repair fixes what can be fixed"
-
-
-_PROGRESS_PERIOD_S = 2.0
 
 
 def fsck_running(target: Target, timeout_s: float, *, is_json: bool) -> int:

@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError
 
 __all__ = [
     "add_config_options",
+    "add_timeout_option",
     "config_from",
     "parse_seconds",
     "parse_setting",
@@ -71,6 +72,17 @@ def add_config_options(parser: argparse.ArgumentParser, *shortcuts: tuple[str, s
             metavar=name.upper().replace("-", "_"),
             help=f"{text} ({key})",
         )
+
+
+def add_timeout_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--timeout``, in seconds."""
+    parser.add_argument(
+        "--timeout",
+        type=parse_wait,
+        default=10.0,
+        metavar="TIME",
+        help="how long to wait (default: 10s)",
+    )
 
 
 def config_from(options: argparse.Namespace) -> Config:

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tier",
         action="append",
         default=[],
-        choices=[*TierName],
+        choices=[tier.value for tier in TierName],
         help="tier to measure; may be repeated (default: all below the CPU)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

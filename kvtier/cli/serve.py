@@ -29,6 +29,8 @@ __all__ = ["add_options", "run", "stop_with_parent"]
 _ENGINE_SECTIONS = frozenset({"daemon", "engine", "client"})
 """Sections that an engine reads. They hold no secrets: command lines are public."""
 
+_PR_SET_PDEATHSIG = 1
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
@@ -104,9 +106,6 @@ def _engine_arguments(config: Config) -> list[str]:
         if key.partition(".")[0] in _ENGINE_SECTIONS and each["source"] != "default"
         for word in ("--set", f"{key}={each['value']}")
     ]
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def stop_with_parent(parent: int) -> None:

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(run=list_tiers)
     for name, (_, wait_s, text) in _VERBS.items():
         verb = verbs.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        verb.add_argument("tier", choices=[*TierName], help="ssd or remote")
+        verb.add_argument("tier", choices=[tier.value for tier in TierName], help="ssd or remote")
         if name != "resume":
             verb.add_argument(
                 "--wait",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvtier.cli.call import add_target_options, call_daemon, target_from
 from kvtier.cli.formatting import count_noun
-from kvtier.cli.options import parse_wait
+from kvtier.cli.options import add_timeout_option
 from kvtier.cli.prompt import NO_FULL_BLOCK, add_prompt_options, prompt_from
 from kvtier.v1 import operator_pb2 as pb
 
@@ -28,13 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     add_target_options(parser)
     add_prompt_options(parser)
-    parser.add_argument(
-        "--timeout",
-        type=parse_wait,
-        default=10.0,
-        metavar="TIME",
-        help="how long to wait (default: 10s)",
-    )
+    add_timeout_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -80,7 +80,7 @@ def test_without_an_ssd_tier(directory: Path) -> None:
     with node.daemon():
         told = fsck(node)
         assert told.returncode == 2
-        assert "there is no SSD tier here" in told.stderr
+        assert "the daemon has no SSD tier" in told.stderr
         assert told.stderr.count("\n") == 1
 
 

@@ -1,8 +1,8 @@
-"""The real thing: ``kvtier serve`` with its engine, in a directory of its own.
+"""Runs ``kvtier serve`` with an engine in a temporary directory.
 
-It is started as a user would start it, and looked at through what a user has: its log, its status
-document, and drops. Nothing of the user's own kvtier is touched: the settings in the environment
-are left out, and socket, SSD directory, ports and Redis prefix belong to the demo alone.
+It is isolated from the user's own kvtier: settings from the environment are ignored, and the
+socket, SSD directory, ports and Redis prefix are its own. The demo uses only what users have: the
+log, the status document and `kvtier drop`.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ __all__ = ["DemoDeployment", "DemoFailed"]
 _SETTINGS = (
     "http.listen=",
     "engine.listen=127.0.0.1:0",
-    # The pool holds any one prompt, and the tiers below hold all that the pool does.
+    # The pool fits any single prompt, and the tiers below fit the whole pool.
     "engine.pool=1GiB",
     "cpu.capacity=1GiB",
     "ssd.capacity=2GiB",
     "ssd.free_space_floor=0",
-    # A deadline that ends a load early would be right, but is not what is shown here.
+    # Loads must not be cut off by a deadline.
     "client.load_deadline=30s",
     "ssd.deadline=30s",
     "remote.deadline=10s",
-    # Nor is what would be decided: here every tier is to have every block, and to serve it.
+    # Every tier must have every block, and serve it.
     "ssd.write=store",
     "remote.write=store",
     "cost.restore=always",
-    "remote.ttl=1h",  # removed at the end; should that fail, the server forgets them by itself
+    "remote.ttl=1h",  # removed at the end; a fallback if that fails
 )
 
 _START_TIMEOUT_S = 120.0
-"""Importing torch and reading the model takes seconds, on a busy machine many."""
+"""Importing torch and reading the model takes seconds, or many on a busy machine."""
 
 _STOP_TIMEOUT_S = 45.0
-"""Beyond what the daemon gives its engine to stop, and itself to flush."""
+"""More than the daemon needs to stop its engine and to flush."""
 
 _SETTLE_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 10.0
@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 
 class DemoFailed(KvtierError):
-    """The product did not do what the demo asked of it."""
+    """The deployment did not behave as the demo expects."""
 
 
 class DemoDeployment:
-    """Starts and stops the two processes; as a context, both are gone after it."""
+    """A daemon and an engine; the context manager stops both at its end."""
 
     def __init__(self, directory: Path, model: Path, redis_url: str) -> None:
         self.tiers = [tier for tier in TierName if redis_url or not tier.is_shared]
@@ -72,7 +72,7 @@ class DemoDeployment:
         self._socket = directory / "k.sock"
         self._log = directory / "log"
         self._command = [sys.executable, "-m", "kvtier", "serve", "--model", str(model)]
-        self._command += ["--ends-with", str(os.getpid())]  # if we are killed nobody stops it
+        self._command += ["--ends-with", str(os.getpid())]  # in case the demo is killed
         for setting in (
             f"daemon.socket={self._socket}",
             f"ssd.directory={directory / 'ssd'}",
@@ -82,7 +82,7 @@ class DemoDeployment:
             self._command += ["--set", setting]
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
         self._environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-        if redis_url:  # not on the command line, where every user could read its password
+        if redis_url:  # not on the command line, where every user could read a password
             self._environment["KVTIER_REMOTE_URL"] = redis_url
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -97,23 +97,23 @@ class DemoDeployment:
         self.stop()
 
     def start(self) -> None:
-        """Start both processes and wait until they serve."""
+        """Start both processes, and wait until they serve."""
         assert not self._is_running(), "one at a time"
         with self._log.open("wb") as log:
-            self._child = subprocess.Popen(  # noqa: S603 - this very program
+            self._child = subprocess.Popen(  # noqa: S603 - kvtier itself
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                # Ctrl-C is for the demo alone, which then stops the two in order.
+                # Only the demo gets Ctrl-C, and then stops both in order.
                 start_new_session=True,
             )
         self.url = self._wait_until(self._served_url, "the engine serves", _START_TIMEOUT_S)
-        self._wait_until(self._is_attached, "the engine has joined the daemon", _START_TIMEOUT_S)
+        self._wait_until(self._is_attached, "the engine is attached", _START_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Stop both processes, in order where they still can. Idempotent."""
+        """Stop both processes, in order if possible. Idempotent."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -121,9 +121,9 @@ class DemoDeployment:
             child.terminate()
             child.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            pass  # what is left is killed, as after a second Ctrl-C
+            pass  # killed below
         finally:
-            # The session is ours, so this ends an engine too whose daemon died before it.
+            # The session is ours: this also kills an engine that outlived the daemon.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -135,7 +135,7 @@ class DemoDeployment:
         return document
 
     def drop(self, *tiers: TierName) -> None:
-        """Empty tiers; raises DemoFailed where one keeps something."""
+        """Empty tiers. Raises DemoFailed if one keeps blocks."""
         request = pb.DropRequest(
             tiers=map(tier_to_wire, tiers), deadline_ms=int(_CALL_TIMEOUT_S * 1000)
         )
@@ -146,7 +146,7 @@ class DemoDeployment:
                 raise self._failure(f"the {tier} tier could not be emptied: {kept}")
 
     def settle(self, num_tokens: int) -> None:
-        """Wait until every lower tier has that many tokens, and nothing is on its way any more."""
+        """Wait until every lower tier has that many tokens, and all transfers are done."""
 
         def is_settled() -> bool:
             document = self.stat()
@@ -162,23 +162,21 @@ class DemoDeployment:
             )
             return not is_busy and all(tier["tokens"] >= num_tokens for tier in tiers)
 
-        self._wait_until(
-            is_settled, f"{num_tokens} tokens are in every tier, at rest", _SETTLE_TIMEOUT_S
-        )
+        self._wait_until(is_settled, f"{num_tokens} tokens are in every tier", _SETTLE_TIMEOUT_S)
 
     def block_tokens(self) -> int:
-        """Return the tokens of a block, as the engine declared them."""
+        """Return the number of tokens per block."""
         return int(self.stat()["engines"][0]["block_tokens"])
 
     def hit_tokens(self, tier: TierName) -> int:
-        """Return how many tokens the daemon counts as found in a tier since it started."""
+        """Return how many tokens were found in a tier since the start."""
         document = self.stat()
         if tier is TierName.GPU:
             return int(document["tiers"]["gpu"]["hit_tokens"])
         return int(document["lookup_blocks"]["hit"][tier]) * self.block_tokens()
 
     def counts_hits(self, tier: TierName, num_tokens: int) -> bool:
-        """Wait until the daemon counts that many hits; engines report theirs once a second."""
+        """Return whether the daemon soon counts that many hits; engines report once per second."""
         with contextlib.suppress(DemoFailed):
             return self._wait_until(
                 lambda: self.hit_tokens(tier) >= num_tokens, "hits are counted", _CALL_TIMEOUT_S
@@ -203,29 +201,29 @@ class DemoDeployment:
         except StartError as error:
             raise self._failure(str(error)) from error
 
-    def _wait_until(self, look: Callable[[], T], what: str, timeout_s: float) -> T:
-        """Return the first true result of ``look``; raises where it does not come."""
+    def _wait_until(self, poll: Callable[[], T], what: str, timeout_s: float) -> T:
+        """Return the first true result of ``poll``. Raises KvtierError after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            if found := look():
+            if found := poll():
                 return found
             if not self._is_running():
                 raise self._ending()
             if time.monotonic() > deadline_s:
-                raise self._failure(f"not within {timeout_s:.0f} s: {what}")
+                raise self._failure(f"timed out after {timeout_s:.0f} s, waiting until {what}")
             time.sleep(_PAUSE_S)
 
     def _ending(self) -> KvtierError:
-        """Say why the child ended: with its own line where it refused to start."""
+        """Return why the child exited: its own error if it did not start."""
         assert self._child is not None
         refusal = re.search(r"^kvtier: (.+?): (.+); (.+)$", self._log_text(), re.MULTILINE)
         if self._child.returncode == 2 and refusal:
             return StartError(*refusal.groups())
-        return self._failure(f"kvtier serve ended with {self._child.returncode}")
+        return self._failure(f"kvtier serve exited with {self._child.returncode}")
 
     def _failure(self, problem: str) -> DemoFailed:
         lines: Sequence[str] = self._log_text().splitlines()[-_LOG_LINES:]
-        return DemoFailed("\n  ".join([f"{problem}; the end of its log:", *lines]))
+        return DemoFailed("\n  ".join([f"{problem}; end of its log:", *lines]))
 
     def _log_text(self) -> str:
         return self._log.read_text(errors="replace")

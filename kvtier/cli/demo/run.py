@@ -1,14 +1,12 @@
-"""The tour: the same questions with the document in one tier after the other.
+"""Asks the same questions with the document in one tier after another, and reports the times.
 
-What makes the rows comparable
-------------------------------
-* Before each single question, every tier above the one that is shown is emptied, so that a pass
-  holds three measurements of one thing, and not one and its echo in the GPU.
-* The cold pass empties them all: each of its answers is computed from nothing, which makes it a
-  reference and not only a first time.
-* A pass is reported by the question with its median TTFT: a number that was measured, with the
-  tokens that belong to it.
-* A tier counts as having served when the answer says so and the daemon's own counters agree.
+Rules that make the rows comparable
+-----------------------------------
+* Every tier above the measured one is emptied before each question. Otherwise only the first
+  question would measure it, and the others the GPU.
+* The cold pass empties all tiers, so that each of its answers is a reference.
+* A pass is represented by the question with the median TTFT, and its token counts.
+* A tier has served a prompt if the response says so and the daemon's counters agree.
 """
 
 import json
@@ -44,7 +42,7 @@ __all__ = [
 ]
 
 COLD = "cold"
-"""The pass that no tier serves."""
+"""Name of the pass without any cache."""
 
 QUESTIONS: Sequence[str] = (
     "What is this document about? Answer in one sentence.",
@@ -54,24 +52,24 @@ QUESTIONS: Sequence[str] = (
 """Asked in every pass, in this order."""
 
 _TAIL_TOKENS_MAX = 96
-"""More than any question takes with what the chat template puts around it."""
+"""Upper bound for a question with its part of the chat template."""
 
 _CHARACTERS_PER_TOKEN_MAX = 8
-"""Text beyond this many for each token of the context cannot fit, in any language met so far."""
+"""Upper bound in any known language; longer texts cannot fit into the context."""
 
 ANSWER_TOKENS = 16
-"""Of each answer: enough to see a difference, few enough to be a short part of the time."""
+"""Tokens per answer: enough to see a difference, and quickly generated."""
 
 _TIMEOUT_S = 600.0
-"""A cold prompt of a whole context, on a machine of two cores that is busy."""
+"""Enough for a cold prompt of a full context on two busy cores."""
 
 _PLAIN_WIDTH = 100
-"""Of a table that goes into a file, where rich would take 80 columns and break words."""
+"""Width of the table in a file; with rich's default of 80 columns, words would be broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """One answer, and the account that came with it."""
+    """An answer with its usage counts."""
 
     text: str
     ttft_s: float
@@ -82,7 +80,7 @@ class DemoAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DemoPass:
-    """One pass: its answers in the order of the questions, and all that was wrong with it."""
+    """The answers of one pass in the order of the questions, and its problems."""
 
     name: str
     answers: tuple[DemoAnswer, ...]
@@ -91,12 +89,12 @@ class DemoPass:
 
     @property
     def median(self) -> DemoAnswer:
-        """Return the answer with the median TTFT."""
+        """The answer with the median TTFT."""
         return sorted(self.answers, key=lambda answer: answer.ttft_s)[len(self.answers) // 2]
 
 
 class ModelClient:
-    """Asks the one model that is served at a URL."""
+    """Queries the model at a URL as an ordinary user, with the ``openai`` client."""
 
     def __init__(self, url: str) -> None:
         self._client = openai.OpenAI(
@@ -111,7 +109,7 @@ class ModelClient:
         started_s = time.perf_counter()
         first_s = 0.0
         texts: list[str] = []
-        account = None
+        last = None
         try:
             stream = self._client.chat.completions.create(
                 model=self._model,
@@ -123,27 +121,27 @@ class ModelClient:
             )
             for chunk in stream:
                 if chunk.usage is not None:
-                    account = chunk
+                    last = chunk
                 for choice in chunk.choices:
                     first_s = first_s or time.perf_counter()
                     texts.append(choice.delta.content or "")
         except openai.OpenAIError as error:
             raise DemoFailed(f"the engine did not answer: {error}") from error
-        if account is None or account.usage is None or not first_s:
-            raise DemoFailed("the answer came without its account")
-        extension = (account.model_extra or {})["kvtier"]
+        if last is None or last.usage is None or not first_s:
+            raise DemoFailed("the response has no usage")
+        extension = (last.model_extra or {})["kvtier"]
         return DemoAnswer(
             text="".join(texts),
             ttft_s=first_s - started_s,
-            prompt_tokens=account.usage.prompt_tokens,
+            prompt_tokens=last.usage.prompt_tokens,
             tier_tokens={tier: int(extension["tier_tokens"][tier]) for tier in TierName},
             computed_tokens=int(extension["computed_tokens"]),
         )
 
     def count_tokens(self, content: str) -> int:
-        """Return how many tokens one message takes, without computing any of them.
+        """Return the number of tokens of a message, without computing them.
 
-        An answer as long as the whole context is always refused, and the refusal counts the prompt.
+        Asks for an answer as long as the context: the engine rejects it, with the prompt's length.
         """
         try:
             self._client.chat.completions.create(
@@ -154,28 +152,28 @@ class ModelClient:
         except openai.BadRequestError as error:
             if found := re.search(r"(\d+) in the prompt", str(error)):
                 return int(found[1])
-            raise DemoFailed(f"the engine refused to count: {error}") from error
+            raise DemoFailed(f"the engine did not count the tokens: {error}") from error
         except openai.OpenAIError as error:
             raise DemoFailed(f"the engine did not answer: {error}") from error
-        raise DemoFailed("the engine took a prompt that cannot fit")
+        raise DemoFailed("the engine accepted a prompt that cannot fit")
 
 
 @dataclass(slots=True)
 class DemoStep:
-    """A step under way; ``result`` is said beside it when it is done."""
+    """A step in progress; ``result`` is printed with it at the end."""
 
     result: str = ""
 
 
 class DemoProgress:
-    """Says what is being done and what came of it; plain lines where there is no terminal."""
+    """Prints steps and results to standard error; as plain lines if it is not a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("")
 
     def __enter__(self) -> Self:
-        self._status.start()  # shows nothing where there is no terminal
+        self._status.start()  # shows nothing without a terminal
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,7 +181,7 @@ class DemoProgress:
 
     @contextmanager
     def step(self, what: str) -> Iterator[DemoStep]:
-        """Show a step while it is being done, and leave a line when it is."""
+        """Show a step in progress, and print a line at its end."""
         started_s = time.monotonic()
         self._status.update(what)
         step = DemoStep()
@@ -192,12 +190,12 @@ class DemoProgress:
         self._console.print(f"{what:<52}{result}", soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line."""
         self._console.print(text, soft_wrap=True)
 
 
 def as_json(passes: Sequence[DemoPass]) -> str:
-    """Return the passes for programs."""
+    """Return the passes as JSON."""
     rows = [
         {
             "name": done.name,
@@ -213,14 +211,14 @@ def as_json(passes: Sequence[DemoPass]) -> str:
 
 
 def print_table(passes: Sequence[DemoPass]) -> None:
-    """Print the passes for people."""
+    """Print the passes as a table."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     table = Table(
         box=SIMPLE,
-        caption=f"Median of {len(passes[0].answers)} questions; before each of them, the tiers "
-        "above the one of the row were emptied.",
+        caption=f"Median of {len(passes[0].answers)} questions. Before each one, the tiers above "
+        "that of the row were emptied.",
         caption_justify="left",
     )
     table.add_column("served by")
@@ -242,51 +240,51 @@ def print_table(passes: Sequence[DemoPass]) -> None:
 
 
 class DemoRun:
-    """Leads through the tiers of a product that is not started yet."""
+    """Measures the tiers of a deployment that is not started yet."""
 
-    def __init__(self, product: DemoDeployment, document: str, progress: DemoProgress) -> None:
-        self._product = product
+    def __init__(self, deployment: DemoDeployment, document: str, progress: DemoProgress) -> None:
+        self._deployment = deployment
         self._document = document
         self._progress = progress
         self._client: ModelClient | None = None
 
     def passes(self) -> list[DemoPass]:
-        """Start the product and make every pass."""
-        self._start("starting the daemon and the engine")
-        if not self._product.stat()["tiers"][STORE_TIER]["detail"]["direct_io"]:
-            self._progress.note("no direct I/O here: SSD hits may come from the page cache")
+        """Start the deployment and run every pass."""
+        self._start("starting daemon and engine")
+        if not self._deployment.stat()["tiers"][STORE_TIER]["detail"]["direct_io"]:
+            self._progress.note("no direct I/O: SSD hits may come from the page cache")
         self._fit()
-        cold = self._pass(COLD, self._product.tiers, ())
+        cold = self._pass(COLD, self._deployment.tiers, ())
         passes = [cold]
-        for number, tier in enumerate(self._product.tiers):
+        for number, tier in enumerate(self._deployment.tiers):
             if tier is STORE_TIER:
-                self._product.drop(TierName.GPU, TierName.CPU)
-                self._product.stop()
-                self._start("stopping both processes and starting them again")
-            passes.append(self._pass(tier, self._product.tiers[:number], cold.answers))
+                self._deployment.drop(TierName.GPU, TierName.CPU)
+                self._deployment.stop()
+                self._start("restarting daemon and engine")
+            passes.append(self._pass(tier, self._deployment.tiers[:number], cold.answers))
         return passes
 
     def _start(self, what: str) -> None:
         with self._progress.step(what):
-            self._product.stop()
-            self._product.start()
-            self._client = ModelClient(self._product.url)
-            # The first request of a process pays for more than itself, in every pass alike.
+            self._deployment.stop()
+            self._deployment.start()
+            self._client = ModelClient(self._deployment.url)
+            # The first request of a process is slower.
             self._client.ask("Say hello.")
 
     def _fit(self) -> None:
-        """Cut the document to what the model takes. Raises StartError for one too short to show."""
+        """Cut the document to the model's context. Raises StartError if it is too short."""
         client = self._asked
         room = client.context_limit - ANSWER_TOKENS - _TAIL_TOKENS_MAX
         text = self._document[: client.context_limit * _CHARACTERS_PER_TOKEN_MAX]
         while (num_tokens := client.count_tokens(text)) > room:
             text = text[: len(text) * room // num_tokens]
-        least = _TAIL_TOKENS_MAX + 2 * self._product.block_tokens()
+        least = _TAIL_TOKENS_MAX + 2 * self._deployment.block_tokens()
         if num_tokens < least:
             raise StartError(
                 "--document",
-                f"{num_tokens} tokens are too few to be kept",
-                f"give a text of at least {least} tokens",
+                f"{num_tokens} tokens are too few to be cached",
+                f"use a text of at least {least} tokens",
             )
         if len(text) < len(self._document):
             self._progress.note(
@@ -301,37 +299,37 @@ class DemoRun:
         for number, question in enumerate(QUESTIONS, start=1):
             with self._progress.step(f"{name}: question {number} of {len(QUESTIONS)}") as step:
                 if emptied:
-                    self._product.drop(*emptied)
+                    self._deployment.drop(*emptied)
                 answer, problem = self._ask(name, question)
                 step.result = f"first token after {answer.ttft_s:.3g} s"
             answers.append(answer)
             problems += problem
         is_same = not cold or [a.text for a in answers] == [a.text for a in cold]
         if not is_same:
-            problems.append(f"{name}: an answer differs from the cold one")
+            problems.append(f"{name}: an answer differs from the cold pass")
         return DemoPass(name, tuple(answers), is_same, tuple(problems))
 
     def _ask(self, name: str, question: str) -> tuple[DemoAnswer, list[str]]:
-        """Ask, let the tiers come to rest, and tell what is wrong with who served the answer."""
+        """Return the answer once all transfers are done, and what is wrong with its origin."""
         tier = TierName(name) if name != COLD else TierName.GPU
-        before = self._product.hit_tokens(tier)
+        before = self._deployment.hit_tokens(tier)
         answer = self._asked.ask(f"{self._document}\n\n{question}")
-        block_tokens = self._product.block_tokens()
+        block_tokens = self._deployment.block_tokens()
         if name == COLD:
-            # Here all is stored; later a tier may have no reason to take what it had before.
-            self._product.settle(answer.prompt_tokens // block_tokens * block_tokens)
+            # Everything is stored here; later passes store nothing new.
+            self._deployment.settle(answer.prompt_tokens // block_tokens * block_tokens)
             served = sum(answer.tier_tokens.values())
             return answer, [f"cold: {served} tokens were served by a tier"] if served else []
-        self._product.settle(0)
+        self._deployment.settle(0)
         served = answer.tier_tokens[tier]
         wanted = answer.prompt_tokens - _TAIL_TOKENS_MAX - block_tokens
         if served < wanted:
-            return answer, [f"{tier}: served {served} tokens, and should at least {wanted}"]
-        if not self._product.counts_hits(tier, before + served):
-            return answer, [f"{tier}: the daemon did not count the {served} tokens it served"]
+            return answer, [f"{tier}: served {served} tokens, expected at least {wanted}"]
+        if not self._deployment.counts_hits(tier, before + served):
+            return answer, [f"{tier}: the daemon did not count the {served} served tokens"]
         return answer, []
 
     @property
     def _asked(self) -> ModelClient:
-        assert self._client is not None, "the product is started first"
+        assert self._client is not None, "the deployment was started"
         return self._client

@@ -26,52 +26,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A check; ``inspect`` may raise or hang."""
-
-    name: str
-    inspect: Callable[[], Finding]
-    deadline_s: float = 3.0
-    if_hung: str = "find what is stuck, with dmesg and /proc/PID/stack"
-
-
-def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
-    """Run all checks in parallel, and yield their names and findings in order."""
-    started_s = time.monotonic()
-    begun = [(check, _begin(check)) for check in checks]
-    for check, future in begun:
-        left_s = started_s + check.deadline_s - time.monotonic()
-        try:
-            yield check.name, future.result(max(0.0, left_s))
-        except FutureTimeout:
-            yield check.name, fail(f"no answer within {check.deadline_s:.0f} s", check.if_hung)
-
-
-def _begin(check: Check) -> "Future[Finding]":
-    future: Future[Finding] = Future()
-    run = threading.Thread(
-        target=lambda: future.set_result(_outcome(check)), name=check.name, daemon=True
-    )
-    run.start()
-    return future
-
-
-def _outcome(check: Check) -> Finding:
-    """Return the finding of a check; an exception is a finding, too."""
-    try:
-        return check.inspect()
-    except StartError as error:
-        return fail(f"{error.field}: {error.problem}", error.remedy)
-    except KvtierError as error:
-        return fail(str(error), "fix this")
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return fail(f"{where}{reason_of(error)}", "fix this")
-    except Exception as error:
-        return fail(f"the check itself failed: {error!r}", "please report this as a bug")
-
-
-@dataclass(frozen=True, slots=True)
 class RunningDaemon:
     """A daemon that listens on the configured socket."""
 
@@ -115,3 +69,49 @@ class CheckContext(KernelFiles):
                 limit = line.removeprefix(name).split()[column]
                 return (float("inf") if limit == "unlimited" else float(limit)), whose
         return float("inf"), whose
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check; ``inspect`` may raise or hang."""
+
+    name: str
+    inspect: Callable[[], Finding]
+    deadline_s: float = 3.0
+    if_hung: str = "find what is stuck, with dmesg and /proc/PID/stack"
+
+
+def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
+    """Run all checks in parallel, and yield their names and findings in order."""
+    started_s = time.monotonic()
+    begun = [(check, _begin(check)) for check in checks]
+    for check, future in begun:
+        left_s = started_s + check.deadline_s - time.monotonic()
+        try:
+            yield check.name, future.result(max(0.0, left_s))
+        except FutureTimeout:
+            yield check.name, fail(f"no answer within {check.deadline_s:.0f} s", check.if_hung)
+
+
+def _begin(check: Check) -> "Future[Finding]":
+    future: Future[Finding] = Future()
+    run = threading.Thread(
+        target=lambda: future.set_result(_outcome(check)), name=check.name, daemon=True
+    )
+    run.start()
+    return future
+
+
+def _outcome(check: Check) -> Finding:
+    """Return the finding of a check; an exception is a finding, too."""
+    try:
+        return check.inspect()
+    except StartError as error:
+        return fail(f"{error.field}: {error.problem}", error.remedy)
+    except KvtierError as error:
+        return fail(str(error), "fix this")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return fail(f"{where}{reason_of(error)}", "fix this")
+    except Exception as error:
+        return fail(f"the check itself failed: {error!r}", "please report this as a bug")

@@ -1,7 +1,6 @@
 """Checks of the daemon: whether it is healthy, or could start."""
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -14,7 +13,7 @@ from kvtier import __version__
 from kvtier.api.http.tenant import api_keys
 from kvtier.api.rpc.credentials import Credentials
 from kvtier.certificate import Certificates, read_authorities
-from kvtier.cli.call import call_daemon
+from kvtier.cli.call import fetch_status
 from kvtier.cli.doctor.check import CheckContext, Finding, RunningDaemon, fail, ok, warn
 from kvtier.cli.preflight import check_free, check_socket
 from kvtier.config import Config, ListenAddress
@@ -24,7 +23,6 @@ from kvtier.engine.support import check_model
 from kvtier.errors import StartError
 from kvtier.tiers.redis.settings import redis_settings
 from kvtier.transfer.ticket_server import peer_of
-from kvtier.v1 import operator_pb2 as pb
 
 __all__ = [
     "inspect_daemon",
@@ -56,8 +54,7 @@ def inspect_daemon(config: Config, on_found: Callable[[RunningDaemon], None]) ->
             f"{path} belongs to user {running.uid}, and does not serve user {user}",
             "run this as that user or root, or add yours to daemon.allowed_uids",
         )
-    reply = call_daemon(path, lambda stub: stub.Stat(pb.StatRequest(), timeout=_ANSWER_S))
-    document = json.loads(reply.json)
+    document = fetch_status(path, _ANSWER_S)
     found = f"kvtier {document['version']} runs as pid {document['pid']}"
     ailing = [
         f"{name} is {tier['state']} ({tier['reason']})"

@@ -47,6 +47,12 @@ _TIME_ERROR = 5
 
 _EXTRAS = ("torch", "transformers", "vllm", "cupy-cuda12x", "cupy-cuda13x")
 
+_SHM_GOOD_BYTES = 1 << 30
+"""Enough for engines with several workers; containers have 64 MiB by default."""
+
+_NEVER_MORE = "2"
+"""Value of vm.overcommit_memory that forbids overcommit."""
+
 
 def inspect_kernel(context: CheckContext) -> Finding:
     """Check for the kernel features that kvtier uses."""
@@ -154,13 +160,6 @@ def inspect_locking(context: CheckContext) -> Finding:
     return ok(found if has_gpu else f"{found}; not needed without a GPU")
 
 
-_SHM_GOOD_BYTES = 1 << 30
-"""Enough for engines with several workers; containers have 64 MiB by default."""
-
-_NEVER_MORE = "2"
-"""Value of vm.overcommit_memory that forbids overcommit."""
-
-
 def inspect_memory(context: CheckContext) -> Finding:
     """Check that the CPU tier fits into memory, also in each control group."""
     wanted = format_size(context.config.cpu.capacity_bytes)
@@ -182,7 +181,7 @@ def inspect_arena(context: CheckContext) -> Finding:
 def inspect_overcommit(context: CheckContext) -> Finding:
     """Check whether the overcommit policy allows the arena."""
     if context.read("proc/sys/vm/overcommit_memory") != _NEVER_MORE:
-        return ok("overcommit policy: default")
+        return ok("default policy")
     lines = [line.split(":") for line in context.read("proc/meminfo").splitlines()]
     sizes = {line[0]: int(line[1].split()[0]) << 10 for line in lines if len(line) == 2}
     left = sizes.get("CommitLimit", 0) - sizes.get("Committed_AS", 0)

@@ -103,7 +103,7 @@ def inspect_inodes(settings: SsdConfig, kernel: KernelFiles) -> Finding:
     if not volume.f_files:
         return ok("allocated dynamically")
     wanted = settings.capacity_bytes // settings.segment_bytes + settings.free_inodes_floor
-    found = f"{volume.f_favail:,} free, {wanted:,} wanted with settings.free_inodes_floor"
+    found = f"{volume.f_favail:,} free, {wanted:,} needed, including ssd.free_inodes_floor"
     if volume.f_favail < wanted:
         return fail(found, "remove small files there, lower the floor, or use larger segments")
     return ok(found)
