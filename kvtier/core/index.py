@@ -17,7 +17,7 @@ import numpy as np
 import numpy.ma  # np.unique imports it on first use, when there may be no file descriptor left
 import numpy.typing as npt
 
-from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection
+from kvtier.core.identity import BlockHash, BlockHeader, Headers, Selection, split_hashes
 from kvtier.core.key_space_usage import BlockTotals, KeySpaceUsage
 from kvtier.core.limits import INDEX_ROWS_MAX, SCOPES_WITHOUT_BLOCKS_MAX
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, Residency, TierName
@@ -328,12 +328,16 @@ class BlockIndex:
         return rows[np.isin(self.scope[rows], meant)]
 
     def keys_of(self, rows: Rows) -> Keys:
-        """Return the block hashes of rows."""
+        """Return the block hashes of rows, as an array."""
         return self._table.keys[rows]
 
     def hash_of(self, row: int) -> BlockHash:
         """Return the block hash of a row."""
         return BlockHash(self._table.keys[row].tobytes())
+
+    def hashes_of(self, rows: Rows) -> list[BlockHash]:
+        """Return the block hashes of rows."""
+        return split_hashes(self._table.keys[rows].tobytes())
 
     def header_of(self, row: int) -> BlockHeader:
         """Return a row's header, including its checksum if it has one."""

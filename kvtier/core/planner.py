@@ -362,7 +362,7 @@ class Planner:
         is_on = self._settings.is_guarded and self._settings.mode == "auto"
         return self._guard.closed(now_ns) if is_on else frozenset()
 
-    # Across restarts
+    # Saved state
 
     def document(self) -> dict[str, Any]:
         """Return what was learned, in a form for JSON."""

@@ -84,8 +84,8 @@ TIERS: Mapping[TierName, TierSpec] = {
     TierName.GPU: TierSpec(wire_number=1),
     TierName.CPU: TierSpec(
         wire_number=2,
-        # A call to the daemon and back, and a copy of memory. Rather too fast: the first restores
-        # correct it, and where blocks come by way of the arena only, nothing else would.
+        # A call to the daemon and a memory copy. Rather too fast: the first restores correct that,
+        # and blocks that only come from the arena would not be measured otherwise.
         prior=TransferPrior(start_s=1e-3, block_s=1e-5, bytes_per_s=6e9),
     ),
     TierName.SSD: TierSpec(

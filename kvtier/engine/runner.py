@@ -35,8 +35,8 @@ _STUCK_AFTER_NS = 60_000_000_000
 """A step of 512 tokens takes seconds on a slow CPU, and a port's deadlines are as long: this is
 several times that."""
 
-_ORDERS_MAX = 4096
-"""Far more than the engine takes in between two steps; beyond it, clients are turned away."""
+_COMMANDS_MAX = 4096
+"""Far more than arrive between two steps; beyond it, clients are turned away."""
 
 _STOPPING = "the engine is stopping"
 
@@ -48,7 +48,7 @@ class EngineRunner:
         self.engine = engine
         self._clock_ns = clock_ns
         self._faults = RateLimitedLog(_log)
-        self._orders: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[object, tuple[str, Deliver]] = {}
         """Requests whose last output is still to come, by a unique key."""
         self._changed = threading.Condition()
@@ -92,7 +92,7 @@ class EngineRunner:
             if (self._open.get(key) if has_more else self._open.pop(key, None)) is not None:
                 deliver(output)
 
-        def order() -> None:
+        def command() -> None:
             try:
                 self.engine.submit(request, deliver_open, self._clock_ns())
             except (QueueFull, RequestRefused) as refusal:
@@ -101,11 +101,11 @@ class EngineRunner:
         with self._changed:
             if not self.is_ready:
                 raise QueueFull(_STOPPING)
-            waiting = self.engine.num_waiting + len(self._orders)
-            if waiting >= min(_ORDERS_MAX, self.engine.settings.max_num_waiting):
+            waiting = self.engine.num_waiting + len(self._commands)
+            if waiting >= min(_COMMANDS_MAX, self.engine.settings.max_num_waiting):
                 raise QueueFull(f"too many requests are waiting ({waiting})")
             self._open[key] = (request.request_id, deliver)
-            self._push(order)
+            self._push(command)
 
     def abort(self, request_id: str) -> None:
         """End a request soon, if it is still present; it gets its last output."""
@@ -116,7 +116,7 @@ class EngineRunner:
         """Run ``function`` between two steps and return its result; raises TimeoutError."""
         future: Future[_Result] = Future()
 
-        def order() -> None:
+        def command() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -125,7 +125,7 @@ class EngineRunner:
                 future.set_exception(error)
 
         with self._changed:
-            self._push(order)
+            self._push(command)
         try:
             return future.result(deadline_s)
         except TimeoutError:
@@ -165,8 +165,8 @@ class EngineRunner:
 
     # On the engine's thread
 
-    def _push(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+    def _push(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
         self._idle.clear()
         self._changed.notify()
 
@@ -175,7 +175,7 @@ class EngineRunner:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            has_moved = self._follow_orders()
+            has_moved = self._run_commands()
             try:
                 has_moved |= self.engine.step(self._clock_ns())
             except Exception as error:  # a bug in kvtier: no request may hang because of it
@@ -185,32 +185,32 @@ class EngineRunner:
                 self.last_progress_ns = self._clock_ns()
                 continue
             self._sleep()
-        self._follow_orders()
+        self._run_commands()
         self.engine.fail_all(_STOPPING)
         self._idle.set()
         self.engine.port.close()
 
-    def _follow_orders(self) -> bool:
-        """Carry out the orders so far; returns whether there were any."""
+    def _run_commands(self) -> bool:
+        """Run the queued commands; tells whether there were any."""
         with self._changed:
-            orders = list(self._orders)
-            self._orders.clear()
+            commands = list(self._commands)
+            self._commands.clear()
             self._is_woken = False
-        for order in orders:
+        for command in commands:
             try:
-                order()
+                command()
             except Exception:  # commands report errors to their caller: the rest are bugs
                 self._faults.exception("engine command failed")
-        return bool(orders)
+        return bool(commands)
 
     def _sleep(self) -> None:
         with self._changed:
-            if self.engine.is_idle and not self._orders:
+            if self.engine.is_idle and not self._commands:
                 self._idle.set()
                 self.last_progress_ns = self._clock_ns()
             else:
                 self._idle.clear()
-            if not (self._is_woken or self._orders or self._is_stopping):
+            if not (self._is_woken or self._commands or self._is_stopping):
                 self._changed.wait(_SLEEP_MAX_S)
 
 

@@ -39,7 +39,7 @@ def check(node: Node) -> None:
     rows = np.sort(node.cache.index.rows())
     state = node.cache.index.state[rows]
     assert (state != Residency.ABSENT).any(axis=1).all(), "a row is in no tier"
-    _check_census(node.cache.index, rows)
+    _check_key_space_usage(node.cache.index, rows)
     _check_slots(node.cache, rows, state[:, _CPU])
     _check_checksums(node.cache, rows, state[:, _CPU])
     _check_recency(node.cache, rows, state[:, _CPU])
@@ -60,7 +60,7 @@ def check_memory(node: Node) -> None:
     check_history(history)
     for tier in LOWER_TIERS:
         rows = index.in_state(tier, Residency.READY)
-        there = {bytes(index.hash_of(row)) for row in rows.tolist()}
+        there = set(index.hashes_of(rows))
         believed = residents(history, tier)
         assert believed <= there, "the history has blocks in a tier that are not there"
         missing = list(there - believed)
@@ -86,12 +86,12 @@ def check_token_counters(node: Node) -> None:
 def _check_parents(history: History, index: BlockIndex) -> None:
     """Check that history and index agree on the parents of blocks in the CPU tier."""
     rows, blocks = index.in_state(TierName.CPU, Residency.READY), history.blocks
-    known = blocks.find(split_hashes(index.keys_of(rows).tobytes()))
+    known = blocks.find(index.hashes_of(rows))
     parents = blocks.find(split_hashes(index.parent[rows].tobytes()))
     assert (blocks.parent[known] == parents).all(), "the history and the index differ on a parent"
 
 
-def _check_census(index: BlockIndex, rows: Rows) -> None:
+def _check_key_space_usage(index: BlockIndex, rows: Rows) -> None:
     """Check the running counts of each key space against a fresh count."""
     key_space_of = {number: scope.key_space for number, scope in index.scopes()}
     for tier in LOWER_TIERS:

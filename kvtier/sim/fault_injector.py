@@ -77,7 +77,7 @@ class FaultInjector:
 
         def ask() -> None:
             rows = index.in_state(name, Residency.UNVERIFIED)
-            hashes = [index.hash_of(row) for row in rows.tolist()]
+            hashes = index.hashes_of(rows)
             present: list[bool | None] = [*world.tiers[name].contains(hashes, _FAR_NS)]
             if hashes and draw.random() < 0.2:
                 present[0] = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvtier.core.identity import BlockHash
 from kvtier.core.residency import TierName
 from kvtier.core.reuse.history import Use
 
@@ -70,7 +71,7 @@ class Offer:
     """How many of them fit without evicting a block; only for the CPU tier."""
     is_way_down: bool = False
     """Whether evicted blocks are offered to a slower tier; only for the CPU tier."""
-    keys: Sequence[bytes] = ()
+    keys: Sequence[BlockHash] = ()
     """Block hashes; only for slower tiers."""
     block_tokens: int = 1
     key_space: bytes = b""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.core.cost.fit import number
+from kvtier.core.identity import BlockHash
 
 __all__ = ["QuantileGate"]
 
@@ -72,11 +73,11 @@ class QuantileGate:
         """Set the write budget in bytes per second; None: unlimited."""
         self._allowance = bytes_per_s
 
-    def would_take(self, score: float, key: bytes) -> bool:
+    def would_take(self, score: float, key: BlockHash) -> bool:
         """Tell whether a block would pass. Changes nothing."""
         return self.share > 0 and score + _TIE * _fraction(key) >= self.threshold
 
-    def take(self, score: float, key: bytes, *, num_bytes: int, now_ns: int) -> bool:
+    def take(self, score: float, key: BlockHash, *, num_bytes: int, now_ns: int) -> bool:
         """Decide about an offered block, and move the threshold."""
         self._note_offered(num_bytes, now_ns)
         is_taken = self.would_take(score, key)
@@ -103,7 +104,7 @@ class QuantileGate:
         self.num_offered += 1
         self.num_taken += is_taken
 
-    # Across restarts
+    # Saved state
 
     def document(self) -> dict[str, float]:
         """Return the threshold, and the number of blocks behind it."""
@@ -117,6 +118,6 @@ class QuantileGate:
         self.threshold = threshold
 
 
-def _fraction(key: bytes) -> float:
+def _fraction(key: BlockHash) -> float:
     """Return a number from 0 to 1 derived from the block hash, which is uniform."""
     return int.from_bytes(key[:4], "little") / 2**32

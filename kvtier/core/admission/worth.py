@@ -34,6 +34,7 @@ from kvtier.core.admission.base import (
 )
 from kvtier.core.admission.gate import QuantileGate
 from kvtier.core.cost.fit import table
+from kvtier.core.identity import BlockHash
 from kvtier.core.limits import TRANSFER_BLOCKS
 from kvtier.core.planner import Planner
 from kvtier.core.residency import TierName
@@ -140,7 +141,7 @@ class AdmitByWorth:
         offer: Offer,
         chance: float,
         end_tokens: int,
-        key: bytes,
+        key: BlockHash,
     ) -> RefusalRule | None:
         """Return the rule that refuses a block, or None."""
         worth_s = chance * self._worth_s(offer, end_tokens)

@@ -221,7 +221,7 @@ class Fit:
         unknown = max(0.0, 1.0 - count / 8)
         self.tail = min(max(slow, self._first_tail**unknown, 1.0), 1e3)
 
-    # Across restarts
+    # Saved state
 
     def document(self) -> dict[str, Any]:
         """Return what was learned."""

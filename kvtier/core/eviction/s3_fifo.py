@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvtier.core.eviction.base import first_victims, remaining_by_age, stamp_chain
+from kvtier.core.identity import BlockHash
 from kvtier.core.index import BlockIndex
 from kvtier.core.residency import Residency, TierName
 from kvtier.core.reuse.history import History
@@ -30,7 +31,7 @@ _SMALL_SHARE = 0.25
 _ROUNDS_MAX = 3
 """The most rounds in the main queue that a block can earn."""
 
-_Queue = OrderedDict[bytes, tuple[int, int]]
+_Queue = OrderedDict[BlockHash, tuple[int, int]]
 """By hash, (row, times seen when its round began); the oldest first."""
 
 
@@ -63,7 +64,7 @@ class S3Fifo:
     def offer(self, index: BlockIndex, row: int) -> None:
         """Add a new block to the queue that its history earned."""
         pair = self._pairs.setdefault(slot_bytes(int(index.payload_bytes[row])), _Pair())
-        key = bytes(index.hash_of(row))
+        key = index.hash_of(row)
         known = pair.small.get(key) or pair.main.get(key)
         if known is None or known[0] != row:
             seen = self._history.times_seen(key)
@@ -77,12 +78,12 @@ class S3Fifo:
         """Yield rows whose round ends unused, then the remaining ones by age."""
         limit = self._clock if before is None else before
         pair = self._pairs.setdefault(size, _Pair())
-        looked: dict[bytes, _Place] = {}
+        skipped: dict[BlockHash, _Place] = {}
         proposed: set[int] = set()
-        gone: Counter[bytes] = Counter()
+        gone: Counter[BlockHash] = Counter()
         try:
             for key, place, num_children in self._rounds_ending(index, pair):
-                looked[key] = place
+                skipped[key] = place
                 row = place[1]
                 if index.stamp[row] >= limit or not index.is_evictable(row):
                     continue
@@ -90,20 +91,22 @@ class S3Fifo:
                     continue
                 proposed.add(row)
                 yield row
-                parent = index.parent[row].tobytes()
+                parent = BlockHash(index.parent[row].tobytes())
                 gone[parent] += 1
-                if parent in looked:  # it was skipped, and may be a leaf now
-                    _put_first(parent, looked.pop(parent))
+                if parent in skipped:  # it was skipped, and may be a leaf now
+                    _put_first(parent, skipped.pop(parent))
             yield from remaining_by_age(index, slots, size, limit, proposed)
         finally:
-            for key, place in reversed(looked.items()):
+            for key, place in reversed(skipped.items()):
                 _put_first(key, place)
 
     def next_victims(self, index: BlockIndex, slots: SlabAllocator, size: int, count: int) -> Rows:
         """Return what ``victims`` would yield next, a bounded number."""
         return first_victims(self.victims(index, slots, size), count)
 
-    def _rounds_ending(self, index: BlockIndex, pair: _Pair) -> Iterator[tuple[bytes, _Place, int]]:
+    def _rounds_ending(
+        self, index: BlockIndex, pair: _Pair
+    ) -> Iterator[tuple[BlockHash, _Place, int]]:
         """Yield the entries at the front that were not used, with their number of children.
 
         Used entries start another round. Each block is examined a bounded number of times.
@@ -126,13 +129,13 @@ class S3Fifo:
                 pair.main[key] = (row, seen + max(1, num_uses - _ROUNDS_MAX + 1))
 
 
-def _put_first(key: bytes, place: _Place) -> None:
+def _put_first(key: BlockHash, place: _Place) -> None:
     queue, row, seen = place
     queue[key] = (row, seen)
     queue.move_to_end(key, last=False)
 
 
-def _is_there(index: BlockIndex, row: int, key: bytes) -> bool:
+def _is_there(index: BlockIndex, row: int, key: BlockHash) -> bool:
     """Tell whether a row still holds this block, ready."""
     is_same = index.hash_of(row) == key
     return is_same and index.cell(row, TierName.CPU) == Residency.READY

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.fate import Fate
+from kvtier.core.identity import BlockHash
 from kvtier.core.residency import LOWER_TIERS
 from kvtier.core.table import HashTable, as_keys
 
@@ -72,30 +73,30 @@ class RememberedBlocks:
         """Number of blocks in at least one tier."""
         self._facts = np.zeros(0, _FACTS)
         self._fit(self._table.capacity)
-        self._last = (b"", NO_ROW)
+        self._last = (BlockHash(b""), NO_ROW)
         """The last hash and row looked up: a block that is proposed as a victim is named again when
         it leaves."""
-        self._chain: dict[bytes, int] = {}
+        self._chain: dict[BlockHash, int] = {}
         """Rows of the last chain touched, which is looked up again as its blocks are stored."""
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def items(self) -> Iterator[tuple[bytes, int]]:
+    def items(self) -> Iterator[tuple[BlockHash, int]]:
         """Yield every block with its row."""
         return ((self.key(row), row) for row in self._table.rows().tolist())
 
-    def key(self, row: int) -> bytes:
+    def key(self, row: int) -> BlockHash:
         """Return the hash of a row in use."""
-        self._last = (self._table.keys[row].tobytes(), row)
+        self._last = (BlockHash(self._table.keys[row].tobytes()), row)
         return self._last[0]
 
-    def row(self, key: bytes) -> int:
+    def row(self, key: BlockHash) -> int:
         """Return a block's row, or ``NO_ROW``."""
         last, row = self._last
         return row if key == last else int(self.find([key])[0])
 
-    def find(self, keys: Sequence[bytes]) -> BlockRows:
+    def find(self, keys: Sequence[BlockHash]) -> BlockRows:
         """Return each block's row, or ``NO_ROW``."""
         chain = self._chain
         rows = [chain.get(key, NO_ROW) for key in keys]
@@ -103,7 +104,7 @@ class RememberedBlocks:
             return np.array(rows, np.int32)
         return self._table.find(as_keys(b"".join(keys))).astype(np.int32)
 
-    def chain(self, keys: Sequence[bytes]) -> tuple[BlockRows, int, list[int]]:
+    def chain(self, keys: Sequence[BlockHash]) -> tuple[BlockRows, int, list[int]]:
         """Return a chain's rows, how many leading ones were known, and former orphans.
 
         Adds blocks that are not remembered. The chain is cut before the first block that belongs
@@ -129,7 +130,7 @@ class RememberedBlocks:
         return rows, num_known, adopted
 
     def adopt(
-        self, keys: Sequence[bytes], parents: Sequence[bytes], places: BlockRows
+        self, keys: Sequence[BlockHash], parents: Sequence[BlockHash], places: BlockRows
     ) -> BlockRows:
         """Remember distinct blocks and link them to their parents; returns the new rows.
 
@@ -167,7 +168,7 @@ class RememberedBlocks:
             for tier in range(len(LOWER_TIERS)):
                 np.add.at(self.tier_children[:, tier], parents[where & (1 << tier) > 0], 1)
 
-    def add(self, keys: Sequence[bytes]) -> BlockRows:
+    def add(self, keys: Sequence[BlockHash]) -> BlockRows:
         """Add distinct, unknown blocks as orphans; returns their rows."""
         # Grow before adding to the table: a thread that finds a row must find its facts, too.
         if self._table.extent + len(keys) > len(self._facts):
@@ -179,7 +180,7 @@ class RememberedBlocks:
 
     def remove(self, rows: Sequence[int]) -> None:
         """Forget blocks."""
-        self._last = (b"", NO_ROW)
+        self._last = (BlockHash(b""), NO_ROW)
         if rows:
             self._chain = {}
             self._table.remove(self._table.keys[list(rows)])
@@ -192,9 +193,9 @@ class RememberedBlocks:
             setattr(self, name, facts[name])
 
 
-def _num_distinct(keys: Sequence[bytes]) -> int:
+def _num_distinct(keys: Sequence[BlockHash]) -> int:
     """Return the number of leading hashes before the first repetition."""
-    seen = set[bytes]()
+    seen = set[BlockHash]()
     for place, key in enumerate(keys):
         if key in seen:
             return place

@@ -215,7 +215,7 @@ class DepthCurves:
             for (tenant, kind, hint), curve in self._curves.items()
         ]
 
-    # Across restarts
+    # Saved state
 
     def document(self) -> Mapping[str, Any]:
         """Return the curves to save; those of tenants are confidential and left out."""

@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
 
+from kvtier.core.identity import BlockHash
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.core.reuse.block import NO_ROW, RememberedBlocks
 from kvtier.core.reuse.hazard import NUM_BINS, Hazards
@@ -292,25 +293,25 @@ class EvictionQueues:
         self._hazards = hazards
         self._by_tokens = {COLUMN[tier] for tier in by_tokens}
         self._rankings: dict[int, Ranking] = {}
-        self._orders: dict[tuple[int, int], EvictionQueue] = {}
+        self._queues: dict[tuple[int, int], EvictionQueue] = {}
         """Queues by column of the tier and slot size."""
 
     def rank(self, tier: TierName, ranking: Ranking) -> None:
         """Use another ranking than density for a tier."""
-        assert not self._orders, "rankings are set before the first use"
+        assert not self._queues, "rankings are set before the first use"
         self._rankings[COLUMN[tier]] = ranking
 
     def queue(self, column: int, size: int) -> EvictionQueue:
         """Return the queue of a tier, given by its column, for slots of a size."""
-        order = self._orders.get((column, size))
-        if order is None:
+        queue = self._queues.get((column, size))
+        if queue is None:
             ranking = self._rankings.get(column) or self._density(column)
-            order = self._orders[column, size] = EvictionQueue(
+            queue = self._queues[column, size] = EvictionQueue(
                 self._blocks, self._runs, column, ranking
             )
-        return order
+        return queue
 
-    def scores(self, keys: Sequence[bytes], tier: TierName = SLOW_TIERS[0]) -> list[float]:
+    def scores(self, keys: Sequence[BlockHash], tier: TierName = SLOW_TIERS[0]) -> list[float]:
         """Return what each block earns in a tier: expected value per byte and second.
 
         Larger is better; 0.0 if the block is not remembered.
@@ -325,8 +326,8 @@ class EvictionQueues:
         self,
         tier: TierName,
         payload_bytes: int,
-        is_spared: Callable[[bytes], bool] | None = None,
-    ) -> Generator[bytes, None, None]:
+        is_spared: Callable[[BlockHash], bool] | None = None,
+    ) -> Generator[BlockHash, None, None]:
         """Yield the next blocks of a tier to evict, tails first, none with a child in the tier.
 
         For slots that fit a payload of this size. Call ``leave`` for a block before asking for the
@@ -367,16 +368,16 @@ class EvictionQueues:
         each would evict one.
         """
         blocks, column = self._blocks, COLUMN[tier]
-        order = self.queue(column, slot_bytes(use.payload_bytes))
+        queue = self.queue(column, slot_bytes(use.payload_bytes))
         rows = blocks.find(use.keys).tolist()
         own = set(rows)
         lacking = (row for row in rows if row == NO_ROW or not blocks.tiers[row] & (1 << column))
-        victims = order.walk(own.__contains__)
+        victims = queue.walk(own.__contains__)
         num_staying = 0
         for row, (score, _) in zip(lacking, victims, strict=False):
             if num_staying == num_blocks:
                 break
-            if row != NO_ROW and order.score(int(blocks.run[row])) <= score:
+            if row != NO_ROW and queue.score(int(blocks.run[row])) <= score:
                 break
             num_staying += 1
         else:

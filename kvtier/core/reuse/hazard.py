@@ -167,7 +167,7 @@ class Hazards:
         hazards: Table = np.minimum(0.99, drawn)
         return hazards
 
-    # Across restarts
+    # Saved state
 
     def document(self) -> dict[str, Any]:
         """Return the groups with most evidence, except those of a single tenant."""

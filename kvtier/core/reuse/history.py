@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.fate import Fate
+from kvtier.core.identity import BlockHash
 from kvtier.core.limits import AGED_RUNS_MAX, GHOST_BLOCKS_MAX, GHOST_NS
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.reuse.block import FATES, NO_ROW, ORPHAN, BlockRows, RememberedBlocks, pieces
@@ -168,7 +169,7 @@ class History:
                 self._begin_run(use, rows[first:end], hazards.number(group), turn)
         return num_known
 
-    def needs_adoption(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    def needs_adoption(self, keys: Sequence[BlockHash]) -> npt.NDArray[np.bool_]:
         """Tell which blocks have to be adopted: unknown ones and orphans."""
         rows = self.blocks.find(keys)
         is_linked: npt.NDArray[np.bool_] = (rows != NO_ROW) & (self.blocks.parent[rows] != ORPHAN)
@@ -176,8 +177,8 @@ class History:
 
     def adopt(
         self,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
+        keys: Sequence[BlockHash],
+        parents: Sequence[BlockHash],
         places: npt.NDArray[np.integer[Any]],
         payload_bytes: int,
     ) -> None:
@@ -195,7 +196,7 @@ class History:
             self._begin_run(use, fresh[place : place + 1], group, 0)
 
     def enter(
-        self, tier: TierName, keys: Sequence[bytes], numbers: Sequence[int] | None = None
+        self, tier: TierName, keys: Sequence[BlockHash], numbers: Sequence[int] | None = None
     ) -> None:
         """Note that a tier now holds these remembered blocks.
 
@@ -223,7 +224,7 @@ class History:
             self.queues.queue(column, runs.size[run]).put(run)
             self._rank_above(run, column)
 
-    def leave(self, tier: TierName, keys: Sequence[bytes], fate: Fate) -> None:
+    def leave(self, tier: TierName, keys: Sequence[BlockHash], fate: Fate) -> None:
         """Note that a tier no longer holds these blocks, and why."""
         blocks, column = self.blocks, COLUMN[tier]
         rows = blocks.find(keys) if len(keys) > 1 else np.array([blocks.row(k) for k in keys], int)
@@ -234,14 +235,14 @@ class History:
             rows = np.array(list(dict.fromkeys(rows.tolist())))
         self._leave(rows, column)
 
-    def note_fate(self, keys: Sequence[bytes], fate: Fate) -> None:
+    def note_fate(self, keys: Sequence[BlockHash], fate: Fate) -> None:
         """Note why remembered blocks are not available."""
         rows = self.blocks.find(keys)
         self.blocks.fate[rows[rows != NO_ROW]] = FATES.index(fate)
 
     # Queries
 
-    def fates(self, keys: Sequence[bytes]) -> list[Fate]:
+    def fates(self, keys: Sequence[BlockHash]) -> list[Fate]:
         """Return why each block is not available, as last noted."""
         rows = self.blocks.find(keys)
         numbers = self.blocks.fate[rows].tolist()
@@ -250,19 +251,19 @@ class History:
             for row, number in zip(rows.tolist(), numbers, strict=True)
         ]
 
-    def times_seen(self, key: bytes) -> int:
+    def times_seen(self, key: BlockHash) -> int:
         """Return how many requests named a block, as far as is remembered."""
         row = self.blocks.row(key)
         return 0 if row == NO_ROW else int(self.blocks.uses[row])
 
-    def uses_and_children(self, tier: TierName, key: bytes) -> tuple[int, int]:
+    def uses_and_children(self, tier: TierName, key: BlockHash) -> tuple[int, int]:
         """Return how many requests named a block, and how many of its children are in a tier."""
         row = self.blocks.row(key)
         if row == NO_ROW:
             return 0, 0
         return int(self.blocks.uses[row]), int(self.blocks.tier_children[row, COLUMN[tier]])
 
-    def p_reuse(self, keys: Sequence[bytes], within_s: float = 1800.0) -> list[float]:
+    def p_reuse(self, keys: Sequence[BlockHash], within_s: float = 1800.0) -> list[float]:
         """Return the probability that each block is requested within a time; 0.0 if unknown."""
         blocks, runs, hazards, now_ns = self.blocks, self.runs, self._hazards, self._now_ns
         known: dict[int, float] = {}

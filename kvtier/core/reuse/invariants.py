@@ -7,6 +7,7 @@ is meant for tests and idle times.
 from collections import Counter
 from collections.abc import Iterator
 
+from kvtier.core.identity import BlockHash
 from kvtier.core.residency import LOWER_TIERS, TierName
 from kvtier.core.reuse.block import NO_ROW
 from kvtier.core.reuse.history import History
@@ -27,7 +28,7 @@ def check_history(history: History) -> None:
     assert sum(history.runs.length(run) for run in runs) == len(rows), "a block is in two runs"
 
 
-def residents(history: History, tier: TierName) -> set[bytes]:
+def residents(history: History, tier: TierName) -> set[BlockHash]:
     """Return the blocks that a history believes to be in a tier."""
     bit = 1 << LOWER_TIERS.index(tier)
     return {key for key, row in history.blocks.items() if history.blocks.tiers[row] & bit}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from kvtier.core.identity import NO_TENANT
+from kvtier.core.identity import NO_TENANT, BlockHash
 from kvtier.core.limits import TENANTS_COUNTED_MAX
 from kvtier.core.request import NO_TRAITS, RequestTraits
 
@@ -35,7 +35,7 @@ SavedSeconds = Callable[[int, int], float]
 class Use:
     """A request's chain and traits."""
 
-    keys: Sequence[bytes]
+    keys: Sequence[BlockHash]
     """Hashes of its full blocks, from the root on; unique across tenants and key spaces."""
     payload_bytes: int
     block_tokens: int

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtier.api.rpc.operator_service import ExplainQuestion
 from kvtier.core.fate import Fate
-from kvtier.core.identity import HASH_BYTES, NO_TENANT
+from kvtier.core.identity import HASH_BYTES, NO_TENANT, BlockHash
 from kvtier.core.index import Scope
 from kvtier.core.limits import EXPLAINED_RUNS_MAX
 from kvtier.core.plan import PlanOutcome, PlanReason, RestorePlan
@@ -150,7 +150,7 @@ class Explainer:
 
     def _was_seen(self, hashes: bytes, place: int) -> bool:
         """Tell whether a block was requested or offered before."""
-        key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+        key = BlockHash(hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES])
         history = self._node.history
         return history is not None and history.times_seen(key) > 0
 

@@ -10,7 +10,6 @@ from itertools import islice
 import numpy as np
 
 from kvtier.core.fate import Fate
-from kvtier.core.identity import split_hashes
 from kvtier.core.index import IS_KEPT, NO_SLOT, WAS_REFUSED
 from kvtier.core.limits import DRAINS_MAX, SIZE_KEPT_NS, SLAB_VICTIMS_MAX, VICTIMS_TAKEN_AT_ONCE
 from kvtier.core.residency import Residency, TierName
@@ -65,7 +64,7 @@ class CpuAllocator:
         num_taken = self.cache.take_slots(rows, size)
         if num_taken:
             index, rows = self.cache.index, rows[:num_taken]
-            keys = split_hashes(index.keys_of(rows).tobytes())
+            keys = index.hashes_of(rows)
             index.flags[rows] = np.where([self._retention.is_kept(key) for key in keys], IS_KEPT, 0)
         return num_taken
 

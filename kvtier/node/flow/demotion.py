@@ -322,7 +322,7 @@ class Flush:
 
     def _by_worth(self, rows: Rows) -> list[bytes]:
         index = self._cache.index
-        keys = [index.hash_of(row) for row in rows.tolist()]
+        keys = index.hashes_of(rows)
         scores = self._history.queues.scores(keys) if self._history else index.stamp[rows].tolist()
         positions = index.position[rows].tolist()
         order = sorted(range(len(keys)), key=lambda place: (-scores[place], positions[place]))

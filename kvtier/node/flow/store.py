@@ -13,7 +13,6 @@ import numpy as np
 
 from kvtier.core.admission import Admission, Admit, Offer, RefusalRule, Reject
 from kvtier.core.fate import Fate
-from kvtier.core.identity import split_hashes
 from kvtier.core.index import NewBlocks, Scope
 from kvtier.core.limits import CHAIN_BLOCKS_MAX, ENGINE_SHARE, INDEX_ROWS_MAX, STORE_ARENA_SHARE
 from kvtier.core.residency import Residency, TierName
@@ -209,7 +208,7 @@ class Stores:
         held_bytes = session.store_bytes
         share_bytes = int(self._cache.slots.reserved_bytes * STORE_ARENA_SHARE)
         left_bytes = share_bytes - (self._held_bytes - held_bytes)
-        verdict = self._admission.decide(
+        decision = self._admission.decide(
             Offer(
                 tier=TierName.CPU,
                 num_blocks=num_near,
@@ -223,14 +222,14 @@ class Stores:
                 is_way_down=self._transfers.is_way_down(now_ns),
             )
         )
-        if isinstance(verdict, Admit):
-            if verdict.num_blocks == num_near:
+        if isinstance(decision, Admit):
+            if decision.num_blocks == num_near:
                 return _Answer(num_near, RefusalRule.DEPTH)
-            reason = "throttled" if verdict.rule is RefusalRule.FULL else ""
-            return _Answer(verdict.num_blocks, verdict.rule, reason)
-        if isinstance(verdict, Reject):
-            return _Answer(0, verdict.rule)
-        return _Answer(0, reason=verdict.reason)
+            reason = "throttled" if decision.rule is RefusalRule.FULL else ""
+            return _Answer(decision.num_blocks, decision.rule, reason)
+        if isinstance(decision, Reject):
+            return _Answer(0, decision.rule)
+        return _Answer(0, reason=decision.reason)
 
     def _limit_blocks(self, use: Use | None) -> int:
         """Return how many leading blocks of a request are admitted at most."""
@@ -247,8 +246,8 @@ class Stores:
         self._metrics.add(REFUSED_BLOCKS, len(places), tier=TierName.CPU, rule=rule)
         self._count("throttled" if rule is RefusalRule.FULL else "rejected", len(places))
         if self._history is not None and places:
-            keys = self._cache.index.keys_of(rows[list(places)])
-            self._history.note_fate(split_hashes(keys.tobytes()), _FATES[rule])
+            hashes = self._cache.index.hashes_of(rows[list(places)])
+            self._history.note_fate(hashes, _FATES[rule])
 
     def _grant(self, session: Session, rows: list[int], now_ns: int) -> StoreLease:
         self._num_leases += 1

@@ -123,11 +123,11 @@ class TierWrites:
         if not lane.is_working(now_ns):
             self._count_refused(lane, RefusalRule.FULL, len(lacking))
             return 0
-        verdict = self._admission.decide(self._offer(lane, lacking, reason, now_ns))
-        taken = verdict.num_blocks if isinstance(verdict, Admit) else 0
+        decision = self._admission.decide(self._offer(lane, lacking, reason, now_ns))
+        taken = decision.num_blocks if isinstance(decision, Admit) else 0
         self._metrics.add(ADMISSION_BLOCKS, taken, tier=name, outcome="admitted")
         if reason is not OfferReason.LINGERING:  # it is offered again before it is evicted
-            rule = RefusalRule.FULL if isinstance(verdict, Throttle) else verdict.rule
+            rule = RefusalRule.FULL if isinstance(decision, Throttle) else decision.rule
             self._count_refused(lane, rule, len(lacking) - taken)
         self._transfers.write(lane, lacking[:taken], now_ns)
         self.note_needed(lane, lacking[:taken])

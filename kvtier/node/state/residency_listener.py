@@ -22,7 +22,7 @@ from kvtier.core.index import BlockIndex
 from kvtier.core.limits import HISTORY_BATCH_BLOCKS
 from kvtier.core.residency import LOWER_TIERS, Residency, TierName
 from kvtier.core.reuse.history import History
-from kvtier.core.table import Keys, Rows, as_keys
+from kvtier.core.table import Rows, as_keys
 
 __all__ = ["ResidencyListener"]
 
@@ -66,7 +66,7 @@ class ResidencyListener:
     def tell_restored(self, rows: Rows, tier: TierName) -> None:
         """Report blocks found in a tier that the history remembers."""
         if self._history is not None and self._history.num_remembered:
-            needs_adoption = self._history.needs_adoption(self._keys(rows))
+            needs_adoption = self._history.needs_adoption(self._index.hashes_of(rows))
             self._enter(self._history, tier, rows[~needs_adoption])
 
     def tell_found(self, keys: Sequence[bytes]) -> None:
@@ -93,10 +93,10 @@ class ResidencyListener:
             self._fate = before
 
     def _enter(self, history: History, tier: TierName, rows: Rows) -> None:
-        needs_adoption = history.needs_adoption(self._keys(rows))
+        needs_adoption = history.needs_adoption(self._index.hashes_of(rows))
         if needs_adoption.any():
             self._adopt(history, rows[needs_adoption])
-        history.enter(tier, self._keys(rows), rows.tolist())
+        history.enter(tier, self._index.hashes_of(rows), rows.tolist())
 
     def _adopt(self, history: History, rows: Rows) -> None:
         """Add blocks unknown to the history, with their parents and all their tiers."""
@@ -104,11 +104,11 @@ class ResidencyListener:
         sizes = index.payload_bytes[rows]
         for size in sorted(set(sizes.tolist())):
             alike = rows[sizes == size]
-            parents = list(split_hashes(index.parent[alike].tobytes()))
-            history.adopt(self._keys(alike), parents, index.position[alike], size)
+            parents = split_hashes(index.parent[alike].tobytes())
+            history.adopt(self._index.hashes_of(alike), parents, index.position[alike], size)
         for tier in LOWER_TIERS:
             here = rows[index.residency(rows, tier) == Residency.READY]
-            history.enter(tier, self._keys(here), here.tolist())
+            history.enter(tier, self._index.hashes_of(here), here.tolist())
 
     def _moved(
         self, rows: Rows, tier: TierName, before: npt.NDArray[np.uint8], state: Residency
@@ -124,8 +124,4 @@ class ResidencyListener:
                 self.tell()
             return
         self.tell()
-        self._history.leave(tier, self._keys(changed), self._fate)
-
-    def _keys(self, rows: Rows) -> list[bytes]:
-        keys: Keys = self._index.keys_of(rows)
-        return list(split_hashes(keys.tobytes()))
+        self._history.leave(tier, self._index.hashes_of(changed), self._fate)

@@ -49,7 +49,7 @@ function worth(told) {
       " since the start"),
     html("small", {}, `saved ${seconds(saved)}, ${seconds(measured)} of it measured`
       + ` and ${seconds(saved - measured)} predicted · lost ${seconds(lost)}`
-      + (regret ? ` · the other road would have saved ${seconds(regret)}` : "")));
+      + (regret ? ` · the other choice would have saved ${seconds(regret)}` : "")));
 }
 
 // The growth in the last minute as a number, and in each step of the history as a curve.
