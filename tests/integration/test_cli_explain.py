@@ -416,7 +416,7 @@ def test_a_probe_of_a_running_daemon(served: tuple[RunningNode, str]) -> None:
     assert node.stat()["tiers"]["ssd"]["blocks"] == before
     told = run(node, "probe", "--tier", "cpu")
     assert told.returncode == 1
-    assert "learned from their loads" in " ".join(told.stdout.split())
+    assert "measured by the engines' own loads" in " ".join(told.stdout.split())
 
 
 @pytest.mark.slow

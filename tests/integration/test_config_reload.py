@@ -152,7 +152,7 @@ def test_one_bad_key_and_nothing_changes(
 def test_a_file_that_is_no_good(node: Configured) -> None:
     with node.serve() as daemon:
         for spoil, said in (
-            (lambda: node.path.write_text("[cost]\nrestore = "), "is no TOML"),
+            (lambda: node.path.write_text("[cost]\nrestore = "), "is not valid TOML"),
             (node.path.unlink, "No such file"),
             (node.path.mkdir, "is no file"),
             (lambda: (node.path.rmdir(), os.mkfifo(node.path)), "is no file"),

@@ -251,7 +251,7 @@ def test_who_asks_is_told_what_is_wrong(
             ),
             ({"tls_crt": b""}, "rpc.tls_cert: .* contains no certificate"),
             (pair | {"tls_key": b"\0\1\2"}, "rpc.tls_key: .* is not a private key"),
-            (openssl.pair("old", "secp521r1"), "rpc.tls_key: .* of a kind that gRPC does not take"),
+            (openssl.pair("old", "secp521r1"), "rpc.tls_key: gRPC does not support the type of"),
             ({**pair, "token": ""}, "rpc.token_file: .* contains no token"),
         ):
             port.volume.write(**files)

@@ -93,7 +93,7 @@ def test_with_a_disk_that_begins_to_hang_as_it_stops(directory: Path) -> None:
                 engine.store(2, 4)
                 await_hanging(shim)
                 stop(daemon)
-                assert "did not end in time" in daemon.log
+                assert "did not close in time" in daemon.log
 
 
 @pytest.mark.redis

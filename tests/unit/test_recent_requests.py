@@ -13,7 +13,7 @@ from kvtier.core.plan import (
     Source,
 )
 from kvtier.core.residency import TierName
-from kvtier.daemon.status.recent_requests import recent_requests
+from kvtier.daemon.status.document import recent_requests
 from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
 from kvtier.node.state.session import RequestCounters
 

@@ -2,18 +2,20 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvtier import __version__
 from kvtier.core.key_space_usage import BlockTotals
+from kvtier.core.plan import PlanReason
 from kvtier.core.residency import LOWER_TIERS, SLOW_TIERS, TierName
 from kvtier.daemon.persistence.key_spaces import KeySpaces
 from kvtier.daemon.policies import Policies
 from kvtier.daemon.status.benefit import BenefitAccount
 from kvtier.daemon.status.counter_history import CounterHistory, CounterSnapshot, Samples, grown
 from kvtier.daemon.status.health import NodeHealth, describe_health
-from kvtier.daemon.status.recent_requests import recent_requests
+from kvtier.node.state.decision_log import DecisionLog, LoggedDecision
 from kvtier.node.state.session import Session
 from kvtier.observe.daemon_metrics import (
     ABSENT_TOKENS,
@@ -35,10 +37,13 @@ from kvtier.observe.metrics import Metric
 from kvtier.runtime.driver import Driver
 from kvtier.tiers.base import Health
 
-__all__ = ["Status"]
+__all__ = ["Status", "recent_requests"]
 
 _KEY_SPACES_SHOWN_MAX = 256
 """As many as have known names."""
+
+_REQUESTS_SHOWN_MAX = 32
+"""More than a terminal shows; each one costs ten microseconds per document."""
 
 _LATELY_S = 10.0
 """Time over which rates are computed: long enough that they can be read."""
@@ -279,3 +284,51 @@ def _transfer(samples: Samples, route: str) -> dict[str, float | None]:
         "seconds": samples.sum(TRANSFER_SECONDS, "_sum", route=route) if is_timed else None,
         "count": samples.count(TRANSFER_SECONDS, "_count", route=route) if is_timed else None,
     }
+
+
+def recent_requests(decision_log: DecisionLog, now_ns: int) -> list[dict[str, Any]]:
+    """Return the most recent requests, newest first."""
+    return [_recent_request(each, now_ns) for each in decision_log.latest(_REQUESTS_SHOWN_MAX)]
+
+
+def _recent_request(decision: LoggedDecision, now_ns: int) -> dict[str, Any]:
+    """Return one request; unknown values are None."""
+    ask, plan, outcome, evaluation = (
+        decision.ask,
+        decision.plan,
+        decision.outcome,
+        decision.evaluation,
+    )
+    is_compared = plan.reason is not PlanReason.NOTHING and plan.total_s > 0
+    saved_s = None
+    if evaluation is not None:
+        saved_s = sum(evaluation.saved_s.values(), 0.0) - sum(evaluation.lost_s.values())
+    return {
+        "decision": decision.number,
+        "request_id": decision.request_id,
+        "engine": decision.engine,
+        "age_s": round((now_ns - decision.at_ns) / 1e9, 1),
+        "prompt_tokens": ask.num_tokens,
+        "gpu_tokens": ask.first_token,
+        "found_tokens": _tokens_by_tier(decision.found, ask.block_tokens),
+        "planned_tokens": plan.num_blocks * ask.block_tokens,
+        "reason": plan.reason.value,
+        "predicted_s": _seconds(plan.total_s if is_compared else None),
+        "recompute_s": _seconds(plan.recompute_total_s if is_compared else None),
+        "restored_tokens": _tokens_by_tier(outcome.tiers, ask.block_tokens) if outcome else None,
+        "first_token_s": _seconds(outcome.ttft_s if outcome else None),
+        "saved_s": _seconds(saved_s),
+        "regret_s": _seconds(evaluation.regret_s if evaluation else None),
+        "cold_s": _seconds(evaluation.cold_s if evaluation else None),
+    }
+
+
+def _tokens_by_tier(runs: Iterable[tuple[TierName, int]], block_tokens: int) -> dict[str, int]:
+    blocks: Counter[TierName] = Counter()
+    for tier, length in runs:
+        blocks[tier] += length
+    return {tier.value: blocks[tier] * block_tokens for tier in LOWER_TIERS}
+
+
+def _seconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

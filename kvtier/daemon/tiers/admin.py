@@ -37,7 +37,7 @@ from kvtier.daemon.tiers.opening import (
     opened,
     place_key,
     placement,
-    tell_blocks,
+    report_blocks,
     tune_tier,
 )
 from kvtier.errors import StartError, TierError
@@ -79,7 +79,7 @@ class TierAdmin:
         self._unopened: dict[TierName, Health] = {}
         """Tiers that were not open at the end of the start, and why."""
         self._attaching: dict[TierName, asyncio.Task[None]] = {}
-        self._num_told: dict[TierName, int] = {}
+        self._num_reported: dict[TierName, int] = {}
         """Number of blocks that the node knows so far, for each tier that is being attached."""
         self._detaches: list[TierDetach] = []
         """Detached tiers that may not be closed yet."""
@@ -125,7 +125,7 @@ class TierAdmin:
 
     def _absence(self, name: TierName) -> str:
         if name in self._attaching:
-            return f"; being attached, {self._num_told[name]} blocks so far"
+            return f"; being attached, {self._num_reported[name]} blocks so far"
         leaving = self._leaving(name)
         hangs = "".join(f": {each.hangs}" for each in leaving if each.hangs)
         return f"; not closed yet{hangs}" if leaving else ""
@@ -299,7 +299,7 @@ class TierAdmin:
 
     def _begin_attach(self, name: TierName) -> asyncio.Task[None]:
         self._check_wanted(name)
-        self._num_told[name] = 0
+        self._num_reported[name] = 0
         attaching = asyncio.create_task(self._attach(name))
         self._attaching[name] = attaching
         attaching.add_done_callback(partial(self._attach_ended, name))
@@ -313,7 +313,7 @@ class TierAdmin:
         tier = await opened(opening)
         try:
             self._driver.post(ev.ConfigureTier(placement(config, tier)))
-            await tell_blocks(self._driver, tier, partial(self._count_told, name))
+            await report_blocks(self._driver, tier, partial(self._count_reported, name))
             if self.on_attach is not None:
                 await self.on_attach(name, config)
         except BaseException as error:
@@ -329,10 +329,10 @@ class TierAdmin:
         self._driver.post(ev.ConfigureTier(placement(now, tier)))
         self._driver.attach(tier)
         self._unopened.pop(name, None)
-        _log.info("tier attached", tier=name, blocks=self._num_told[name])
+        _log.info("tier attached", tier=name, blocks=self._num_reported[name])
 
-    def _count_told(self, name: TierName, num_blocks: int) -> None:
-        self._num_told[name] += num_blocks
+    def _count_reported(self, name: TierName, num_blocks: int) -> None:
+        self._num_reported[name] += num_blocks
 
     def _attach_ended(self, name: TierName, attaching: asyncio.Task[None]) -> None:
         del self._attaching[name]

@@ -43,7 +43,7 @@ __all__ = [
     "opened",
     "place_key",
     "placement",
-    "tell_blocks",
+    "report_blocks",
     "tune_tier",
     "write_allowance",
 ]
@@ -176,8 +176,8 @@ async def opened(opening: Opening) -> BreakerTier:
         raise
 
 
-async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]) -> None:
-    """Report all blocks of a tier to the node, and after each batch its size to ``on_told``.
+async def report_blocks(driver: Driver, tier: Tier, on_batch: Callable[[int], None]) -> None:
+    """Report all blocks of a tier to the node, and after each batch its size to ``on_batch``.
 
     Raises TierError if they cannot be read.
     """
@@ -189,7 +189,7 @@ async def tell_blocks(driver: Driver, tier: Tier, on_told: Callable[[int], None]
         for first in range(0, len(headers), ROWS_TOLD_AT_ONCE):
             some = headers[first : first + ROWS_TOLD_AT_ONCE]
             driver.post(ev.BlocksRecovered(name, some))
-            on_told(len(some))
+            on_batch(len(some))
             await asyncio.sleep(0)
 
 
